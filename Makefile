@@ -1,0 +1,35 @@
+# Every target works on a fresh machine with Python >= 3.11: the virtual environment is made on first use.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test lint soak bench clean
+demo: $(STAMP)
+	$(BIN)/totalreduce demo $(ARGS)
+
+test: $(STAMP) lint
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# What is too long for every commit: a thousand simulated seeds, a thousand training steps, faults under load.
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/totalreduce bench report $(ARGS)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("totalreduce needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,111 @@
+"""totalreduce keeps the replicas of a PyTorch model in step over ordinary networks.
+
+>>> import totalreduce as tr                                                            # doctest: +SKIP
+>>> group = tr.init()                                                                   # doctest: +SKIP
+>>> optimizer = tr.DistributedOptimizer(torch.optim.AdamW(...), model, group=group)     # doctest: +SKIP
+
+Importing this package is instant: names are loaded (and torch with them) when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from totalreduce.foundation.config import EngineConfig, TcpConfig
+    from totalreduce.foundation.errors import (
+        AuthenticationError,
+        ConfigurationError,
+        DeadlineExceededError,
+        GroupClosed,
+        MismatchError,
+        MissingTensorError,
+        PeerLost,
+        PlanMismatchError,
+        ProtocolError,
+        RendezvousError,
+        TotalReduceError,
+        UnsupportedError,
+    )
+    from totalreduce.foundation.observer import Observer
+    from totalreduce.foundation.types import ReduceOp
+    from totalreduce.groups.group import Group
+    from totalreduce.groups.plan import Plan, TensorSpec
+    from totalreduce.groups.statistics import Statistics
+    from totalreduce.groups.work import Work
+    from totalreduce.launch.bootstrap import init
+    from totalreduce.pytorch.broadcast import broadcast_optimizer_state, broadcast_parameters
+    from totalreduce.pytorch.optimizer import DistributedOptimizer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AuthenticationError": "foundation.errors",
+    "ConfigurationError": "foundation.errors",
+    "DeadlineExceededError": "foundation.errors",
+    "DistributedOptimizer": "pytorch.optimizer",
+    "EngineConfig": "foundation.config",
+    "Group": "groups.group",
+    "GroupClosed": "foundation.errors",
+    "MismatchError": "foundation.errors",
+    "MissingTensorError": "foundation.errors",
+    "Observer": "foundation.observer",
+    "PeerLost": "foundation.errors",
+    "Plan": "groups.plan",
+    "PlanMismatchError": "foundation.errors",
+    "ProtocolError": "foundation.errors",
+    "ReduceOp": "foundation.types",
+    "RendezvousError": "foundation.errors",
+    "Statistics": "groups.statistics",
+    "TcpConfig": "foundation.config",
+    "TensorSpec": "groups.plan",
+    "TotalReduceError": "foundation.errors",
+    "UnsupportedError": "foundation.errors",
+    "Work": "groups.work",
+    "broadcast_optimizer_state": "pytorch.broadcast",
+    "broadcast_parameters": "pytorch.broadcast",
+    "init": "launch.bootstrap",
+}
+
+__all__ = [
+    "AuthenticationError",
+    "ConfigurationError",
+    "DeadlineExceededError",
+    "DistributedOptimizer",
+    "EngineConfig",
+    "Group",
+    "GroupClosed",
+    "MismatchError",
+    "MissingTensorError",
+    "Observer",
+    "PeerLost",
+    "Plan",
+    "PlanMismatchError",
+    "ProtocolError",
+    "ReduceOp",
+    "RendezvousError",
+    "Statistics",
+    "TcpConfig",
+    "TensorSpec",
+    "TotalReduceError",
+    "UnsupportedError",
+    "Work",
+    "__version__",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "init",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'totalreduce' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"totalreduce.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,29 @@
+"""What the engine counts. Plain numbers, read under the runner's lock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Counters"]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the group was made; bytes are body bytes of data messages plus all headers."""
+
+    operations: int = 0
+    payload_bytes: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    floating_messages: int = 0
+    dropped_messages: int = 0
+    dropped_bytes: int = 0
+    control_sent: int = 0
+    held_messages: int = 0
+    promotions: int = 0
+    mismatches: int = 0
+    stalls: int = 0
+    reduce_s: float = 0.0
+    active_s: float = 0.0

@@ -1,0 +1,987 @@
+"""The Total Reduce engine: when things run. A plain object without thread, socket or clock.
+
+Everything that happens is a method call with the time as an argument; what should happen next is asked for:
+
+* the application calls ``submit`` and ``promote`` and collects ``pop_completed``;
+* a transport calls ``next_message`` / ``message_sent`` for what leaves and ``accept`` / ``delivered`` for what arrives;
+* a computer calls ``next_computation`` / ``computed``.
+
+The pieces of the Total Reduce design and where they are: *message list* ``_active``; *floating message list*
+``floating.FloatingStore``; *computation list* ``_computations``; *payload_pick_ready* ``sendqueue.SendQueue``; the self-guided
+*header* ``foundation.header``. What the design left open is here: iterations, lanes, an eager allowance that bounds
+floating memory (beyond it a sender waits for ``POSTED``), typed mismatches, the loss of a peer.
+
+Invariants (checked by ``validate``):
+
+* an operation is in ``_active`` from ``submit`` until it is done or failed, and its key is never active twice;
+* the order in which a result's bytes are combined depends on the program alone, never on arrival;
+* no memory is taken for a message before its length has been compared with what is expected or allowed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from totalreduce.engine.counters import Counters
+from totalreduce.engine.floating import FloatingMessage, FloatingStore, floating_cost
+from totalreduce.engine.operation import Arrival, Lane, Operation
+from totalreduce.engine.scratch import ScratchPool
+from totalreduce.engine.sendqueue import QueuedMessage, SendQueue
+from totalreduce.engine.stall import ANSWER_S, Inquiry, StallReport
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.errors import ConfigurationError, GroupClosed, MismatchError, PeerLost, ProtocolError
+from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header, unpack_signature
+from totalreduce.foundation.observer import Observer
+from totalreduce.foundation.types import ReduceOp, Signature, operation_id
+from totalreduce.schedules import program_for
+from totalreduce.schedules.actions import Mode, Receive, Send
+
+__all__ = ["CONTROL_BYTES_MAX", "Computation", "Delivery", "Engine", "OutgoingMessage"]
+
+#: The longest body of a control frame that is accepted.
+CONTROL_BYTES_MAX = 16 * 1024
+#: The longest name of an operation, in UTF-8 bytes.
+NAME_BYTES_MAX = 1024
+#: Bound of every table that peers can make grow: facts about operations that were not submitted here.
+_REMEMBERED_MAX = 65_536
+_UNNAMED = "unnamed"
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingMessage:
+    """One message on its way out. ``body`` is ``None`` for frames without one."""
+
+    peer: int
+    header: bytes
+    body: memoryview | None
+    queued: QueuedMessage | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """Where the body of an incoming message goes. ``view`` may be redirected while the body is still arriving."""
+
+    peer: int
+    header: Header
+    view: memoryview
+    operation: Operation | None = None
+    lane: Lane | None = None
+    index: int = 0
+    arrival: Arrival | None = None
+    floating: FloatingMessage | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Computation:
+    """An entry of the computation list: combine or copy ``incoming`` into ``destination``."""
+
+    operation: Operation
+    lane: Lane
+    index: int
+    mode: Mode
+    local: memoryview
+    incoming: memoryview
+    destination: memoryview
+    arrival: Arrival
+    incoming_partial: bool
+    divisor: int
+
+
+@dataclass(slots=True, eq=False)
+class _Name:
+    """What is remembered of a name: how often it was submitted and which peers were told what it is."""
+
+    name: str
+    next_iteration: int = 0
+    described: dict[int, bytes] = field(default_factory=dict)
+
+
+class Engine:
+    """The state of one rank of one group. See the module docstring."""
+
+    def __init__(
+        self, rank: int, world_size: int, config: EngineConfig, *, epoch: int = 0, observers: list[Observer] | None = None
+    ) -> None:
+        """Make an idle engine."""
+        self.rank, self.world_size, self.config, self.epoch = rank, world_size, config, epoch
+        self.counters = Counters()
+        self.observers: list[Observer] = observers if observers is not None else []
+        self._share = max(1, config.floating_bytes_max // max(1, world_size - 1))
+        self.floating = FloatingStore(self._share)
+        self.scratch = ScratchPool(config.scratch_segments)
+        self._active: dict[tuple[int, int], Operation] = {}
+        self._names: dict[int, _Name] = {}
+        self._queues: dict[int, SendQueue] = {}
+        self._controls: dict[int, deque[OutgoingMessage]] = {}
+        #: Peers for which there is something to send. A superset is harmless; missing one is not.
+        self._ready: set[int] = set()
+        self._eager_used: dict[int, int] = {}
+        self._computations: deque[Computation] = deque()
+        self._completed: list[Operation] = []
+        self._deliveries: set[Delivery] = set()
+        self._sequence = 0
+        #: Facts about operations that are not active here, bounded and oldest first.
+        self._posted_early: OrderedDict[tuple[int, int], set[int]] = OrderedDict()
+        self._requested: OrderedDict[tuple[int, int], set[int]] = OrderedDict()
+        self._poisoned: OrderedDict[tuple[int, int], MismatchError] = OrderedDict()
+        self._peer_names: OrderedDict[int, str] = OrderedDict()
+        self._peer_descriptions: OrderedDict[tuple[int, int], str] = OrderedDict()
+        self._urgent_early: OrderedDict[tuple[int, int], bool] = OrderedDict()
+        self._inquiries: dict[tuple[int, int], Inquiry] = {}
+        self._next_warning: dict[tuple[int, int], float] = {}
+        self._reports: list[StallReport] = []
+        self._lost: PeerLost | None = None
+        self._departed: dict[int, str] = {}
+        self._closed = False
+        self._active_since: float | None = None
+
+    # ------------------------------------------------------------------------------------------------ application
+
+    def submit(
+        self,
+        name: str | None,
+        signature: Signature,
+        result: memoryview,
+        *,
+        priority: int = 0,
+        now: float,
+        owner: Any = None,
+    ) -> Operation:
+        """Put an operation on the message list ("when a new gradient is ready").
+
+        Args:
+            name: Equal on all ranks, unique among operations in flight. ``None``: the n-th unnamed operation here
+                meets the n-th unnamed one elsewhere.
+            signature: What it is.
+            result: Writable bytes, input and output, ``signature.num_elements`` elements.
+            priority: Smaller is more urgent; 32 bits signed.
+            now: Seconds.
+            owner: Kept in the operation for the caller.
+
+        Raises:
+            ValueError: The name is in flight already.
+            PeerLost: A rank of the group is gone.
+            GroupClosed: This rank closed the group.
+        """
+        self._check_usable()
+        record, op_id = self._record(name)
+        key = (op_id, record.next_iteration)
+        if name is not None and record.next_iteration and (op_id, record.next_iteration - 1) in self._active:
+            raise ValueError(
+                f"an operation named {name!r} is already in flight on rank {self.rank}; wait for it or use another name"
+            )
+        record.next_iteration = (record.next_iteration + 1) & 0xFFFFFFFF
+        shown = name if name is not None else f"{_UNNAMED}#{key[1]}"
+        program = program_for(signature.kind, self.rank, self.world_size, signature.root)
+        operation = Operation(
+            shown,
+            key,
+            signature,
+            program,
+            result,
+            priority=priority,
+            sequence=self._sequence,
+            config=self.config,
+            now=now,
+            owner=owner,
+        )
+        self._sequence += 1
+        self.counters.operations += 1
+        self.counters.payload_bytes += operation.num_bytes
+        if not self._active:
+            self._active_since = now
+        self._active[key] = operation
+        for observer in self.observers:
+            observer.submitted(shown, key[1], now, num_bytes=operation.num_bytes, priority=priority)
+        poison = self._poisoned.pop(key, None)
+        if poison is not None:
+            self._drop_floating(self.floating.claim(key))
+            self._finish(operation, now, poison)
+            return operation
+        self._announce(operation, record)
+        self._claim_floating(operation, now)
+        if not operation.finished:
+            for lane in operation.lanes:
+                self._advance(operation, lane, now)
+        return operation
+
+    def promote(self, operation: Operation, now: float) -> None:
+        """Somebody is blocked on the operation: it overtakes every static priority, and says so to its peers."""
+        if operation.promoted or operation.finished:
+            return
+        operation.promoted = True
+        self.counters.promotions += 1
+        for peer, messages in operation.queued.items():
+            queue = self._queues[peer]
+            messages[:] = [message for message in messages if not message.taken]
+            for message in messages:
+                queue.rerank(message)
+        for observer in self.observers:
+            observer.promoted(operation.name, operation.key[1], now)
+
+    def pop_completed(self) -> list[Operation]:
+        """Operations that finished since the last call, well (``error`` is ``None``) or not."""
+        completed, self._completed = self._completed, []
+        return completed
+
+    def pop_reports(self) -> list[StallReport]:
+        """Stall reports made since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def close(self, now: float, *, tell: Collection[int]) -> None:
+        """Fail what is pending and take nothing more; the peers in ``tell`` learn that this was on purpose."""
+        if self._closed:
+            return
+        self._closed = True
+        for operation in list(self._active.values()):
+            self._finish(operation, now, GroupClosed(f"the group was closed with {operation.name!r} pending"))
+        for peer in tell:
+            if peer not in self._departed:
+                self._control(peer, Frame.GOODBYE)
+
+    @property
+    def num_active(self) -> int:
+        """Operations in flight."""
+        return len(self._active)
+
+    def active_s(self, now: float) -> float:
+        """Seconds with at least one operation in flight."""
+        running = now - self._active_since if self._active_since is not None else 0.0
+        return self.counters.active_s + running
+
+    @property
+    def lost(self) -> PeerLost | None:
+        """Who was lost, if somebody was."""
+        return self._lost
+
+    # ---------------------------------------------------------------------------------------------------- sending
+
+    def ready_peers(self) -> Collection[int]:
+        """Peers for which ``next_message`` may have something."""
+        return self._ready
+
+    def next_message(self, peer: int, now: float) -> OutgoingMessage | None:
+        """The next message for ``peer``: control frames first, then the most urgent data message that may leave."""
+        controls = self._controls.get(peer)
+        if controls:
+            self.counters.control_sent += 1
+            return controls.popleft()
+        queue = self._queues.get(peer)
+        while queue:
+            queued = queue.pop()
+            if queued is None:
+                break
+            flags = self._permission(queued)
+            if flags is not None:
+                return self._outgoing(queued, flags, now)
+            if self._controls.get(peer):  # holding the message back has produced a REQUEST
+                return self.next_message(peer, now)
+        self._ready.discard(peer)
+        return None
+
+    def message_sent(self, message: OutgoingMessage, now: float) -> None:
+        """The transport has taken the message completely; its memory may be reused."""
+        self.counters.bytes_sent += HEADER_BYTES + (len(message.body) if message.body is not None else 0)
+        queued = message.queued
+        if queued is None:
+            return
+        self.counters.messages_sent += 1
+        operation = queued.operation
+        operation.unsent -= 1
+        for observer in self.observers:
+            observer.sent(
+                operation.name,
+                operation.key[1],
+                now,
+                peer=message.peer,
+                lane=queued.lane,
+                step=queued.action.step,
+                num_bytes=len(message.body) if message.body is not None else 0,
+            )
+        self._finish_if_done(operation, now)
+
+    # -------------------------------------------------------------------------------------------------- receiving
+
+    def may_receive(self) -> bool:
+        """Whether there is scratch memory for another message; if not, the transport waits with reading."""
+        return self.scratch.available
+
+    def accept(self, peer: int, header: Header, now: float) -> Delivery:
+        """Decide where the body of a message goes ("decide which payload is about to be received").
+
+        Raises:
+            ProtocolError: No correct peer sends this.
+        """
+        if header.epoch != self.epoch:
+            return self._sink(peer, header)
+        if header.frame is not Frame.DATA:
+            if header.body_bytes > CONTROL_BYTES_MAX:
+                raise ProtocolError(f"a control frame of {header.body_bytes} bytes from rank {peer}")
+            return self._tracked(Delivery(peer, header, memoryview(bytearray(header.body_bytes))))
+        key = (header.operation, header.iteration)
+        operation = self._active.get(key)
+        if operation is None:
+            return self._accept_unknown(peer, header, key, now)
+        if header.signature != operation.packed_signature:
+            self._mismatch(operation, peer, header.signature, now)
+            return self._sink(peer, header)
+        if header.flags & Flag.EAGER:
+            self._owe(peer, floating_cost(header.body_bytes))
+        if header.flags & Flag.URGENT:
+            self.promote(operation, now)
+        operation.posted_by.add(peer)
+        lane, index, action = self._slot(operation, peer, header)
+        self._note_first_byte(operation, now)
+        if action.mode is Mode.REPLACE and lane.position == index:
+            arrival = Arrival(None)
+            view = operation.segment(action.chunk, lane.index)
+        else:
+            arrival = Arrival(self.scratch.take(header.body_bytes))
+            view = arrival.buffer if arrival.buffer is not None else memoryview(b"")
+        return self._tracked(Delivery(peer, header, view, operation, lane, index, arrival))
+
+    def delivered(self, delivery: Delivery, now: float) -> None:
+        """The body of an accepted message is here."""
+        self._deliveries.discard(delivery)
+        header, peer = delivery.header, delivery.peer
+        self.counters.bytes_received += HEADER_BYTES + header.body_bytes
+        if header.frame is not Frame.DATA:
+            self._on_control(peer, header, bytes(delivery.view), now)
+            return
+        self.counters.messages_received += 1
+        if delivery.floating is not None:
+            self._floating_delivered(delivery.floating, now)
+            return
+        operation, lane, arrival = delivery.operation, delivery.lane, delivery.arrival
+        if operation is None or lane is None or arrival is None:
+            return  # a sink
+        if operation.finished:
+            self._release(arrival)
+            return
+        self._arrived(operation, lane, delivery.index, arrival, peer, header, now)
+
+    # -------------------------------------------------------------------------------------------------- computing
+
+    def next_computation(self) -> Computation | None:
+        """The next entry of the computation list, or ``None``."""
+        return self._computations.popleft() if self._computations else None
+
+    def peek_computation(self) -> Computation | None:
+        """The next entry of the computation list, left where it is."""
+        return self._computations[0] if self._computations else None
+
+    def computed(self, computation: Computation, seconds: float, now: float) -> None:
+        """The entry was carried out, which took ``seconds``."""
+        operation, lane = computation.operation, computation.lane
+        self.counters.reduce_s += seconds
+        self._release(computation.arrival)
+        if operation.finished:
+            return
+        for observer in self.observers:
+            action = operation.program.actions[computation.index]
+            observer.reduced(
+                operation.name, operation.key[1], now, lane=lane.index, step=action.step, seconds=seconds
+            )
+        del lane.arrivals[computation.index]
+        lane.position = computation.index + 1
+        self._advance(operation, lane, now)
+
+    # ------------------------------------------------------------------------------------------------------ peers
+
+    def peer_lost(self, peer: int, reason: str, now: float, *, first_hand: bool = True) -> None:
+        """A rank is gone: everything pending and everything later fails, and, first hand, everybody is told."""
+        if self._lost is not None or self._closed or peer in self._departed:
+            return
+        self._lost = PeerLost(peer, reason)
+        if first_hand:
+            body = json.dumps({"rank": peer, "reason": reason[:500]}).encode()
+            for other in range(self.world_size):
+                if other not in (self.rank, peer) and other not in self._departed:
+                    self._control(other, Frame.LOST, body=body)
+        for operation in list(self._active.values()):
+            self._finish(operation, now, PeerLost(peer, reason))
+
+    def peer_departed(self, peer: int, reason: str, now: float) -> None:
+        """A rank closed the group in good order: only what still needs it fails."""
+        self._departed.setdefault(peer, reason)
+        for operation in self._active.values():
+            waits = any(
+                source == peer and index not in lane.arrivals and index >= lane.position
+                for lane in operation.lanes
+                for (source, _), index in operation.program.receives.items()
+            )
+            if waits:
+                self.peer_lost(peer, reason, now)
+                return
+
+    # --------------------------------------------------------------------------------------------------- watching
+
+    def tick(self, now: float) -> None:
+        """Advance the stall watch; call it a few times a second."""
+        if not self._active and not self._inquiries:
+            return
+        first = self.config.stall_warning_s
+        if first > 0:
+            for key, operation in self._active.items():
+                if now >= self._next_warning.get(key, operation.submitted_at + first):
+                    # The next warning comes after twice the time: a log must not fill with one stall.
+                    self._next_warning[key] = now + max(first, now - operation.submitted_at)
+                    self.inquire(operation, now, warn=True)
+        for key, inquiry in list(self._inquiries.items()):
+            if len(inquiry.answers) == self.world_size - 1 or now >= inquiry.asked_at + ANSWER_S:
+                self._conclude(key, inquiry, now)
+
+    def inquire(self, operation: Operation, now: float, *, warn: bool = False) -> None:
+        """Ask every peer whether it has submitted the operation."""
+        inquiry = self._inquiries.get(operation.key)
+        if inquiry is not None:
+            inquiry.warn = inquiry.warn or warn
+            return
+        self._inquiries[operation.key] = Inquiry(now, warn)
+        body = json.dumps({"name": operation.name, "waited_s": round(now - operation.submitted_at, 3)}).encode()
+        for peer in range(self.world_size):
+            if peer != self.rank and peer not in self._departed:
+                self._control(peer, Frame.STATUS_REQUEST, key=operation.key, body=body)
+
+    def explain(self, operation: Operation, now: float) -> str:
+        """What is known about why the operation is not done: for the message of a deadline error."""
+        inquiry = self._inquiries.get(operation.key)
+        if inquiry is not None and inquiry.answers:
+            return str(self._report(operation, inquiry, now))
+        return f"{self._progress(operation)}; no answer from the other ranks yet"
+
+    def validate(self) -> None:
+        """Check the invariants; the tests and the simulator call it after every event."""
+        for key, operation in self._active.items():
+            assert operation.key == key
+            assert not operation.finished
+            assert operation.lanes_left or operation.unsent, f"{operation.name} is done but active"
+            record = self._names[key[0]]
+            assert record.next_iteration > key[1]
+            for lane in operation.lanes:
+                for index in lane.arrivals:
+                    assert index >= lane.position
+        assert 0 <= self.floating.total_bytes <= self.config.floating_bytes_max
+        for used in self._eager_used.values():
+            assert 0 <= used <= self._share
+        for peer, queue in self._queues.items():
+            assert not len(queue) or peer in self._ready
+        assert self.scratch.in_use >= 0
+
+    # ---------------------------------------------------------------------------------------- submission, private
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise GroupClosed(f"rank {self.rank} has closed the group; make a new one with init()")
+        if self._lost is not None:
+            raise PeerLost(self._lost.rank, self._lost.reason)
+        for peer, reason in self._departed.items():
+            raise PeerLost(peer, reason)
+
+    def _record(self, name: str | None) -> tuple[_Name, int]:
+        text = _UNNAMED if name is None else name
+        op_id = operation_id(text if name is None else f"n:{text}")
+        record = self._names.get(op_id)
+        if record is None:
+            if len(text.encode()) > NAME_BYTES_MAX:
+                raise ConfigurationError(f"the name {text[:40]!r}... is longer than {NAME_BYTES_MAX} bytes")
+            if len(self._names) >= 1_000_000:
+                raise ConfigurationError("a million different names in one group: reuse names, one per tensor")
+            record = self._names[op_id] = _Name(text)
+        elif record.name != text:
+            raise ConfigurationError(f"the names {text!r} and {record.name!r} have the same id; rename one of them")
+        return record, op_id
+
+    def _announce(self, operation: Operation, record: _Name) -> None:
+        """Tell targets what the operation is (once per signature) and sources that it is posted (if it is large)."""
+        key = operation.key
+        for peer in operation.program.targets:
+            if record.described.get(peer) != operation.packed_signature:
+                record.described[peer] = operation.packed_signature
+                body = json.dumps({"name": record.name, "is": operation.signature.describe()[:2048]}).encode()
+                self._control(peer, Frame.DESCRIBE, key=key, body=body)
+        asked = self._requested.pop(key, set())
+        for peer in operation.program.sources:
+            if peer in asked or operation.expected_bytes(peer) > self.config.eager_bytes:
+                self._control(peer, Frame.POSTED, key=key)
+        operation.posted_by |= self._posted_early.pop(key, set())
+        if self._urgent_early.pop(key, False):
+            operation.promoted = True
+
+    def _claim_floating(self, operation: Operation, now: float) -> None:
+        for message in self.floating.claim(operation.key):
+            if operation.finished:
+                self._drop_floating([message])
+            elif message.header.signature != operation.packed_signature:
+                self._mismatch(operation, message.peer, message.header.signature, now)
+                self._drop_floating([message])
+            else:
+                operation.posted_by.add(message.peer)
+                lane, index, _ = self._slot(operation, message.peer, message.header)
+                self._note_first_byte(operation, now)
+                if message.complete:
+                    lane.arrivals[index] = Arrival(message.body, message)
+                    self._observe_received(operation, message.peer, message.header, now)
+                # An incomplete one finds its operation when its body is here (_floating_delivered).
+
+    def _drop_floating(self, messages: list[FloatingMessage]) -> None:
+        for message in messages:
+            message.dropped = True
+            if not message.complete:
+                continue  # its memory is in use until the body is here
+            self.counters.dropped_messages += 1
+            self.counters.dropped_bytes += message.header.body_bytes
+            self.floating.release(message.peer, message.cost)
+            self._flush_credit(message.peer)
+
+    # ------------------------------------------------------------------------------------------- sending, private
+
+    def _queue(self, peer: int) -> SendQueue:
+        queue = self._queues.get(peer)
+        if queue is None:
+            queue = self._queues[peer] = SendQueue(
+                fifo=self.config.scheduling == "fifo", starvation_limit=self.config.starvation_limit
+            )
+        return queue
+
+    def _enqueue(self, message: QueuedMessage) -> None:
+        peer, operation = message.action.peer, message.operation
+        message.taken = False
+        operation.queued.setdefault(peer, []).append(message)
+        self._queue(peer).push(message)
+        self._ready.add(peer)
+
+    def _permission(self, queued: QueuedMessage) -> Flag | None:
+        """Flags to send the message with, or ``None``: it is held until the peer says that it has submitted."""
+        operation, action = queued.operation, queued.action
+        peer = action.peer
+        if peer in operation.posted_by:
+            return Flag.NONE
+        body_bytes = operation.segment_bytes(action.chunk, queued.lane, partial=action.partial)
+        cost = floating_cost(body_bytes)
+        used, sent = self._eager_used.get(peer, 0), operation.eager_sent.get(peer, 0)
+        held = operation.held.get(peer)
+        # Once one message is held the later ones of the operation are: a lane's messages must not overtake each other.
+        if held is None and sent + body_bytes <= self.config.eager_bytes and used + cost <= self._share:
+            self._eager_used[peer] = used + cost
+            operation.eager_sent[peer] = sent + body_bytes
+            return Flag.EAGER
+        if held is None:
+            held = operation.held[peer] = []
+            self._control(peer, Frame.REQUEST, key=operation.key)
+        held.append(queued)
+        self.counters.held_messages += 1
+        return None
+
+    def _outgoing(self, queued: QueuedMessage, flags: Flag, now: float) -> OutgoingMessage:
+        operation, action = queued.operation, queued.action
+        body = operation.segment(action.chunk, queued.lane, partial=action.partial)
+        if operation.promoted:
+            flags |= Flag.URGENT
+        self._note_first_byte(operation, now)
+        header = Header(
+            Frame.DATA,
+            self.epoch,
+            operation.key[0],
+            operation.key[1],
+            queued.lane,
+            action.step,
+            flags,
+            len(body),
+            operation.packed_signature,
+            operation.priority,
+        )
+        return OutgoingMessage(action.peer, header.pack(), body, queued)
+
+    def _release_held(self, operation: Operation, peer: int) -> None:
+        for message in operation.held.pop(peer, ()):
+            self._enqueue(message)
+
+    def _control(self, peer: int, frame: Frame, *, key: tuple[int, int] = (0, 0), body: bytes = b"") -> None:
+        header = Header(frame, self.epoch, key[0], key[1], body_bytes=len(body))
+        view = memoryview(body) if body else None
+        self._controls.setdefault(peer, deque()).append(OutgoingMessage(peer, header.pack(), view))
+        self._ready.add(peer)
+
+    # ----------------------------------------------------------------------------------------- receiving, private
+
+    def _tracked(self, delivery: Delivery) -> Delivery:
+        self._deliveries.add(delivery)
+        return delivery
+
+    def _sink(self, peer: int, header: Header) -> Delivery:
+        """Read the body and forget it: an old epoch, or an operation that failed."""
+        limit = 4 * self.config.segment_bytes
+        if header.body_bytes > limit:
+            raise ProtocolError(f"a message of {header.body_bytes} bytes from rank {peer}; the limit is {limit}")
+        self.counters.dropped_messages += 1
+        self.counters.dropped_bytes += header.body_bytes
+        if header.flags & Flag.EAGER and header.frame is Frame.DATA:
+            self._owe(peer, floating_cost(header.body_bytes))
+        return self._tracked(Delivery(peer, header, memoryview(bytearray(header.body_bytes))))
+
+    def _accept_unknown(self, peer: int, header: Header, key: tuple[int, int], now: float) -> Delivery:
+        record = self._names.get(header.operation)
+        if (record is not None and header.iteration < record.next_iteration) or key in self._poisoned:
+            return self._sink(peer, header)
+        if not header.flags & Flag.EAGER:
+            raise ProtocolError(
+                f"rank {peer} sent {header.body_bytes} bytes of an operation that was never posted here"
+            )
+        if header.body_bytes > min(4 * self.config.segment_bytes, self._share):
+            raise ProtocolError(f"a floating message of {header.body_bytes} bytes from rank {peer}")
+        message = self.floating.accept(peer, header)
+        self.counters.floating_messages += 1
+        if header.flags & Flag.URGENT:
+            self._remember(self._urgent_early, key, True)
+        for observer in self.observers:
+            observer.floating(
+                self._name_of(header.operation), header.iteration, now, peer=peer, num_bytes=header.body_bytes
+            )
+        return self._tracked(Delivery(peer, header, message.body, floating=message))
+
+    def _slot(self, operation: Operation, peer: int, header: Header) -> tuple[Lane, int, Receive]:
+        """The receive a header belongs to, after comparing everything it says with what is expected."""
+        index = operation.program.receives.get((peer, header.step))
+        if index is None or header.lane >= len(operation.lanes):
+            raise ProtocolError(
+                f"rank {peer} sent lane {header.lane}, step {header.step} of {operation.name!r}, which its schedule "
+                "does not have"
+            )
+        lane = operation.lanes[header.lane]
+        action = operation.program.actions[index]
+        assert isinstance(action, Receive)
+        expected = operation.segment_bytes(action.chunk, lane.index, partial=action.partial)
+        if header.body_bytes != expected:
+            raise ProtocolError(
+                f"rank {peer} sent {header.body_bytes} bytes for lane {header.lane}, step {header.step} of "
+                f"{operation.name!r}; {expected} are expected"
+            )
+        if index < lane.position or index in lane.expected:
+            raise ProtocolError(f"rank {peer} sent lane {header.lane}, step {header.step} of {operation.name!r} twice")
+        lane.expected.add(index)
+        return lane, index, action
+
+    def _floating_delivered(self, message: FloatingMessage, now: float) -> None:
+        message.complete = True
+        if message.dropped:
+            self._drop_floating([message])
+            return
+        operation = self._active.get((message.header.operation, message.header.iteration))
+        if operation is None:
+            record = self._names.get(message.header.operation)
+            if record is not None and message.header.iteration < record.next_iteration:
+                self._drop_floating([message])  # submitted and failed while the body was arriving
+            return
+        index = operation.program.receives[message.peer, message.header.step]
+        lane = operation.lanes[message.header.lane]
+        self._arrived(operation, lane, index, Arrival(message.body, message), message.peer, message.header, now)
+
+    def _arrived(
+        self, operation: Operation, lane: Lane, index: int, arrival: Arrival, peer: int, header: Header, now: float
+    ) -> None:
+        lane.arrivals[index] = arrival
+        self._observe_received(operation, peer, header, now)
+        if index == lane.position:
+            self._advance(operation, lane, now)
+
+    def _observe_received(self, operation: Operation, peer: int, header: Header, now: float) -> None:
+        operation.messages_received += 1
+        for observer in self.observers:
+            observer.received(
+                operation.name,
+                operation.key[1],
+                now,
+                peer=peer,
+                lane=header.lane,
+                step=header.step,
+                num_bytes=header.body_bytes,
+            )
+
+    def _release(self, arrival: Arrival) -> None:
+        """Give the memory of a segment back to whom it belongs."""
+        if arrival.floating is not None:
+            self.floating.release(arrival.floating.peer, arrival.floating.cost)
+            self._flush_credit(arrival.floating.peer)
+        elif arrival.buffer is not None:
+            self.scratch.give(arrival.buffer)
+
+    def _owe(self, peer: int, cost: int) -> None:
+        self.floating.owe(peer, cost)
+        self._flush_credit(peer)
+
+    def _flush_credit(self, peer: int, *, force: bool = False) -> None:
+        due = self.floating.credit_due(peer, flush=force)
+        if due:
+            self._control(peer, Frame.CREDIT, key=(due, 0))
+
+    # ------------------------------------------------------------------------------------------- progress, private
+
+    def _advance(self, operation: Operation, lane: Lane, now: float) -> None:
+        """Run a lane's program until it must wait for a message or a computation."""
+        actions = operation.program.actions
+        while lane.position < len(actions):
+            action = actions[lane.position]
+            if isinstance(action, Send):
+                operation.unsent += 1
+                self._enqueue(QueuedMessage(operation, lane.index, action))
+            else:
+                arrival = lane.arrivals.get(lane.position)
+                if arrival is None or arrival.computing:
+                    return
+                if arrival.buffer is not None:
+                    self._compute(operation, lane, action, arrival)
+                    return
+                del lane.arrivals[lane.position]
+            lane.position += 1
+        operation.lanes_left -= 1
+        self._finish_if_done(operation, now)
+
+    def _compute(self, operation: Operation, lane: Lane, action: Receive, arrival: Arrival) -> None:
+        assert arrival.buffer is not None
+        arrival.computing = True
+        last = action.mode is Mode.COMBINE_LAST
+        average = last and operation.signature.reduction is ReduceOp.AVG
+        self._computations.append(
+            Computation(
+                operation,
+                lane,
+                lane.position,
+                action.mode,
+                local=operation.segment(action.chunk, lane.index),
+                incoming=arrival.buffer,
+                destination=operation.segment(action.chunk, lane.index, partial=action.mode is Mode.COMBINE),
+                arrival=arrival,
+                incoming_partial=action.partial,
+                divisor=self.world_size if average else 1,
+            )
+        )
+
+    def _note_first_byte(self, operation: Operation, now: float) -> None:
+        if operation.first_byte_at is None:
+            operation.first_byte_at = now
+            for observer in self.observers:
+                observer.first_byte(operation.name, operation.key[1], now)
+
+    def _finish_if_done(self, operation: Operation, now: float) -> None:
+        if not operation.finished and operation.lanes_left == 0 and operation.unsent == 0:
+            self._finish(operation, now, None)
+
+    def _finish(self, operation: Operation, now: float, error: BaseException | None) -> None:
+        operation.finished, operation.error = True, error
+        del self._active[operation.key]
+        self._next_warning.pop(operation.key, None)
+        self._inquiries.pop(operation.key, None)
+        if error is not None:
+            self._abandon(operation)
+        if not self._active and self._active_since is not None:
+            self.counters.active_s += now - self._active_since
+            self._active_since = None
+        self._completed.append(operation)
+        for observer in self.observers:
+            observer.done(operation.name, operation.key[1], now, error=error)
+
+    def _abandon(self, operation: Operation) -> None:
+        """Make sure that nothing reads or writes the tensor any more."""
+        for peer, messages in operation.queued.items():
+            for message in messages:
+                self._queues[peer].discard(message)
+        operation.held.clear()
+        for delivery in self._deliveries:
+            if delivery.operation is operation and delivery.arrival is not None and delivery.arrival.buffer is None:
+                delivery.view = memoryview(bytearray(len(delivery.view)))
+        for lane in operation.lanes:
+            for arrival in lane.arrivals.values():
+                if not arrival.computing:
+                    self._release(arrival)
+            lane.arrivals.clear()
+
+    # ------------------------------------------------------------------------------------------- control, private
+
+    def _on_control(self, peer: int, header: Header, body: bytes, now: float) -> None:
+        key = (header.operation, header.iteration)
+        match header.frame:
+            case Frame.POSTED:
+                self._on_posted(peer, key)
+            case Frame.REQUEST:
+                self._on_request(peer, key)
+            case Frame.CREDIT:
+                self._on_credit(peer, header.operation)
+            case Frame.DESCRIBE:
+                self._on_describe(peer, key, _decode(body, peer))
+            case Frame.MISMATCH:
+                self._on_mismatch(key, _decode(body, peer), now)
+            case Frame.LOST:
+                document = _decode(body, peer)
+                self._on_lost(peer, document, now)
+            case Frame.STATUS_REQUEST:
+                self._on_status_request(peer, key, _decode(body, peer), now)
+            case Frame.STATUS_REPLY:
+                self._on_status_reply(peer, key, _decode(body, peer))
+            case Frame.GOODBYE:
+                self.peer_departed(peer, "it has closed the group", now)
+            case _:
+                raise ProtocolError(f"rank {peer} sent a {header.frame.name} frame, which the transport handles")
+
+    def _on_posted(self, peer: int, key: tuple[int, int]) -> None:
+        operation = self._active.get(key)
+        if operation is not None:
+            operation.posted_by.add(peer)
+            self._release_held(operation, peer)
+        elif not self._is_past(key):
+            peers = self._posted_early.get(key)
+            if peers is None:
+                self._remember(self._posted_early, key, {peer})
+            else:
+                peers.add(peer)
+
+    def _on_request(self, peer: int, key: tuple[int, int]) -> None:
+        self._flush_credit(peer, force=True)
+        if key in self._active:
+            self._control(peer, Frame.POSTED, key=key)
+        elif not self._is_past(key):
+            peers = self._requested.get(key)
+            if peers is None:
+                self._remember(self._requested, key, {peer})
+            else:
+                peers.add(peer)
+
+    def _on_credit(self, peer: int, amount: int) -> None:
+        used = self._eager_used.get(peer, 0)
+        if amount > used:
+            raise ProtocolError(f"rank {peer} gave back {amount} bytes of an allowance of which {used} are used")
+        self._eager_used[peer] = used - amount
+        for operation in list(self._active.values()):
+            if peer in operation.held and operation.eager_sent.get(peer, 0) < self.config.eager_bytes:
+                self._release_held(operation, peer)
+
+    def _on_describe(self, peer: int, key: tuple[int, int], document: dict[str, Any]) -> None:
+        name, description = str(document.get("name", "?")), str(document.get("is", "?"))
+        self._remember(self._peer_names, key[0], name)
+        self._remember(self._peer_descriptions, (peer, key[0]), description)
+
+    def _on_mismatch(self, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
+        try:
+            ranks = tuple(int(rank) for rank in document["ranks"])
+            values = tuple(str(value) for value in document["values"])
+            error = MismatchError(str(document["tensor"]), ranks, values)
+        except (KeyError, TypeError, ValueError) as cause:
+            raise ProtocolError("a MISMATCH frame that cannot be read") from cause
+        operation = self._active.get(key)
+        if operation is not None:
+            self._finish(operation, now, error)
+        elif not self._is_past(key):
+            self._drop_floating(self.floating.claim(key))
+            self._remember(self._poisoned, key, error)
+
+    def _on_lost(self, peer: int, document: dict[str, Any], now: float) -> None:
+        lost = document.get("rank")
+        if not isinstance(lost, int) or not 0 <= lost < self.world_size:
+            raise ProtocolError(f"rank {peer} reports the loss of {lost!r}, which is no rank")
+        reason = f"{document.get('reason', '?')} (reported by rank {peer})"
+        self.peer_lost(lost, reason, now, first_hand=False)
+
+    def _on_status_request(self, peer: int, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
+        operation = self._active.get(key)
+        submitted = operation is not None or self._is_past(key)
+        progress = self._progress(operation) if operation is not None else "done" if submitted else "not submitted"
+        body = json.dumps({"submitted": submitted, "progress": progress}).encode()
+        self._control(peer, Frame.STATUS_REPLY, key=key, body=body)
+        if not submitted and document.get("waited_s", 0) >= self.config.stall_warning_s > 0:
+            waited_s = float(document["waited_s"])
+            name = str(document.get("name", self._name_of(key[0])))
+            self._publish(StallReport(name, key[1], waited_s, (self.rank,), {peer: "waiting for this rank"}, ()), now)
+
+    def _on_status_reply(self, peer: int, key: tuple[int, int], document: dict[str, Any]) -> None:
+        inquiry = self._inquiries.get(key)
+        if inquiry is not None:
+            progress = str(document.get("progress", "?"))
+            inquiry.answered(peer, submitted=bool(document.get("submitted")), progress=progress)
+
+    # --------------------------------------------------------------------------------------- agreement and reports
+
+    def _mismatch(self, operation: Operation, peer: int, theirs: bytes, now: float) -> None:
+        """Two ranks disagree: the operation fails here, and everybody is told what both wanted."""
+        described = self._peer_descriptions.get((peer, operation.key[0]))
+        value = described if described is not None else unpack_signature(theirs)
+        mine = operation.signature.describe()
+        error = MismatchError(operation.name, (self.rank, peer), (mine, value))
+        document = {"tensor": operation.name, "ranks": error.ranks, "values": error.values}
+        body = json.dumps(document).encode()
+        self.counters.mismatches += 1
+        for other in range(self.world_size):
+            if other != self.rank and other not in self._departed:
+                self._control(other, Frame.MISMATCH, key=operation.key, body=body)
+        self._finish(operation, now, error)
+
+    def _progress(self, operation: Operation) -> str:
+        total = len(operation.program.receives) * len(operation.lanes)
+        text = f"{operation.messages_received} of {total} messages received"
+        if operation.held:
+            text += f", holding messages for rank(s) {', '.join(map(str, sorted(operation.held)))}"
+        return text
+
+    def _conclude(self, key: tuple[int, int], inquiry: Inquiry, now: float) -> None:
+        operation = self._active[key]
+        if inquiry.warn:
+            del self._inquiries[key]
+            self._publish(self._report(operation, inquiry, now), now)
+        elif now >= inquiry.asked_at + 10 * ANSWER_S:
+            del self._inquiries[key]  # kept a while for ``explain``
+
+    def _report(self, operation: Operation, inquiry: Inquiry, now: float) -> StallReport:
+        others = set(range(self.world_size)) - {self.rank} - set(inquiry.answers)
+        progress = {rank: text for rank, text in inquiry.answers.items() if rank not in inquiry.missing}
+        progress[self.rank] = self._progress(operation)
+        return StallReport(
+            operation.name,
+            operation.key[1],
+            now - operation.submitted_at,
+            tuple(sorted(inquiry.missing)),
+            progress,
+            tuple(sorted(others)),
+        )
+
+    def _publish(self, report: StallReport, now: float) -> None:
+        self.counters.stalls += 1
+        if len(self._reports) < 1000:
+            self._reports.append(report)
+        for observer in self.observers:
+            observer.stalled(report.as_dict(), now)
+
+    # -------------------------------------------------------------------------------------------------- small things
+
+    def _is_past(self, key: tuple[int, int]) -> bool:
+        """Whether the operation was submitted here (and is finished, if it is not active)."""
+        record = self._names.get(key[0])
+        return record is not None and key[1] < record.next_iteration
+
+    def _name_of(self, op_id: int) -> str:
+        record = self._names.get(op_id)
+        return record.name if record is not None else self._peer_names.get(op_id, f"{op_id:#018x}")
+
+    @staticmethod
+    def _remember(table: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+        table[key] = value
+        if len(table) > _REMEMBERED_MAX:
+            table.popitem(last=False)
+
+
+def _decode(body: bytes, peer: int) -> dict[str, Any]:
+    """JSON of a control frame: data, never code.
+
+    Raises:
+        ProtocolError: It is not a JSON object.
+    """
+    try:
+        document = json.loads(body)
+    except ValueError as cause:
+        raise ProtocolError(f"a control frame of rank {peer} that is no JSON") from cause
+    if not isinstance(document, dict):
+        raise ProtocolError(f"a control frame of rank {peer} that is no JSON object")
+    return document

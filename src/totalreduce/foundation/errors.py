@@ -1,0 +1,141 @@
+"""Every exception of the library, in one tree.
+
+::
+
+    TotalReduceError
+    ├── ConfigurationError      also a ValueError: a setting, an environment variable, an argument
+    │   └── UnsupportedError    a tensor this build cannot synchronise (device, layout, dtype)
+    ├── MismatchError           ranks disagree about one operation
+    │   └── PlanMismatchError   ranks disagree about the model or the settings of a plan
+    ├── MissingTensorError      a rank left a planned tensor out and the policy forbids it
+    ├── DeadlineExceededError   also a TimeoutError: the operation goes on, this wait does not
+    ├── PeerLost                a rank died, froze or left
+    ├── GroupClosed             this rank closed the group
+    ├── RendezvousError         the group could not be formed
+    │   └── AuthenticationError a peer could not prove that it knows the job's key
+    └── ProtocolError           bytes that no correct peer sends
+
+Rule of the house: an error says what happened, where (rank, tensor), and what to do about it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AuthenticationError",
+    "ConfigurationError",
+    "DeadlineExceededError",
+    "GroupClosed",
+    "MismatchError",
+    "MissingTensorError",
+    "PeerLost",
+    "PlanMismatchError",
+    "ProtocolError",
+    "RendezvousError",
+    "TotalReduceError",
+    "UnsupportedError",
+]
+
+
+class TotalReduceError(Exception):
+    """Base of everything this library raises on purpose."""
+
+
+class ConfigurationError(TotalReduceError, ValueError):
+    """A setting makes no sense. Raised before anything is sent; nothing has changed."""
+
+
+class UnsupportedError(ConfigurationError):
+    """The tensor's device, layout or dtype cannot be synchronised by this transport."""
+
+
+class MismatchError(TotalReduceError):
+    """Ranks submitted different operations under one name.
+
+    Raised on every rank by ``Work.wait``; the tensors' contents are then undefined. You do not get it for different
+    *orders* of submission, which are legal. The group stays usable, and so does the name.
+
+    Attributes:
+        tensor: Name of the operation.
+        ranks: The two ranks that were compared.
+        values: What each of them submitted, in the same order.
+    """
+
+    def __init__(self, tensor: str, ranks: tuple[int, ...], values: tuple[str, ...]) -> None:
+        """Build the message from the two descriptions."""
+        both = "; ".join(f"rank {rank} submitted {value}" for rank, value in zip(ranks, values, strict=True))
+        super().__init__(
+            f"tensor {tensor!r}: {both}. Submit the same kind, dtype, shape and reduction on every rank."
+        )
+        self.tensor, self.ranks, self.values = tensor, ranks, values
+
+
+class PlanMismatchError(MismatchError):
+    """Ranks built different plans: another model, other shapes, other settings. Raised on every rank.
+
+    The message lists the differences (at most a screenful). Nothing was planned; the group stays usable.
+    """
+
+    def __init__(self, plan: str, differences: tuple[str, ...]) -> None:
+        """Build the message from one line per difference."""
+        TotalReduceError.__init__(
+            self,
+            f"the ranks do not agree on {plan!r}:\n  "
+            + "\n  ".join(differences)
+            + "\nBuild the same model with the same settings on every rank.",
+        )
+        self.tensor, self.ranks, self.values, self.differences = plan, (), (), differences
+
+
+class MissingTensorError(TotalReduceError):
+    """A planned tensor was left out by some ranks and ``on_missing="error"``. Raised on every rank.
+
+    Attributes:
+        tensor: Name of the first tensor that is missing somewhere.
+        ranks: The ranks that left it out.
+    """
+
+    def __init__(self, tensor: str, ranks: tuple[int, ...], step: int) -> None:
+        """Name the tensor, the ranks and the step."""
+        who = ", ".join(str(rank) for rank in ranks)
+        super().__init__(
+            f"step {step}: rank(s) {who} never submitted {tensor!r}. "
+            'Use on_missing="zero" to count it as a zero contribution.'
+        )
+        self.tensor, self.ranks, self.step = tensor, ranks, step
+
+
+class DeadlineExceededError(TotalReduceError, TimeoutError):
+    """A wait ran out of time. The operation itself is still pending and may be waited for again."""
+
+
+class PeerLost(TotalReduceError):
+    """A rank died, froze, was cut off or left while it was needed.
+
+    Raised by every pending and every later operation of the group on every survivor. The group is over; tensors of
+    operations that had already finished are good.
+
+    Attributes:
+        rank: The culprit.
+        reason: How it was noticed.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        """Name the culprit and how it was noticed."""
+        super().__init__(f"rank {rank} is lost: {reason}")
+        self.rank, self.reason = rank, reason
+
+
+class GroupClosed(TotalReduceError):
+    """This rank closed the group; it cannot be used any more."""
+
+
+class RendezvousError(TotalReduceError):
+    """The ranks could not find or reach each other in time."""
+
+
+class AuthenticationError(RendezvousError):
+    """A peer could not prove that it knows the job's key."""
+
+
+class ProtocolError(TotalReduceError):
+    """A peer sent bytes that no correct peer sends. The connection is dropped and counted."""

@@ -1,0 +1,148 @@
+"""The self-guided header: 64 fixed bytes before every body.
+
+A receiver that knows the operation receives the body straight into place; one that does not yet keeps the message as
+*floating*. Source: the Total Reduce design ("isend message head": id, size, state), with the iteration its published
+code had to add, and with the operation's signature so that a disagreement is an error with both values and not a hang.
+
+Layout, little endian::
+
+    offset size  field
+    0      2     magic 0x5452 ("TR")
+    2      1     version
+    3      1     frame: data or one of the control frames
+    4      4     group epoch
+    8      8     operation id
+    16     4     iteration of the operation on this group, from 0
+    20     4     lane
+    24     2     step of the lane's schedule
+    26     1     flags
+    27     1     reserved, 0
+    28     4     body bytes
+    32     16    signature: kind, dtype, reduction, 0, root (4), shape digest (4), 0 (4)
+    48     8     signature: number of elements
+    56     4     priority of the sender (signed)
+    60     4     reserved, 0
+
+Nothing here allocates according to a length that came from the network: that is the receiver's decision.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+from totalreduce.foundation.errors import ProtocolError
+from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
+
+__all__ = ["HEADER_BYTES", "Flag", "Frame", "Header", "pack_signature", "unpack_signature"]
+
+HEADER_BYTES = 64
+MAGIC = 0x5452
+VERSION = 1
+
+_LAYOUT = struct.Struct("<HBBIQIIHBBI24siI")
+_SIGNATURE = struct.Struct("<BBBBIIIQ")
+assert _LAYOUT.size == HEADER_BYTES
+assert _SIGNATURE.size == 24
+
+
+class Frame(enum.IntEnum):
+    """What the header announces."""
+
+    DATA = 1
+    POSTED = 2  # "I have submitted this operation: send all of it"
+    CREDIT = 3  # "so many floating bytes of yours have found their operation"
+    MISMATCH = 4  # "two ranks disagree about this operation"
+    LOST = 5  # "this rank is lost"
+    STATUS_REQUEST = 6  # "have you submitted this operation?"
+    STATUS_REPLY = 7
+    HEARTBEAT = 8
+    GOODBYE = 9  # "I close the group in good order"
+    DESCRIBE = 10  # "this operation id is called so, and this is what I submit under it"
+    REQUEST = 11  # "I hold messages of this operation: say when you have submitted it"
+
+
+class Flag(enum.IntFlag):
+    """Bits of the flags byte."""
+
+    NONE = 0
+    EAGER = 1  # sent without the receiver's word; counts against the sender's allowance
+    URGENT = 2  # somebody is blocked on this operation; promotes it on the receiver too
+
+
+@dataclass(slots=True)
+class Header:
+    """One decoded header. ``signature`` stays packed: comparing 24 bytes is all that the fast path does."""
+
+    frame: Frame
+    epoch: int
+    operation: int = 0
+    iteration: int = 0
+    lane: int = 0
+    step: int = 0
+    flags: int = 0
+    body_bytes: int = 0
+    signature: bytes = bytes(24)
+    priority: int = 0
+
+    def pack(self) -> bytes:
+        """Encode."""
+        return _LAYOUT.pack(
+            MAGIC,
+            VERSION,
+            self.frame,
+            self.epoch,
+            self.operation,
+            self.iteration,
+            self.lane,
+            self.step,
+            self.flags,
+            0,
+            self.body_bytes,
+            self.signature,
+            self.priority,
+            0,
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray | memoryview) -> Header:
+        """Decode.
+
+        Raises:
+            ProtocolError: Wrong magic, version or frame.
+        """
+        magic, version, frame, epoch, op, iteration, lane, step, flags, _, body, signature, priority, _ = (
+            _LAYOUT.unpack(data)
+        )
+        if magic != MAGIC or version != VERSION:
+            raise ProtocolError(f"not a totalreduce header: magic {magic:#06x}, version {version}")
+        if not Frame.DATA <= frame <= Frame.REQUEST:
+            raise ProtocolError(f"unknown frame {frame}")
+        return cls(_FRAMES[frame], epoch, op, iteration, lane, step, flags, body, signature, priority)
+
+
+_FRAMES = {int(frame): frame for frame in Frame}
+
+
+def pack_signature(signature: Signature) -> bytes:
+    """The 24 bytes of a signature as they stand in the header."""
+    return _SIGNATURE.pack(
+        signature.kind,
+        signature.dtype,
+        signature.reduction,
+        0,
+        signature.root,
+        signature.shape_digest,
+        0,
+        signature.num_elements,
+    )
+
+
+def unpack_signature(data: bytes) -> str:
+    """Describe a packed signature for people, as far as 24 bytes tell (the shape only as a count)."""
+    kind, dtype, reduction, _, root, _, _, count = _SIGNATURE.unpack(data)
+    try:
+        return Signature(OpKind(kind), DType(dtype), ReduceOp(reduction), root, (count,)).describe()
+    except ValueError:
+        return f"an unknown operation (kind {kind}, dtype {dtype}, reduction {reduction})"

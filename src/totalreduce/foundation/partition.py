@@ -1,0 +1,33 @@
+"""Index arithmetic: who owns which elements. Pure functions, equal on all ranks by construction.
+
+A tensor is cut into ``num_chunks`` chunks (one per rank in a ring), each chunk into ``num_lanes`` lanes. Boundaries
+depend on the element count and on the settings the group agreed on, never on arrival, so results are the same bits
+under any schedule.
+"""
+
+from __future__ import annotations
+
+__all__ = ["balanced_range", "lane_count"]
+
+
+def balanced_range(total: int, parts: int, index: int) -> tuple[int, int]:
+    """Half-open range of part ``index`` when ``total`` things are cut into ``parts`` parts differing by at most one.
+
+    >>> [balanced_range(10, 4, i) for i in range(4)]
+    [(0, 3), (3, 6), (6, 8), (8, 10)]
+    """
+    size, larger = divmod(total, parts)
+    start = index * size + min(index, larger)
+    return start, start + size + (1 if index < larger else 0)
+
+
+def lane_count(chunk_bytes: int, *, segment_bytes: int, segment_bytes_min: int, lanes_min: int) -> int:
+    """How many lanes a chunk is cut into.
+
+    Large chunks are cut so that no segment exceeds ``segment_bytes`` (the quantum of preemption). Smaller ones are
+    still cut into ``lanes_min`` lanes while segments stay above ``segment_bytes_min``, because a single lane leaves
+    the wire idle while the receiver adds: lanes are what pipelines.
+    """
+    by_quantum = -(-chunk_bytes // segment_bytes)
+    by_pipelining = min(lanes_min, chunk_bytes // segment_bytes_min)
+    return max(1, by_quantum, by_pipelining)

@@ -1,0 +1,123 @@
+"""The vocabulary: what an operation is, how elements are encoded, how they are reduced.
+
+The numbers of the enumerations travel in headers: add at the end, never renumber.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass
+
+__all__ = ["DType", "OpKind", "ReduceOp", "Signature", "operation_id"]
+
+
+class OpKind(enum.IntEnum):
+    """Which collective."""
+
+    ALLREDUCE = 1
+    BROADCAST = 2
+    BARRIER = 3
+
+
+class ReduceOp(enum.IntEnum):
+    """How elements of different ranks become one.
+
+    ``AVG`` is the sum divided once by the world size; for integers the quotient is rounded towards zero, as NCCL does.
+    Integer sums wrap around like torch's. For ``bool``, ``SUM`` and ``MAX`` are *or*, ``PRODUCT`` and ``MIN`` are *and*.
+    """
+
+    NONE = 0
+    SUM = 1
+    AVG = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+class DType(enum.IntEnum):
+    """Element types that can be reduced."""
+
+    UINT8 = 1
+    INT8 = 2
+    INT16 = 3
+    INT32 = 4
+    INT64 = 5
+    FLOAT16 = 6
+    BFLOAT16 = 7
+    FLOAT32 = 8
+    FLOAT64 = 9
+    BOOL = 10
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return _ITEMSIZE[self]
+
+    @property
+    def is_half(self) -> bool:
+        """Whether sums of this type are accumulated in float32."""
+        return self in (DType.FLOAT16, DType.BFLOAT16)
+
+
+_ITEMSIZE = {
+    DType.UINT8: 1,
+    DType.INT8: 1,
+    DType.INT16: 2,
+    DType.INT32: 4,
+    DType.INT64: 8,
+    DType.FLOAT16: 2,
+    DType.BFLOAT16: 2,
+    DType.FLOAT32: 4,
+    DType.FLOAT64: 8,
+    DType.BOOL: 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What must be equal on all ranks for one operation; every data header carries it.
+
+    Attributes:
+        kind: The collective.
+        dtype: Element type.
+        reduction: ``ReduceOp.NONE`` where nothing is reduced.
+        root: Root rank; 0 where there is none.
+        shape: Shape of the tensor, ``()`` for a scalar.
+    """
+
+    kind: OpKind
+    dtype: DType
+    reduction: ReduceOp
+    root: int
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape; 1 for a scalar."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def shape_digest(self) -> int:
+        """32 bits that tell (2, 3) from (3, 2), which the element count cannot."""
+        text = ",".join(map(str, self.shape)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
+
+    def describe(self) -> str:
+        """``allreduce(avg) of float32[3, 4]``: for messages that people read."""
+        kind = self.kind.name.lower()
+        if self.kind is OpKind.BARRIER:
+            return kind
+        detail = f"root={self.root}" if self.kind is OpKind.BROADCAST else self.reduction.name.lower()
+        return f"{kind}({detail}) of {self.dtype.name.lower()}{list(self.shape)}"
+
+
+def operation_id(name: str) -> int:
+    """64 bits equal on all ranks without asking anybody: the hash of the operation's name.
+
+    Two names of one group colliding (probability n**2 / 2**65) is noticed at submission and refused.
+    """
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,111 @@
+"""Do all ranks mean the same thing? One small allreduce says yes; a no is explained on every rank.
+
+The document is canonical JSON. Steady state costs nothing: agreement is made once, when a plan is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from totalreduce.foundation.errors import PlanMismatchError
+from totalreduce.foundation.types import ReduceOp
+
+if TYPE_CHECKING:
+    from totalreduce.groups.group import Group
+
+__all__ = ["agree", "broadcast_json"]
+
+_DIGEST_BYTES = 16
+_DIFFERENCES_MAX = 20
+#: The longest document that is broadcast for comparison.
+_DOCUMENT_BYTES_MAX = 64 * 1024 * 1024
+
+
+def agree(group: Group, name: str, document: Mapping[str, Any]) -> None:
+    """Return if all ranks pass an equal document; else raise the same error on all of them.
+
+    Args:
+        group: Whose ranks.
+        name: What it is about; equal on all ranks.
+        document: JSON-ready values.
+
+    Raises:
+        PlanMismatchError: With the differences to rank 0, at most a screenful, equal on every rank.
+    """
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+    digests = torch.zeros(group.world_size, _DIGEST_BYTES, dtype=torch.uint8)
+    digests[group.rank] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    group.allreduce(digests, name=f"{name}/digest", op=ReduceOp.MAX).wait()
+    others = [rank for rank in range(group.world_size) if not torch.equal(digests[rank], digests[0])]
+    if not others:
+        return
+    reference = broadcast_json(group, f"{name}/reference", json.loads(text), root=0)
+    lines: list[str] = []
+    for rank in others[:_DIFFERENCES_MAX]:
+        mine = _differences(reference, json.loads(text), rank) if rank == group.rank else []
+        lines += broadcast_json(group, f"{name}/differences", mine, root=rank)
+    if len(lines) > _DIFFERENCES_MAX:
+        lines = [*lines[:_DIFFERENCES_MAX], f"... and {len(lines) - _DIFFERENCES_MAX} more"]
+    raise PlanMismatchError(name, tuple(lines))
+
+
+def broadcast_json(group: Group, name: str, value: Any, *, root: int) -> Any:
+    """Broadcast a JSON value: its length, then its bytes. Never pickled, bounded.
+
+    Raises:
+        ValueError: The value is larger than 64 MiB.
+    """
+    body = json.dumps(value).encode() if group.rank == root else b""
+    if len(body) > _DOCUMENT_BYTES_MAX:
+        raise ValueError(f"{name!r} takes {len(body)} bytes as JSON; the limit is {_DOCUMENT_BYTES_MAX}")
+    length = torch.tensor([len(body)], dtype=torch.int64)
+    group.broadcast(length, root=root, name=f"{name}/length")
+    data = torch.empty(int(length.item()), dtype=torch.uint8)
+    if group.rank == root:
+        data.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+    group.broadcast(data, root=root, name=f"{name}/data")
+    return json.loads(data.numpy().tobytes())
+
+
+def _differences(reference: Any, mine: Any, rank: int, path: str = "") -> list[str]:
+    """One line per difference between rank 0's document and this rank's."""
+    if isinstance(reference, dict) and isinstance(mine, dict):
+        lines = []
+        for key in dict.fromkeys([*reference, *mine]):
+            where = f"{path}.{key}" if path else str(key)
+            if key not in mine:
+                lines.append(f"{where}: rank 0 has {_short(reference[key])}, rank {rank} has nothing")
+            elif key not in reference:
+                lines.append(f"{where}: rank 0 has nothing, rank {rank} has {_short(mine[key])}")
+            else:
+                lines += _differences(reference[key], mine[key], rank, where)
+        return lines
+    if isinstance(reference, list) and isinstance(mine, list) and (_nested(reference) or _nested(mine)):
+        lines = []
+        for index in range(max(len(reference), len(mine))):
+            where = f"{path}[{index}]"
+            if index >= len(mine):
+                lines.append(f"{where}: rank 0 has {_short(reference[index])}, rank {rank} has nothing")
+            elif index >= len(reference):
+                lines.append(f"{where}: rank 0 has nothing, rank {rank} has {_short(mine[index])}")
+            else:
+                lines += _differences(reference[index], mine[index], rank, where)
+        return lines
+    if reference != mine:
+        return [f"{path}: rank 0 has {_short(reference)}, rank {rank} has {_short(mine)}"]
+    return []
+
+
+def _nested(values: list[Any]) -> bool:
+    return any(isinstance(value, (dict, list)) for value in values)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,0 +1,146 @@
+"""A plan: the agreed list of tensors that training steps reuse. Order-free and set-free.
+
+PyTorch's oldest open complaint (a branch taken on one rank only hangs the job) ends here: when a rank closes a step, every
+planned tensor it has not submitted counts as zero there, or raises, by policy, on all ranks.
+
+How: closing a step submits a zero contribution for whatever is missing, so nobody ever waits for a tensor that will not
+come; under the policy ``"error"`` one more small operation carries who submitted what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, final
+
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError, MissingTensorError
+from totalreduce.foundation.types import ReduceOp
+
+if TYPE_CHECKING:
+    from totalreduce.groups.group import Group
+    from totalreduce.groups.work import Work
+
+__all__ = ["Plan", "Step", "TensorSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One planned tensor: name, shape and dtype, equal on all ranks; ``priority`` may differ."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    priority: int = 0
+
+
+@final
+class Plan:
+    """Made by ``Group.plan``."""
+
+    def __init__(
+        self,
+        group: Group,
+        name: str,
+        specs: Sequence[TensorSpec],
+        *,
+        op: ReduceOp,
+        on_missing: Literal["zero", "error"],
+        settings: Mapping[str, Any] | None,
+    ) -> None:
+        """Agree with the other ranks; collective."""
+        if on_missing not in ("zero", "error"):
+            raise ConfigurationError(f"on_missing is 'zero' or 'error', not {on_missing!r}")
+        if op not in (ReduceOp.SUM, ReduceOp.AVG):
+            raise ConfigurationError(f"a plan sums or averages (zero is neutral then); {op.name} cannot be planned")
+        self.group, self.name, self.op, self.on_missing = group, name, op, on_missing
+        self.specs = {spec.name: spec for spec in specs}
+        if len(self.specs) != len(specs):
+            raise ConfigurationError(f"plan {name!r} names a tensor twice")
+        self.num_steps = 0
+        document = {
+            "tensors": {s.name: f"{str(s.dtype).removeprefix('torch.')}{list(s.shape)}" for s in specs},
+            "op": op.name,
+            "on_missing": on_missing,
+            "settings": dict(settings or {}),
+        }
+        group.agree(f"plan {name}", document)
+
+    def step(self) -> Step:
+        """Begin the next step; use it as a context manager."""
+        self.num_steps += 1
+        return Step(self, self.num_steps - 1)
+
+
+@final
+class Step:
+    """One step of a plan: submit what there is, in any order; leaving it waits for the results."""
+
+    def __init__(self, plan: Plan, number: int) -> None:
+        """Made by ``Plan.step``."""
+        self._plan, self.number = plan, number
+        self._works: dict[str, Work] = {}
+        self._results: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+
+    def submit(self, name: str, tensor: torch.Tensor) -> Work:
+        """Reduce a planned tensor, in place; returns at once.
+
+        Raises:
+            ConfigurationError: Not in the plan, not as planned, or already submitted in this step.
+        """
+        spec = self._plan.specs.get(name)
+        if spec is None:
+            raise ConfigurationError(f"{name!r} is not in plan {self._plan.name!r}")
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            raise ConfigurationError(
+                f"{name!r} is planned as {spec.dtype}{list(spec.shape)}, not {tensor.dtype}{list(tensor.shape)}"
+            )
+        if name in self._works:
+            raise ConfigurationError(f"{name!r} was already submitted in step {self.number}")
+        return self._start(spec, tensor)
+
+    def finish(self, timeout_s: float | None = None) -> dict[str, torch.Tensor]:
+        """Say what this rank leaves out, wait for everything, return all results by name.
+
+        Raises:
+            MissingTensorError: Some rank left a tensor out and the policy is ``"error"``; on every rank.
+        """
+        plan = self._plan
+        present = torch.zeros(plan.group.world_size, len(plan.specs), dtype=torch.uint8)
+        for index, (name, spec) in enumerate(plan.specs.items()):
+            if name in self._works:
+                present[plan.group.rank, index] = 1
+            else:
+                self._start(spec, torch.zeros(spec.shape, dtype=spec.dtype))
+        presence = None
+        if plan.on_missing == "error":
+            presence = plan.group.allreduce(present, name=f"{plan.name}/presence", op=ReduceOp.MAX, priority=-1)
+        for work in self._works.values():
+            work.wait(timeout_s)
+        if presence is not None:
+            presence.wait(timeout_s)
+            self._check(present)
+        return self._results
+
+    def _start(self, spec: TensorSpec, tensor: torch.Tensor) -> Work:
+        plan = self._plan
+        work = plan.group.allreduce(tensor, name=f"{plan.name}/{spec.name}", op=plan.op, priority=spec.priority)
+        self._works[spec.name], self._results[spec.name] = work, tensor
+        return work
+
+    def _check(self, present: torch.Tensor) -> None:
+        for index, name in enumerate(self._plan.specs):
+            absent = (present[:, index] == 0).nonzero().flatten().tolist()
+            if absent:
+                raise MissingTensorError(name, tuple(absent), self.number)

@@ -1,0 +1,78 @@
+"""Tensors as bytes: which ones can be synchronised, and where their memory is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from totalreduce.foundation.errors import UnsupportedError
+from totalreduce.foundation.types import DType
+
+__all__ = ["as_bytes", "dtype_of"]
+
+_DTYPES = {
+    torch.uint8: DType.UINT8,
+    torch.int8: DType.INT8,
+    torch.int16: DType.INT16,
+    torch.int32: DType.INT32,
+    torch.int64: DType.INT64,
+    torch.float16: DType.FLOAT16,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.float32: DType.FLOAT32,
+    torch.float64: DType.FLOAT64,
+    torch.bool: DType.BOOL,
+}
+
+
+def dtype_of(tensor: torch.Tensor, name: str) -> DType:
+    """The wire dtype of a tensor.
+
+    Raises:
+        UnsupportedError: Its device, layout or dtype cannot be synchronised; the message says what to do.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}, not a torch.Tensor")
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(
+            f"tensor {name!r} is on {tensor.device}; this transport moves CPU memory. Copy it with .cpu() first"
+        )
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(f"tensor {name!r} has layout {tensor.layout}; use .to_dense() (embedding: sparse=False)")
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        known = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
+        raise UnsupportedError(f"tensor {name!r} has dtype {tensor.dtype}; it must be one of {known}")
+    return dtype
+
+
+def as_bytes(tensor: torch.Tensor, name: str, *, writes: bool) -> tuple[memoryview, Callable[[], None] | None]:
+    """The memory of a tensor, and what to do when the operation is done.
+
+    A contiguous tensor is used in place. Another one is copied into contiguous memory now and back at the end.
+
+    Args:
+        tensor: Checked by ``dtype_of``.
+        name: For messages.
+        writes: Whether the result is written back.
+
+    Raises:
+        UnsupportedError: Elements of the tensor share memory, so that it has no place for a result.
+    """
+    plain = tensor.detach()
+    if plain.is_contiguous():
+        return _view(plain), None
+    if writes and any(stride == 0 and extent > 1 for stride, extent in zip(plain.stride(), plain.shape, strict=True)):
+        raise UnsupportedError(f"tensor {name!r} is expanded: several elements share memory. Use .contiguous()")
+    dense = plain.contiguous()
+
+    def copy_back() -> None:
+        plain.copy_(dense)
+
+    return _view(dense), copy_back if writes else None
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    if tensor.numel() == 0:
+        return memoryview(bytearray(0))
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())

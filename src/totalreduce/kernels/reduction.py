@@ -1,0 +1,135 @@
+"""Element-wise reduction of byte ranges.
+
+NumPy does the native types: one pass, vectorised, single-threaded, GIL released. Torch does the half types, in blocks
+small enough that it does not start threads of its own (its grain is 32,768 elements): the cores belong to training.
+
+The half types are widened: ``destination`` may be float32 while ``local`` is half (see ``combine``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from totalreduce.foundation.types import DType, ReduceOp
+
+__all__ = ["combine", "divide", "supports"]
+
+Array = np.ndarray[Any, Any]
+
+_NUMPY = {
+    DType.UINT8: np.dtype(np.uint8),
+    DType.INT8: np.dtype(np.int8),
+    DType.INT16: np.dtype(np.int16),
+    DType.INT32: np.dtype(np.int32),
+    DType.INT64: np.dtype(np.int64),
+    DType.FLOAT32: np.dtype(np.float32),
+    DType.FLOAT64: np.dtype(np.float64),
+    DType.BOOL: np.dtype(np.bool_),
+}
+_TORCH = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}
+
+_UFUNC: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.AVG: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+_TORCH_OP: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.PRODUCT: torch.mul,
+}
+
+#: Elements per torch call. Below torch's grain of 32,768 it stays in the calling thread.
+_BLOCK = 32 * 1024
+
+
+def supports(dtype: DType, op: ReduceOp) -> bool:
+    """Whether the pair can be reduced: everything but the average of truth values."""
+    return not (dtype is DType.BOOL and op is ReduceOp.AVG)
+
+
+def combine(
+    op: ReduceOp,
+    local: memoryview,
+    incoming: memoryview,
+    destination: memoryview,
+    *,
+    dtype: DType,
+    incoming_dtype: DType,
+    destination_dtype: DType,
+    divisor: int = 1,
+) -> None:
+    """``destination = (local op incoming) / divisor``, element by element.
+
+    For native types all three dtypes are equal and ``destination`` may be ``local``. For half types ``incoming`` and
+    ``destination`` may be float32; the arithmetic is float32 and the result is rounded once.
+
+    Args:
+        op: How to combine; ``AVG`` adds, and divides where ``divisor`` is not 1.
+        local: This rank's bytes, ``count * dtype.itemsize`` of them.
+        incoming: The peer's bytes.
+        destination: Where the result goes.
+        dtype: Element type of ``local``.
+        incoming_dtype: Element type of ``incoming``.
+        destination_dtype: Element type of ``destination``.
+        divisor: World size where this was the last contribution to an average, else 1.
+    """
+    if dtype.is_half:
+        _combine_half(op, local, incoming, destination, dtype, incoming_dtype, destination_dtype, divisor)
+        return
+    numpy_dtype = _NUMPY[dtype]
+    out = np.frombuffer(destination, numpy_dtype)
+    _UFUNC[op](np.frombuffer(local, numpy_dtype), np.frombuffer(incoming, numpy_dtype), out=out)
+    if divisor != 1:
+        _divide_native(out, divisor)
+
+
+def divide(data: memoryview, dtype: DType, divisor: int) -> None:
+    """Divide in place by ``divisor``, rounding integers towards zero."""
+    if dtype.is_half:
+        whole = torch.frombuffer(data, dtype=_TORCH[dtype])
+        for block in whole.split(_BLOCK):
+            block.copy_(block.float().div_(divisor))
+    else:
+        _divide_native(np.frombuffer(data, _NUMPY[dtype]), divisor)
+
+
+def _divide_native(values: Array, divisor: int) -> None:
+    if values.dtype.kind == "f":
+        np.divide(values, divisor, out=values)
+    else:
+        # Floor division rounds down; towards zero is what NCCL and C do.
+        quotient = values // divisor
+        quotient += (values < 0) & (values % divisor != 0)
+        values[...] = quotient
+
+
+def _combine_half(
+    op: ReduceOp,
+    local: memoryview,
+    incoming: memoryview,
+    destination: memoryview,
+    dtype: DType,
+    incoming_dtype: DType,
+    destination_dtype: DType,
+    divisor: int,
+) -> None:
+    if not len(local):
+        return  # torch.frombuffer refuses empty buffers
+    operation = _TORCH_OP[op]
+    mine = torch.frombuffer(local, dtype=_TORCH[dtype])
+    theirs = torch.frombuffer(incoming, dtype=_TORCH[incoming_dtype])
+    out = torch.frombuffer(destination, dtype=_TORCH[destination_dtype])
+    for a, b, c in zip(mine.split(_BLOCK), theirs.split(_BLOCK), out.split(_BLOCK), strict=True):
+        total = operation(a.float(), b.float())
+        if divisor != 1:
+            total.div_(divisor)
+        c.copy_(total)

@@ -1,0 +1,64 @@
+"""Which of this machine's addresses the others should connect to: the one that routes to rank 0."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+
+from totalreduce.foundation.environment import Settings
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.world import World
+
+__all__ = ["choose_address"]
+
+_SIOCGIFADDR = 0x8915
+#: TEST-NET-1: asking for the route to it names the default route's address; nothing is sent.
+_ANYWHERE = "192.0.2.1"
+
+
+def choose_address(world: World, settings: Settings) -> tuple[str, str]:
+    """The address to listen on and to advertise, and how it was found (for the log).
+
+    Order: ``TOTALREDUCE_ADDRESS``, ``TOTALREDUCE_INTERFACE``, the route to rank 0's host, the default route, loopback.
+
+    Raises:
+        ConfigurationError: The interface has no IPv4 address, or rank 0's host has no address.
+    """
+    if settings.address is not None:
+        return settings.address, "TOTALREDUCE_ADDRESS"
+    if settings.interface is not None:
+        return _of_interface(settings.interface), f"interface {settings.interface}"
+    if world.master_address:
+        address = _towards(world.master_address)
+        if address is None:
+            raise ConfigurationError(
+                f"rank {world.rank}: no route to rank 0's host {world.master_address!r}; set TOTALREDUCE_ADDRESS"
+            )
+        return address, f"route to {world.master_address}"
+    address = _towards(_ANYWHERE)
+    return (address, "default route") if address is not None else ("127.0.0.1", "no route: loopback")
+
+
+def _towards(host: str) -> str | None:
+    """The source address the kernel would use towards ``host``; connecting a datagram socket sends nothing."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _of_interface(name: str) -> str:
+    request = struct.pack("256s", name.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError as error:
+            known = ", ".join(interface for _, interface in socket.if_nameindex())
+            raise ConfigurationError(
+                f"TOTALREDUCE_INTERFACE={name}: {error.strerror}; interfaces here: {known}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,165 @@
+"""How ranks find each other: through a ``torch.distributed`` store, with the default process group's own if there is one.
+
+Every rank publishes where it listens and the settings that shape the wire; every rank reads all of it, so a disagreement
+is the same error everywhere. Nothing read from the store is evaluated; values are bounded JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, final
+
+import torch.distributed as dist
+
+from totalreduce.foundation import environment
+from totalreduce.foundation.errors import ConfigurationError, RendezvousError
+from totalreduce.foundation.world import World
+
+__all__ = ["Meeting", "Member", "current_world", "open_store"]
+
+_log = logging.getLogger(__name__)
+
+_ENTRY_BYTES_MAX = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Where one rank listens."""
+
+    rank: int
+    address: str
+    port: int
+
+
+def current_world() -> World:
+    """Who this process is: what ``torch.distributed`` says if it is initialised, else what the launcher says."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return environment.read_world()
+    env = environment.current()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=int(env.get("LOCAL_RANK", "0")),
+        local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
+        master_address=env.get("MASTER_ADDR", ""),
+        master_port=int(env.get("MASTER_PORT", "0")),
+        launcher="torch.distributed",
+        job_id=env.get("TOTALREDUCE_JOB_ID", ""),
+    )
+
+
+def open_store(world: World, timeout_s: float) -> dist.Store:
+    """The store all ranks can reach.
+
+    Raises:
+        RendezvousError: It cannot be reached in time.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    serves = world.rank == 0 and not world.store_is_served
+    where = f"{world.master_address}:{world.master_port}"
+    try:
+        # multi_tenant: a later init_process_group in this process shares the server instead of finding its port taken.
+        return dist.TCPStore(
+            world.master_address,
+            world.master_port,
+            world.world_size,
+            serves,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, ValueError) as error:
+        role = "serve" if serves else "reach"
+        raise RendezvousError(
+            f"rank {world.rank} cannot {role} the store at {where}: {_first_line(error)}. "
+            "Check MASTER_ADDR and MASTER_PORT (is the port free on rank 0's host, and open?)"
+        ) from error
+
+
+@final
+class Meeting:
+    """One gathering of all ranks under one name; every ``init`` of a process makes the next one."""
+
+    def __init__(self, store: dist.Store, world: World, name: str, timeout_s: float) -> None:
+        """Join the meeting ``name``."""
+        attempt = environment.current().get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._world, self._store = world, store
+        self._deadline = time.monotonic() + timeout_s
+        # A restarted worker, or a second init, must not read what an earlier one left in the store.
+        generation = store.add(f"totalreduce/{attempt}/{name}/count/{world.rank}", 1)
+        self._prefix = f"totalreduce/{attempt}/{name}/{generation}"
+        self.job_id = f"{world.job_id}/{self._prefix}"
+
+    def job_key(self) -> bytes:
+        """The key that proves membership: from the environment, else made by rank 0 and shared through the store."""
+        key = environment.read_job_key()
+        if key is not None:
+            return key
+        if self._world.rank == 0:
+            self._store.set(f"{self._prefix}/key", secrets.token_hex(32))
+            _log.info(
+                "no TOTALREDUCE_JOB_KEY: rank 0 made a key and shares it through the store, "
+                "so this job is as safe as its store at %s:%d",
+                self._world.master_address or "the process group's address",
+                self._world.master_port,
+            )
+        return bytes.fromhex(self._read([f"{self._prefix}/key"], "rank 0's key")[0])
+
+    def gather(self, address: str, port: int, settings: Mapping[str, Any]) -> list[Member]:
+        """Publish where this rank listens; return where everybody does.
+
+        Raises:
+            RendezvousError: Somebody did not come in time; the message names him.
+            ConfigurationError: The ranks' settings differ; on every rank.
+        """
+        entry = {"address": address, "port": port, "settings": dict(settings)}
+        self._store.set(f"{self._prefix}/rank/{self._world.rank}", json.dumps(entry))
+        keys = [f"{self._prefix}/rank/{rank}" for rank in range(self._world.world_size)]
+        entries = [json.loads(text) for text in self._read(keys, "the other ranks")]
+        _compare([entry["settings"] for entry in entries])
+        return [Member(rank, str(e["address"]), int(e["port"])) for rank, e in enumerate(entries)]
+
+    def _read(self, keys: list[str], what: str) -> list[str]:
+        left = max(0.001, self._deadline - time.monotonic())
+        try:
+            self._store.wait(keys, timedelta(seconds=left))
+            values = [self._store.get(key) for key in keys]
+        except RuntimeError as error:
+            absent = [str(rank) for rank, key in enumerate(keys) if len(keys) > 1 and not self._has(key)]
+            who = f"rank(s) {', '.join(absent)}" if absent else what
+            raise RendezvousError(
+                f"rank {self._world.rank} of {self._world.world_size}: {who} did not come within the time-out "
+                f"({_first_line(error)}). Were all ranks started, with the same world size?"
+            ) from error
+        if any(len(value) > _ENTRY_BYTES_MAX for value in values):
+            raise RendezvousError(f"an entry in the store is larger than {_ENTRY_BYTES_MAX} bytes")
+        return [value.decode() for value in values]
+
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError:
+            return False
+
+
+def _compare(settings: list[dict[str, Any]]) -> None:
+    for rank, mine in enumerate(settings):
+        names = [name for name in {**settings[0], **mine} if settings[0].get(name) != mine.get(name)]
+        if names:
+            name = names[0]
+            raise ConfigurationError(
+                f"{name} is {settings[0].get(name)!r} on rank 0 and {mine.get(name)!r} on rank {rank}; "
+                "use the same version and EngineConfig on every rank"
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:300]

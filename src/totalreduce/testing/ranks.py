@@ -1,0 +1,118 @@
+"""``run_ranks``: the ranks of a group as threads of one process, over a real transport."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+from totalreduce.engine.engine import Engine
+from totalreduce.engine.runner import ComputeMode, Runner
+from totalreduce.foundation.config import EngineConfig, TcpConfig
+from totalreduce.groups.group import Group
+from totalreduce.transports.base import Transport
+from totalreduce.transports.handshake import JobIdentity
+from totalreduce.transports.inproc import InprocNetwork
+from totalreduce.transports.tcp import TcpTransport, listen
+
+__all__ = ["RankTransport", "make_groups", "run_ranks"]
+
+Result = TypeVar("Result")
+RankTransport = Literal["inproc", "tcp"]
+
+
+def make_groups(
+    world_size: int,
+    *,
+    transport: RankTransport = "inproc",
+    engine: EngineConfig | None = None,
+    tcp: TcpConfig | None = None,
+    compute: ComputeMode = "auto",
+) -> list[Group]:
+    """One connected group per rank, in this process. The caller closes them."""
+    config = engine or EngineConfig(timeout_s=30.0)
+    return [
+        Group(Runner(Engine(rank, world_size, config, observers=[]), link, compute=compute), "test")
+        for rank, link in enumerate(_transports(world_size, transport, tcp or TcpConfig()))
+    ]
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[[Group], Result],
+    *,
+    transport: RankTransport = "inproc",
+    engine: EngineConfig | None = None,
+    tcp: TcpConfig | None = None,
+    compute: ComputeMode = "auto",
+    timeout_s: float = 60.0,
+) -> list[Result]:
+    """Run ``function(group)`` on every rank, one thread each, and return the results by rank.
+
+    The first failure ends the others' operations and is raised, with its rank in a note. After ``timeout_s`` the stack of
+    every rank is printed.
+
+    Raises:
+        TimeoutError: Some rank did not return.
+        BaseException: What the function raised first.
+    """
+    groups = make_groups(world_size, transport=transport, engine=engine, tcp=tcp, compute=compute)
+    results: list[Any] = [None] * world_size
+    failures: list[tuple[int, BaseException]] = []
+    lock = threading.Lock()
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = function(groups[rank])
+        except BaseException as error:  # noqa: BLE001  (raised again by the caller)
+            with lock:
+                failures.append((rank, error))
+            groups[rank].close(1.0)  # frees the others: they see that this rank has left
+
+    threads = [threading.Thread(target=body, args=(rank,), name=f"rank-{rank}") for rank in range(world_size)]
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    stuck = [thread for thread in threads if thread.is_alive()]
+    if stuck:
+        _print_stacks(stuck)
+    _close_all(groups)
+    if failures:
+        rank, error = failures[0]
+        error.add_note(f"on rank {rank} of {world_size}")
+        raise error
+    if stuck:
+        raise TimeoutError(f"{[thread.name for thread in stuck]} did not return within {timeout_s} s")
+    return results
+
+
+def _transports(world_size: int, kind: RankTransport, tcp: TcpConfig) -> list[Transport]:
+    if kind == "inproc":
+        network = InprocNetwork(world_size)
+        return [network.transport(rank) for rank in range(world_size)]
+    identity = JobIdentity(secrets.token_bytes(32), "test", 0)
+    listeners = [listen("127.0.0.1") for _ in range(world_size)]
+    addresses = [listener.getsockname()[:2] for listener in listeners]
+    return [TcpTransport(rank, addresses, listeners[rank], identity, tcp) for rank in range(world_size)]
+
+
+def _close_all(groups: list[Group]) -> None:
+    closers = [threading.Thread(target=group.close, args=(2.0,)) for group in groups]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join()
+
+
+def _print_stacks(threads: list[threading.Thread]) -> None:
+    frames = sys._current_frames()
+    for thread in threads:
+        frame = frames.get(thread.ident or 0)
+        if frame is not None:
+            text = "".join(traceback.format_stack(frame))
+            print(f"--- {thread.name}\n{text}", file=sys.stderr)  # noqa: T201

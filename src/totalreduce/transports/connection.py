@@ -1,0 +1,280 @@
+"""One TCP connection: handshake first, then frames in both directions. Non-blocking; edge-triggered readiness.
+
+Big bodies are received straight into place. Headers and small bodies come through a staging buffer, so that a small
+message costs one system call and not two.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import final
+
+from totalreduce.foundation.errors import ProtocolError
+from totalreduce.foundation.header import HEADER_BYTES, Frame, Header
+from totalreduce.transports.base import Delivery, Endpoint, Outgoing
+from totalreduce.transports.handshake import Acceptor, Connector
+
+__all__ = ["Connection"]
+
+_STAGING_BYTES = 8 * 1024
+#: How much may be received in one go before other work gets its turn.
+_READ_QUANTUM_BYTES = 1 << 20
+#: Small messages are gathered into one system call up to this.
+_GATHER_BYTES = 32 * 1024
+_GATHER_MESSAGES = 16
+
+
+@final
+class Connection:
+    """A socket, who is at the other end, and what is half-way in or out.
+
+    Attributes:
+        peer: Rank at the other end; -1 until it has said so.
+        outgoing: Whether this rank opened it.
+        established: Whether the handshake is complete.
+        heard_at: When something last arrived.
+        spoke_at: When something last left.
+    """
+
+    def __init__(self, sock: socket.socket, handshake: Connector | Acceptor, *, outgoing: bool, now: float) -> None:
+        """Take over a non-blocking socket."""
+        self.sock, self.outgoing = sock, outgoing
+        self.peer = handshake.peer if outgoing else -1
+        self.connecting = outgoing
+        self.established = False
+        self.readable, self.writable = False, outgoing
+        self.opened_at = self.heard_at = self.spoke_at = now
+        self.ended: str | None = None
+        self._handshake: Connector | Acceptor | None = handshake
+        self._staging = memoryview(bytearray(_STAGING_BYTES))
+        self._begin = self._end = 0
+        self._delivery: Delivery | None = None
+        self._received = 0
+        self._raw_out = b""
+        self._leaving: list[Outgoing] = []
+        self._views: list[memoryview] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a message is half-way out."""
+        return bool(self._views) or bool(self._raw_out)
+
+    # ---------------------------------------------------------------------------------------------------- handshake
+
+    def connected(self) -> None:
+        """The TCP connection stands: begin the handshake.
+
+        Raises:
+            OSError: It does not stand.
+        """
+        error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, "connect")
+        self.connecting = False
+        assert isinstance(self._handshake, Connector)
+        self._raw_out = self._handshake.outgoing
+        self.flush_raw()
+
+    def advance_handshake(self) -> None:
+        """Exchange what can be exchanged.
+
+        Raises:
+            AuthenticationError: The other end is not one of us.
+            OSError: The connection ended.
+        """
+        self.flush_raw()
+        while self._handshake is not None and not self._raw_out:
+            handshake = self._handshake
+            have = self._end - self._begin
+            if have < handshake.needed:
+                if not self._fill(handshake.needed - have):
+                    return
+                continue
+            data = bytes(self._staging[self._begin : self._begin + handshake.needed])
+            self._begin += handshake.needed
+            self._raw_out = handshake.feed(data)
+            self.flush_raw()
+            if handshake.needed == 0:
+                self.peer = handshake.peer
+                self._handshake = None
+        if self._handshake is None:
+            self.established = True
+
+    def flush_raw(self) -> None:
+        """Send bytes that are not messages: handshake and heartbeats."""
+        while self._raw_out and self.writable:
+            try:
+                sent = self.sock.send(self._raw_out)
+            except BlockingIOError:
+                self.writable = False
+                return
+            self._raw_out = self._raw_out[sent:]
+
+    def queue_raw(self, data: bytes) -> None:
+        """Send ``data`` between two messages; only while nothing is half-way out."""
+        self._raw_out += data
+        self.flush_raw()
+
+    # ------------------------------------------------------------------------------------------------------ writing
+
+    def write(self, endpoint: Endpoint, now: float) -> bool:
+        """Send messages until the socket is full or there is none; returns whether anything left.
+
+        Raises:
+            OSError: The connection ended.
+        """
+        progress = False
+        self.flush_raw()
+        while self.writable and not self._raw_out:
+            if not self._views and not self._load(endpoint):
+                break
+            try:
+                sent = self.sock.sendmsg(self._views)
+            except BlockingIOError:
+                self.writable = False
+                break
+            progress = True
+            self.spoke_at = now
+            self._consume(sent)
+            if not self._views:
+                leaving, self._leaving = self._leaving, []
+                for message in leaving:
+                    endpoint.message_sent(message)
+        return progress
+
+    def _load(self, endpoint: Endpoint) -> bool:
+        """Take the next message, and small ones after it as long as they stay small together."""
+        total = 0
+        while total < _GATHER_BYTES and len(self._leaving) < _GATHER_MESSAGES:
+            message = endpoint.next_message(self.peer)
+            if message is None:
+                break
+            self._leaving.append(message)
+            self._views.append(memoryview(message.header))
+            total += HEADER_BYTES
+            if message.body is not None and len(message.body):
+                self._views.append(message.body)
+                total += len(message.body)
+        return bool(self._views)
+
+    def _consume(self, sent: int) -> None:
+        views = self._views
+        done = 0
+        for view in views:
+            if sent < len(view):
+                break
+            sent -= len(view)
+            done += 1
+        del views[:done]
+        if sent:
+            views[0] = views[0][sent:]
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    def read(self, endpoint: Endpoint, now: float) -> bool:
+        """Receive messages until the socket is empty or the quantum is used; returns whether anything came.
+
+        Raises:
+            OSError: The connection ended.
+            ProtocolError: The peer sent what no correct peer sends.
+        """
+        quantum = _READ_QUANTUM_BYTES
+        progress = False
+        while quantum > 0:
+            if self._delivery is not None:
+                count = self._read_body(endpoint)
+            elif self._end - self._begin >= HEADER_BYTES:
+                if not self._read_header(endpoint):
+                    break  # no scratch memory at the moment
+                count = HEADER_BYTES
+            else:
+                count = self._fill(HEADER_BYTES)
+            if not count:
+                break
+            progress = True
+            quantum -= count
+        if progress:
+            self.heard_at = now
+        return progress
+
+    def _read_header(self, endpoint: Endpoint) -> bool:
+        header = Header.unpack(self._staging[self._begin : self._begin + HEADER_BYTES])
+        if header.frame is Frame.HEARTBEAT:
+            if header.body_bytes:
+                raise ProtocolError("a heartbeat with a body")
+            self._begin += HEADER_BYTES
+            return True
+        if header.frame is Frame.DATA and not endpoint.may_receive():
+            return False
+        self._begin += HEADER_BYTES
+        delivery = endpoint.accept(self.peer, header)
+        staged = min(self._end - self._begin, header.body_bytes)
+        if staged:
+            delivery.view[:staged] = self._staging[self._begin : self._begin + staged]
+            self._begin += staged
+        if staged == header.body_bytes:
+            endpoint.delivered(delivery)
+        else:
+            self._delivery, self._received = delivery, staged
+        return True
+
+    def _read_body(self, endpoint: Endpoint) -> int:
+        delivery = self._delivery
+        assert delivery is not None
+        view = delivery.view
+        count = self._receive(view[self._received :])
+        self._received += count
+        if self._received == len(view):
+            self._delivery = None
+            endpoint.delivered(delivery)
+        return count
+
+    def _fill(self, wanted: int) -> int:
+        """Read into staging; at least ``wanted`` bytes would be welcome."""
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        elif len(self._staging) - self._end < wanted:
+            rest = self._end - self._begin
+            self._staging[:rest] = bytes(self._staging[self._begin : self._end])
+            self._begin, self._end = 0, rest
+        # During the handshake nothing beyond it is read, so that a stranger's bytes are never parsed as frames.
+        limit = self._end + wanted if self._handshake is not None else len(self._staging)
+        count = self._receive(self._staging[self._end : limit])
+        self._end += count
+        return count
+
+    def _receive(self, view: memoryview) -> int:
+        if not self.readable:
+            return 0
+        try:
+            count = self.sock.recv_into(view)
+        except BlockingIOError:
+            self.readable = False
+            return 0
+        if count == 0:
+            raise ConnectionResetError("the connection was closed by the other end")
+        return count
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.sock.close()
+
+    def shutdown(self) -> None:
+        """Say that nothing more will be sent."""
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+        except OSError as error:  # it has ended already
+            self.ended = self.ended or str(error)
+
+    def drain(self) -> bool:
+        """Read and forget; returns whether the other end has closed too."""
+        while True:
+            try:
+                if not self.sock.recv_into(self._staging):
+                    return True
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+
+

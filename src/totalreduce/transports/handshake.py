@@ -1,0 +1,126 @@
+"""How two ends of a connection prove to each other that they belong to one job. Bytes in, bytes out.
+
+::
+
+    connector                                   acceptor
+    HELLO(job, group epoch, ranks, nonce_c) ->
+                                             <- CHALLENGE(nonce_s, HMAC(key, "acceptor" + hello + nonce_s))
+    PROOF(HMAC(key, "connector" + hello + nonce_s)) ->
+
+The two labels keep a reflected answer from being valid; fresh nonces keep a recorded one from being valid; both ranks,
+the job and the epoch are under the codes, so an answer for one pair of ranks is none for another. Everything has a
+fixed length. What follows is neither encrypted nor authenticated message by message: that is what TLS is for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import struct
+from dataclasses import dataclass
+from typing import final
+
+from totalreduce.foundation.errors import AuthenticationError
+
+__all__ = ["Acceptor", "Connector", "JobIdentity"]
+
+_MAGIC = b"TRh1"
+_HELLO = struct.Struct("<4s16sIII16s")
+_CHALLENGE_BYTES = 16 + 32
+_PROOF_BYTES = 32
+_NONCE_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class JobIdentity:
+    """What makes a peer one of us.
+
+    Attributes:
+        key: Shared secret, at least 16 bytes.
+        job_id: Name of the job and of the group.
+        epoch: Version of the membership.
+    """
+
+    key: bytes
+    job_id: str
+    epoch: int
+
+    def __post_init__(self) -> None:
+        """Refuse a key that could be guessed."""
+        if len(self.key) < 16:
+            raise AuthenticationError(f"the job's key has {len(self.key)} bytes; it needs at least 16")
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes for the job id."""
+        return hashlib.blake2b(self.job_id.encode(), digest_size=16).digest()
+
+    def code(self, label: bytes, transcript: bytes) -> bytes:
+        """HMAC-SHA256 of one side's transcript."""
+        return hmac.new(self.key, label + transcript, hashlib.sha256).digest()
+
+
+@final
+class Connector:
+    """The side that opens the connection. ``needed`` is how many bytes ``feed`` wants next; 0 when done."""
+
+    def __init__(self, identity: JobIdentity, rank: int, peer: int) -> None:
+        """Prepare the HELLO in ``outgoing``."""
+        self._identity = identity
+        self._hello = _HELLO.pack(_MAGIC, identity.digest, identity.epoch, rank, peer, os.urandom(_NONCE_BYTES))
+        self.outgoing = self._hello
+        self.peer = peer
+        self.needed = _CHALLENGE_BYTES
+
+    def feed(self, data: bytes) -> bytes:
+        """Take the CHALLENGE, return the PROOF.
+
+        Raises:
+            AuthenticationError: The acceptor does not know the key.
+        """
+        nonce, code = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
+        transcript = self._hello + nonce
+        if not hmac.compare_digest(code, self._identity.code(b"acceptor", transcript)):
+            raise AuthenticationError(f"the process at rank {self.peer}'s address does not know the job's key")
+        self.needed = 0
+        return self._identity.code(b"connector", transcript)
+
+
+@final
+class Acceptor:
+    """The side that was connected to."""
+
+    def __init__(self, identity: JobIdentity, rank: int, world_size: int) -> None:
+        """Wait for a HELLO."""
+        self._identity, self._rank, self._world_size = identity, rank, world_size
+        self._transcript = b""
+        self.peer = -1
+        self.needed = _HELLO.size
+
+    def feed(self, data: bytes) -> bytes:
+        """Take the HELLO, return the CHALLENGE; then take the PROOF, return nothing.
+
+        Raises:
+            AuthenticationError: A stranger, another job, another epoch, or a wrong key.
+        """
+        if not self._transcript:
+            return self._challenge(data)
+        if not hmac.compare_digest(data, self._identity.code(b"connector", self._transcript)):
+            raise AuthenticationError(f"somebody who calls himself rank {self.peer} does not know the job's key")
+        self.needed = 0
+        return b""
+
+    def _challenge(self, data: bytes) -> bytes:
+        magic, digest, epoch, source, target, _ = _HELLO.unpack(data)
+        if magic != _MAGIC:
+            raise AuthenticationError("a stranger connected: not a totalreduce handshake")
+        if not hmac.compare_digest(digest, self._identity.digest) or epoch != self._identity.epoch:
+            raise AuthenticationError("a process of another job or epoch connected")
+        if target != self._rank or source == self._rank or source >= self._world_size:
+            raise AuthenticationError(f"a connection from rank {source} to rank {target} reached rank {self._rank}")
+        self.peer = source
+        nonce = os.urandom(_NONCE_BYTES)
+        self._transcript = data + nonce
+        self.needed = _PROOF_BYTES
+        return nonce + self._identity.code(b"acceptor", self._transcript)

@@ -1,0 +1,393 @@
+"""TCP between ranks: one connection per pair on first use, one thread, edge-triggered epoll.
+
+* A connection is made when a message for a peer is ready; the peer uses it for the other direction too, unless it has
+  opened one itself in the same moment (then each keeps to its own: messages of one sender never change lanes).
+* ``TCP_NOTSENT_LOWAT`` keeps what cannot be overtaken small; the message to leave is chosen at the last moment.
+* Heartbeats go both ways on every connection, so a stopped process and a cut link show as silence. A crash shows at
+  once, as the end of the connection. Time in which this rank itself did not look does not count as silence.
+* Nobody is believed before the handshake; strangers are refused, counted and otherwise ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Collection, Sequence
+from typing import final
+
+from totalreduce.foundation.config import TcpConfig
+from totalreduce.foundation.errors import AuthenticationError, ProtocolError
+from totalreduce.foundation.header import Frame, Header
+from totalreduce.transports.base import Endpoint, Transport, TransportCounters
+from totalreduce.transports.connection import Connection
+from totalreduce.transports.handshake import Acceptor, Connector, JobIdentity
+
+__all__ = ["TcpTransport", "listen"]
+
+_log = logging.getLogger(__name__)
+
+_TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+#: A refused connection is tried again this often: the peer listens before its address is known, so it is gone.
+_REFUSALS_MAX = 3
+_RETRY_S = 0.1
+#: A connection may end a moment before another one to the same peer brings the reason (GOODBYE).
+_VERDICT_S = 0.2
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket on a free port of ``address``.
+
+    Raises:
+        OSError: The address is not of this machine.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.bind((address, 0))
+        sock.listen(1024)
+    except OSError:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock
+
+
+@final
+class TcpTransport(Transport):
+    """One rank's sockets. Not thread-safe but for ``wake``."""
+
+    def __init__(
+        self,
+        rank: int,
+        addresses: Sequence[tuple[str, int]],
+        listener: socket.socket,
+        identity: JobIdentity,
+        config: TcpConfig,
+    ) -> None:
+        """Take over a listening socket.
+
+        Args:
+            rank: This rank.
+            addresses: Where every rank listens, by rank.
+            listener: From ``listen``; already known to the others.
+            identity: What makes a peer one of us.
+            config: Sizes and deadlines.
+        """
+        self.rank, self.world_size = rank, len(addresses)
+        self.counters = TransportCounters()
+        self._addresses, self._listener = addresses, listener
+        self._identity, self._config = identity, config
+        self._epoll = select.epoll()
+        self._connections: dict[int, Connection] = {}
+        #: By peer: the connection this rank's messages take. Chosen once, never changed.
+        self._routes: dict[int, Connection] = {}
+        self._refusals: dict[int, int] = {}
+        self._retry_at: dict[int, float] = {}
+        self._first_try: dict[int, float] = {}
+        self._verdicts: dict[int, tuple[float, str]] = {}
+        self._gone: set[int] = set()
+        self._endpoint: Endpoint | None = None
+        self._heartbeat = Header(Frame.HEARTBEAT, identity.epoch).pack()
+        self._next_timers = 0.0
+        self._looked_at = time.monotonic()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._epoll.register(self._wake_read, select.EPOLLIN)
+        self._epoll.register(listener.fileno(), select.EPOLLIN)
+
+    @property
+    def ranks_per_host(self) -> int:
+        """How many ranks listen on this rank's address."""
+        mine = self._addresses[self.rank][0]
+        return sum(1 for host, _ in self._addresses if host == mine)
+
+    def attach(self, endpoint: Endpoint) -> None:
+        """Say who asks and answers."""
+        self._endpoint = endpoint
+
+    def connected_peers(self) -> Collection[int]:
+        """Peers with an established connection."""
+        return {c.peer for c in self._connections.values() if c.established}
+
+    def idle(self) -> bool:
+        """Whether no message is half-way out."""
+        return not any(connection.busy for connection in self._connections.values())
+
+    def wake(self) -> None:
+        """End a waiting ``pump``."""
+        with contextlib.suppress(BlockingIOError, OSError):  # a full pipe wakes as well; a closed one need not
+            os.write(self._wake_write, b"w")
+
+    # --------------------------------------------------------------------------------------------------------- pump
+
+    def pump(self, timeout_s: float) -> None:
+        """One round: what epoll says, then read, then write, then timers."""
+        endpoint = self._endpoint
+        assert endpoint is not None, "attach() comes first"
+        now = time.monotonic()
+        timeout_s = 0.0 if self._work_at_hand(endpoint) else min(timeout_s, max(0.0, self._next_timers - now))
+        for fd, events in self._epoll.poll(timeout_s):
+            self._on_event(fd, events)
+        now = time.monotonic()
+        for connection in list(self._connections.values()):
+            if connection.readable:
+                self._guard(connection, endpoint, now, reading=True)
+        for peer in tuple(endpoint.ready_peers()):
+            if peer in self._gone:
+                while endpoint.next_message(peer) is not None:
+                    pass  # nobody will read it
+                continue
+            route = self._route(peer, now)
+            if route is not None and route.established and route.writable:
+                self._guard(route, endpoint, now, reading=False)
+        if now >= self._next_timers:
+            self._timers(endpoint, now)
+
+    def _work_at_hand(self, endpoint: Endpoint) -> bool:
+        receiving = endpoint.may_receive()
+        if receiving and any(c.readable for c in self._connections.values()):
+            return True
+        for peer in endpoint.ready_peers():
+            route = self._routes.get(peer)
+            if route is None:
+                if peer not in self._gone and peer not in self._retry_at:
+                    return True
+            elif route.established and route.writable:
+                return True
+        return False
+
+    def _on_event(self, fd: int, events: int) -> None:
+        if fd == self._wake_read:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+        elif fd == self._listener.fileno():
+            self._accept()
+        else:
+            connection = self._connections.get(fd)
+            if connection is not None:
+                if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP):
+                    connection.readable = True
+                if events & (select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR):
+                    connection.writable = True
+                if connection.connecting or not connection.established:
+                    self._advance(connection)
+
+    def _guard(self, connection: Connection, endpoint: Endpoint, now: float, *, reading: bool) -> None:
+        """Read or write, and turn what goes wrong into the loss of the peer."""
+        if not connection.established:
+            return
+        try:
+            if reading:
+                connection.read(endpoint, now)
+            else:
+                connection.write(endpoint, now)
+        except ProtocolError as error:
+            self._drop(connection)
+            endpoint.peer_lost(connection.peer, f"protocol violation: {error}")
+        except OSError as error:
+            self._drop(connection)
+            self._verdicts.setdefault(connection.peer, (now + _VERDICT_S, f"its connection ended ({error})"))
+            self._next_timers = now
+
+    # -------------------------------------------------------------------------------------------------- connections
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                _log.warning("rank %d: accept failed: %s", self.rank, error)
+                return
+            pending = sum(1 for c in self._connections.values() if not c.established and not c.outgoing)
+            if pending >= self._config.pending_handshakes_max:
+                self.counters.refused_connections += 1
+                sock.close()
+                continue
+            handshake = Acceptor(self._identity, self.rank, self.world_size)
+            self._adopt(sock, handshake, outgoing=False)
+
+    def _adopt(self, sock: socket.socket, handshake: Connector | Acceptor, *, outgoing: bool) -> Connection:
+        self._tune(sock)
+        connection = Connection(sock, handshake, outgoing=outgoing, now=time.monotonic())
+        self._connections[sock.fileno()] = connection
+        events = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+        self._epoll.register(sock.fileno(), events)
+        return connection
+
+    def _tune(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # not known to every kernel, and only an optimisation
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, self._config.notsent_lowat_bytes)
+
+    def _choose_congestion(self, connection: Connection) -> None:
+        """See ``TcpConfig.congestion``. Decided once both addresses are known."""
+        sock = connection.sock
+        names = [self._config.congestion] if self._config.congestion else []
+        if not names and sock.getsockname()[0] == sock.getpeername()[0]:
+            names = ["cubic", "reno"]
+        for name in names:
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+            except OSError:
+                continue
+            return
+        if self._config.congestion:
+            _log.warning("congestion control %r is not available; the system's stays", self._config.congestion)
+
+    def _route(self, peer: int, now: float) -> Connection | None:
+        route = self._routes.get(peer)
+        if route is not None or peer in self._gone or now < self._retry_at.get(peer, 0.0):
+            return route
+        for connection in self._connections.values():
+            if connection.peer == peer and connection.established:
+                self._routes[peer] = connection
+                return connection
+        return self._connect(peer, now)
+
+    def _connect(self, peer: int, now: float) -> Connection | None:
+        self._first_try.setdefault(peer, now)
+        address = self._addresses[peer]
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        error = sock.connect_ex(address)
+        if error not in (0, 115):  # EINPROGRESS
+            sock.close()
+            self._connect_failed(peer, OSError(error, os.strerror(error)), now)
+            return None
+        connection = self._adopt(sock, Connector(self._identity, self.rank, peer), outgoing=True)
+        connection.writable = False  # epoll says when the connection stands
+        self._routes[peer] = connection
+        return connection
+
+    def _advance(self, connection: Connection) -> None:
+        """Go on with connecting or with the handshake."""
+        now = time.monotonic()
+        try:
+            if connection.connecting:
+                if not connection.writable:
+                    return
+                connection.connected()
+                self._choose_congestion(connection)
+            connection.advance_handshake()
+        except AuthenticationError as error:
+            self._drop(connection)
+            if connection.outgoing:
+                self._lose(connection.peer, str(error))
+            else:
+                self.counters.refused_connections += 1
+                _log.warning("rank %d refused a connection: %s", self.rank, error)
+        except OSError as error:
+            self._drop(connection)
+            if connection.outgoing:
+                self._connect_failed(connection.peer, error, now)
+            else:
+                self.counters.refused_connections += 1
+        if connection.established:
+            if not connection.outgoing:
+                self._choose_congestion(connection)
+            self.counters.connections += 1
+            self._refusals.pop(connection.peer, None)
+            self._retry_at.pop(connection.peer, None)
+            connection.heard_at = now
+
+    def _connect_failed(self, peer: int, error: OSError, now: float) -> None:
+        refusals = self._refusals[peer] = self._refusals.get(peer, 0) + 1
+        refused = isinstance(error, ConnectionRefusedError) or error.errno == 111
+        too_late = now - self._first_try[peer] > self._config.connect_timeout_s
+        if (refused and refusals >= _REFUSALS_MAX) or too_late:
+            host, port = self._addresses[peer][:2]
+            self._lose(peer, f"cannot connect to {host}:{port}: {error.strerror or error}")
+        else:
+            self._retry_at[peer] = now + _RETRY_S
+            self._next_timers = min(self._next_timers, now + _RETRY_S)
+
+    def _drop(self, connection: Connection) -> None:
+        fd = connection.sock.fileno()
+        if fd >= 0 and self._connections.get(fd) is connection:
+            del self._connections[fd]
+            self._epoll.unregister(fd)
+        if self._routes.get(connection.peer) is connection:
+            del self._routes[connection.peer]
+            if connection.established:
+                self._gone.add(connection.peer)
+        connection.close()
+
+    def _lose(self, peer: int, reason: str) -> None:
+        self._gone.add(peer)
+        assert self._endpoint is not None
+        self._endpoint.peer_lost(peer, reason)
+
+    # ------------------------------------------------------------------------------------------------------- timers
+
+    def _timers(self, endpoint: Endpoint, now: float) -> None:
+        config = self._config
+        beat = config.heartbeat_s
+        self._next_timers = now + beat / 2
+        away = now - self._looked_at
+        self._looked_at = now
+        for connection in list(self._connections.values()):
+            if away > 2 * beat:  # this process itself was stopped or starved: nobody can be blamed for the gap
+                connection.heard_at = min(now, connection.heard_at + away)
+            if connection.established:
+                self._watch(connection, endpoint, now)
+            elif now - connection.opened_at > (
+                config.connect_timeout_s if connection.outgoing else config.handshake_timeout_s
+            ):
+                self._drop(connection)
+                if connection.outgoing:
+                    self._lose(connection.peer, f"no connection within {config.connect_timeout_s} s")
+                else:
+                    self.counters.refused_connections += 1
+        for peer, (due, reason) in list(self._verdicts.items()):
+            if now >= due:
+                del self._verdicts[peer]
+                self._lose(peer, reason)
+            else:
+                self._next_timers = min(self._next_timers, due)
+        for peer in [peer for peer, due in self._retry_at.items() if now >= due]:
+            del self._retry_at[peer]
+
+    def _watch(self, connection: Connection, endpoint: Endpoint, now: float) -> None:
+        silence = now - connection.heard_at
+        if silence > self._config.silence_s and not connection.readable:
+            self._drop(connection)
+            self._gone.add(connection.peer)
+            endpoint.peer_lost(
+                connection.peer, f"silent for {silence:.1f} s (stopped, frozen or cut off from the network)"
+            )
+            return
+        if now - connection.spoke_at >= self._config.heartbeat_s and not connection.busy:
+            connection.spoke_at = now
+            self.counters.heartbeats_sent += 1
+            try:
+                connection.queue_raw(self._heartbeat)
+            except OSError:
+                connection.readable = True  # reading will say what happened
+
+    # -------------------------------------------------------------------------------------------------------- close
+
+    def close(self, timeout_s: float) -> None:
+        """Say that nothing more comes, wait for the others to have read it, close."""
+        deadline = time.monotonic() + timeout_s
+        self._epoll.unregister(self._listener.fileno())
+        self._listener.close()
+        waiting = [c for c in self._connections.values() if c.established]
+        for connection in waiting:
+            connection.shutdown()
+        while waiting and time.monotonic() < deadline:
+            # A peer that has read everything closes too; data unread here would turn our close into a reset.
+            waiting = [connection for connection in waiting if not connection.drain()]
+            if waiting:
+                self._epoll.poll(min(0.05, max(0.0, deadline - time.monotonic())))
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+        self._epoll.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
