@@ -556,7 +556,7 @@ class Engine:
         self._queue(peer).push(message)
         self._ready.add(peer)
 
-    def _permission(self, queued: QueuedMessage) -> Flag | None:
+    def _permission(self, queued: QueuedMessage) -> int | None:
         """Flags to send the message with, or ``None``: it is held until the peer says that it has submitted."""
         operation, action = queued.operation, queued.action
         peer = action.peer
@@ -578,7 +578,7 @@ class Engine:
         self.counters.held_messages += 1
         return None
 
-    def _outgoing(self, queued: QueuedMessage, flags: Flag, now: float) -> OutgoingMessage:
+    def _outgoing(self, queued: QueuedMessage, flags: int, now: float) -> OutgoingMessage:
         operation, action = queued.operation, queued.action
         body = operation.segment(action.chunk, queued.lane, partial=action.partial)
         if operation.promoted:

@@ -1,12 +1,17 @@
 """The one file with threads: drives an engine over a transport.
 
-Two threads, as in the Total Reduce design. The *communication thread* pumps the transport. The *computation thread*
-carries out the computation list. Where there are fewer than two cores per rank the second thread would only take turns
+Two threads, as in the Total Reduce design. The *communication thread* moves messages. The *computation thread* carries
+out the computation list. Where there are fewer than two cores per rank the second thread would only take turns
 with the first, so the communication thread then adds by itself, while the segment is still in its cache (measured: 2
 ranks on 2 cores, 64 MiB: 20 ms against 26 ms).
 
-Locking: every call into the engine holds ``_lock``, for microseconds. Bytes are moved and added outside it, and the
-kernel, NumPy and torch release the GIL while they do.
+A caller who blocks in ``wait`` has nothing better to do, so he *drives*: he moves messages himself, and the
+communication thread steps aside. A blocking operation then costs no change of threads at all, where waking one is dearer
+than sending a small message.
+
+Locking: every call into the engine holds ``_lock``, for microseconds; who moves messages holds ``_moving``, but not while
+waiting for the network. Bytes are moved and added outside ``_lock``, and the kernel, NumPy and torch release the GIL
+while they do.
 """
 
 from __future__ import annotations
@@ -38,6 +43,9 @@ ComputeMode = Literal["auto", "thread", "inline"]
 #: Below this a hand-over to the computation thread costs more than the addition.
 _INLINE_BYTES = 64 * 1024
 _TICK_S = 0.1
+#: How long the communication thread may leave the network alone after a blocking operation, if none is in flight:
+#: a script that does one after the other then never changes threads. Data waits in the kernel meanwhile.
+_PARKED_S = 0.02
 
 
 @final
@@ -93,11 +101,15 @@ class Runner:
         self.engine, self.transport = engine, transport
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
+        self._moving = threading.Lock()
+        self._driver: int | None = None
+        self._resume = threading.Event()
         self._stop = False
         self._asleep = False
         self._next_tick = 0.0
         self._failure: BaseException | None = None
         self._deadline = 0.0
+        self._rest = False
         cores = len(os.sched_getaffinity(0))
         with_thread = compute == "thread" or (compute == "auto" and cores >= 2 * transport.ranks_per_host)
         transport.attach(self)
@@ -134,6 +146,7 @@ class Runner:
         self._tell(completed)
         if wake:
             self.transport.wake()
+        self._resume.set()
         return handle
 
     def wait(self, handle: Handle, timeout_s: float) -> None:
@@ -145,21 +158,20 @@ class Runner:
         if handle.event.is_set():
             return
         begin = time.monotonic()
+        deadline = begin + timeout_s
         operation = handle.operation
         assert operation is not None
         with self._lock:
             self.engine.promote(operation, begin)
-            wake = self._asleep
-        if wake:
-            self.transport.wake()
-        # Late enough not to disturb, early enough for the answers to be here when the deadline comes.
-        patience = max(0.5 * timeout_s, timeout_s - 1.0)
-        if not handle.event.wait(patience):
-            with self._lock:
-                if not operation.finished:
-                    self.engine.inquire(operation, time.monotonic())
-            self.transport.wake()
-            handle.event.wait(max(0.0, begin + timeout_s - time.monotonic()))
+            drives = self._driver is None and not self._stop
+            if drives:
+                self._driver = threading.get_ident()
+        # Asked late enough not to disturb, early enough for the answers to be here when the deadline comes.
+        ask_at = max(begin + 0.5 * timeout_s, deadline - 1.0)
+        if drives:
+            self._drive(handle, deadline, ask_at)
+        else:
+            self._look_on(handle, deadline, ask_at)
         now = time.monotonic()
         with self._lock:
             for observer in self.engine.observers:
@@ -181,6 +193,7 @@ class Runner:
             self._deadline = deadline
             self._work.notify_all()
         self._tell(completed)
+        self._resume.set()
         self.transport.wake()
         for thread in self._threads:
             thread.join(max(0.1, deadline - time.monotonic()) + 1.0)
@@ -194,31 +207,89 @@ class Runner:
     def _communicate(self) -> None:
         try:
             while not self._stop:
+                if self._driver is not None or not self._awake_needed():
+                    self._resume.wait(_PARKED_S)
+                    self._resume.clear()
+                    if self._driver is not None:
+                        continue
                 self._round(_TICK_S)
+                if self._driver is not None:
+                    self.transport.wake()  # what this thread was told by the network is the driver's business now
             while not self._drained() and time.monotonic() < self._deadline:
                 self._round(0.02)
-            self.transport.close(min(1.0, max(0.0, self._deadline - time.monotonic())))
+            with self._moving:
+                self.transport.close(min(1.0, max(0.0, self._deadline - time.monotonic())))
         except BaseException as failure:  # noqa: BLE001  (a dying thread must not leave waiters behind)
             self._fail(failure)
 
-    def _round(self, timeout_s: float) -> None:
+    def _awake_needed(self) -> bool:
+        """Whether the communication thread must look now, or may rest ``_PARKED_S`` after a driver has left."""
+        rest, self._rest = self._rest, False
+        return not rest
+
+    def _drive(self, handle: Handle, deadline: float, ask_at: float) -> None:
+        """Move messages in the caller's thread until the operation is done."""
+        if self._asleep:
+            self.transport.wake()  # or the communication thread would be told what the network has for us
+        try:
+            while not handle.event.is_set() and not self._stop:
+                now = time.monotonic()
+                if now >= deadline:
+                    break
+                if now >= ask_at:
+                    ask_at = deadline
+                    self._inquire(handle)
+                self._round(min(_TICK_S, deadline - now), handle)
+        except BaseException as failure:
+            # An exception here (Ctrl-C above all) may have cut a message in two: nothing can be trusted any more.
+            self._fail(failure)
+            raise
+        finally:
+            with self._lock:
+                self._driver = None
+                self._rest = self.engine.num_active == 0
+                rest = self._rest
+            if not rest:
+                self._resume.set()
+        if self._stop:
+            handle.event.wait(max(0.0, deadline - time.monotonic()))
+
+    def _look_on(self, handle: Handle, deadline: float, ask_at: float) -> None:
+        """Wait while somebody else moves the messages."""
+        if self._asleep:
+            self.transport.wake()
+        if not handle.event.wait(max(0.0, ask_at - time.monotonic())):
+            self._inquire(handle)
+            handle.event.wait(max(0.0, deadline - time.monotonic()))
+
+    def _inquire(self, handle: Handle) -> None:
+        operation = handle.operation
+        assert operation is not None
+        with self._lock:
+            if not operation.finished:
+                self.engine.inquire(operation, time.monotonic())
+        self.transport.wake()
+
+    def _round(self, timeout_s: float, handle: Handle | None = None) -> None:
+        """Move and add what is there; if that was nothing, wait, unless ``handle`` is done."""
         with self._lock:
             now = time.monotonic()
             if now >= self._next_tick:
                 self._next_tick = now + _TICK_S
                 self.engine.tick(now)
             reports = self.engine.pop_reports()
-            completed = self.engine.pop_completed()
             self._asleep = True
         for report in reports:
             _log.warning("rank %d: stalled: %s", self.engine.rank, report)
-        self._tell(completed)
-        self._compute_inline(everything=self._inline)
-        self.transport.pump(timeout_s)
-        self._asleep = False
+        with self._moving:
+            self._compute_inline(everything=self._inline)
+            progress = self.transport.progress()
         with self._lock:
             completed = self.engine.pop_completed()
         self._tell(completed)
+        if not progress and not (handle is not None and handle.event.is_set()):
+            self.transport.wait(timeout_s)
+        self._asleep = False
 
     def _drained(self) -> bool:
         with self._lock:

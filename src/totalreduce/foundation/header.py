@@ -31,6 +31,7 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
+from typing import Final
 
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
@@ -63,12 +64,12 @@ class Frame(enum.IntEnum):
     REQUEST = 11  # "I hold messages of this operation: say when you have submitted it"
 
 
-class Flag(enum.IntFlag):
-    """Bits of the flags byte."""
+class Flag:
+    """Bits of the flags byte; plain integers, because an ``IntFlag`` costs microseconds per message."""
 
-    NONE = 0
-    EAGER = 1  # sent without the receiver's word; counts against the sender's allowance
-    URGENT = 2  # somebody is blocked on this operation; promotes it on the receiver too
+    NONE: Final = 0
+    EAGER: Final = 1  # sent without the receiver's word; counts against the sender's allowance
+    URGENT: Final = 2  # somebody is blocked on this operation; promotes it on the receiver too
 
 
 @dataclass(slots=True)

@@ -87,9 +87,10 @@ def combine(
         return
     numpy_dtype = _NUMPY[dtype]
     out = np.frombuffer(destination, numpy_dtype)
-    _UFUNC[op](np.frombuffer(local, numpy_dtype), np.frombuffer(incoming, numpy_dtype), out=out)
-    if divisor != 1:
-        _divide_native(out, divisor)
+    with np.errstate(all="ignore"):  # overflow to infinity is the sum's value, and nobody's warning
+        _UFUNC[op](np.frombuffer(local, numpy_dtype), np.frombuffer(incoming, numpy_dtype), out=out)
+        if divisor != 1:
+            _divide_native(out, divisor)
 
 
 def divide(data: memoryview, dtype: DType, divisor: int) -> None:

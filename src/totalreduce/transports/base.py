@@ -36,7 +36,7 @@ class Delivery(Protocol):
 
 
 class Endpoint(Protocol):
-    """Who uses a transport. All methods are called from the thread that pumps and return quickly."""
+    """Who uses a transport. All methods are called from within ``Transport.progress`` and return quickly."""
 
     def ready_peers(self) -> Collection[int]:
         """Peers for which ``next_message`` may have something."""
@@ -81,15 +81,19 @@ class Transport(ABC):
 
     @abstractmethod
     def attach(self, endpoint: Endpoint) -> None:
-        """Say who asks and answers; once, before the first ``pump``."""
+        """Say who asks and answers; once, before the first ``progress``."""
 
     @abstractmethod
-    def pump(self, timeout_s: float) -> None:
-        """Move what can be moved; wait at most ``timeout_s`` for something to do."""
+    def progress(self) -> bool:
+        """Move what can be moved without waiting; returns whether anything moved. One thread at a time."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> None:
+        """Wait until ``progress`` may have something to do, at most ``timeout_s``. Any thread, at any time."""
 
     @abstractmethod
     def wake(self) -> None:
-        """End a ``pump`` that waits, from another thread."""
+        """End a ``wait``, from any thread."""
 
     @abstractmethod
     def connected_peers(self) -> Collection[int]:

@@ -88,20 +88,22 @@ class InprocTransport(Transport):
         return True
 
     def wake(self) -> None:
-        """End a waiting ``pump``."""
+        """End a ``wait``."""
         with self._network.lock:
             self._network.signals[self.rank] = True
             self._network.conditions[self.rank].notify_all()
 
-    def pump(self, timeout_s: float) -> None:
-        """Send while links have room, receive what is there, else wait."""
+    def progress(self) -> bool:
+        """Send while links have room, receive what is there."""
         endpoint = self._endpoint
         assert endpoint is not None, "attach() comes first"
         progress = self._send(endpoint)
         progress = self._receive(endpoint) or progress
         self._report_dead(endpoint)
-        if progress:
-            return
+        return progress
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a message, for room, or for ``wake``."""
         network = self._network
         with network.lock:
             if not network.signals[self.rank]:

@@ -16,6 +16,7 @@ import os
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import final
 
@@ -58,7 +59,7 @@ def listen(address: str) -> socket.socket:
 
 @final
 class TcpTransport(Transport):
-    """One rank's sockets. Not thread-safe but for ``wake``."""
+    """One rank's sockets. One thread at a time but for ``wait`` and ``wake``."""
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class TcpTransport(Transport):
         self._verdicts: dict[int, tuple[float, str]] = {}
         self._gone: set[int] = set()
         self._endpoint: Endpoint | None = None
+        self._events: deque[tuple[int, int]] = deque()
         self._heartbeat = Header(Frame.HEARTBEAT, identity.epoch).pack()
         self._next_timers = 0.0
         self._looked_at = time.monotonic()
@@ -117,24 +119,24 @@ class TcpTransport(Transport):
         return not any(connection.busy for connection in self._connections.values())
 
     def wake(self) -> None:
-        """End a waiting ``pump``."""
+        """End a ``wait``."""
         with contextlib.suppress(BlockingIOError, OSError):  # a full pipe wakes as well; a closed one need not
             os.write(self._wake_write, b"w")
 
-    # --------------------------------------------------------------------------------------------------------- pump
+    # ----------------------------------------------------------------------------------------------------- progress
 
-    def pump(self, timeout_s: float) -> None:
-        """One round: what epoll says, then read, then write, then timers."""
+    def progress(self) -> bool:
+        """One round: what epoll said, then read, then write, then timers."""
         endpoint = self._endpoint
         assert endpoint is not None, "attach() comes first"
+        self._events.extend(self._epoll.poll(0))
+        while self._events:
+            self._on_event(*self._events.popleft())
         now = time.monotonic()
-        timeout_s = 0.0 if self._work_at_hand(endpoint) else min(timeout_s, max(0.0, self._next_timers - now))
-        for fd, events in self._epoll.poll(timeout_s):
-            self._on_event(fd, events)
-        now = time.monotonic()
+        progress = False
         for connection in list(self._connections.values()):
             if connection.readable:
-                self._guard(connection, endpoint, now, reading=True)
+                progress = self._guard(connection, endpoint, now, reading=True) or progress
         for peer in tuple(endpoint.ready_peers()):
             if peer in self._gone:
                 while endpoint.next_message(peer) is not None:
@@ -142,22 +144,15 @@ class TcpTransport(Transport):
                 continue
             route = self._route(peer, now)
             if route is not None and route.established and route.writable:
-                self._guard(route, endpoint, now, reading=False)
+                progress = self._guard(route, endpoint, now, reading=False) or progress
         if now >= self._next_timers:
             self._timers(endpoint, now)
+        return progress
 
-    def _work_at_hand(self, endpoint: Endpoint) -> bool:
-        receiving = endpoint.may_receive()
-        if receiving and any(c.readable for c in self._connections.values()):
-            return True
-        for peer in endpoint.ready_peers():
-            route = self._routes.get(peer)
-            if route is None:
-                if peer not in self._gone and peer not in self._retry_at:
-                    return True
-            elif route.established and route.writable:
-                return True
-        return False
+    def wait(self, timeout_s: float) -> None:
+        """Wait for epoll to say something; ``progress`` looks at it."""
+        timeout_s = min(timeout_s, max(0.0, self._next_timers - time.monotonic()))
+        self._events.extend(self._epoll.poll(timeout_s))
 
     def _on_event(self, fd: int, events: int) -> None:
         if fd == self._wake_read:
@@ -175,15 +170,12 @@ class TcpTransport(Transport):
                 if connection.connecting or not connection.established:
                     self._advance(connection)
 
-    def _guard(self, connection: Connection, endpoint: Endpoint, now: float, *, reading: bool) -> None:
+    def _guard(self, connection: Connection, endpoint: Endpoint, now: float, *, reading: bool) -> bool:
         """Read or write, and turn what goes wrong into the loss of the peer."""
         if not connection.established:
-            return
+            return False
         try:
-            if reading:
-                connection.read(endpoint, now)
-            else:
-                connection.write(endpoint, now)
+            return connection.read(endpoint, now) if reading else connection.write(endpoint, now)
         except ProtocolError as error:
             self._drop(connection)
             endpoint.peer_lost(connection.peer, f"protocol violation: {error}")
@@ -191,6 +183,7 @@ class TcpTransport(Transport):
             self._drop(connection)
             self._verdicts.setdefault(connection.peer, (now + _VERDICT_S, f"its connection ended ({error})"))
             self._next_timers = now
+        return True
 
     # -------------------------------------------------------------------------------------------------- connections
 

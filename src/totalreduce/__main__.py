@@ -1,0 +1,5 @@
+"""``python -m totalreduce``: the ``totalreduce`` command."""
+
+from totalreduce.cli.main import main
+
+main()

@@ -1,0 +1,1 @@
+"""The ``totalreduce`` command: one file per subcommand."""

@@ -1,0 +1,149 @@
+"""``totalreduce run``: start a script as several local workers, or in emulated hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from totalreduce.foundation.environment import current
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.launch.local import EmulateOptions, RunResult, run_workers
+from totalreduce.launch.workers import default_num_threads
+
+__all__ = ["run"]
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="Python script.", show_default=False)],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The script's own arguments and options.", show_default=False)
+    ] = None,
+    *,
+    num_workers: Annotated[
+        int | None, typer.Option("-n", "--num-workers", min=1, help="Number of workers.", show_default="1")
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")
+    ] = False,
+    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is an executable.")] = False,
+    output: Annotated[
+        str, typer.Option(help="all: every line, marked with its rank. rank0: only rank 0. Else a folder.")
+    ] = "all",
+    grace: Annotated[float, typer.Option(min=0.0, help="Seconds from SIGTERM to SIGKILL.")] = 5.0,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.0, help="Stop everything after so many seconds.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write how every worker ended.")
+    ] = None,
+    emulate_hosts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Emulate so many hosts (root, Linux).", rich_help_panel="Emulation"),
+    ] = None,
+    emulate_rate: Annotated[
+        str, typer.Option(help="Rate of every link, each direction.", rich_help_panel="Emulation")
+    ] = "1gbit",
+    ranks_per_host: Annotated[
+        int | None,
+        typer.Option(min=1, help="Workers in each host.", show_default="1", rich_help_panel="Emulation"),
+    ] = None,
+) -> None:
+    """Start a script as several local workers, or in emulated hosts.
+
+    Every worker gets the variables that torchrun sets: a script runs unchanged under either.
+    If one fails, the others are stopped and its exit code is passed on.
+    Ctrl-C stops all of them; a second Ctrl-C kills them at once.
+
+    [bold]Examples[/bold]
+
+    totalreduce run -n 4 train.py --lr 0.1
+    totalreduce run -n 2 -m package.train
+    totalreduce run -n 4 --output logs train.py
+    totalreduce run -n 2 --no-python ./train.sh
+    totalreduce run --emulate-hosts 8 --emulate-rate 1gbit train.py
+    """
+    emulate = None
+    if emulate_hosts is not None:
+        per_host = ranks_per_host or _ranks_per_host(num_workers, emulate_hosts)
+        emulate = EmulateOptions(num_hosts=emulate_hosts, rate=emulate_rate, ranks_per_host=per_host)
+        num_workers = num_workers or emulate_hosts * per_host
+    elif ranks_per_host is not None:
+        raise ConfigurationError("--ranks-per-host goes with --emulate-hosts")
+    num_workers = num_workers or 1
+    argv = _command(script, arguments or [], module=module, no_python=no_python)
+    _say_what_was_chosen(num_workers, emulate)
+    result = run_workers(
+        argv,
+        num_workers=num_workers,
+        emulate=emulate,
+        output="all" if output == "all" else "rank0" if output == "rank0" else Path(output),
+        grace_s=grace,
+        timeout_s=timeout,
+    )
+    if json_file is not None:
+        json_file.write_text(json.dumps({"command": argv, **result.as_dict()}, indent=2) + "\n")
+    with contextlib.suppress(BrokenPipeError):
+        _report(result, timeout)
+    if result.exit_code == 141:
+        # The interpreter would flush into the broken pipe once more on its way out, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise typer.Exit(result.exit_code)
+
+
+def _ranks_per_host(num_workers: int | None, num_hosts: int) -> int:
+    if num_workers is None:
+        return 1
+    if num_workers % num_hosts:
+        raise ConfigurationError(
+            f"{num_workers} workers cannot be spread evenly over {num_hosts} emulated hosts"
+        )
+    return num_workers // num_hosts
+
+
+def _command(script: str, arguments: list[str], *, module: bool, no_python: bool) -> list[str]:
+    if module and no_python:
+        raise ConfigurationError("--module and --no-python exclude each other")
+    if no_python:
+        if shutil.which(script) is None:
+            raise ConfigurationError(f"no executable {script!r}")
+        return [script, *arguments]
+    if module:
+        return [sys.executable, "-m", script, *arguments]
+    if not Path(script).exists():
+        raise ConfigurationError(f"no such file: {script}. A module needs -m, an executable --no-python.")
+    return [sys.executable, script, *arguments]
+
+
+def _say_what_was_chosen(num_workers: int, emulate: EmulateOptions | None) -> None:
+    if emulate is not None:
+        per_host = emulate.ranks_per_host
+        _note(f"{emulate.num_hosts} emulated hosts, {emulate.rate} links, {per_host} worker(s) each")
+    if num_workers > 1 and not current().get("OMP_NUM_THREADS"):
+        threads = default_num_threads(num_workers)
+        _note(f"OMP_NUM_THREADS={threads} for each of {num_workers} workers; set it to choose otherwise")
+
+
+def _report(result: RunResult, timeout_s: float | None) -> None:
+    failure = result.first_failure
+    if failure is not None:
+        _note(f"rank {failure.rank} failed first: {failure.describe()} after {failure.seconds:.1f} s")
+        for line in failure.last_errors:
+            _note(f"  {line}")
+        others = [w for w in result.workers if w.rank != failure.rank]
+        if others:
+            _note("the others: " + "; ".join(f"rank {w.rank} {w.describe()}" for w in others[:8]))
+    if result.timed_out:
+        _note(f"stopped after --timeout {timeout_s:g} s")
+    if result.interrupted_by:
+        _note(f"stopped by {result.interrupted_by}")
+
+
+def _note(sentence: str) -> None:
+    print(f"totalreduce: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,289 @@
+"""Start workers on this machine, watch them, and leave nothing behind.
+
+One thread waits for output, ends of workers and signals at once. Rules:
+
+- A worker that fails ends the run: the others may print their own error, then get SIGTERM, then SIGKILL.
+- SIGINT, SIGTERM and SIGHUP are passed on, then made harder. A second one kills at once.
+- What workers left running in their process groups is killed, and not waited for if it holds a pipe open.
+- If this process is killed itself, the guard kills the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import IO
+
+from totalreduce.foundation.environment import current
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.launch.emulate import EmulatedNetwork, EmulateOptions
+from totalreduce.launch.escalation import Escalation
+from totalreduce.launch.guard import Guard
+from totalreduce.launch.relay import Output, Relay, open_relay
+from totalreduce.launch.workers import RunResult, Worker, WorkerResult, worker_environments
+
+__all__ = ["EmulateOptions", "RunResult", "WorkerResult", "run_workers"]
+
+LINGER_S = 3.0
+"""Longer than it takes a survivor to notice a frozen peer (2 s) and to print who it was."""
+
+DRAIN_S = 1.0
+"""How long output is awaited after the last worker's end, where something it started holds the pipe open."""
+
+KILL_S = 10.0
+"""How long a killed worker may take to vanish; one stuck in the kernel is left to it."""
+
+TICK_S = 0.05
+READ_BYTES = 64 * 1024
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_workers(
+    argv: Sequence[str],
+    *,
+    num_workers: int,
+    emulate: EmulateOptions | None = None,
+    environment: Mapping[str, str] | None = None,
+    output: Output = "all",
+    grace_s: float = 5.0,
+    linger_s: float = LINGER_S,
+    timeout_s: float | None = None,
+) -> RunResult:
+    """Run ``num_workers`` copies of a command as the ranks of one job, to the end.
+
+    Each gets torchrun's variables (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ...), the job's
+    id and, unless the environment has one, a key made for this job. Signals are handled only when called from
+    the main thread. A worker that fails raises nothing: look at the result.
+
+    Args:
+        argv: The command, the same for every rank.
+        num_workers: World size, at least 1.
+        emulate: Put the workers into emulated hosts; ``num_workers`` must then be hosts times ranks per host.
+        environment: What the workers' environment is based on; by default this process's.
+        output: What becomes of the workers' output, see :data:`totalreduce.launch.relay.Output`.
+        grace_s: From SIGTERM to SIGKILL.
+        linger_s: From the first failure to SIGTERM for the others.
+        timeout_s: Stop everything after this long.
+
+    Raises:
+        ConfigurationError: The command cannot be started, or the emulated network cannot be made.
+    """
+    workers_per_host = _workers_per_host(num_workers, emulate)
+    job_id = f"run-{os.getpid()}-{secrets.token_hex(8)}"
+    base = current() if environment is None else environment
+    with contextlib.ExitStack() as stack:
+        guard = stack.enter_context(Guard())
+        commands = [list(argv)] * num_workers
+        address = "127.0.0.1"
+        if emulate is not None:
+            options = emulate
+            network = EmulatedNetwork(options.num_hosts, options.rate, queue_ms=options.queue_ms)
+            hosts = stack.enter_context(network).hosts
+            commands = [hosts[rank // workers_per_host].command(argv) for rank in range(num_workers)]
+            address = hosts[0].address
+            # gloo, NCCL and c10d look the host's name up, which leads nowhere inside a namespace.
+            interface = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+            base = {"TORCH_CPP_LOG_LEVEL": "ERROR", **interface, **base}
+        environments = worker_environments(
+            base, num_workers, workers_per_host=workers_per_host, master_address=address, job_id=job_id
+        )
+        guard.watch_job(job_id)
+        supervisor = _Supervisor(open_relay(output, num_workers), Escalation(linger_s, grace_s))
+        with _signals_to(supervisor):
+            try:
+                supervisor.start(commands, environments)
+                supervisor.watch(timeout_s)
+            finally:
+                supervisor.finish()
+        guard.forget_job(job_id)
+        return supervisor.result()
+
+
+def _workers_per_host(num_workers: int, emulate: EmulateOptions | None) -> int:
+    if num_workers < 1:
+        raise ConfigurationError(f"the number of workers must be at least 1, not {num_workers}")
+    if emulate is None:
+        return num_workers
+    if emulate.num_hosts * emulate.ranks_per_host != num_workers:
+        raise ConfigurationError(
+            f"{emulate.num_hosts} emulated hosts with {emulate.ranks_per_host} ranks each make "
+            f"{emulate.num_hosts * emulate.ranks_per_host} workers, not {num_workers}"
+        )
+    return emulate.ranks_per_host
+
+
+class _Supervisor:
+    """Watches the workers of one run."""
+
+    def __init__(self, relay: Relay, escalation: Escalation) -> None:
+        self._relay, self._escalation = relay, escalation
+        self._selector = selectors.DefaultSelector()
+        self._workers: list[Worker] = []
+        self._pipes: dict[IO[bytes], tuple[IO[bytes], int, bool]] = {}
+        self._first_failure: Worker | None = None
+        self._signals: list[signal.Signals] = []
+        self._interrupted_by: signal.Signals | None = None
+        self._timed_out = self._output_is_gone = False
+        self._started_at = self._last_end = time.monotonic()
+
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Remember a signal; a second one kills here and now, even if the terminal blocks our output."""
+        self._signals.append(signal.Signals(number))
+        if self._interrupted_by or len(self._signals) > 1:
+            self._send_all(signal.SIGKILL)
+
+    def start(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> None:
+        """Start all workers.
+
+        Raises:
+            ConfigurationError: One cannot be started.
+        """
+        for rank, (command, environment) in enumerate(zip(commands, environments, strict=True)):
+            worker = Worker(rank, command, environment, *self._relay.targets[rank])
+            self._workers.append(worker)
+            for is_error, pipe in enumerate((worker.process.stdout, worker.process.stderr)):
+                if pipe is not None:
+                    os.set_blocking(pipe.fileno(), False)
+                    source = (pipe, rank, bool(is_error))
+                    self._pipes[pipe] = source
+                    self._selector.register(pipe, selectors.EVENT_READ, source)
+            if worker.exit_descriptor is not None:
+                self._selector.register(worker.exit_descriptor, selectors.EVENT_READ)
+
+    def watch(self, timeout_s: float | None) -> None:
+        """Return when all workers have ended and their output is read, or they cannot be made to end."""
+        give_up_at = float("inf")
+        while not self._all_done() and time.monotonic() < give_up_at:
+            self._read(TICK_S)
+            now = time.monotonic()
+            self._look_for_ends(now)
+            for number in self._take_signals():
+                self._interrupted_by = self._interrupted_by or number
+                self._escalation.interrupted(number, now)
+            if timeout_s is not None and not self._timed_out and now - self._started_at >= timeout_s:
+                self._timed_out = True
+                self._escalation.interrupted(signal.SIGTERM, now)
+            due = self._escalation.due(now)
+            if due is not None:
+                self._send_all(due)
+                give_up_at = now + KILL_S if due is signal.SIGKILL else give_up_at
+
+    def finish(self) -> None:
+        """Kill what is left, reap everything, read what is in the pipes, close them."""
+        now = time.monotonic()
+        for worker in self._workers:
+            if worker.exit_descriptor is not None and not worker.ended:
+                self._selector.unregister(worker.exit_descriptor)
+            worker.finish(now)
+        for source in list(self._pipes.values()):
+            self._read_pipe(*source)
+            self._close_pipe(source[0])
+        self._selector.close()
+        self._shown(self._relay.close)
+
+    def result(self) -> RunResult:
+        """The outcome, after :meth:`finish`."""
+        results = tuple(worker.result(self._relay.last_errors(worker.rank)) for worker in self._workers)
+        first = results[self._first_failure.rank] if self._first_failure else None
+        if self._interrupted_by:
+            code = 128 + self._interrupted_by
+        elif self._timed_out:
+            code = 124
+        elif self._output_is_gone:
+            code = 128 + signal.SIGPIPE
+        else:
+            code = first.exit_code if first else 0
+        output, errors = self._relay.captured()
+        return RunResult(
+            exit_code=code,
+            workers=results,
+            first_failure=first,
+            interrupted_by=self._interrupted_by.name if self._interrupted_by else None,
+            timed_out=self._timed_out,
+            seconds=round(self._last_end - self._started_at, 3),
+            output=output,
+            errors=errors,
+        )
+
+    def _all_done(self) -> bool:
+        if not all(worker.ended for worker in self._workers):
+            return False
+        return not self._pipes or time.monotonic() - self._last_end > DRAIN_S
+
+    def _look_for_ends(self, now: float) -> None:
+        ended = [worker for worker in self._workers if worker.poll(now)]
+        if not ended:
+            return
+        self._last_end = now
+        for worker in ended:
+            if worker.exit_descriptor is not None:
+                self._selector.unregister(worker.exit_descriptor)
+        failed = [worker for worker in ended if worker.failed]
+        if failed and not self._escalation.stopping:
+            # Of those that ended in one moment the killed one is the cause: the others noticed its death.
+            self._first_failure = min(failed, key=lambda worker: (not worker.ended_by_signal, worker.rank))
+            self._escalation.failed(now)
+
+    def _take_signals(self) -> list[signal.Signals]:
+        taken, self._signals = self._signals, []
+        return taken
+
+    def _send_all(self, number: signal.Signals) -> None:
+        for worker in self._workers:
+            if not worker.ended:
+                worker.send(number)
+
+    def _read(self, timeout_s: float) -> None:
+        # A worker's end wakes this up through its pidfd, and so is seen in the order in which ends happen.
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is not None and not self._read_pipe(*key.data):
+                self._close_pipe(key.data[0])
+        self._shown(self._relay.overdue)
+
+    def _read_pipe(self, pipe: IO[bytes], rank: int, is_error: bool) -> bool:
+        """Pass on what is there; false at the end of the stream."""
+        try:
+            data = os.read(pipe.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return True
+        self._shown(lambda: self._relay.feed(rank, data, is_error=is_error))
+        return bool(data)
+
+    def _close_pipe(self, pipe: IO[bytes]) -> None:
+        self._selector.unregister(pipe)
+        del self._pipes[pipe]
+        pipe.close()
+
+    def _shown(self, show: Callable[[], None]) -> None:
+        """Show something, unless nobody reads it any more: then stop, like any command in a pipeline."""
+        if self._output_is_gone:
+            return
+        try:
+            show()
+        except BrokenPipeError:
+            self._output_is_gone = True
+            self._escalation.interrupted(signal.SIGTERM, time.monotonic())
+
+
+@contextlib.contextmanager
+def _signals_to(supervisor: _Supervisor) -> Iterator[None]:
+    """Hand the signals that end a process to the supervisor; those that were ignored stay so (``nohup``)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _FORWARDED}
+    taken = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in taken:
+        signal.signal(number, supervisor.on_signal)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])

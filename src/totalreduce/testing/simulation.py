@@ -1,0 +1,197 @@
+"""Engines over a ``SimulatedNetwork``: whole jobs in virtual time, a thousand seeds a minute.
+
+The engines are the real ones; only time and the wire are invented. A job is data: what each rank submits, when. Every
+event is followed by ``Engine.validate`` if asked for, and the run ends with a verdict per operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from totalreduce.engine.engine import Computation, Delivery, Engine, OutgoingMessage
+from totalreduce.engine.operation import Operation
+from totalreduce.engine.runner import carry_out
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.errors import TotalReduceError
+from totalreduce.foundation.header import Header
+from totalreduce.foundation.types import Signature
+from totalreduce.transports.base import Outgoing
+from totalreduce.transports.simulated import LinkModel, SimulatedNetwork
+
+__all__ = ["SimulatedCluster", "Submission"]
+
+
+@dataclass(slots=True)
+class Submission:
+    """One operation on one rank.
+
+    Attributes:
+        name: Equal on all ranks.
+        signature: What it is.
+        data: Input and output bytes.
+        at_s: Virtual time of the submission.
+        priority: Smaller is more urgent.
+        done_at_s: Virtual time at which it finished, filled in.
+        error: Why it failed, filled in.
+    """
+
+    name: str
+    signature: Signature
+    data: bytearray
+    at_s: float = 0.0
+    priority: int = 0
+    done_at_s: float | None = None
+    error: BaseException | None = None
+
+
+@final
+class _Rank:
+    """One engine as an endpoint of the simulated network, with a computation thread that takes virtual time."""
+
+    def __init__(self, cluster: SimulatedCluster, rank: int, config: EngineConfig) -> None:
+        self.engine = Engine(rank, cluster.network.world_size, config, observers=[])
+        self._cluster, self._network, self._rank = cluster, cluster.network, rank
+        self._computing = False
+
+    def ready_peers(self) -> Collection[int]:
+        return tuple(self.engine.ready_peers())
+
+    def next_message(self, peer: int) -> OutgoingMessage | None:
+        return self.engine.next_message(peer, self._network.now)
+
+    def message_sent(self, message: Outgoing) -> None:
+        assert isinstance(message, OutgoingMessage)
+        self.engine.message_sent(message, self._network.now)
+        self.after_event()
+
+    def may_receive(self) -> bool:
+        return self.engine.may_receive()
+
+    def accept(self, peer: int, header: Header) -> Delivery:
+        return self.engine.accept(peer, header, self._network.now)
+
+    def delivered(self, delivery: Any) -> None:
+        self.engine.delivered(delivery, self._network.now)
+        self.after_event()
+
+    def peer_lost(self, peer: int, reason: str) -> None:
+        self.engine.peer_lost(peer, reason, self._network.now)
+        self.after_event()
+
+    def after_event(self) -> None:
+        """Collect what finished, start the next computation, check the invariants."""
+        for operation in self.engine.pop_completed():
+            self._cluster.completed(operation)
+        if self._cluster.validates:
+            self.engine.validate()
+        if not self._computing:
+            computation = self.engine.next_computation()
+            if computation is not None:
+                self._computing = True
+                seconds = len(computation.destination) / self._cluster.reduce_bytes_per_s
+                seconds *= self._network.random.uniform(1.0, 1.0 + self._cluster.compute_jitter)
+                self._network.after(seconds, lambda: self._computed(computation, seconds))
+
+    def _computed(self, computation: Computation, seconds: float) -> None:
+        self._computing = False
+        carry_out(computation)
+        self.engine.computed(computation, seconds, self._network.now)
+        self.after_event()
+        self._network.poke(self._rank)
+
+
+@dataclass
+class SimulatedCluster:
+    """A job in virtual time.
+
+    Attributes:
+        network: The wire and the clock.
+        validates: Whether to check every engine's invariants after every event.
+        reduce_bytes_per_s: Speed of additions.
+        compute_jitter: Additions take up to this share longer, at random.
+        reports: Stall reports of all ranks.
+    """
+
+    network: SimulatedNetwork
+    config: EngineConfig = field(default_factory=EngineConfig)
+    validates: bool = True
+    reduce_bytes_per_s: float = 4e9
+    compute_jitter: float = 0.0
+    reports: list[tuple[int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Make one engine per rank."""
+        self.ranks = [_Rank(self, rank, self.config) for rank in range(self.network.world_size)]
+        for rank, endpoint in enumerate(self.ranks):
+            self.network.attach(rank, endpoint)
+        self._pending = 0
+        self._submissions: list[list[Submission]] = [[] for _ in self.ranks]
+
+    def submit(self, rank: int, submission: Submission) -> None:
+        """Have ``rank`` submit an operation at its time."""
+        self._submissions[rank].append(submission)
+        self._pending += 1
+        self.network.at(submission.at_s, lambda: self._submit(rank, submission))
+
+    def completed(self, operation: Operation) -> None:
+        """An engine has finished an operation."""
+        submission: Submission = operation.owner
+        submission.done_at_s, submission.error = self.network.now, operation.error
+        self._pending -= 1
+
+    def run(self, *, until_s: float = 1e6, tick_s: float = 0.5, dead: Collection[int] = ()) -> None:
+        """Run until every operation of every rank that is not ``dead`` has finished.
+
+        Raises:
+            TimeoutError: They have not by ``until_s`` of virtual time: a hang.
+        """
+        self.network.after(tick_s, lambda: self._tick(tick_s))
+        while any(
+            s.done_at_s is None for rank, mine in enumerate(self._submissions) if rank not in dead for s in mine
+        ):
+            # The check above is linear, so many events are handled between two of them.
+            for _ in range(64):
+                if not self.network.step():
+                    break
+            if self.network.now > until_s:
+                late = [
+                    f"rank {rank}: {s.name}"
+                    for rank, mine in enumerate(self._submissions)
+                    for s in mine
+                    if s.done_at_s is None and rank not in dead
+                ]
+                raise TimeoutError(f"hang: not finished after {until_s} virtual seconds: {late[:10]}")
+
+    def _submit(self, rank: int, submission: Submission) -> None:
+        endpoint = self.ranks[rank]
+        try:
+            endpoint.engine.submit(
+                submission.name,
+                submission.signature,
+                memoryview(submission.data),
+                priority=submission.priority,
+                now=self.network.now,
+                owner=submission,
+            )
+        except TotalReduceError as error:
+            submission.done_at_s, submission.error = self.network.now, error
+            self._pending -= 1
+        endpoint.after_event()
+        self.network.poke(rank)
+
+    def _tick(self, tick_s: float) -> None:
+        for rank, endpoint in enumerate(self.ranks):
+            endpoint.engine.tick(self.network.now)
+            self.reports += [(rank, str(report)) for report in endpoint.engine.pop_reports()]
+            self.network.poke(rank)
+        self.network.after(tick_s, lambda: self._tick(tick_s))
+
+
+def uniform_cluster(
+    world_size: int, *, seed: int, config: EngineConfig, link: LinkModel, validates: bool = True
+) -> SimulatedCluster:
+    """A cluster whose links are all alike."""
+    network = SimulatedNetwork(world_size, seed=seed, default=link)
+    return SimulatedCluster(network, config, validates=validates, compute_jitter=1.0)

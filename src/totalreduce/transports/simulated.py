@@ -1,0 +1,206 @@
+"""A network in virtual time: latency, bandwidth, seeded delays, links that fall silent, ranks that crash.
+
+One thread, one event queue, one seeded random generator: the same seed gives the same events. It drives any number of
+``Endpoint`` objects, the same ones that run over sockets. A link carries one message at a time and keeps their order, as
+a TCP connection does; a body is copied at the moment its last byte leaves.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import final
+
+from totalreduce.foundation.errors import ProtocolError
+from totalreduce.foundation.header import HEADER_BYTES, Header
+from totalreduce.transports.base import Endpoint, Outgoing
+
+__all__ = ["LinkModel", "SimulatedNetwork"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkModel:
+    """One direction of one link.
+
+    Attributes:
+        bytes_per_s: Bandwidth.
+        latency_s: From the last byte leaving to the last byte arriving.
+        jitter_s: Up to this much more, uniformly, without changing the order.
+    """
+
+    bytes_per_s: float = 125e6
+    latency_s: float = 50e-6
+    jitter_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Link:
+    model: LinkModel
+    busy: bool = False
+    silent: bool = False
+    clear_at: float = 0.0
+    inbox: deque[tuple[bytes, bytes]] = field(default_factory=deque)
+
+
+@final
+class SimulatedNetwork:
+    """All ranks, all links and the clock.
+
+    Attributes:
+        now: Virtual seconds.
+        trace: (time, what, rank, peer, bytes) of everything that happened, for comparing two runs.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        seed: int = 0,
+        default: LinkModel | None = None,
+        links: dict[tuple[int, int], LinkModel] | None = None,
+        silence_s: float = 2.0,
+        reset_s: float = 0.01,
+    ) -> None:
+        """Make an idle network.
+
+        Args:
+            world_size: Number of ranks.
+            seed: Of every random delay.
+            default: Model of links not named in ``links``.
+            links: By (source, target).
+            silence_s: When a silent link is noticed.
+            reset_s: When a crash is noticed.
+        """
+        self.world_size, self.now = world_size, 0.0
+        self.random = random.Random(seed)
+        self.trace: list[tuple[float, str, int, int, int]] = []
+        self._silence_s, self._reset_s = silence_s, reset_s
+        model = default or LinkModel()
+        self._links = {
+            (a, b): _Link((links or {}).get((a, b), model))
+            for a in range(world_size)
+            for b in range(world_size)
+            if a != b
+        }
+        self._endpoints: dict[int, Endpoint] = {}
+        #: By rank: peers whose messages have arrived and were not accepted yet.
+        self._unread: list[set[int]] = [set() for _ in range(world_size)]
+        self._crashed: set[int] = set()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    # -------------------------------------------------------------------------------------------------------- setting
+
+    def attach(self, rank: int, endpoint: Endpoint) -> None:
+        """Put an endpoint on the network."""
+        self._endpoints[rank] = endpoint
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        """Do something at a virtual time."""
+        self._count += 1
+        heapq.heappush(self._events, (max(time_s, self.now), self._count, action))
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Do something later."""
+        self.at(self.now + delay_s, action)
+
+    def crash(self, rank: int) -> None:
+        """The rank stops for good; every peer's connection to it is reset shortly after."""
+        self._note("crash", rank, rank, 0)
+        self._crashed.add(rank)
+        for peer in range(self.world_size):
+            if peer != rank:
+                self.after(self._reset_s, lambda peer=peer: self._lose(peer, rank, "its connection ended"))  # type: ignore[misc]
+
+    def cut(self, a: int, b: int) -> None:
+        """Both directions between two ranks fall silent; both ends notice after ``silence_s``."""
+        self._note("cut", a, b, 0)
+        for source, target in ((a, b), (b, a)):
+            self._links[source, target].silent = True
+            self.after(
+                self._silence_s,
+                lambda source=source, target=target: self._lose(source, target, "silent"),  # type: ignore[misc]
+            )
+
+    # ------------------------------------------------------------------------------------------------------- running
+
+    def step(self) -> bool:
+        """Handle the next event; returns whether there was one."""
+        if not self._events:
+            return False
+        self.now, _, action = heapq.heappop(self._events)
+        action()
+        return True
+
+    def poke(self, rank: int) -> None:
+        """An endpoint may have something to send, or room to receive again."""
+        if rank in self._crashed:
+            return
+        endpoint = self._endpoints[rank]
+        for peer in sorted(endpoint.ready_peers()):
+            self._start(rank, peer)
+        for peer in sorted(self._unread[rank]):
+            self._deliver(peer, rank)
+
+    # ------------------------------------------------------------------------------------------------------- private
+
+    def _start(self, source: int, target: int) -> None:
+        link = self._links[source, target]
+        if link.busy or source in self._crashed:
+            return
+        message = self._endpoints[source].next_message(target)
+        if message is None:
+            return
+        link.busy = True
+        num_bytes = HEADER_BYTES + (len(message.body) if message.body is not None else 0)
+        self.after(num_bytes / link.model.bytes_per_s, lambda: self._left(source, target, message, num_bytes))
+
+    def _left(self, source: int, target: int, message: Outgoing, num_bytes: int) -> None:
+        link = self._links[source, target]
+        link.busy = False
+        if source in self._crashed:
+            return
+        body = bytes(message.body) if message.body is not None else b""
+        self._note("sent", source, target, num_bytes)
+        if not link.silent:
+            delay = link.model.latency_s + self.random.uniform(0.0, link.model.jitter_s)
+            link.clear_at = max(link.clear_at, self.now + delay)  # a later message never overtakes
+            self.at(link.clear_at, lambda: self._arrive(source, target, message.header, body))
+        self._endpoints[source].message_sent(message)
+        self.poke(source)
+
+    def _arrive(self, source: int, target: int, header: bytes, body: bytes) -> None:
+        self._links[source, target].inbox.append((header, body))
+        self._unread[target].add(source)
+        self._deliver(source, target)
+
+    def _deliver(self, source: int, target: int) -> None:
+        link, endpoint = self._links[source, target], self._endpoints[target]
+        while link.inbox and target not in self._crashed and not link.silent and endpoint.may_receive():
+            packed, body = link.inbox.popleft()
+            self._note("arrived", target, source, HEADER_BYTES + len(body))
+            try:
+                delivery = endpoint.accept(source, Header.unpack(packed))
+            except ProtocolError as error:
+                self._lose(target, source, f"protocol violation: {error}")
+                return
+            delivery.view[:] = body
+            endpoint.delivered(delivery)
+        if not link.inbox:
+            self._unread[target].discard(source)
+        if target not in self._crashed:
+            for peer in sorted(endpoint.ready_peers()):
+                self._start(target, peer)
+
+    def _lose(self, rank: int, peer: int, reason: str) -> None:
+        if rank in self._crashed:
+            return
+        self._note("lost", rank, peer, 0)
+        self._endpoints[rank].peer_lost(peer, reason)
+        self.poke(rank)
+
+    def _note(self, what: str, rank: int, peer: int, num_bytes: int) -> None:
+        self.trace.append((self.now, what, rank, peer, num_bytes))

@@ -1,0 +1,375 @@
+"""``totalreduce run`` with real processes: output, failures, signals, nothing left behind."""
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.launch.local import run_workers
+
+FOREIGN = ("TOTALREDUCE_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "OMP_NUM")
+
+
+@pytest.fixture
+def environment():
+    return {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
+
+
+@pytest.fixture
+def launcher(environment):
+    """Starts ``totalreduce run`` with its output in pipes; whatever remains at the end is killed."""
+    started = []
+
+    def start(*arguments, **extra):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "totalreduce", "run", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment | extra,
+            # A shell that starts the tests in the background makes them ignore SIGINT.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=20)
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "worker.py"
+        path.write_text(f"import os, signal, subprocess, sys, time\nrank = int(os.environ['RANK'])\n{text}\n")
+        return path
+
+    return write
+
+
+def finish(process, timeout_s=30):
+    output, errors = process.communicate(timeout=timeout_s)
+    return process.returncode, output, errors
+
+
+def read_lines(process, count):
+    return [process.stdout.readline().rstrip("\n") for _ in range(count)]
+
+
+def is_gone(pid, timeout_s=10.0):
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    with contextlib.closing(os.fdopen(descriptor)):
+        return bool(select.select([descriptor], [], [], timeout_s)[0])
+
+
+def test_every_line_carries_its_rank_and_stays_on_its_stream(launcher, script):
+    path = script("print('out', sys.argv[1:], flush=True)\nprint('err', file=sys.stderr)")
+    code, output, errors = finish(launcher("-n", 3, path, "-n", "5", "--output", "x", "--", "--help"))
+    assert code == 0
+    arguments = ["-n", "5", "--output", "x", "--", "--help"]
+    assert sorted(output.splitlines()) == [f"[{rank}] out {arguments}" for rank in range(3)]
+    assert sorted(line for line in errors.splitlines() if line[0] == "[") == ["[0] err", "[1] err", "[2] err"]
+    assert errors.count("OMP_NUM_THREADS=") == 1
+
+
+def test_a_prompt_is_shown_before_its_line_ends(launcher, script, tmp_path):
+    path = script(
+        f"""
+sys.stdout.write("answer? "); sys.stdout.flush()
+while not os.path.exists({str(tmp_path / "go")!r}): time.sleep(0.02)
+print("yes")"""
+    )
+    process = launcher("-n", 1, path)
+    assert process.stdout.read(12) == "[0] answer? "
+    (tmp_path / "go").touch()
+    assert finish(process)[:2] == (0, "yes\n")
+
+
+def test_worker_variables(script, environment):
+    names = [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GROUP_RANK",
+    ]
+    names += [
+        "TOTALREDUCE_JOB_ID",
+        "TOTALREDUCE_JOB_KEY",
+        "OMP_NUM_THREADS",
+        "TORCHELASTIC_RUN_ID",
+        "SECRET_X",
+    ]
+    names += ["TOTALREDUCE_RANK"]
+    path = script(f"import json; print(json.dumps([os.environ.get(name) for name in {names}]))")
+    stale = {"TORCHELASTIC_RUN_ID": "old", "TOTALREDUCE_RANK": "7", "RANK": "9", "SECRET_X": "kept"}
+    result = run_workers(
+        [sys.executable, str(path)], num_workers=2, environment=environment | stale, output="capture"
+    )
+    first, second = (dict(zip(names, json.loads(text), strict=True)) for text in result.output)
+    assert (first.pop("RANK"), second.pop("RANK")) == ("0", "1")
+    assert (first.pop("LOCAL_RANK"), second.pop("LOCAL_RANK")) == ("0", "1")
+    assert first == second
+    assert (first["WORLD_SIZE"], first["LOCAL_WORLD_SIZE"], first["MASTER_ADDR"]) == ("2", "2", "127.0.0.1")
+    assert (first["TORCHELASTIC_RUN_ID"], first["TOTALREDUCE_RANK"], first["SECRET_X"]) == (
+        None,
+        None,
+        "kept",
+    )
+    assert re.fullmatch("[0-9a-f]{64}", first["TOTALREDUCE_JOB_KEY"])
+    assert int(first["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_the_users_key_is_kept_and_no_key_is_on_a_command_line(script, environment):
+    path = script(
+        """
+key = os.environ["TOTALREDUCE_JOB_KEY"].encode()
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try: words = open(f"/proc/{pid}/cmdline", "rb").read()
+    except OSError: continue
+    assert key not in words, words
+print(key.decode())"""
+    )
+    command = [sys.executable, str(path)]
+    made = run_workers(command, num_workers=1, environment=environment, output="capture")
+    assert made.exit_code == 0, made.errors
+    given = environment | {"TOTALREDUCE_JOB_KEY": "my own key"}
+    kept = run_workers(command, num_workers=1, environment=given, output="capture")
+    assert kept.output == ["my own key\n"]
+
+
+def test_the_first_failure_is_named_and_its_code_passed_on(launcher, script):
+    path = script(
+        """
+if rank == 2:
+    print("no such layer", file=sys.stderr); sys.exit(3)
+signal.pause()"""
+    )
+    code, _, errors = finish(launcher("-n", 3, path))
+    assert code == 3
+    assert "rank 2 failed first: exit code 3" in errors
+    assert "totalreduce:   no such layer" in errors
+    assert "rank 0 killed by SIGTERM; rank 1 killed by SIGTERM" in errors
+
+
+def test_a_killed_worker_and_survivors_that_print_their_own_error(launcher, script, tmp_path):
+    path = script(
+        """
+import pathlib
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.5)
+print("rank 1 is lost", file=sys.stderr); sys.exit(1)"""
+    )
+    summary = tmp_path / "summary.json"
+    code, _, errors = finish(launcher("-n", 3, "--json", summary, path))
+    assert code == 137
+    assert "rank 1 failed first: killed by SIGKILL" in errors
+    assert {"[0] rank 1 is lost", "[2] rank 1 is lost"} <= set(errors.splitlines())
+    document = json.loads(summary.read_text())
+    assert [worker["exit_code"] for worker in document["workers"]] == [1, 137, 1]
+    assert document["first_failure"]["rank"] == 1
+    assert document["first_failure"]["signal"] == "SIGKILL"
+    assert document["workers"][0]["seconds"] >= 0.5 > document["workers"][1]["seconds"]
+    assert (document["exit_code"], document["world_size"]) == (137, 3)
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(script):
+    path = script(
+        "if rank == 0: sys.exit(5)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()"
+    )
+    begin = time.monotonic()
+    result = run_workers([sys.executable, path], num_workers=2, output="capture", linger_s=0.5, grace_s=0.5)
+    assert (result.exit_code, result.workers[1].signal) == (5, "SIGKILL")
+    assert 1.0 <= time.monotonic() - begin < 8.0
+
+
+READY = "print(os.getpid(), flush=True)\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_to_the_launcher_stops_the_workers(launcher, script, number, code):
+    process = launcher("-n", 2, script(READY + "signal.pause()"))
+    pids = [int(line.split()[1]) for line in read_lines(process, 2)]
+    process.send_signal(number)
+    result, _, errors = finish(process)
+    assert result == code
+    assert f"stopped by {number.name}" in errors
+    assert "failed first" not in errors
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_workers_may_save_their_work_on_ctrl_c(launcher, script):
+    path = script(READY + "try: signal.pause()\nexcept KeyboardInterrupt: print('saved'); sys.exit(0)")
+    process = launcher("-n", 2, path)
+    read_lines(process, 2)
+    process.send_signal(signal.SIGINT)
+    code, output, _ = finish(process)
+    assert code == 130
+    assert sorted(output.splitlines()) == ["[0] saved", "[1] saved"]
+
+
+def test_a_second_ctrl_c_kills_at_once(launcher, script):
+    handler = "lambda *_: print('no', flush=True)"
+    ignore = f"for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, {handler})\n"
+    process = launcher("-n", 1, "--grace", 60, script(ignore + READY + "while True: time.sleep(60)"))
+    pid = int(read_lines(process, 1)[0].split()[1])
+    process.send_signal(signal.SIGINT)
+    assert read_lines(process, 1) == ["[0] no"]
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130
+    assert time.monotonic() - begin < 10
+    assert is_gone(pid)
+
+
+def test_what_a_worker_left_in_its_group_is_killed_and_not_waited_for(script):
+    path = script("child = subprocess.Popen(['sleep', '1000'])\nprint(child.pid)")
+    begin = time.monotonic()
+    result = run_workers([sys.executable, path], num_workers=1, output="capture")
+    assert (result.exit_code, time.monotonic() - begin < 8) == (0, True)
+    assert is_gone(int(result.output[0]))
+
+
+def test_a_daemon_that_holds_the_pipe_is_not_waited_for_and_lives_on(script):
+    path = script("child = subprocess.Popen(['sleep', '30'], start_new_session=True)\nprint(child.pid)")
+    begin = time.monotonic()
+    result = run_workers([sys.executable, path], num_workers=1, output="capture")
+    assert time.monotonic() - begin < 8
+    daemon = int(result.output[0])
+    os.kill(daemon, 0)
+    os.kill(daemon, signal.SIGKILL)
+
+
+def test_nothing_survives_a_sigkilled_launcher(launcher, script):
+    path = script(
+        """
+child = subprocess.Popen(['sleep', '1000'], start_new_session=True)
+print(os.getpid(), child.pid, flush=True)
+signal.pause()"""
+    )
+    process = launcher("-n", 2, path)
+    pids = [int(word) for line in read_lines(process, 2) for word in line.split()[1:]]
+    assert len(pids) == 4
+    process.kill()
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_a_killed_guard_does_no_harm(launcher, script):
+    process = launcher("-n", 1, script(READY + "signal.pause()"))
+    worker = int(read_lines(process, 1)[0].split()[1])
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (guard,) = (int(pid) for pid in children if int(pid) != worker)
+    os.kill(guard, signal.SIGKILL)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 143
+    assert is_gone(worker)
+
+
+def test_output_of_rank_0_alone(launcher, script):
+    path = script(
+        "print('hello from', rank)\nif rank: print('quiet', file=sys.stderr); sys.exit(4)\ntime.sleep(0.3)"
+    )
+    code, output, errors = finish(launcher("-n", 2, "--output", "rank0", path))
+    assert (code, output) == (4, "hello from 0\n")
+    assert "rank 1 failed first" in errors
+    assert "totalreduce:   quiet" in errors
+
+
+def test_output_in_files(launcher, script, tmp_path):
+    path = script("print('out', rank, flush=True)\nprint('err', file=sys.stderr)\nif rank: sys.exit(2)")
+    code, output, errors = finish(launcher("-n", 2, "--output", tmp_path / "logs", path))
+    assert (code, output) == (2, "")
+    assert (tmp_path / "logs" / "rank0.log").read_text() == "out 0\nerr\n"
+    assert (tmp_path / "logs" / "rank1.log").read_text() == "out 1\nerr\n"
+    assert "totalreduce:   err" in errors
+
+
+def test_nobody_reads_the_output(launcher, script):
+    process = launcher(
+        "-n", 2, script("while True: print('line', os.getpid(), flush=True); time.sleep(0.01)")
+    )
+    pid = int(read_lines(process, 1)[0].split()[2])
+    process.stdout.close()
+    process.stdout = None
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, "Traceback" in errors) == (141, False)
+    assert is_gone(pid)
+
+
+def test_a_timeout_ends_the_run(script):
+    result = run_workers(
+        [sys.executable, script("signal.pause()")], num_workers=2, output="capture", timeout_s=0.3
+    )
+    assert (result.exit_code, result.timed_out, result.first_failure) == (124, True, None)
+
+
+def test_output_of_many_bytes_is_complete(script):
+    result = run_workers([sys.executable, script("print('x' * 3_000_000)")], num_workers=2, output="capture")
+    assert [len(text) for text in result.output] == [3_000_001] * 2
+
+
+def test_modules_and_executables(launcher, tmp_path, environment):
+    (tmp_path / "job.py").write_text("import sys; print('module', sys.argv[1:])")
+    module = launcher(
+        "-n", 1, "-m", "job", "-m", PYTHONPATH=f"{tmp_path}:{environment.get('PYTHONPATH', '')}"
+    )
+    assert finish(module)[:2] == (0, "[0] module ['-m']\n")
+    program = launcher("-n", 1, "--no-python", "--", "sh", "-c", "echo $RANK of $WORLD_SIZE")
+    assert finish(program)[:2] == (0, "[0] 0 of 1\n")
+
+
+def test_runs_outside_the_main_thread(script):
+    results = []
+    command = [sys.executable, str(script("print(rank)"))]
+    thread = threading.Thread(
+        target=lambda: results.append(run_workers(command, num_workers=2, output="capture"))
+    )
+    thread.start()
+    thread.join(30)
+    assert results[0].output == ["0\n", "1\n"]
+
+
+def test_mistakes_are_one_line(launcher):
+    code, _, errors = finish(launcher("-n", 2, "absent.py"))
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "no such file: absent.py" in errors
+    code, _, errors = finish(launcher("-n", 2, "absent.py", TOTALREDUCE_DEBUG="1"))
+    assert "Traceback" in errors
+    with pytest.raises(ConfigurationError, match="at least 1"):
+        run_workers(["true"], num_workers=0)
+    with pytest.raises(ConfigurationError, match="cannot start '/absent'"):
+        run_workers(["/absent"], num_workers=2, output="capture")
+
+
+def test_the_launcher_does_without_torch():
+    code = "import sys; from totalreduce.cli.main import build; build(['run']); print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "False\n"
+
+
+def test_version():
+    done = subprocess.run([sys.executable, "-m", "totalreduce", "--version"], capture_output=True, timeout=30)
+    assert re.fullmatch(rb"totalreduce \d+\.\d+\.\d+\n", done.stdout)
