@@ -7,7 +7,8 @@ Everything that happens is a method call with the time as an argument; what shou
 * a computer calls ``next_computation`` / ``computed``.
 
 The pieces of the Total Reduce design and where they are: *message list* ``_active``; *floating message list*
-``floating.FloatingStore``; *computation list* ``_computations``; *payload_pick_ready* ``sendqueue.SendQueue``; the self-guided
+``floating.FloatingStore``; *computation list* ``_computations``; *payload_pick_ready* ``sendqueue.SendQueue``; the
+self-guided
 *header* ``foundation.header``. What the design left open is here: iterations, lanes, an eager allowance that bounds
 floating memory (beyond it a sender waits for ``POSTED``), typed mismatches, the loss of a peer.
 
@@ -33,7 +34,13 @@ from totalreduce.engine.scratch import ScratchPool
 from totalreduce.engine.sendqueue import QueuedMessage, SendQueue
 from totalreduce.engine.stall import ANSWER_S, Inquiry, StallReport
 from totalreduce.foundation.config import EngineConfig
-from totalreduce.foundation.errors import ConfigurationError, GroupClosed, MismatchError, PeerLost, ProtocolError
+from totalreduce.foundation.errors import (
+    ConfigurationError,
+    GroupClosed,
+    MismatchError,
+    PeerLost,
+    ProtocolError,
+)
 from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header, unpack_signature
 from totalreduce.foundation.observer import Observer
 from totalreduce.foundation.types import ReduceOp, Signature, operation_id
@@ -104,7 +111,13 @@ class Engine:
     """The state of one rank of one group. See the module docstring."""
 
     def __init__(
-        self, rank: int, world_size: int, config: EngineConfig, *, epoch: int = 0, observers: list[Observer] | None = None
+        self,
+        rank: int,
+        world_size: int,
+        config: EngineConfig,
+        *,
+        epoch: int = 0,
+        observers: list[Observer] | None = None,
     ) -> None:
         """Make an idle engine."""
         self.rank, self.world_size, self.config, self.epoch = rank, world_size, config, epoch
@@ -384,9 +397,7 @@ class Engine:
             return
         for observer in self.observers:
             action = operation.program.actions[computation.index]
-            observer.reduced(
-                operation.name, operation.key[1], now, lane=lane.index, step=action.step, seconds=seconds
-            )
+            observer.reduced(operation.name, operation.key[1], now, lane=lane.index, step=action.step, seconds=seconds)
         del lane.arrivals[computation.index]
         lane.position = computation.index + 1
         self._advance(operation, lane, now)
@@ -683,7 +694,14 @@ class Engine:
         self._arrived(operation, lane, index, Arrival(message.body, message), message.peer, message.header, now)
 
     def _arrived(
-        self, operation: Operation, lane: Lane, index: int, arrival: Arrival, peer: int, header: Header, now: float
+        self,
+        operation: Operation,
+        lane: Lane,
+        index: int,
+        arrival: Arrival,
+        peer: int,
+        header: Header,
+        now: float,
     ) -> None:
         lane.arrivals[index] = arrival
         self._observe_received(operation, peer, header, now)

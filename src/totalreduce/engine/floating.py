@@ -60,9 +60,7 @@ class FloatingStore:
         cost = floating_cost(header.body_bytes)
         held = self._held.get(peer, 0) + cost
         if held > self._share_bytes:
-            raise ProtocolError(
-                f"rank {peer} would have {held} floating bytes here; its share is {self._share_bytes}"
-            )
+            raise ProtocolError(f"rank {peer} would have {held} floating bytes here; its share is {self._share_bytes}")
         message = FloatingMessage(peer, header, memoryview(bytearray(header.body_bytes)), cost)
         self._held[peer] = held
         self.total_bytes += cost

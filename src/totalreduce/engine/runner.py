@@ -6,12 +6,12 @@ with the first, so the communication thread then adds by itself, while the segme
 ranks on 2 cores, 64 MiB: 20 ms against 26 ms).
 
 A caller who blocks in ``wait`` has nothing better to do, so he *drives*: he moves messages himself, and the
-communication thread steps aside. A blocking operation then costs no change of threads at all, where waking one is dearer
-than sending a small message.
+communication thread steps aside. A blocking operation then costs no change of threads at all, where waking one is
+dearer than sending a small message.
 
-Locking: every call into the engine holds ``_lock``, for microseconds; who moves messages holds ``_moving``, but not while
-waiting for the network. Bytes are moved and added outside ``_lock``, and the kernel, NumPy and torch release the GIL
-while they do.
+Locking: every call into the engine holds ``_lock``, for microseconds; who moves messages holds ``_moving``, but not
+while waiting for the network. Bytes are moved and added outside ``_lock``, and the kernel, NumPy and torch release the
+GIL while they do.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Handle:
         if error is None and self._finalise is not None:
             try:
                 self._finalise()
-            except Exception as failure:  # noqa: BLE001  (it must reach the one who waits)
+            except Exception as failure:
                 error = failure
         self.error = error
         self._finalise = None
@@ -105,10 +105,11 @@ class Runner:
         self._driver: int | None = None
         self._resume = threading.Event()
         self._stop = False
-        self._asleep = False
+        self._sleepers = 0  #: Threads that wait for the network, or are about to: they must be woken.
         self._next_tick = 0.0
         self._failure: BaseException | None = None
         self._deadline = 0.0
+        #: A driver has left with nothing in flight: the communication thread may stay away a little.
         self._rest = False
         cores = len(os.sched_getaffinity(0))
         with_thread = compute == "thread" or (compute == "auto" and cores >= 2 * transport.ranks_per_host)
@@ -142,7 +143,7 @@ class Runner:
             if self.engine.peek_computation() is not None:  # a floating message was waiting for this operation
                 self._work.notify()
             completed = self.engine.pop_completed()
-            wake = self._asleep
+            wake = self._sleepers > 0
         self._tell(completed)
         if wake:
             self.transport.wake()
@@ -207,29 +208,24 @@ class Runner:
     def _communicate(self) -> None:
         try:
             while not self._stop:
-                if self._driver is not None or not self._awake_needed():
+                if self._driver is not None or self._rest:
+                    self._rest = False
                     self._resume.wait(_PARKED_S)
                     self._resume.clear()
+                else:
+                    self._round(_TICK_S)
                     if self._driver is not None:
-                        continue
-                self._round(_TICK_S)
-                if self._driver is not None:
-                    self.transport.wake()  # what this thread was told by the network is the driver's business now
-            while not self._drained() and time.monotonic() < self._deadline:
+                        self.transport.wake()  # what the network told this thread is the driver's business now
+            while not (self._drained() and self._driver is None) and time.monotonic() < self._deadline:
                 self._round(0.02)
             with self._moving:
                 self.transport.close(min(1.0, max(0.0, self._deadline - time.monotonic())))
-        except BaseException as failure:  # noqa: BLE001  (a dying thread must not leave waiters behind)
+        except BaseException as failure:
             self._fail(failure)
-
-    def _awake_needed(self) -> bool:
-        """Whether the communication thread must look now, or may rest ``_PARKED_S`` after a driver has left."""
-        rest, self._rest = self._rest, False
-        return not rest
 
     def _drive(self, handle: Handle, deadline: float, ask_at: float) -> None:
         """Move messages in the caller's thread until the operation is done."""
-        if self._asleep:
+        if self._sleepers:
             self.transport.wake()  # or the communication thread would be told what the network has for us
         try:
             while not handle.event.is_set() and not self._stop:
@@ -256,7 +252,7 @@ class Runner:
 
     def _look_on(self, handle: Handle, deadline: float, ask_at: float) -> None:
         """Wait while somebody else moves the messages."""
-        if self._asleep:
+        if self._sleepers:
             self.transport.wake()
         if not handle.event.wait(max(0.0, ask_at - time.monotonic())):
             self._inquire(handle)
@@ -278,7 +274,7 @@ class Runner:
                 self._next_tick = now + _TICK_S
                 self.engine.tick(now)
             reports = self.engine.pop_reports()
-            self._asleep = True
+            self._sleepers += 1  # before looking for work, so that whoever adds some wakes us
         for report in reports:
             _log.warning("rank %d: stalled: %s", self.engine.rank, report)
         with self._moving:
@@ -289,7 +285,8 @@ class Runner:
         self._tell(completed)
         if not progress and not (handle is not None and handle.event.is_set()):
             self.transport.wait(timeout_s)
-        self._asleep = False
+        with self._lock:
+            self._sleepers -= 1
 
     def _drained(self) -> bool:
         with self._lock:
@@ -306,9 +303,9 @@ class Runner:
                         self._work.wait(_TICK_S)
                         computation = self.engine.next_computation()
                 self._carry_out(computation)
-                if self._asleep:
+                if self._sleepers:
                     self.transport.wake()
-        except BaseException as failure:  # noqa: BLE001
+        except BaseException as failure:
             self._fail(failure)
 
     def _carry_out(self, computation: Computation) -> None:

@@ -60,10 +60,8 @@ class SendQueue:
         if oldest is None:
             self._heap.clear()
             return None
-        if self._overtakes >= self._starvation_limit and not self._fifo:
-            message = oldest
-        else:
-            message = self._most_urgent()
+        starving = self._overtakes >= self._starvation_limit and not self._fifo
+        message = oldest if starving else self._most_urgent()
         self._overtakes = 0 if message is oldest else self._overtakes + 1
         message.taken = True
         self._length -= 1

@@ -93,9 +93,7 @@ def read_job_key(env: Mapping[str, str] | None = None) -> bytes | None:
             f"TOTALREDUCE_JOB_KEY_FILE={path}: {error.strerror}. It must be readable on every host."
         ) from error
     if not content:
-        raise ConfigurationError(
-            f"TOTALREDUCE_JOB_KEY_FILE={path} is empty. Fill it with `openssl rand -hex 32`."
-        )
+        raise ConfigurationError(f"TOTALREDUCE_JOB_KEY_FILE={path} is empty. Fill it with `openssl rand -hex 32`.")
     return _decode_key(content)
 
 

@@ -63,9 +63,7 @@ class MismatchError(TotalReduceError):
     def __init__(self, tensor: str, ranks: tuple[int, ...], values: tuple[str, ...]) -> None:
         """Build the message from the two descriptions."""
         both = "; ".join(f"rank {rank} submitted {value}" for rank, value in zip(ranks, values, strict=True))
-        super().__init__(
-            f"tensor {tensor!r}: {both}. Submit the same kind, dtype, shape and reduction on every rank."
-        )
+        super().__init__(f"tensor {tensor!r}: {both}. Submit the same kind, dtype, shape and reduction on every rank.")
         self.tensor, self.ranks, self.values = tensor, ranks, values
 
 

@@ -23,8 +23,10 @@ class OpKind(enum.IntEnum):
 class ReduceOp(enum.IntEnum):
     """How elements of different ranks become one.
 
-    ``AVG`` is the sum divided once by the world size; for integers the quotient is rounded towards zero, as NCCL does.
-    Integer sums wrap around like torch's. For ``bool``, ``SUM`` and ``MAX`` are *or*, ``PRODUCT`` and ``MIN`` are *and*.
+    ``AVG`` is the sum divided once by the world size; for integers the quotient is rounded towards zero, as NCCL
+    does.
+    Integer sums wrap around like torch's. For ``bool``, ``SUM`` and ``MAX`` are *or*, ``PRODUCT`` and ``MIN`` are
+    *and*.
     """
 
     NONE = 0

@@ -137,9 +137,7 @@ def _from_launcher(launcher: _Launcher, env: Mapping[str, str]) -> World:
     return World(rank, size, local_rank, local_size, address or "127.0.0.1", port, name, job_id, served)
 
 
-def _local(
-    launcher: _Launcher, env: Mapping[str, str], rank: int, size: int, address: str | None
-) -> tuple[int, int]:
+def _local(launcher: _Launcher, env: Mapping[str, str], rank: int, size: int, address: str | None) -> tuple[int, int]:
     names = (launcher.local_rank, launcher.local_size)
     missing = [name for name in names if name not in env]
     if len(missing) == 1:

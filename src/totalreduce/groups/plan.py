@@ -1,7 +1,7 @@
 """A plan: the agreed list of tensors that training steps reuse. Order-free and set-free.
 
-PyTorch's oldest open complaint (a branch taken on one rank only hangs the job) ends here: when a rank closes a step, every
-planned tensor it has not submitted counts as zero there, or raises, by policy, on all ranks.
+PyTorch's oldest open complaint (a branch taken on one rank only hangs the job) ends here: when a rank closes a step,
+every planned tensor it has not submitted counts as zero there, or raises, by policy, on all ranks.
 
 How: closing a step submits a zero contribution for whatever is missing, so nobody ever waits for a tensor that will not
 come; under the policy ``"error"`` one more small operation carries who submitted what.

@@ -75,4 +75,4 @@ def as_bytes(tensor: torch.Tensor, name: str, *, writes: bool) -> tuple[memoryvi
 def _view(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(bytearray(0))
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

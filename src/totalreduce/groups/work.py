@@ -62,5 +62,3 @@ class Work:
 def _fresh(error: BaseException) -> BaseException:
     """The error without the traceback of an earlier ``wait`` (which would keep that caller's frames alive)."""
     return error.with_traceback(None)
-
-

@@ -20,7 +20,7 @@ __all__ = ["combine", "divide", "supports"]
 
 Array = np.ndarray[Any, Any]
 
-_NUMPY = {
+_NUMPY: dict[DType, np.dtype[Any]] = {
     DType.UINT8: np.dtype(np.uint8),
     DType.INT8: np.dtype(np.int8),
     DType.INT16: np.dtype(np.int16),
@@ -97,7 +97,7 @@ def divide(data: memoryview, dtype: DType, divisor: int) -> None:
     """Divide in place by ``divisor``, rounding integers towards zero."""
     if dtype.is_half:
         whole = torch.frombuffer(data, dtype=_TORCH[dtype])
-        for block in whole.split(_BLOCK):
+        for block in _blocks(whole):
             block.copy_(block.float().div_(divisor))
     else:
         _divide_native(np.frombuffer(data, _NUMPY[dtype]), divisor)
@@ -129,8 +129,12 @@ def _combine_half(
     mine = torch.frombuffer(local, dtype=_TORCH[dtype])
     theirs = torch.frombuffer(incoming, dtype=_TORCH[incoming_dtype])
     out = torch.frombuffer(destination, dtype=_TORCH[destination_dtype])
-    for a, b, c in zip(mine.split(_BLOCK), theirs.split(_BLOCK), out.split(_BLOCK), strict=True):
+    for a, b, c in zip(_blocks(mine), _blocks(theirs), _blocks(out), strict=True):
         total = operation(a.float(), b.float())
         if divisor != 1:
             total.div_(divisor)
         c.copy_(total)
+
+
+def _blocks(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.split(values, _BLOCK)

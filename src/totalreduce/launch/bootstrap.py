@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from totalreduce.engine.engine import Engine
 from totalreduce.engine.runner import ComputeMode, Runner
@@ -78,7 +78,7 @@ def init(
     if recorder is not None:
         core.observers.append(recorder)
     link: Transport
-    kept: list[dist.Store] = []
+    kept: list[Store] = []
     if world.world_size == 1:
         link = InprocNetwork(1).transport(0)
     else:
@@ -94,7 +94,7 @@ def init(
 
 def _join(
     world: World, settings: Settings, name: str, engine: EngineConfig, tcp: TcpConfig
-) -> tuple[TcpTransport, dist.Store]:
+) -> tuple[TcpTransport, Store]:
     """Listen, meet the others in the store, and know where they listen."""
     store = open_store(world, engine.timeout_s)
     meeting = Meeting(store, world, name, engine.timeout_s)

@@ -59,9 +59,7 @@ class EmulateOptions:
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
         if not 1 <= self.num_hosts <= HOSTS_MAX:
-            raise ConfigurationError(
-                f"the number of emulated hosts must be 1 to {HOSTS_MAX}, not {self.num_hosts}"
-            )
+            raise ConfigurationError(f"the number of emulated hosts must be 1 to {HOSTS_MAX}, not {self.num_hosts}")
         if self.ranks_per_host < 1 or self.queue_ms < 1:
             raise ConfigurationError("ranks_per_host and queue_ms must be at least 1")
         rate_bits_per_s(self.rate)
@@ -198,9 +196,7 @@ class EmulatedNetwork:
         rate = self._options.rate
         # 2.1 ms of the rate, 256 KiB at 1 Gbit/s: on a slow link a fixed burst would be seconds unshaped.
         burst = min(BURST_BYTES_MAX, max(BURST_BYTES_MIN, int(rate_bits_per_s(rate) / 8 * 2.1e-3)))
-        return (
-            f"qdisc add dev {device} root tbf rate {rate} burst {burst}b latency {self._options.queue_ms}ms"
-        )
+        return f"qdisc add dev {device} root tbf rate {rate} burst {burst}b latency {self._options.queue_ms}ms"
 
 
 def sweep_stale_namespaces() -> list[str]:

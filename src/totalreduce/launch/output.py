@@ -100,9 +100,7 @@ class LineStream:
         self._replaces = True
 
     def _show(self, now: float, *, ends: bool) -> Piece:
-        piece = Piece(
-            self._pending, not self._shown, self._replaces and bool(self._pending) and self._in_place, ends
-        )
+        piece = Piece(self._pending, not self._shown, self._replaces and bool(self._pending) and self._in_place, ends)
         self._pending, self._pending_since, self._replaces = b"", None, False
         self._shown = not ends
         self._shown_at = now

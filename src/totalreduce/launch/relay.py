@@ -67,8 +67,7 @@ class _Marked(Relay):
         self._prefixes = [rank_prefixes(num_workers, file) for file in files]
         # Only one bar can stay in place at the bottom of a terminal: rank 0's.
         self._streams = [
-            [LineStream(in_place=rank == 0 and file.isatty()) for file in files]
-            for rank in range(num_workers)
+            [LineStream(in_place=rank == 0 and file.isatty()) for file in files] for rank in range(num_workers)
         ]
 
     def feed(self, rank: int, data: bytes, *, is_error: bool) -> None:

@@ -1,7 +1,7 @@
-"""How ranks find each other: through a ``torch.distributed`` store, with the default process group's own if there is one.
+"""How ranks find each other: through a ``torch.distributed`` store.
 
-Every rank publishes where it listens and the settings that shape the wire; every rank reads all of it, so a disagreement
-is the same error everywhere. Nothing read from the store is evaluated; values are bounded JSON.
+The default process group's own store is used where there is one. Every rank publishes where it listens and the settings that shape the wire; every rank reads all of it, so a
+disagreement is the same error everywhere. Nothing read from the store is evaluated; values are bounded JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any, final
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from totalreduce.foundation import environment
 from totalreduce.foundation.errors import ConfigurationError, RendezvousError
@@ -55,7 +56,7 @@ def current_world() -> World:
     )
 
 
-def open_store(world: World, timeout_s: float) -> dist.Store:
+def open_store(world: World, timeout_s: float) -> Store:
     """The store all ranks can reach.
 
     Raises:
@@ -67,7 +68,7 @@ def open_store(world: World, timeout_s: float) -> dist.Store:
     where = f"{world.master_address}:{world.master_port}"
     try:
         # multi_tenant: a later init_process_group in this process shares the server instead of finding its port taken.
-        return dist.TCPStore(
+        return TCPStore(
             world.master_address,
             world.master_port,
             world.world_size,
@@ -88,7 +89,7 @@ def open_store(world: World, timeout_s: float) -> dist.Store:
 class Meeting:
     """One gathering of all ranks under one name; every ``init`` of a process makes the next one."""
 
-    def __init__(self, store: dist.Store, world: World, name: str, timeout_s: float) -> None:
+    def __init__(self, store: Store, world: World, name: str, timeout_s: float) -> None:
         """Join the meeting ``name``."""
         attempt = environment.current().get("TORCHELASTIC_RESTART_COUNT", "0")
         self._world, self._store = world, store

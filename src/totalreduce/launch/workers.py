@@ -178,9 +178,7 @@ class Worker:
         """How it ended."""
         ended_at = self._started_at if self._ended_at is None else self._ended_at
         seconds = round(ended_at - self._started_at, 3)
-        return WorkerResult(
-            self.rank, self.process.pid, self._exit_code, self._signal or None, seconds, last_errors
-        )
+        return WorkerResult(self.rank, self.process.pid, self._exit_code, self._signal or None, seconds, last_errors)
 
 
 def _pidfd(pid: int) -> int | None:

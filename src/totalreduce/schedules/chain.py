@@ -1,8 +1,8 @@
 """Pipelined chain broadcast: root -> root+1 -> ... ; every lane is one piece, so pieces follow each other.
 
-With S pieces the last rank has everything after S+n-2 piece times: N(S+n-2)/(SB) seconds for N bytes at B bytes/s, which
-tends to N/B, the time of one transfer, whatever the number of ranks. Source: the survey's pipelined broadcast; also
-van de Geijn, "On global combine operations", J. Parallel Distrib. Comput. 22 (1994), DOI 10.1006/jpdc.1994.1091.
+With S pieces the last rank has everything after S+n-2 piece times: N(S+n-2)/(SB) seconds for N bytes at B bytes/s,
+which tends to N/B, the time of one transfer, whatever the number of ranks. Source: the survey's pipelined broadcast;
+also van de Geijn, "On global combine operations", J. Parallel Distrib. Comput. 22 (1994), DOI 10.1006/jpdc.1994.1091.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def run_ranks(
 ) -> list[Result]:
     """Run ``function(group)`` on every rank, one thread each, and return the results by rank.
 
-    The first failure ends the others' operations and is raised, with its rank in a note. After ``timeout_s`` the stack of
-    every rank is printed.
+    The first failure ends the others' operations and is raised, with its rank in a note. After ``timeout_s`` the stack
+    of every rank is printed.
 
     Raises:
         TimeoutError: Some rank did not return.
@@ -67,7 +67,7 @@ def run_ranks(
     def body(rank: int) -> None:
         try:
             results[rank] = function(groups[rank])
-        except BaseException as error:  # noqa: BLE001  (raised again by the caller)
+        except BaseException as error:
             with lock:
                 failures.append((rank, error))
             groups[rank].close(1.0)  # frees the others: they see that this rank has left

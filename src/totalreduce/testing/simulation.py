@@ -148,9 +148,7 @@ class SimulatedCluster:
             TimeoutError: They have not by ``until_s`` of virtual time: a hang.
         """
         self.network.after(tick_s, lambda: self._tick(tick_s))
-        while any(
-            s.done_at_s is None for rank, mine in enumerate(self._submissions) if rank not in dead for s in mine
-        ):
+        while any(s.done_at_s is None for rank, mine in enumerate(self._submissions) if rank not in dead for s in mine):
             # The check above is linear, so many events are handled between two of them.
             for _ in range(64):
                 if not self.network.step():

@@ -276,5 +276,3 @@ class Connection:
                 return False
             except OSError:
                 return True
-
-

@@ -1,8 +1,8 @@
 """A network in virtual time: latency, bandwidth, seeded delays, links that fall silent, ranks that crash.
 
 One thread, one event queue, one seeded random generator: the same seed gives the same events. It drives any number of
-``Endpoint`` objects, the same ones that run over sockets. A link carries one message at a time and keeps their order, as
-a TCP connection does; a body is copied at the moment its last byte leaves.
+``Endpoint`` objects, the same ones that run over sockets. A link carries one message at a time and keeps their order,
+as a TCP connection does; a body is copied at the moment its last byte leaves.
 """
 
 from __future__ import annotations
