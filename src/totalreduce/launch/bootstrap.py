@@ -134,7 +134,8 @@ def _with_timeout(config: EngineConfig, timeout_s: float | None) -> EngineConfig
 def _timeline(path: str | Path | None, world: World) -> Timeline | None:
     if path is None:
         return None
-    return Timeline(world.rank, rank_path(path, world.rank) if world.world_size > 1 else Path(path))
+    alone = world.world_size == 1 and Path(path).suffix == ".json"
+    return Timeline(world.rank, Path(path) if alone else rank_path(path, world.rank))
 
 
 def _set_up_log(settings: Settings, world: World) -> None:

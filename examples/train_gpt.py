@@ -1,0 +1,39 @@
+"""Train a small character GPT on all ranks.
+
+totalreduce run -n 4 examples/train_gpt.py
+torchrun --nproc-per-node 4 examples/train_gpt.py
+mpirun -n 4 python examples/train_gpt.py
+"""
+
+import pydoc_data.topics
+
+import torch
+from torch.nn import functional
+
+import totalreduce as tr
+from totalreduce.cli.models import SmallGPT
+
+STEPS, BATCH, CONTEXT = 100, 8, 64
+
+text = "\n".join(pydoc_data.topics.topics.values())
+alphabet = sorted(set(text))
+data = torch.tensor([alphabet.index(character) for character in text])
+
+torch.set_num_threads(1)
+with tr.init() as group:
+    torch.manual_seed(0)
+    model = SmallGPT(len(alphabet), CONTEXT, width=128, num_layers=4, num_heads=4)
+    tr.broadcast_parameters(model, group)
+    optimizer = tr.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model, group=group)
+    batches = torch.Generator().manual_seed(group.rank)  # every rank draws its own batches
+    for step in range(STEPS):
+        starts = torch.randint(len(data) - CONTEXT, (BATCH,), generator=batches)
+        windows = data[starts[:, None] + torch.arange(CONTEXT + 1)]
+        loss = functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if group.rank == 0 and step % 10 == 9:
+            hidden = group.statistics().hidden_share
+            print(f"step {step + 1}: loss {loss.item():.3f}, {hidden:.0%} of the communication hidden")
+    group.barrier()

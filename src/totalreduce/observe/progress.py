@@ -1,0 +1,120 @@
+"""A live line for training: loss, tokens per second, bytes moved, share of communication hidden.
+
+In a terminal it is a bar; elsewhere (a file, a pipe, CI) it is a plain line every few seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, RenderableType
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+__all__ = ["TrainingProgress", "TrainingReport"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingReport:
+    """How far a training is."""
+
+    step: int
+    """Finished steps."""
+    loss: float
+    """Loss of the latest step whose loss is known."""
+    tokens_per_s: float
+    """All ranks together."""
+    sent_bytes: int | None = None
+    """Sent by one rank so far; ``None`` where nothing is communicated."""
+    hidden_share: float | None = None
+    """Share of the communication during which nobody was blocked, 0 to 1; ``None`` if not known."""
+
+    def describe(self) -> str:
+        """Everything but the step, as one phrase."""
+        parts = [f"loss {self.loss:.3f}", f"{self.tokens_per_s:,.0f} tokens/s"]
+        if self.sent_bytes is not None:
+            parts.append(f"{decimal(self.sent_bytes)} sent per rank")
+        if self.hidden_share is not None:
+            parts.append(f"{self.hidden_share:.0%} hidden")
+        return " · ".join(parts)
+
+
+class _BarWithState(Progress):
+    """The bar, and below it what would not fit beside it on 80 columns."""
+
+    state = "starting"
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The two lines."""
+        yield self.make_tasks_table(self.tasks)
+        yield Text("  " + self.state, style="cyan")
+
+
+class TrainingProgress:
+    """Shows reports; a context manager. Calls may come from any one thread.
+
+    Args:
+        label: What is trained, a few words.
+        num_steps: Steps in all.
+        console: Where to write.
+        interval_s: Time between two plain lines where the console is no terminal.
+        clock: Seconds, for ``interval_s``.
+
+    Example:
+        >>> with TrainingProgress("demo", 2, Console(force_terminal=False)) as progress:
+        ...     progress.update(TrainingReport(step=2, loss=1.5, tokens_per_s=1e4))
+        demo: step 2/2 · loss 1.500 · 10,000 tokens/s
+    """
+
+    def __init__(
+        self,
+        label: str,
+        num_steps: int,
+        console: Console,
+        *,
+        interval_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._label, self._num_steps, self._console = label, num_steps, console
+        self._interval_s, self._clock = interval_s, clock
+        self._next_line = clock()
+        self._bar: _BarWithState | None = None
+        self._task = TaskID(0)
+
+    def __enter__(self) -> Self:
+        """Draw the empty bar."""
+        if self._console.is_terminal:
+            self._bar = _BarWithState(
+                SpinnerColumn(),
+                TextColumn("[bold]{task.description}"),
+                BarColumn(),
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+                console=self._console,
+                refresh_per_second=5,  # the processes that train need the cores
+            )
+            self._task = self._bar.add_task(self._label, total=self._num_steps)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the last state on the screen and give the cursor back."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, report: TrainingReport) -> None:
+        """Show a newer state."""
+        if self._bar is not None:
+            self._bar.state = report.describe()
+            self._bar.update(self._task, completed=report.step)
+        elif report.step >= self._num_steps or self._clock() >= self._next_line:
+            self._next_line = self._clock() + self._interval_s
+            line = f"{self._label}: step {report.step}/{self._num_steps} · {report.describe()}"
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)

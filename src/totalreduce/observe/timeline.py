@@ -1,0 +1,316 @@
+"""The timeline: what every operation of a rank was doing when, as a Chrome trace that Perfetto opens.
+
+Rule 1: inside the engine's calls a fact is one tuple appended to a list; the rest happens in ``close``.
+Rule 2: one tuple holds a whole span, so that leaving facts out (``max_events``) never leaves half a span.
+
+A rank is a process of the trace. An operation name is one of its tracks, with a span per iteration from
+``submitted`` to ``done`` and QUEUED and WIRE inside it. Time blocked in ``wait`` is on the track "caller",
+additions stand on "computation"; "bytes in flight" is a counter.
+"""
+
+# An observer's methods have the arguments of the facts, whether this observer uses them or not.
+# ruff: noqa: ARG002
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.observer import Observer
+from totalreduce.foundation.types import operation_id
+from totalreduce.observe.chrome_trace import FORMAT, Event, Tracks, span, write_trace
+
+__all__ = ["Timeline", "rank_path"]
+
+
+class _Operation(NamedTuple):
+    name: str
+    iteration: int
+    submitted: float
+    first_byte: float | None
+    done: float
+    outcome: str
+    sizes: Event
+
+
+class _Span(NamedTuple):
+    label: str
+    track: str
+    begin: float
+    end: float
+    args: Event
+
+
+class _Instant(NamedTuple):
+    label: str
+    name: str
+    now: float
+    args: Event
+
+
+class _Pending:
+    """An operation in flight; becomes one ``_Operation``."""
+
+    __slots__ = ("first_byte", "iteration", "num_bytes", "priority", "received", "sent", "submitted")
+
+    def __init__(self, iteration: int, submitted: float, num_bytes: int, priority: int) -> None:
+        self.iteration, self.submitted, self.num_bytes, self.priority = (
+            iteration,
+            submitted,
+            num_bytes,
+            priority,
+        )
+        self.first_byte: float | None = None
+        self.sent = self.received = 0
+
+    def finish(self, name: str, now: float, outcome: str) -> _Operation:
+        sizes: Event = {
+            "bytes": self.num_bytes,
+            "priority": self.priority,
+            "bytes sent": self.sent,
+            "bytes received": self.received,
+        }
+        return _Operation(name, self.iteration, self.submitted, self.first_byte, now, outcome, sizes)
+
+
+class Timeline(Observer):
+    """Observer that records one rank and writes the trace when closed, also when the interpreter exits.
+
+    A process killed by a signal leaves no file: the trace is formatted at the end to keep the calls cheap.
+
+    Args:
+        rank: This rank; the process number in the trace.
+        path: File to write, replaced as a whole; missing folders are made.
+        max_events: Spans and instants kept at most, the earliest ones; later ones are counted, and the count
+            is written into the file. A kept event takes about 300 bytes of memory.
+        clock: The clock that drives the engine, in seconds.
+
+    Raises:
+        ConfigurationError: The file cannot be written there, or ``max_events`` is not positive.
+
+    Attributes:
+        rank: As given.
+        path: As given.
+        dropped: Spans and instants left out so far.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        path: str | os.PathLike[str],
+        max_events: int = 500_000,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if max_events < 1:
+            raise ConfigurationError(f"max_events of a timeline must be at least 1, not {max_events}")
+        self.rank, self.path, self.dropped = rank, Path(path), 0
+        _check_writable(self.path)
+        self._max_events, self._clock = max_events, clock
+        self._origin, self._origin_wall = clock(), time.time()
+        self._pending: dict[str, _Pending] = {}
+        self._facts: list[_Operation | _Span | _Instant] = []
+        self._closed = False
+        atexit.register(self.close)
+
+    def submitted(self, name: str, iteration: int, now: float, *, num_bytes: int, priority: int) -> None:
+        """Open the operation's span."""
+        self._pending[name] = _Pending(iteration, now, num_bytes, priority)
+
+    def first_byte(self, name: str, iteration: int, now: float) -> None:
+        """QUEUED ends and WIRE begins."""
+        pending = self._pending.get(name)
+        if pending is not None:
+            pending.first_byte = now
+
+    def sent(self, name: str, iteration: int, now: float, *, peer: int, lane: int, step: int, num_bytes: int) -> None:
+        """Count bytes."""
+        pending = self._pending.get(name)
+        if pending is not None:
+            pending.sent += num_bytes
+
+    def received(
+        self, name: str, iteration: int, now: float, *, peer: int, lane: int, step: int, num_bytes: int
+    ) -> None:
+        """Count bytes."""
+        pending = self._pending.get(name)
+        if pending is not None:
+            pending.received += num_bytes
+
+    def floating(self, name: str, iteration: int, now: float, *, peer: int, num_bytes: int) -> None:
+        """Mark a message that was early."""
+        args: Event = {"from rank": peer, "bytes": num_bytes, "iteration": iteration}
+        self._keep(_Instant("FLOATING", name, now, args))
+
+    def reduced(self, name: str, iteration: int, now: float, *, lane: int, step: int, seconds: float) -> None:
+        """A span on the track "computation" that ends now."""
+        args: Event = {"operation": name, "iteration": iteration, "lane": lane, "step": step}
+        self._keep(_Span("REDUCE", "computation", now - seconds, now, args))
+
+    def promoted(self, name: str, iteration: int, now: float) -> None:
+        """Mark that somebody is blocked."""
+        self._keep(_Instant("PROMOTED", name, now, {"iteration": iteration}))
+
+    def waited(self, name: str, iteration: int, begin: float, end: float) -> None:
+        """A span on the track "caller"."""
+        self._keep(_Span("WAIT", "caller", begin, end, {"operation": name, "iteration": iteration}))
+
+    def done(self, name: str, iteration: int, now: float, *, error: BaseException | None) -> None:
+        """Close the operation's span."""
+        pending = self._pending.pop(name, None)
+        if pending is not None:
+            outcome = "done" if error is None else f"{type(error).__name__}: {error}"
+            self._keep(pending.finish(name, now, outcome))
+
+    def stalled(self, report: Mapping[str, object], now: float) -> None:
+        """Mark a stall, with its report."""
+        self._keep(_Instant("STALLED", "", now, dict(report)))
+
+    def close(self) -> None:
+        """Write the file. Later facts are ignored; a second call does nothing.
+
+        Raises:
+            OSError: The file could not be written.
+        """
+        if self._closed:
+            return
+        atexit.unregister(self.close)
+        # Exchanged, not emptied: at interpreter exit the engine's threads may still be reporting.
+        pending, self._pending = self._pending, {}
+        now = self._clock()
+        for name, operation in pending.items():
+            self._keep(operation.finish(name, now, "unfinished"))
+        self._closed = True
+        facts, self._facts = self._facts, []
+        metadata: Event = {
+            "format": FORMAT,
+            "rank": self.rank,
+            "clock": _clock_identity(),
+            "origin_clock_s": self._origin,
+            "origin_wall_s": self._origin_wall,
+            "events": len(facts),
+            "events_dropped": self.dropped,
+        }
+        write_trace(self.path, _Formatter(self.rank, self._origin, self.dropped).events(facts), metadata)
+
+    def _keep(self, fact: _Operation | _Span | _Instant) -> None:
+        if len(self._facts) < self._max_events and not self._closed:
+            self._facts.append(fact)
+        else:
+            self.dropped += 1
+
+
+class _Formatter:
+    """Turns a rank's facts into the events of a trace."""
+
+    def __init__(self, rank: int, origin: float, dropped: int) -> None:
+        self._rank, self._origin, self._dropped = rank, origin, dropped
+        self._tracks = Tracks(rank)
+
+    def events(self, facts: list[_Operation | _Span | _Instant]) -> Iterator[Event]:
+        """Metadata, then everything in the order of time."""
+        operations = sorted(
+            (fact for fact in facts if isinstance(fact, _Operation)),
+            key=lambda operation: operation.submitted,
+        )
+        spans = (fact for fact in facts if isinstance(fact, _Span))
+        body: list[tuple[int, Event]] = []
+        for fact in sorted(spans, key=lambda fact: (fact.track, fact.begin)):
+            begin, end = self._microseconds(fact.begin), self._microseconds(fact.end)
+            tid = self._tracks.free(fact.track, begin, end)
+            body.append((begin, span(self._rank, tid, fact.label, begin=begin, end=end, args=fact.args)))
+        for operation in operations:
+            body += self._operation(operation)
+        # A floating message may know only the operation's id; the name is known since the submission.
+        tracks = {_track(operation.name)[0] for operation in operations}
+        names = {f"{operation_id(track):#018x}": track for track in tracks}
+        for instant in (fact for fact in facts if isinstance(fact, _Instant)):
+            body.append(self._instant(instant, names))
+        body += self._in_flight(operations)
+        left_out = f" ({self._dropped} later events left out)" if self._dropped else ""
+        yield from self._tracks.metadata(f"rank {self._rank}{left_out}")
+        for _, event in sorted(body, key=lambda timed: timed[0]):  # stable: a span stays before its parts
+            yield event
+
+    def _operation(self, operation: _Operation) -> Iterator[tuple[int, Event]]:
+        begin, end = self._microseconds(operation.submitted), self._microseconds(operation.done)
+        track, number = _track(operation.name)
+        tid = self._tracks.free(track, begin, end)
+        args = {"iteration": operation.iteration, **operation.sizes, "outcome": operation.outcome}
+        yield (
+            begin,
+            span(self._rank, tid, f"{track} #{number or operation.iteration}", begin=begin, end=end, args=args),
+        )
+        if operation.first_byte is not None:
+            first = min(max(self._microseconds(operation.first_byte), begin), end)
+            yield begin, span(self._rank, tid, "QUEUED", begin=begin, end=first, args={})
+            yield first, span(self._rank, tid, "WIRE", begin=first, end=end, args={})
+
+    def _instant(self, instant: _Instant, names: Mapping[str, str]) -> tuple[int, Event]:
+        at = self._microseconds(instant.now)
+        track = _track(names.get(instant.name, instant.name))[0] or "stalls"
+        event: Event = {"ph": "i", "s": "t", "pid": self._rank, "tid": self._tracks.named(track), "ts": at}
+        return at, {**event, "name": instant.label, "args": instant.args}
+
+    def _in_flight(self, operations: list[_Operation]) -> Iterator[tuple[int, Event]]:
+        changes: dict[int, int] = {}
+        for operation in operations:
+            size = operation.sizes["bytes"]
+            assert isinstance(size, int)
+            for at, change in ((operation.submitted, size), (operation.done, -size)):
+                changes[self._microseconds(at)] = changes.get(self._microseconds(at), 0) + change
+        level = 0
+        for at, change in sorted(changes.items()):
+            level += change
+            yield (
+                at,
+                {"ph": "C", "pid": self._rank, "ts": at, "name": "bytes in flight", "args": {"bytes": level}},
+            )
+
+    def _microseconds(self, at: float) -> int:
+        return round((at - self._origin) * 1e6)
+
+
+def rank_path(path: str | os.PathLike[str], rank: int) -> Path:
+    """Where a rank writes if all ranks were given one path.
+
+    Args:
+        path: A file ending in ``.json``, or a folder.
+        rank: The rank.
+
+    Returns:
+        ``folder/rank3.json`` for a folder, ``run.rank3.json`` for ``run.json``.
+    """
+    base = Path(path)
+    return base.with_suffix(f".rank{rank}.json") if base.suffix == ".json" else base / f"rank{rank}.json"
+
+
+def _track(name: str) -> tuple[str, str]:
+    """``unnamed#7`` and ``barrier#7`` are numbered by their names; they share a track, as iterations do."""
+    track, _, number = name.rpartition("#")
+    return (track, number) if track and number.isdecimal() else (name, "")
+
+
+def _clock_identity() -> str:
+    """Equal for processes that share one monotonic clock: those of one booted kernel."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    return platform.node()
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"timeline: cannot make the folder {path.parent}: {error.strerror}") from error
+    if path.is_dir():
+        raise ConfigurationError(f"timeline: {path} is a folder; name a file, for instance {path / 'rank0.json'}")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigurationError(f"timeline: no permission to write into {path.parent}")

@@ -1,0 +1,72 @@
+"""The timeline of a real engine: every operation of every rank, with its parts where they belong."""
+
+import json
+
+import pytest
+import torch
+
+import totalreduce as tr
+from totalreduce.observe import Timeline, merge_timelines
+from totalreduce.testing.ranks import run_ranks
+
+ROUNDS, ELEMENTS = 3, 300_000
+
+
+@pytest.mark.parametrize("transport", ["inproc", "tcp"])
+def test_every_operation_of_every_rank_is_recorded(tmp_path, transport):
+    def work(group):
+        timeline = Timeline(group.rank, tmp_path / f"{group.rank}.json")
+        group.observers.append(timeline)
+        for _ in range(ROUNDS):
+            tensor = torch.full((ELEMENTS,), float(group.rank + 1))
+            assert group.allreduce(tensor, name="w", op=tr.ReduceOp.SUM).wait()[-1] == 6.0
+        group.barrier()
+        group.observers.remove(timeline)
+        timeline.close()
+        return timeline.dropped
+
+    assert run_ranks(3, work, transport=transport) == [0, 0, 0]
+    trace = json.loads(
+        merge_timelines([tmp_path / f"{rank}.json" for rank in range(3)], tmp_path / "all.json").read_text()
+    )
+    for rank in range(3):
+        events = [event for event in trace["traceEvents"] if event["pid"] == rank]
+        spans = {event["name"]: event for event in events if event["ph"] == "X"}
+        assert {"w #0", "w #1", "w #2", "barrier #0", "QUEUED", "WIRE", "REDUCE"} <= spans.keys()
+        for number in range(ROUNDS):
+            args = spans[f"w #{number}"]["args"]
+            assert (args["bytes"], args["outcome"], args["iteration"]) == (4 * ELEMENTS, "done", number)
+            # A ring of three: four thirds of the tensor leave and four thirds arrive.
+            assert args["bytes sent"] == args["bytes received"] == 4 * ELEMENTS * 4 // 3
+        inside = [event for event in events if event["name"] in ("REDUCE", "QUEUED", "WIRE")]
+        operations = [event for event in events if event.get("args", {}).get("outcome")]
+        for part in inside:
+            assert any(
+                whole["ts"] <= part["ts"] + 1 and part["ts"] + part["dur"] <= whole["ts"] + whole["dur"] + 1
+                for whole in operations
+            )
+        level = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
+        assert max(level) == 4 * ELEMENTS
+        assert level[-1] == 0
+
+
+def test_ranks_wait_for_each_other_at_the_same_time(tmp_path):
+    """One clock for all: a barrier ends on no rank before it has begun on every rank."""
+
+    def work(group):
+        timeline = Timeline(group.rank, tmp_path / f"{group.rank}.json")
+        group.observers.append(timeline)
+        for _ in range(5):
+            group.barrier()
+        group.observers.remove(timeline)
+        timeline.close()
+
+    run_ranks(3, work)
+    trace = json.loads(
+        merge_timelines([tmp_path / f"{rank}.json" for rank in range(3)], tmp_path / "all.json").read_text()
+    )
+    for number in range(5):
+        barriers = [event for event in trace["traceEvents"] if event["name"] == f"barrier #{number}"]
+        assert len(barriers) == 3
+        last_begin = max(event["ts"] for event in barriers)
+        assert all(last_begin <= event["ts"] + event["dur"] for event in barriers)
