@@ -29,17 +29,13 @@ def run(
     num_workers: Annotated[
         int | None, typer.Option("-n", "--num-workers", min=1, help="Number of workers.", show_default="1")
     ] = None,
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")
-    ] = False,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is an executable.")] = False,
     output: Annotated[
         str, typer.Option(help="all: every line, marked with its rank. rank0: only rank 0. Else a folder.")
     ] = "all",
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds from SIGTERM to SIGKILL.")] = 5.0,
-    timeout: Annotated[
-        float | None, typer.Option(min=0.0, help="Stop everything after so many seconds.")
-    ] = None,
+    timeout: Annotated[float | None, typer.Option(min=0.0, help="Stop everything after so many seconds.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write how every worker ended.")
     ] = None,
@@ -101,9 +97,7 @@ def _ranks_per_host(num_workers: int | None, num_hosts: int) -> int:
     if num_workers is None:
         return 1
     if num_workers % num_hosts:
-        raise ConfigurationError(
-            f"{num_workers} workers cannot be spread evenly over {num_hosts} emulated hosts"
-        )
+        raise ConfigurationError(f"{num_workers} workers cannot be spread evenly over {num_hosts} emulated hosts")
     return num_workers // num_hosts
 
 

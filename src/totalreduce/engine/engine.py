@@ -144,6 +144,9 @@ class Engine:
         self._peer_names: OrderedDict[int, str] = OrderedDict()
         self._peer_descriptions: OrderedDict[tuple[int, int], str] = OrderedDict()
         self._urgent_early: OrderedDict[tuple[int, int], bool] = OrderedDict()
+        self._described_early: OrderedDict[tuple[int, int], dict[int, bytes]] = OrderedDict()
+        #: Failed operations of which an addition is still being carried out: not completed before it has ended.
+        self._unsettled: list[Operation] = []
         self._inquiries: dict[tuple[int, int], Inquiry] = {}
         self._next_warning: dict[tuple[int, int], float] = {}
         self._reports: list[StallReport] = []
@@ -216,6 +219,9 @@ class Engine:
             self._finish(operation, now, poison)
             return operation
         self._announce(operation, record)
+        for peer, theirs in self._described_early.pop(key, {}).items():
+            if theirs != operation.packed_signature and not operation.finished:
+                self._mismatch(operation, peer, theirs, now)
         self._claim_floating(operation, now)
         if not operation.finished:
             for lane in operation.lanes:
@@ -253,6 +259,8 @@ class Engine:
         self._closed = True
         for operation in list(self._active.values()):
             self._finish(operation, now, GroupClosed(f"the group was closed with {operation.name!r} pending"))
+        self._completed += self._unsettled
+        self._unsettled.clear()
         for peer in tell:
             if peer not in self._departed:
                 self._control(peer, Frame.GOODBYE)
@@ -350,7 +358,8 @@ class Engine:
         operation.posted_by.add(peer)
         lane, index, action = self._slot(operation, peer, header)
         self._note_first_byte(operation, now)
-        if action.mode is Mode.REPLACE and lane.position == index:
+        # Empty messages take no scratch: one that comes early (barrier) would occupy it with nothing to compute.
+        if not header.body_bytes or (action.mode is Mode.REPLACE and lane.position == index):
             arrival = Arrival(None)
             view = operation.segment(action.chunk, lane.index)
         else:
@@ -363,6 +372,8 @@ class Engine:
         self._deliveries.discard(delivery)
         header, peer = delivery.header, delivery.peer
         self.counters.bytes_received += HEADER_BYTES + header.body_bytes
+        if header.epoch != self.epoch:
+            return
         if header.frame is not Frame.DATA:
             self._on_control(peer, header, bytes(delivery.view), now)
             return
@@ -382,7 +393,11 @@ class Engine:
 
     def next_computation(self) -> Computation | None:
         """The next entry of the computation list, or ``None``."""
-        return self._computations.popleft() if self._computations else None
+        if not self._computations:
+            return None
+        computation = self._computations.popleft()
+        computation.operation.computing += 1
+        return computation
 
     def peek_computation(self) -> Computation | None:
         """The next entry of the computation list, left where it is."""
@@ -393,7 +408,11 @@ class Engine:
         operation, lane = computation.operation, computation.lane
         self.counters.reduce_s += seconds
         self._release(computation.arrival)
+        operation.computing -= 1
         if operation.finished:
+            if operation in self._unsettled and not operation.computing:
+                self._unsettled.remove(operation)
+                self._completed.append(operation)
             return
         for observer in self.observers:
             action = operation.program.actions[computation.index]
@@ -419,7 +438,8 @@ class Engine:
 
     def peer_departed(self, peer: int, reason: str, now: float) -> None:
         """A rank closed the group in good order: only what still needs it fails."""
-        self._departed.setdefault(peer, reason)
+        if peer in self._departed:
+            return
         for operation in self._active.values():
             waits = any(
                 source == peer and index not in lane.arrivals and index >= lane.position
@@ -428,7 +448,8 @@ class Engine:
             )
             if waits:
                 self.peer_lost(peer, reason, now)
-                return
+                break
+        self._departed[peer] = reason
 
     # --------------------------------------------------------------------------------------------------- watching
 
@@ -515,7 +536,7 @@ class Engine:
             if record.described.get(peer) != operation.packed_signature:
                 record.described[peer] = operation.packed_signature
                 body = json.dumps({"name": record.name, "is": operation.signature.describe()[:2048]}).encode()
-                self._control(peer, Frame.DESCRIBE, key=key, body=body)
+                self._control(peer, Frame.DESCRIBE, key=key, body=body, signature=operation.packed_signature)
         asked = self._requested.pop(key, set())
         for peer in operation.program.sources:
             if peer in asked or operation.expected_bytes(peer) > self.config.eager_bytes:
@@ -532,8 +553,13 @@ class Engine:
                 self._mismatch(operation, message.peer, message.header.signature, now)
                 self._drop_floating([message])
             else:
+                try:
+                    lane, index, _ = self._slot(operation, message.peer, message.header)
+                except ProtocolError as error:  # found in the caller's thread, but it is the peer's fault
+                    self._drop_floating([message])
+                    self.peer_lost(message.peer, f"protocol violation: {error}", now)
+                    continue
                 operation.posted_by.add(message.peer)
-                lane, index, _ = self._slot(operation, message.peer, message.header)
                 self._note_first_byte(operation, now)
                 if message.complete:
                     lane.arrivals[index] = Arrival(message.body, message)
@@ -613,8 +639,16 @@ class Engine:
         for message in operation.held.pop(peer, ()):
             self._enqueue(message)
 
-    def _control(self, peer: int, frame: Frame, *, key: tuple[int, int] = (0, 0), body: bytes = b"") -> None:
-        header = Header(frame, self.epoch, key[0], key[1], body_bytes=len(body))
+    def _control(
+        self,
+        peer: int,
+        frame: Frame,
+        *,
+        key: tuple[int, int] = (0, 0),
+        body: bytes = b"",
+        signature: bytes = bytes(24),
+    ) -> None:
+        header = Header(frame, self.epoch, key[0], key[1], body_bytes=len(body), signature=signature)
         view = memoryview(body) if body else None
         self._controls.setdefault(peer, deque()).append(OutgoingMessage(peer, header.pack(), view))
         self._ready.add(peer)
@@ -800,7 +834,13 @@ class Engine:
         if not self._active and self._active_since is not None:
             self.counters.active_s += now - self._active_since
             self._active_since = None
-        self._completed.append(operation)
+        if isinstance(error, MismatchError):
+            # What the ranks knew of each other's operation was wrong: next time they say it again.
+            self._names[operation.key[0]].described.clear()
+        if operation.computing and isinstance(error, MismatchError):
+            self._unsettled.append(operation)  # the group goes on, and the tensor may be used again at once
+        else:
+            self._completed.append(operation)
         for observer in self.observers:
             observer.done(operation.name, operation.key[1], now, error=error)
 
@@ -810,6 +850,9 @@ class Engine:
             for message in messages:
                 self._queues[peer].discard(message)
         operation.held.clear()
+        for computation in [queued for queued in self._computations if queued.operation is operation]:
+            self._computations.remove(computation)
+            self._release(computation.arrival)
         for delivery in self._deliveries:
             if delivery.operation is operation and delivery.arrival is not None and delivery.arrival.buffer is None:
                 delivery.view = memoryview(bytearray(len(delivery.view)))
@@ -831,7 +874,7 @@ class Engine:
             case Frame.CREDIT:
                 self._on_credit(peer, header.operation)
             case Frame.DESCRIBE:
-                self._on_describe(peer, key, _decode(body, peer))
+                self._on_describe(peer, key, header.signature, _decode(body, peer), now)
             case Frame.MISMATCH:
                 self._on_mismatch(key, _decode(body, peer), now)
             case Frame.LOST:
@@ -878,23 +921,36 @@ class Engine:
             if peer in operation.held and operation.eager_sent.get(peer, 0) < self.config.eager_bytes:
                 self._release_held(operation, peer)
 
-    def _on_describe(self, peer: int, key: tuple[int, int], document: dict[str, Any]) -> None:
+    def _on_describe(
+        self, peer: int, key: tuple[int, int], signature: bytes, document: dict[str, Any], now: float
+    ) -> None:
         name, description = str(document.get("name", "?")), str(document.get("is", "?"))
         self._remember(self._peer_names, key[0], name)
         self._remember(self._peer_descriptions, (peer, key[0]), description)
+        operation = self._active.get(key)
+        if operation is not None:
+            if signature != operation.packed_signature:
+                self._mismatch(operation, peer, signature, now)
+        elif not self._is_past(key) and key not in self._poisoned:
+            described = self._described_early.get(key)
+            if described is None:
+                self._remember(self._described_early, key, {peer: signature})
+            else:
+                described[peer] = signature
 
     def _on_mismatch(self, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
         try:
             ranks = tuple(int(rank) for rank in document["ranks"])
             values = tuple(str(value) for value in document["values"])
             error = MismatchError(str(document["tensor"]), ranks, values)
-        except (KeyError, TypeError, ValueError) as cause:
+        except (KeyError, OverflowError, TypeError, ValueError) as cause:
             raise ProtocolError("a MISMATCH frame that cannot be read") from cause
         operation = self._active.get(key)
         if operation is not None:
             self._finish(operation, now, error)
         elif not self._is_past(key):
             self._drop_floating(self.floating.claim(key))
+            self._described_early.pop(key, None)
             self._remember(self._poisoned, key, error)
 
     def _on_lost(self, peer: int, document: dict[str, Any], now: float) -> None:
@@ -905,13 +961,15 @@ class Engine:
         self.peer_lost(lost, reason, now, first_hand=False)
 
     def _on_status_request(self, peer: int, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
+        waited_s = document.get("waited_s", 0.0)
+        if not isinstance(waited_s, (int, float)):
+            raise ProtocolError(f"rank {peer} asks for an operation that is late by {waited_s!r}")
         operation = self._active.get(key)
         submitted = operation is not None or self._is_past(key)
         progress = self._progress(operation) if operation is not None else "done" if submitted else "not submitted"
         body = json.dumps({"submitted": submitted, "progress": progress}).encode()
         self._control(peer, Frame.STATUS_REPLY, key=key, body=body)
-        if not submitted and document.get("waited_s", 0) >= self.config.stall_warning_s > 0:
-            waited_s = float(document["waited_s"])
+        if not submitted and waited_s >= self.config.stall_warning_s > 0:
             name = str(document.get("name", self._name_of(key[0])))
             self._publish(StallReport(name, key[1], waited_s, (self.rank,), {peer: "waiting for this rank"}, ()), now)
 
@@ -998,7 +1056,7 @@ def _decode(body: bytes, peer: int) -> dict[str, Any]:
     """
     try:
         document = json.loads(body)
-    except ValueError as cause:
+    except (ValueError, RecursionError) as cause:
         raise ProtocolError(f"a control frame of rank {peer} that is no JSON") from cause
     if not isinstance(document, dict):
         raise ProtocolError(f"a control frame of rank {peer} that is no JSON object")

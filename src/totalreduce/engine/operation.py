@@ -13,7 +13,7 @@ from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import pack_signature
 from totalreduce.foundation.partition import balanced_range, lane_count
 from totalreduce.foundation.types import DType, Signature
-from totalreduce.schedules.actions import Program
+from totalreduce.schedules.actions import NOTHING, Program
 
 __all__ = ["Arrival", "Lane", "Operation"]
 
@@ -66,6 +66,7 @@ class Operation:
         "_lane_ranges",
         "_num_chunks",
         "accumulator",
+        "computing",
         "dtype",
         "eager_sent",
         "error",
@@ -143,6 +144,7 @@ class Operation:
         self.lanes = [Lane(index) for index in range(num_lanes)]
         self.lanes_left = num_lanes
         self.unsent = 0
+        self.computing = 0  #: additions that are being carried out at this moment
         self.messages_received = 0
         self.promoted = False
         self.finished = False
@@ -159,7 +161,9 @@ class Operation:
         return self.signature.num_elements * self.itemsize
 
     def elements(self, chunk: int, lane: int) -> tuple[int, int]:
-        """Half-open element range of one lane of one chunk."""
+        """Half-open element range of one lane of one chunk; nothing of ``NOTHING``."""
+        if chunk == NOTHING:
+            return 0, 0
         ranges = self._lane_ranges.get(chunk)
         if ranges is None:
             start, stop = balanced_range(self.signature.num_elements, self._num_chunks, chunk)
@@ -189,5 +193,9 @@ class Operation:
 
     def expected_bytes(self, peer: int) -> int:
         """How many body bytes ``peer`` will send for this operation, about (exact up to rounding of chunks)."""
-        receives = sum(1 for source, _ in self.program.receives if source == peer)
+        actions = self.program.actions
+        receives = sum(
+            source == peer and actions[index].chunk != NOTHING
+            for (source, _), index in self.program.receives.items()
+        )
         return receives * (self.num_bytes // self._num_chunks)

@@ -43,9 +43,9 @@ ComputeMode = Literal["auto", "thread", "inline"]
 #: Below this a hand-over to the computation thread costs more than the addition.
 _INLINE_BYTES = 64 * 1024
 _TICK_S = 0.1
-#: How long the communication thread may leave the network alone after a blocking operation, if none is in flight:
-#: a script that does one after the other then never changes threads. Data waits in the kernel meanwhile.
-_PARKED_S = 0.02
+#: How long the communication thread leaves the network alone while or after somebody drives: a script that does one
+#: blocking operation after the other then hardly ever changes threads. Data waits in the kernel meanwhile.
+_PARKED_S = 0.002
 
 
 @final
@@ -147,7 +147,6 @@ class Runner:
         self._tell(completed)
         if wake:
             self.transport.wake()
-        self._resume.set()
         return handle
 
     def wait(self, handle: Handle, timeout_s: float) -> None:

@@ -1,0 +1,169 @@
+"""``totalreduce bench allreduce``: time, algorithm and bus bandwidth by size, as nccl-tests define them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from totalreduce.cli.bench.arithmetic import bus_factor, format_bytes, parse_sizes, wire_limit_s
+from totalreduce.cli.bench.launching import Setting, run_benchmark
+from totalreduce.cli.bench.options import (
+    AgainstOption,
+    HostsOption,
+    JsonOption,
+    RanksOption,
+    RateOption,
+    RoundsOption,
+    make_setting,
+)
+from totalreduce.cli.bench.report import duration, print_table, share, times, write_json
+from totalreduce.cli.bench.sampling import Estimate, estimate, ratio_estimate
+from totalreduce.foundation.errors import ConfigurationError
+
+__all__ = ["AllreduceFigure", "bench_allreduce", "mean_goodput", "measure_allreduce", "summarise"]
+
+_DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
+
+
+@dataclass(frozen=True, slots=True)
+class AllreduceFigure:
+    """One size, one peer.
+
+    Attributes:
+        size: Bytes per rank.
+        count: Elements per rank.
+        peer: Who was measured.
+        seconds: Time of one operation on the slowest rank.
+        algorithm_bytes_per_s: ``size / seconds``.
+        bus_bytes_per_s: ``algorithm_bytes_per_s * 2 (n - 1) / n``.
+        share_of_rate: Of the nominal rate of the links; ``None`` where nothing is shaped.
+        share_of_tcp: Of the goodput of plain TCP streams on the same links in the same run.
+        gain: The peer's time divided by Total Reduce's, round by round: above 1, Total Reduce is faster.
+        bytes_sent: By the average rank for one operation, headers included; ``None`` where unknown.
+    """
+
+    size: int
+    count: int
+    peer: str
+    seconds: Estimate
+    algorithm_bytes_per_s: float
+    bus_bytes_per_s: float
+    share_of_rate: float | None
+    share_of_tcp: float
+    gain: Estimate | None
+    bytes_sent: float | None
+
+
+def bench_allreduce(
+    *,
+    sizes: Annotated[str, typer.Option(help="Bytes per rank, separated by commas.")] = "4KiB,1MiB,4MiB,16MiB,64MiB",
+    dtype: Annotated[str, typer.Option(help="float32, float64, float16, bfloat16, int32 or int64.")] = "float32",
+    ranks: RanksOption = None,
+    emulate_hosts: HostsOption = 0,
+    emulate_rate: RateOption = "1gbit",
+    against: AgainstOption = None,
+    rounds: RoundsOption = 15,
+    json: JsonOption = None,
+) -> None:
+    """Time allreduce by size.
+
+    Every timed result is checked on every rank; a wrong one ends the run without a figure.
+    """
+    setting = make_setting(ranks, emulate_hosts, emulate_rate, against, rounds)
+    figures, results = measure_allreduce(setting, parse_sizes(sizes), dtype)
+    _print(setting, dtype, figures, results)
+    write_json(json, "allreduce", setting, [asdict(figure) for figure in figures], results)
+
+
+def measure_allreduce(
+    setting: Setting, sizes: list[int], dtype: str
+) -> tuple[list[AllreduceFigure], list[dict[str, Any]]]:
+    """Run the workers; returns the figures and each rank's raw result.
+
+    Raises:
+        BenchmarkFailedError: A rank failed or a result was wrong.
+        ConfigurationError: No result of this dtype could be checked.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigurationError(f"--dtype is one of {', '.join(_DTYPES)}, not {dtype!r}")
+    results = run_benchmark("allreduce", {"sizes": sizes, "dtype": dtype}, setting)
+    return summarise(results, setting.peers, setting.rate_bits_per_s), results
+
+
+def summarise(results: list[dict[str, Any]], peers: list[str], rate_bits_per_s: float | None) -> list[AllreduceFigure]:
+    """From every rank's samples to figures. Pure."""
+    world_size = len(results)
+    goodput = mean_goodput(results)
+    figures = []
+    for index, row in enumerate(results[0]["sizes"]):
+        slowest = {
+            peer: [max(rank) for rank in zip(*(r["sizes"][index]["seconds"][peer] for r in results), strict=True)]
+            for peer in peers
+        }
+        for peer in peers:
+            seconds = estimate(slowest[peer])
+            sent = [sample for r in results for sample in r["sizes"][index]["bytes_sent"].get(peer, [])]
+            algorithm = row["size"] / seconds.median
+            nominal = rate_bits_per_s and wire_limit_s(row["size"], world_size, rate_bits_per_s)
+            figures.append(
+                AllreduceFigure(
+                    row["size"],
+                    row["count"],
+                    peer,
+                    seconds,
+                    algorithm,
+                    algorithm * bus_factor(world_size),
+                    None if nominal is None else nominal / seconds.median,
+                    wire_limit_s(row["size"], world_size, goodput) / seconds.median,
+                    None if peer == "totalreduce" else ratio_estimate(slowest[peer], slowest["totalreduce"]),
+                    sum(sent) / len(sent) if sent else None,
+                )
+            )
+    return figures
+
+
+def mean_goodput(results: list[dict[str, Any]]) -> float:
+    """Bits per second of a plain TCP stream, averaged over links and over the run."""
+    samples = [sample for result in results for sample in result["goodput_bits_per_s"]]
+    return float(sum(samples) / len(samples))
+
+
+def _print(setting: Setting, dtype: str, figures: list[AllreduceFigure], results: list[dict[str, Any]]) -> None:
+    rows = [
+        (
+            format_bytes(figure.size),
+            str(figure.count),
+            dtype,
+            figure.peer,
+            duration(figure.seconds),
+            f"{figure.algorithm_bytes_per_s / 1e9:.3f}",
+            f"{figure.bus_bytes_per_s / 1e9:.3f}",
+            share(figure.share_of_rate),
+            share(figure.share_of_tcp),
+            "" if figure.bytes_sent is None else format_bytes(figure.bytes_sent),
+            times(figure.gain),
+        )
+        for figure in figures
+    ]
+    goodput = mean_goodput(results) / 1e9
+    print_table(
+        f"allreduce, {setting.describe()}",
+        (
+            "size",
+            "count",
+            "type",
+            "by",
+            "time (95 %)",
+            "algbw GB/s",
+            "busbw GB/s",
+            "of rate",
+            "of TCP",
+            "sent",
+            "Total Reduce faster by",
+        ),
+        rows,
+        f"Median of {setting.rounds} rounds of the slowest rank, all results checked. "
+        f"Plain TCP stream in the same run: {goodput:.3f} Gbit/s per link.",
+    )

@@ -1,0 +1,166 @@
+"""What every benchmark worker has: the engine, gloo, the same barrier for both, and progress on stderr."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import totalreduce as tr
+from totalreduce.cli.bench.goodput import interface_of, local_address, ring_goodput
+from totalreduce.foundation.config import EngineConfig, TcpConfig
+from totalreduce.foundation.environment import read_world
+from totalreduce.groups.group import Group
+
+__all__ = ["Context", "open_context", "sleep_until"]
+
+_TIMEOUT_S = 300.0
+# More ranks than cores leave one without a core for seconds; that is no death. Nothing else depends on it.
+_PATIENT = TcpConfig(silence_s=30.0)
+
+
+@dataclass(kw_only=True, slots=True)
+class Context:
+    """One rank of a benchmark.
+
+    Attributes:
+        group: The engine as users get it.
+        fifo: The same engine without priorities, where it is among the peers.
+        peers: What is measured, in order: ``totalreduce``, ``gloo``, ``fifo``.
+        rounds: How often each peer is measured.
+        rate_bits_per_s: Nominal rate of the links; ``None`` where nothing is shaped.
+        address: This rank's IPv4 address towards the others.
+    """
+
+    group: Group
+    fifo: Group | None
+    peers: list[str]
+    rounds: int
+    rate_bits_per_s: float | None
+    address: str
+
+    @property
+    def rank(self) -> int:
+        """Of this worker."""
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.group.world_size
+
+    def group_of(self, peer: str) -> Group:
+        """The engine behind a peer's name."""
+        if peer == "fifo":
+            assert self.fifo is not None
+            return self.fifo
+        return self.group
+
+    def allreduce(self, peer: str) -> Callable[[torch.Tensor], None]:
+        """A blocking sum over all ranks, in place, by the peer of that name."""
+        if peer == "gloo":
+            return _gloo_allreduce
+        group = self.group_of(peer)
+
+        def reduce(tensor: torch.Tensor) -> None:
+            group.allreduce(tensor, name="bench.allreduce").wait()
+
+        return reduce
+
+    def barrier(self) -> None:
+        """The same for every peer, so that its skew is too."""
+        self.group.barrier()
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's values, by rank; equal on all ranks, so decisions drawn from them are."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        others = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(others, mine)
+        return [other.tolist() for other in others]
+
+    def goodput(self) -> float:
+        """Bits per second that a plain TCP stream delivers here while each rank streams to the next."""
+        return ring_goodput(rank=self.rank, world_size=self.world_size, address=self.address, exchange=self.exchange)
+
+    def report(self, text: str) -> None:
+        """Tell the user where the benchmark is; rank 0 only, on stderr."""
+        if self.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
+    def environment(self) -> dict[str, Any]:
+        """Versions and machine, for the JSON document."""
+        return {
+            "totalreduce": tr.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)),
+            "threads_per_rank": torch.get_num_threads(),
+        }
+
+    def close(self) -> None:
+        """Leave together, so that nobody mistakes an early exit for a crash."""
+        self.barrier()
+        if self.fifo is not None:
+            self.fifo.close()
+        self.group.close()
+
+
+def open_context(config: dict[str, Any]) -> Context:
+    """Connect gloo and the engine, over the same interface.
+
+    Gloo comes first: the engine then meets through the same store. Gloo resolves the host's *name*, which
+    inside an emulated host leads elsewhere; hence the interface by name.
+    """
+    world = read_world()
+    address = local_address(world.master_address)
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{world.master_address}:{world.master_port}",
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=_TIMEOUT_S),
+    )
+    group = tr.init(name="bench", timeout_s=_TIMEOUT_S, tcp=_PATIENT)
+    fifo = (
+        tr.init(name="bench-fifo", timeout_s=_TIMEOUT_S, tcp=_PATIENT, engine=EngineConfig(scheduling="fifo"))
+        if "fifo" in config["peers"]
+        else None
+    )
+    return Context(
+        group=group,
+        fifo=fifo,
+        peers=config["peers"],
+        rounds=config["rounds"],
+        rate_bits_per_s=config["rate_bits_per_s"],
+        address=address,
+    )
+
+
+def sleep_until(deadline: float) -> None:
+    """Until ``time.monotonic()`` reaches the deadline."""
+    remaining = deadline - time.monotonic()
+    if remaining > 0:
+        time.sleep(remaining)
+
+
+def _gloo_allreduce(tensor: torch.Tensor) -> None:
+    dist.all_reduce(tensor)
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    except OSError:
+        return platform.processor() or "unknown"

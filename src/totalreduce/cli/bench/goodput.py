@@ -1,0 +1,99 @@
+"""What plain TCP achieves on the same links: one raw stream from each rank to the next, all at once.
+
+The nominal rate of a link counts Ethernet frames; with 1,500-byte packets TCP's payload tops out near 95.5 %
+of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from totalreduce.foundation.errors import ConfigurationError
+
+__all__ = ["interface_of", "local_address", "ring_goodput"]
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
+_BLOCK_BYTES = 256 * 1024
+_PATIENCE_S = 20.0
+
+Exchange = Callable[[Sequence[float]], list[list[float]]]
+
+
+def local_address(master_address: str) -> str:
+    """The IPv4 address with which this process reaches the master; asks the routing table, sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master_address, 9))
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def interface_of(address: str) -> str:
+    """Name of the interface that has this IPv4 address (Linux).
+
+    Raises:
+        ConfigurationError: No interface has it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+            except OSError:
+                continue  # an interface without an IPv4 address
+            if socket.inet_ntoa(reply[20:24]) == address:
+                return name
+    raise ConfigurationError(f"no network interface has the address {address}")
+
+
+def ring_goodput(*, rank: int, world_size: int, address: str, exchange: Exchange, seconds: float = 1.0) -> float:
+    """Bits per second of payload that this rank receives from its neighbour while all ranks send.
+
+    Args:
+        rank: Of this process.
+        world_size: Number of processes; each streams to the next, the last one to rank 0.
+        address: IPv4 address of this process.
+        exchange: Gathers every rank's numbers; also keeps the ranks together.
+        seconds: How long to send.
+
+    Raises:
+        OSError: A stream could not be made or broke.
+    """
+    with socket.create_server((address, 0), backlog=1) as listener:
+        listener.settimeout(_PATIENCE_S)
+        octets = [float(octet) for octet in socket.inet_aton(address)]
+        everyone = exchange([*octets, float(listener.getsockname()[1])])
+        *next_octets, port = everyone[(rank + 1) % world_size]
+        target = ".".join(str(int(octet)) for octet in next_octets)
+        with socket.create_connection((target, int(port)), timeout=_PATIENCE_S) as outgoing:
+            incoming, _ = listener.accept()
+            with incoming:
+                incoming.settimeout(_PATIENCE_S)
+                exchange([0.0])
+                return _stream(outgoing, incoming, seconds)
+
+
+def _stream(outgoing: socket.socket, incoming: socket.socket, seconds: float) -> float:
+    sender = threading.Thread(target=_send, args=(outgoing, seconds), name="goodput-sender", daemon=True)
+    sender.start()
+    buffer = bytearray(_BLOCK_BYTES)
+    received = incoming.recv_into(buffer)
+    begin, counted = time.monotonic(), 0
+    while received:
+        received = incoming.recv_into(buffer)
+        counted += received
+    elapsed = time.monotonic() - begin
+    sender.join(_PATIENCE_S)
+    return counted * 8 / elapsed
+
+
+def _send(outgoing: socket.socket, seconds: float) -> None:
+    block = bytes(_BLOCK_BYTES)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        outgoing.sendall(block)
+    outgoing.shutdown(socket.SHUT_WR)

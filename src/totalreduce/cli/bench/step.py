@@ -1,0 +1,145 @@
+"""``totalreduce bench step``: a real model's training step, DistributedOptimizer beside DDP over gloo."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Annotated, Any
+
+import typer
+
+from totalreduce.cli.bench.arithmetic import format_bytes
+from totalreduce.cli.bench.launching import Setting, run_benchmark
+from totalreduce.cli.bench.options import (
+    AgainstOption,
+    HostsOption,
+    JsonOption,
+    RanksOption,
+    RateOption,
+    RoundsOption,
+    make_setting,
+)
+from totalreduce.cli.bench.report import duration, print_table, times, write_json
+from totalreduce.cli.bench.sampling import Estimate, estimate, ratio_estimate
+from totalreduce.foundation.errors import ConfigurationError
+
+__all__ = ["StepFigure", "bench_step", "measure_step", "summarise"]
+
+_LABELS = {
+    "totalreduce": "DistributedOptimizer",
+    "gloo": "DDP / gloo",
+    "fifo": "DistributedOptimizer, fifo",
+    "alone": "no communication",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigure:
+    """One contestant.
+
+    Attributes:
+        contestant: ``totalreduce``, ``gloo`` (that is DDP), ``fifo`` or ``alone`` (no communication).
+        seconds: Time of a step, averaged over ranks, median over steps.
+        ratio: Total Reduce's step time divided by this contestant's: below 1, Total Reduce is faster.
+        bytes_sent: By the average rank in one step; ``None`` where unknown.
+    """
+
+    contestant: str
+    seconds: Estimate
+    ratio: Estimate | None
+    bytes_sent: float | None
+
+
+def bench_step(
+    *,
+    model: Annotated[str, typer.Option(help="mlp (14.6 M parameters), gpt or cnn.")] = "mlp",
+    overlap: Annotated[
+        str,
+        typer.Option(help="backward: gradients final when step() begins; iterations: into the next forward pass."),
+    ] = "backward",
+    steps: Annotated[int, typer.Option(help="Timed steps in a row, after two untimed ones.")] = 10,
+    bucket: Annotated[float, typer.Option(help="Size of a bucket of gradients in MiB.")] = 4.0,
+    no_communication: Annotated[
+        bool, typer.Option("--no-communication", help="Also train every rank for itself.")
+    ] = False,
+    ranks: RanksOption = None,
+    emulate_hosts: HostsOption = 0,
+    emulate_rate: RateOption = "1gbit",
+    against: AgainstOption = None,
+    rounds: RoundsOption = 4,
+    json: JsonOption = None,
+) -> None:
+    """Time a real model's training step. --against gloo is torch's DistributedDataParallel over gloo.
+
+    All train the same model on the same batches in turns; replicas must be the same bits on all ranks and
+    agree with DDP's in the end, or there is no figure.
+    """
+    setting = make_setting(ranks, emulate_hosts, emulate_rate, against, rounds)
+    parameters = {
+        "model": model,
+        "overlap": overlap,
+        "steps": steps,
+        "bucket_bytes": int(bucket * (1 << 20)),
+        "no_communication": no_communication,
+    }
+    figures, results = measure_step(setting, parameters)
+    _print(setting, model, figures, results[0])
+    write_json(json, "step", setting, [asdict(figure) for figure in figures], results)
+
+
+def measure_step(setting: Setting, parameters: dict[str, Any]) -> tuple[list[StepFigure], list[dict[str, Any]]]:
+    """Run the workers; returns the figures and each rank's raw result.
+
+    Raises:
+        BenchmarkFailedError: A rank failed or the replicas disagree.
+        ConfigurationError: A parameter makes no sense.
+    """
+    if parameters["model"] not in ("mlp", "gpt", "cnn"):
+        raise ConfigurationError(f"--model is mlp, gpt or cnn, not {parameters['model']!r}")
+    if parameters["overlap"] not in ("backward", "iterations"):
+        raise ConfigurationError(f"--overlap is backward or iterations, not {parameters['overlap']!r}")
+    if parameters["steps"] < 1 or parameters["bucket_bytes"] < 1:
+        raise ConfigurationError("--steps must be at least 1 and --bucket positive")
+    results = run_benchmark("step", parameters, setting)
+    return summarise(results), results
+
+
+def summarise(results: list[dict[str, Any]]) -> list[StepFigure]:
+    """From every rank's samples to figures. Pure."""
+    seconds = {
+        name: [fmean(ranks) for ranks in zip(*(result["seconds"][name] for result in results), strict=True)]
+        for name in results[0]["seconds"]
+    }
+    return [
+        StepFigure(
+            name,
+            estimate(samples),
+            None if name == "totalreduce" else ratio_estimate(seconds["totalreduce"], samples),
+            fmean(result["bytes_sent"] for result in results) if name == "totalreduce" else None,
+        )
+        for name, samples in seconds.items()
+    ]
+
+
+def _print(setting: Setting, model: str, figures: list[StepFigure], result: dict[str, Any]) -> None:
+    rows = [
+        (
+            _LABELS[figure.contestant],
+            duration(figure.seconds),
+            times(figure.ratio),
+            "" if figure.bytes_sent is None else format_bytes(figure.bytes_sent),
+        )
+        for figure in figures
+    ]
+    timed, exact = result["difference"], result["difference_float64"]
+    agreement = (
+        ""
+        if timed is None
+        else f" DDP's agree to {exact:.1e} of what training changed in float64, {timed:.1e} in float32."
+    )
+    print_table(
+        f"training step of {model}, {result['num_parameters'] / 1e6:.1f} M parameters, {setting.describe()}",
+        ("by", "step (95 %)", "DistributedOptimizer / this", "sent per step and rank"),
+        rows,
+        f"Replicas are the same bits on all ranks.{agreement}",
+    )

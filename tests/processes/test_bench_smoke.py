@@ -1,0 +1,214 @@
+"""Every benchmark once, tiny, with real workers: figures come out, and a wrong result stops them."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from totalreduce.cli.bench import bench_app
+from totalreduce.cli.bench.launching import BenchmarkFailedError, Setting, run_benchmark
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.launch.emulate import EmulatedNetwork
+
+TWO_RANKS = Setting(ranks=2, hosts=0, rate="1gbit", against=(), rounds=1)
+TRACE = {
+    "model": "tiny",
+    "source": "made up",
+    "columns": ["ready_s", "needed_s", "elements"],
+    "layers": [[0.010, 0.012, 3001], [0.004, 0.016, 300_007], [0.0, 0.020, 50_000]],
+}
+
+
+def run(*arguments, exit_code=0):
+    found = CliRunner().invoke(bench_app, [str(argument) for argument in arguments])
+    assert found.exit_code == exit_code, found.output
+    return found
+
+
+def test_allreduce_reports_every_size_and_peer(tmp_path):
+    out = tmp_path / "out.json"
+    found = run(
+        *("allreduce", "-n", 2, "--sizes", "4KiB,300KiB", "--rounds", 3, "--json", out),
+        *("--against", "gloo", "--against", "fifo"),
+    )
+    assert "2 ranks on one host" in found.stdout
+    document = json.loads(out.read_text())
+    figures = {(figure["size"], figure["peer"]): figure for figure in document["figures"]}
+    assert set(figures) == {
+        (size, peer) for size in (4096, 307_200) for peer in ("totalreduce", "gloo", "fifo")
+    }
+    for (size, peer), figure in figures.items():
+        seconds = figure["seconds"]["median"]
+        assert 0 < seconds < 30
+        assert figure["algorithm_bytes_per_s"] == pytest.approx(size / seconds)
+        assert figure["bus_bytes_per_s"] == pytest.approx(size / seconds)  # 2 (n - 1) / n = 1 for two ranks
+        assert figure["share_of_rate"] is None
+        # Two ranks send each byte once; headers add little.
+        assert (figure["bytes_sent"] is None) == (peer == "gloo")
+        assert peer == "gloo" or size <= figure["bytes_sent"] <= 1.05 * size
+    assert len(document["raw"]) == 2
+    assert len(document["raw"][1]["sizes"][0]["seconds"]["gloo"]) == 3
+    assert document["environment"]["torch"] == torch.__version__
+
+
+def test_urgent_operations_meet_the_bulk_in_flight(tmp_path):
+    out = tmp_path / "out.json"
+    run(
+        "urgent",
+        "-n",
+        2,
+        "--bulk",
+        "48MiB",
+        "--interval-ms",
+        2,
+        "--rounds",
+        2,
+        "--against",
+        "fifo",
+        "--json",
+        out,
+    )
+    ours, fifo = json.loads(out.read_text())["figures"]
+    assert (ours["peer"], fifo["peer"]) == ("totalreduce", "fifo")
+    assert ours["num_urgent"] >= 2
+    assert 0 < ours["p50_s"] <= ours["p99_s"] <= ours["max_s"]
+    # In order of submission the first urgent one waits for all of the bulk that is left.
+    raw = [rank["peers"]["fifo"] for rank in json.loads(out.read_text())["raw"]]
+    for index in range(2):
+        first = max(rank["urgent"][index][0][0] for rank in raw)
+        assert 0.002 + first > 0.5 * max(rank["loaded_s"][index] for rank in raw)
+
+
+def test_replay_prints_waiting_and_steps(tmp_path):
+    out, path = tmp_path / "out.json", tmp_path / "tiny.json"
+    path.write_text(json.dumps(TRACE))
+    found = run(
+        *("replay", path, "-n", 2, "--balance", "none", "--steps", 3, "--rounds", 1, "--json", out),
+        *("--against", "gloo", "--against", "fifo"),
+    )
+    assert "tiny" in found.stdout
+    figures = {figure["peer"]: figure for figure in json.loads(out.read_text())["figures"]}
+    assert set(figures) == {"totalreduce", "gloo", "fifo"}
+    for figure in figures.values():
+        assert figure["compute_s"] == 0.020
+        assert figure["step_s"]["num_samples"] == 3
+        # A step takes its compute and whatever was waited for.
+        assert figure["step_s"]["low"] >= 0.0199
+        assert figure["num_bytes"] == 4 * 353_008
+    assert figures["gloo"]["messages"] == 2  # the first one is closed at 1 MiB
+    assert figures["totalreduce"]["messages"] == 1
+
+
+def test_replay_balances_communication_and_compute(tmp_path):
+    out, path = tmp_path / "out.json", tmp_path / "tiny.json"
+    path.write_text(json.dumps(TRACE))
+    run(
+        "replay",
+        "--traces-dir",
+        tmp_path,
+        "-n",
+        2,
+        "--ratio",
+        0.5,
+        "--steps",
+        2,
+        "--rounds",
+        1,
+        "--json",
+        out,
+    )
+    (figure,) = json.loads(out.read_text())["figures"]
+    raw = json.loads(out.read_text())["raw"]
+    # The scale comes from the first of the two measurements of goodput, the figure from both.
+    first = sum(rank["traces"][0]["goodput_bits_per_s"][0] for rank in raw) / 2
+    assert figure["num_bytes"] * 8 / first / figure["compute_s"] == pytest.approx(0.5)
+
+
+def test_step_trains_the_same_model_as_ddp(tmp_path):
+    out = tmp_path / "out.json"
+    run(
+        *("step", "--model", "cnn", "-n", 2, "--steps", 2, "--rounds", 1, "--json", out),
+        *("--against", "gloo", "--no-communication", "--overlap", "iterations"),
+    )
+    document = json.loads(out.read_text())
+    assert [figure["contestant"] for figure in document["figures"]] == ["totalreduce", "gloo", "alone"]
+    assert all(figure["seconds"]["num_samples"] == 2 for figure in document["figures"])
+    result = document["raw"][0]
+    assert result["difference_float64"] <= 1e-12
+    assert result["difference"] <= 1e-5
+    # Two ranks send each gradient byte once.
+    assert document["figures"][0]["bytes_sent"] == pytest.approx(4 * result["num_parameters"], rel=0.05)
+
+
+def test_trace_records_what_replay_reads(tmp_path):
+    out = tmp_path / "gpt.json"
+    threads = torch.get_num_threads()
+    try:
+        found = run("trace", "--model", "gpt", "--steps", 1, "--out", out)
+    finally:
+        torch.set_num_threads(threads)
+    assert "40 layers" in found.stdout
+    layers = json.loads(out.read_text())["layers"]
+    assert len(layers) == 40
+    assert [layer[1] for layer in layers] == sorted(layer[1] for layer in layers)
+    assert layers[-1][0] < layers[2][0]  # the last layer's gradient is there long before the first ones'
+
+
+def test_a_failing_worker_means_no_figures(capfd):
+    with pytest.raises(BenchmarkFailedError, match=r"rank [01] failed: WrongResultError: .*complex64"):
+        run_benchmark("allreduce", {"sizes": [4096], "dtype": "complex64"}, TWO_RANKS)
+    assert "complex64" in capfd.readouterr().err
+
+
+def test_a_failed_check_ends_the_command_with_exit_code_1(monkeypatch):
+    def fail(*_):
+        raise BenchmarkFailedError("rank 1 failed: element 3 is 4.0, not 5.0")
+
+    monkeypatch.setattr("totalreduce.cli.bench.allreduce.run_benchmark", fail)
+    found = run("allreduce", "--sizes", "4KiB", exit_code=1)
+    assert "no figures: rank 1 failed: element 3 is 4.0" in found.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("allreduce", "--sizes", "big"), "not a size"),
+        (("allreduce", "--dtype", "int3"), "--dtype is one of"),
+        (("allreduce", "--against", "nccl"), "gloo and fifo"),
+        (("allreduce", "-n", "3", "--emulate-hosts", "2"), "multiple of --emulate-hosts"),
+        (("allreduce", "-n", "2", "--rounds", "0"), "--rounds"),
+        (("urgent", "--against", "gloo"), "knows no priorities"),
+        (("urgent", "--interval-ms", "0"), "--interval-ms"),
+        (("replay", "nonesuch"), "no trace 'nonesuch'"),
+        (("replay", "--balance", "odd"), "--balance is"),
+        (("replay", "-n", "1"), "at least 2 ranks"),
+        (("step", "--model", "resnet"), "--model is"),
+        (("step", "--overlap", "none"), "--overlap is"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_starts(arguments, complaint):
+    found = CliRunner().invoke(bench_app, list(arguments))
+    assert isinstance(found.exception, ConfigurationError)
+    assert complaint in str(found.exception)
+
+
+@pytest.mark.hosts
+def test_shares_of_a_shaped_link_are_below_one(tmp_path):
+    try:
+        EmulatedNetwork(1)  # made, not entered: it only checks what is needed
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+    out = tmp_path / "out.json"
+    run(
+        *("allreduce", "--emulate-hosts", 2, "--emulate-rate", "200mbit", "--sizes", "4MiB", "--rounds", 3),
+        *("--against", "gloo", "--json", out),
+    )
+    document = json.loads(out.read_text())
+    assert document["setting"]["rate_bits_per_s"] == 2e8
+    goodput = [sample for rank in document["raw"] for sample in rank["goodput_bits_per_s"]]
+    assert all(1.4e8 < sample < 2.1e8 for sample in goodput)
+    for figure in document["figures"]:
+        # The bucket's burst of 256 KiB may pass at once: 6 % of 4 MiB.
+        assert 0.4 < figure["share_of_rate"] < 1.07
+        assert figure["share_of_rate"] < figure["share_of_tcp"]

@@ -1,0 +1,126 @@
+"""From raw samples of all ranks to the figures in the tables, with numbers small enough to check by hand."""
+
+import pytest
+
+from totalreduce.cli.bench import allreduce, replay, step, summary, urgent
+from totalreduce.cli.bench.launching import BenchmarkFailedError, Setting
+
+MIB = 1 << 20
+
+
+def test_the_slowest_rank_counts_and_gains_are_taken_round_by_round():
+    def rank(ours, gloo, sent):
+        return {
+            "goodput_bits_per_s": [8e8, 1e9],
+            "sizes": [
+                {
+                    "size": 1000,
+                    "count": 250,
+                    "seconds": {"totalreduce": ours, "gloo": gloo},
+                    "bytes_sent": {"totalreduce": sent},
+                }
+            ],
+        }
+
+    results = [
+        rank([1e-5, 3e-5, 2e-5], [4e-5, 6e-5, 4e-5], [1100] * 3),
+        rank([2e-5] * 3, [2e-5] * 3, [1300] * 3),
+    ]
+    ours, gloo = allreduce.summarise(results, ["totalreduce", "gloo"], 1e9)
+    assert (ours.peer, ours.seconds.median, ours.seconds.high) == ("totalreduce", 2e-5, 3e-5)
+    assert ours.algorithm_bytes_per_s == pytest.approx(5e7)
+    assert ours.bus_bytes_per_s == pytest.approx(5e7)  # two ranks: factor 1
+    assert ours.share_of_rate == pytest.approx(8e-6 / 2e-5)
+    assert ours.share_of_tcp == pytest.approx(8e3 / 9e8 / 2e-5)
+    assert ours.bytes_sent == 1200
+    assert ours.gain is None
+    assert gloo.gain.median == pytest.approx(2.0)  # rounds: 4/2, 6/3, 4/2
+
+
+def test_an_urgent_operation_counts_only_if_all_ranks_had_the_bulk_in_flight():
+    def rank(*operations):
+        return {
+            "goodput_bits_per_s": [1e9],
+            "peers": {"totalreduce": {"alone_s": [1.0], "loaded_s": [2.0], "urgent": [list(operations)]}},
+        }
+
+    results = [rank([0.010, 1.0], [0.5, 1.0], [0.020, 1.0]), rank([0.030, 1.0], [0.1, 0.0], [0.010, 1.0])]
+    (figure,) = urgent.summarise(results, ["totalreduce"], 125_000_000, 1e9)
+    assert figure.num_urgent == 2
+    assert (figure.p50_s, figure.p99_s, figure.max_s) == (0.020, 0.030, 0.030)
+    assert figure.bulk_share_of_rate == pytest.approx(0.5)  # 1 Gbit takes 1 s, it took 2
+    with pytest.raises(BenchmarkFailedError, match="larger --bulk"):
+        urgent.summarise([rank([0.1, 0.0])] * 2, ["totalreduce"], 1000, None)
+
+
+def replay_rank(ours, gloo, waited):
+    def blocks(steps):
+        return [{"step_s": steps, "waited_s": waited}]
+
+    return {
+        "traces": [
+            {
+                "model": "tiny",
+                "source": "made up",
+                "goodput_bits_per_s": [1e9],
+                "compute_s": 1.0,
+                "forward_s": 0.25,
+                "num_bytes": 125_000_000,
+                "messages": {"totalreduce": 3, "gloo": 1},
+                "blocks": {"totalreduce": blocks(ours), "gloo": blocks(gloo)},
+            }
+        ]
+    }
+
+
+def test_a_step_is_compared_with_the_larger_of_compute_and_communication():
+    results = [
+        replay_rank([1.0, 1.2], [1.4, 1.6], [0.2, 0.6]),
+        replay_rank([1.2, 1.0], [1.6, 1.4], [0.0, 0.2]),
+    ]
+    ours, gloo = replay.summarise(results, ["totalreduce", "gloo"], 2e9)
+    assert ours.communication_s == pytest.approx(1.0)  # 2 (n - 1) / n = 1, 1 Gbit at 1 Gbit/s
+    assert ours.communication_nominal_s == pytest.approx(0.5)
+    assert ours.step_s.median == pytest.approx(1.1)
+    assert ours.over_ideal == pytest.approx(1.1)
+    assert ours.ceiling == pytest.approx(1.25)
+    assert ours.waited_s == pytest.approx(0.25)  # (0.2 + 0.6 + 0.0 + 0.2) over two ranks' two steps
+    assert [layer for layer, _ in ours.top_layers] == [1, 0]
+    assert ours.top_layers[0][1] == pytest.approx(0.2)
+    assert gloo.gain.median == pytest.approx(1.5 / 1.1)
+
+
+def test_a_training_step_is_averaged_over_ranks():
+    results = [
+        {"seconds": {"totalreduce": [0.1, 0.2], "gloo": [0.2, 0.4]}, "bytes_sent": 10.0},
+        {"seconds": {"totalreduce": [0.3, 0.2], "gloo": [0.6, 0.4]}, "bytes_sent": 30.0},
+    ]
+    ours, ddp = step.summarise(results)
+    assert (ours.seconds.median, ours.bytes_sent, ours.ratio) == (pytest.approx(0.2), 20.0, None)
+    assert ddp.ratio.median == pytest.approx(0.5)
+
+
+def test_the_report_is_a_markdown_table_with_the_machine_under_it():
+    environment = {
+        "processor": "a CPU",
+        "cores": 2,
+        "totalreduce": "0.1.0",
+        "torch": "2.13.0",
+        "python": "3.11.7",
+    }
+    text = summary.to_markdown([summary.Row("allreduce of 1 MiB", "2 ms", "1.2x gloo's speed")], environment)
+    lines = text.splitlines()
+    assert lines[:3] == [
+        "| what | figure | against |",
+        "|---|---|---|",
+        "| allreduce of 1 MiB | 2 ms | 1.2x gloo's speed |",
+    ]
+    assert "a CPU, 2 cores" in lines[-1]
+
+
+def test_settings_fill_each_other_in():
+    setting = Setting(ranks=8, hosts=4, rate="250mbit", against=("gloo", "gloo"), rounds=1)
+    assert setting.rate_bits_per_s == 250e6
+    assert setting.peers == ["totalreduce", "gloo"]
+    assert setting.describe() == "8 ranks on 4 emulated hosts x 250mbit"
+    assert Setting(ranks=2, hosts=0, rate="1gbit", against=(), rounds=1).rate_bits_per_s is None
