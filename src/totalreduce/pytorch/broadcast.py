@@ -1,0 +1,164 @@
+"""Start all ranks from one rank's parameters and optimizer state.
+
+Tensors travel as bytes, packed into a few pieces whatever their dtype, so that hundreds of small ones cost a
+handful of operations. Ranks compare names, shapes and dtypes before any of them is written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
+from totalreduce.groups.agreement import broadcast_json
+from totalreduce.pytorch.consent import agree_or_refuse
+from totalreduce.pytorch.encoding import decode, empty_tensors, encode
+from totalreduce.pytorch.facade import OptimizerFacade
+
+if TYPE_CHECKING:
+    from totalreduce.groups.group import Group
+    from totalreduce.groups.work import Work
+
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+
+#: Bytes of one piece. Large enough that latency does not count, small enough that memory does not.
+_PIECE_BYTES = 16 * 1024 * 1024
+_PIECES_IN_FLIGHT = 2
+#: Every dtype's items stay aligned within a piece.
+_ALIGNMENT_BYTES = 16
+
+
+def broadcast_parameters(model: torch.nn.Module | Mapping[str, torch.Tensor], group: Group, root: int = 0) -> None:
+    """Copy the root's parameters and buffers to all ranks, in place. Collective.
+
+    Args:
+        model: A module (all its parameters and buffers, also non-persistent ones), or named tensors.
+        group: The ranks.
+        root: Whose values count.
+
+    Raises:
+        PlanMismatchError: Names, shapes or dtypes differ between ranks; on every rank, before any is written.
+        ConfigurationError: A value is no tensor, or a lazy parameter not initialised yet.
+        UnsupportedError: A sparse tensor.
+    """
+    named = agree_or_refuse(
+        group,
+        "broadcast_parameters",
+        lambda: _named_tensors(model),
+        lambda named: {"root": root, "tensors": {name: _describe(tensor) for name, tensor in named.items()}},
+    )
+    distinct = {id(tensor): tensor for tensor in named.values()}
+    _broadcast_tensors(list(distinct.values()), group, root, "broadcast_parameters")
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: Group, root: int = 0) -> None:
+    """Copy the root's optimizer state and hyper-parameters to all ranks. Collective.
+
+    The other ranks may have no state yet, or another one. State may be made of tensors, numbers, strings,
+    ``None``, lists, tuples and dicts; it is never pickled.
+
+    Args:
+        optimizer: A torch optimizer or a ``DistributedOptimizer``.
+        group: The ranks.
+        root: Whose values count.
+
+    Raises:
+        PlanMismatchError: Kind of optimizer or parameter shapes differ between ranks; on every rank.
+        ConfigurationError: The root's state holds something else; on every rank.
+    """
+    shapes = [[list(p.shape) for p in param_group["params"]] for param_group in optimizer.param_groups]
+    kind = optimizer.kind if isinstance(optimizer, OptimizerFacade) else type(optimizer).__qualname__
+    state = optimizer.state_dict()
+    group.agree("broadcast_optimizer_state", {"root": root, "optimizer": kind, "parameters": shapes})
+    message: dict[str, str] = {}
+    tensors: list[torch.Tensor] = []
+    if group.rank == root:
+        try:
+            message["document"], tensors = encode(state)
+        except ConfigurationError as error:
+            message["refused"] = str(error)
+    message = broadcast_json(group, "broadcast_optimizer_state/document", message, root=root)
+    if "refused" in message:
+        raise ConfigurationError(f"the optimizer state of rank {root} cannot be broadcast: {message['refused']}")
+    if group.rank != root:
+        tensors = empty_tensors(message["document"])
+    _broadcast_tensors(tensors, group, root, "broadcast_optimizer_state")
+    # The root loads, too: load_state_dict converts tensors to the parameters' dtype, so all ranks end equal.
+    optimizer.load_state_dict(decode(message["document"], [tensor.clone() for tensor in tensors]))
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _named_tensors(model: torch.nn.Module | Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    if isinstance(model, torch.nn.Module):
+        named: dict[str, Any] = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+    else:
+        named = dict(model)
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigurationError(f"{name!r} is a {type(tensor).__name__}, not a tensor. Leave it out.")
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise ConfigurationError(f"{name!r} is not initialised yet: run a forward pass.")
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(f"{name!r} has layout {tensor.layout}: only dense tensors can be broadcast.")
+    return named
+
+
+@torch.no_grad()
+def _broadcast_tensors(tensors: Sequence[torch.Tensor], group: Group, root: int, name: str) -> None:
+    """Overwrite the tensors with the root's. Shapes and dtypes are equal on all ranks."""
+    in_flight: list[tuple[Work, torch.Tensor, list[torch.Tensor]]] = []
+    for number, piece in enumerate(_pieces(tensors)):
+        buffer = torch.zeros(sum(map(_room, piece)), dtype=torch.uint8)
+        if group.rank == root:
+            for slot, tensor in zip(_slots(buffer, piece), piece, strict=True):
+                slot.copy_(tensor)
+        work = group.broadcast(buffer, root=root, name=f"{name}/{number}", async_op=True)
+        in_flight.append((work, buffer, piece))
+        if len(in_flight) > _PIECES_IN_FLIGHT:
+            _receive(*in_flight.pop(0), is_root=group.rank == root)
+    for arrival in in_flight:
+        _receive(*arrival, is_root=group.rank == root)
+
+
+def _receive(work: Work, buffer: torch.Tensor, piece: list[torch.Tensor], *, is_root: bool) -> None:
+    work.wait()
+    if not is_root:
+        for slot, tensor in zip(_slots(buffer, piece), piece, strict=True):
+            tensor.copy_(slot)
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    pieces: list[list[torch.Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not pieces or room + _room(tensor) > _PIECE_BYTES:
+            pieces.append([])
+            room = 0
+        pieces[-1].append(tensor)
+        room += _room(tensor)
+    return pieces
+
+
+def _room(tensor: torch.Tensor) -> int:
+    num_bytes = tensor.numel() * tensor.element_size()
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _slots(buffer: torch.Tensor, piece: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of the buffer, one like each tensor."""
+    slots = []
+    offset = 0
+    for tensor in piece:
+        num_bytes = tensor.numel() * tensor.element_size()
+        slots.append(buffer[offset : offset + num_bytes].view(tensor.dtype).view(tensor.shape))
+        offset += _room(tensor)
+    return slots

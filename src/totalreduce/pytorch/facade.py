@@ -1,0 +1,80 @@
+"""What a wrapped torch optimizer answers for itself; the wrapper's own file is about communication."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["OptimizerFacade"]
+
+
+class OptimizerFacade(torch.optim.Optimizer, ABC):
+    """A ``torch.optim.Optimizer`` for ``isinstance`` (schedulers, ``GradScaler``) that owns nothing itself.
+
+    torch's ``__init__`` is not called on purpose: it would build parameter groups and state of this object's
+    own. Unknown attributes are not forwarded either: ``GradScaler`` asks for ``_step_supports_amp_scaling``
+    and would then hand its scale to the wrapper instead of the fused optimizer within.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._inner = inner
+
+    @property
+    def kind(self) -> str:
+        """Name of the torch optimizer's class."""
+        return type(self._inner).__qualname__
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Bring parameters and state up to date."""
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The torch optimizer's state, up to date."""
+        self.flush()
+        return self._inner.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The torch optimizer's, up to date: it loads with or without this wrapper."""
+        self.flush()
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the torch optimizer's state, after applying what is deferred."""
+        self.flush()
+        self._inner.load_state_dict(state_dict)
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The torch optimizer's defaults."""
+        return self._inner.defaults
+
+    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
+        """On the torch optimizer, which the hook is given. With a step hook, no update is deferred."""
+        return self._inner.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> RemovableHandle:
+        """On the torch optimizer, which the hook is given. With a step hook, no update is deferred."""
+        return self._inner.register_step_post_hook(hook)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """On the torch optimizer, which the hook is given."""
+        return self._inner.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """On the torch optimizer, which the hook is given."""
+        return self._inner.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """On the torch optimizer, which the hook is given."""
+        return self._inner.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """On the torch optimizer, which the hook is given."""
+        return self._inner.register_load_state_dict_post_hook(hook, prepend)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled or copied: save its state_dict()")

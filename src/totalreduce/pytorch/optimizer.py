@@ -1,0 +1,420 @@
+"""``DistributedOptimizer``: a torch optimizer whose gradients are those of all ranks.
+
+It wraps the optimizer given (no subclass is made at run time, no method is replaced), and delegates all that
+is not communication. What happens between a gradient hook and ``step()`` is in ``reducer``; what happens
+after ``step()`` with ``overlap="iterations"`` is in ``deferred``.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from totalreduce.foundation.errors import ConfigurationError, MissingTensorError, PlanMismatchError
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.pytorch import internals
+from totalreduce.pytorch.deferred import DeferredUpdates
+from totalreduce.pytorch.facade import OptimizerFacade
+from totalreduce.pytorch.hooks import WeakHook
+from totalreduce.pytorch.order import ForwardOrder
+from totalreduce.pytorch.planning import PlanSettings, agree_on_plan
+from totalreduce.pytorch.reducer import Reducer
+
+if TYPE_CHECKING:
+    from totalreduce.groups.group import Group
+
+__all__ = ["DistributedOptimizer"]
+
+
+class _Phase(enum.Enum):
+    """What may happen next to the gradients."""
+
+    LOCAL = enum.auto()
+    """No gradient of this round has left; ``step()`` opens and closes a round."""
+    OPEN = enum.auto()
+    """Buckets may be in flight."""
+    SYNCHRONISED = enum.auto()
+    """Gradients are reduced and installed; ``step()`` does not communicate."""
+
+
+class DistributedOptimizer(OptimizerFacade):
+    """Wraps a torch optimizer so that ``step()`` uses the gradients of all ranks.
+
+    Every rank must call ``step()`` (or ``synchronize()``) equally often; which parameters got gradients, and
+    in which order, may differ from rank to rank. See ``docs/optimizer.md``.
+
+    Args:
+        optimizer: Any ``torch.optim`` optimizer. It is driven by this one: do not step it yourself.
+        model: The module that holds the optimizer's parameters. Model parameters that the optimizer does not
+            hold stay local.
+        group: The ranks.
+        op: ``AVG`` (the gradient of the average of the ranks' losses) or ``SUM``.
+        bucket_bytes: How many bytes of gradients travel as one operation, at most.
+        overlap: ``"backward"``: communication runs beside backward, and ``step()`` waits for it.
+            ``"iterations"``: ``step()`` returns at once, and each module's next forward waits for its own
+            parameters only (with ``on_missing="zero"``).
+        on_missing: What to do where some ranks have a gradient and others have not: count ``"zero"`` for
+            them, or raise ``MissingTensorError`` on every rank (``"error"``).
+        name: Prefix of the operations' names; different for each optimizer that shares a group.
+
+    Raises:
+        ConfigurationError: A setting is wrong, or model and optimizer do not fit together.
+        UnsupportedError: A parameter on another device, complex, or with sparse gradients.
+        PlanMismatchError: The ranks' models or settings differ; on every rank.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        *,
+        group: Group,
+        op: ReduceOp = ReduceOp.AVG,
+        bucket_bytes: int = 4 * 1024 * 1024,
+        overlap: Literal["backward", "iterations"] = "backward",
+        on_missing: Literal["zero", "error"] = "zero",
+        name: str = "model",
+    ) -> None:
+        if isinstance(optimizer, DistributedOptimizer):
+            raise ConfigurationError("the optimizer is a DistributedOptimizer already: pass the torch optimizer")
+        super().__init__(optimizer)
+        self._settings = PlanSettings(
+            optimizer=self.kind,
+            op=op,
+            bucket_bytes=bucket_bytes,
+            overlap=overlap,
+            on_missing=on_missing,
+        )
+        self._model, self._group, self._name = model, group, name
+        self._phase = _Phase.LOCAL
+        self._no_sync_depth = 0
+        self._deferred: DeferredUpdates | None = None
+        self._forget_quiesce: Callable[[], None] | None = None
+        self._closed = self._planned = False
+        # Shared with the finalizer, which removes the hooks when this object is collected.
+        self._handles: list[RemovableHandle] = []
+        self._recording: list[RemovableHandle] = []
+        self._remove_hooks = weakref.finalize(self, _remove_hooks, self._handles, self._recording)
+        self._plan_gradients()
+
+    # -------------------- planning
+
+    def replan(self) -> None:
+        """Plan again after parameters were frozen or unfrozen, or the model changed its dtype. Collective.
+
+        Gradients that were not synchronised yet stay, and are reduced at the next ``step()``.
+
+        Raises:
+            PlanMismatchError: The ranks' models differ; on every rank. Mend them and call ``replan()`` again.
+        """
+        self._settle()
+        self._plan_gradients()
+
+    def _settle(self) -> None:
+        """Have nothing in flight and no hooks. Collective, since no rank knows what the others have sent."""
+        self._check_open()
+        if not self._planned:
+            return  # the last plan failed, on every rank
+        if self._phase is _Phase.SYNCHRONISED and self._settings.op is ReduceOp.SUM:
+            raise ConfigurationError(
+                "the gradients are sums over the ranks already and would be summed again under the new plan: "
+                "call step() or zero_grad() first"
+            )
+        self.flush()
+        if self._phase is not _Phase.OPEN:
+            self._reducer.begin()
+        self._reducer.abandon()
+        self._phase = _Phase.LOCAL
+        self._planned = False
+        _remove_hooks(self._handles, self._recording)
+
+    def _plan_gradients(self) -> None:
+        settings = self._settings
+        self._plan = agree_on_plan(self._group, self._name, self._model, self._inner.param_groups, settings)
+        self._reducer = Reducer(
+            self._group,
+            self._name,
+            self._plan.parameters,
+            self._plan.specs,
+            self._plan.buckets,
+            op=settings.op,
+            forbid_missing=settings.on_missing == "error",
+        )
+        self._ordered = False
+        self._order = ForwardOrder(self._model, {p: index for index, p in enumerate(self._plan.parameters)})
+        self._waits: dict[int, list[int]] | None = None
+        for index, parameter in enumerate(self._plan.parameters):
+            hook = WeakHook(self._on_gradient, index)
+            self._handles.append(internals.after_gradient(parameter, hook))
+        for module in self._order.relevant:
+            self._recording.append(module.register_forward_pre_hook(WeakHook(self._on_forward)))
+        if self._settings.overlap == "iterations":
+            for module in self._model.modules():
+                self._handles += internals.around_state_dict(module, WeakHook(self._on_state_dict))
+        self._planned = True
+
+    def _use_order(self) -> None:
+        if self._ordered or not self._order.seen:
+            return
+        self._ordered = True
+        members = [bucket.members for bucket in self._plan.buckets]
+        self._reducer.set_priorities(self._order.bucket_priorities(members))
+        if self._settings.overlap == "backward":
+            _remove_hooks(self._recording)
+
+    # -------------------- hooks
+
+    def _on_gradient(self, index: int, _: torch.Tensor) -> None:
+        if self._deferred is not None:
+            self._check_fresh(index)
+            self.flush()
+        if self._no_sync_depth:
+            if self._phase is _Phase.SYNCHRONISED:
+                self._phase = _Phase.LOCAL
+            return
+        if self._phase is _Phase.OPEN and self._reducer.closed:
+            self.synchronize()
+        if self._phase is not _Phase.OPEN:
+            self._open_round()
+        self._reducer.gradient_ready(index)
+
+    def _open_round(self) -> None:
+        self._use_order()
+        self._reducer.begin()
+        self._phase = _Phase.OPEN
+
+    def _check_fresh(self, index: int) -> None:
+        deferred = self._deferred
+        assert deferred is not None
+        if deferred.forward_seen and self._reducer.bucket_of[index] in deferred.pending:
+            raise ConfigurationError(
+                f"parameter {self._plan.specs[index].name!r} was used before its deferred update was "
+                "applied, because its module was not called as in the first step. Call optimizer.flush() "
+                'before such a forward pass, or use overlap="backward".'
+            )
+
+    def _on_forward(self, _key: object, module: torch.nn.Module, *_: object) -> None:
+        self._order.record(module)
+        deferred = self._deferred
+        if deferred is None:
+            return
+        if not torch.is_grad_enabled() or (module is self._model and not module.training):
+            self.flush()
+            return
+        deferred.forward_seen = True
+        if self._waits is None:
+            self._waits = self._order.waits([bucket.members for bucket in self._plan.buckets])
+        self._apply(self._waits[id(module)])
+
+    def _on_state_dict(self, *_: object) -> None:
+        self.flush()
+
+    # -------------------- the step
+
+    def synchronize(self) -> None:
+        """Wait for the gradients of all ranks and install them as ``parameter.grad``. Collective.
+
+        Call it before clipping or inspecting gradients; the next ``step()`` then does not communicate again.
+
+        Raises:
+            MissingTensorError: With ``on_missing="error"``; on every rank, which keep their own gradients.
+            PeerLost: A rank died.
+            DeadlineExceededError: It takes longer than the group's ``timeout_s``; may be called again.
+        """
+        self._check_usable()
+        self.flush()
+        if self._phase is _Phase.SYNCHRONISED:
+            return
+        self._close_round()
+        try:
+            self._reducer.finish()
+        except MissingTensorError:
+            self._phase = _Phase.LOCAL
+            raise
+        for bucket in self._reducer.buckets:
+            for parameter, gradient in zip(bucket.parameters, bucket.reduced(), strict=True):
+                parameter.grad = gradient
+            bucket.release()
+        self._phase = _Phase.SYNCHRONISED
+
+    def _close_round(self) -> None:
+        self._plan.check_unchanged(self._inner.param_groups)
+        if self._phase is not _Phase.OPEN:
+            self._open_round()
+        self._reducer.close()
+
+    def flush(self) -> None:
+        """Apply every update that ``step()`` deferred. Nothing to do with ``overlap="backward"``.
+
+        Happens by itself before an evaluation or ``no_grad`` forward of the model, ``state_dict()`` and
+        ``load_state_dict()`` of model and optimizer, ``synchronize()``, ``group.barrier()`` and
+        ``group.close()``. Call it before reading parameters in any other way: copying the model, an average
+        of its weights, a norm.
+        """
+        if self._deferred is not None:
+            self._apply(self._reducer.by_urgency)
+            self._forget_deferred()
+
+    def _apply(self, buckets: Sequence[int]) -> None:
+        assert self._deferred is not None
+        try:
+            for index in buckets:
+                self._deferred.apply(index)
+        except ConfigurationError:
+            # It would be raised again by every later flush, and hide what comes after.
+            self._forget_deferred()
+            raise
+
+    def _forget_deferred(self) -> None:
+        self._deferred = None
+        if self._forget_quiesce is not None:
+            self._forget_quiesce()
+            self._forget_quiesce = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters with the gradients of all ranks. Collective.
+
+        Args:
+            closure: Evaluates the model and returns the loss. Its gradients and its loss are reduced over the
+                ranks, so that optimizers that decide by the loss (LBFGS) decide equally everywhere.
+
+        Returns:
+            The closure's loss, reduced; ``None`` without a closure.
+
+        Raises:
+            MissingTensorError: With ``on_missing="error"``; on every rank, before any parameter is changed.
+            PeerLost: A rank died.
+            DeadlineExceededError: It takes longer than the group's ``timeout_s``; may be called again.
+        """
+        self._check_usable()
+        self.flush()
+        if closure is not None:
+            result = self._inner.step(self._reduced(closure))
+        elif self._defers():
+            self._close_round()
+            self._deferred = DeferredUpdates(self._inner, self._reducer)
+            # Holds this object, too: an optimizer that goes out of scope after its last step still owes an
+            # update.
+            self._forget_quiesce = self._group.on_quiesce(self.flush)
+            result = None
+        else:
+            self.synchronize()
+            result = self._inner.step()
+        self._phase = _Phase.LOCAL
+        return result
+
+    def _defers(self) -> bool:
+        return (
+            self._settings.overlap == "iterations"
+            and self._settings.on_missing == "zero"
+            and self._phase is not _Phase.SYNCHRONISED
+            and self._order.seen
+            and not isinstance(self._inner, torch.optim.LBFGS)
+            and not internals.has_step_hooks(self._inner)
+        )
+
+    def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def reduced_closure() -> Any:
+            # Each evaluation is a round of its own, also on a rank where it makes no gradient.
+            if self._phase is _Phase.SYNCHRONISED:
+                self._phase = _Phase.LOCAL
+            with torch.enable_grad():
+                loss = closure()
+            self.synchronize()
+            if loss is None:
+                return None
+            total = torch.as_tensor(loss).detach().clone()
+            self._group.allreduce(total, name=f"{self._name}.loss", op=self._settings.op, priority=0).wait()
+            return total if isinstance(loss, torch.Tensor) else total.item()
+
+        return reduced_closure
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if not self._planned:
+            raise ConfigurationError("the last replan() failed: mend the model and call it again on every rank")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigurationError("this DistributedOptimizer was closed: build a new one")
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward only accumulates here; the sum leaves with the next backward outside, or at ``step()``."""
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as torch does. Reduced gradients still in flight are not lost by it.
+
+        Args:
+            set_to_none: ``None`` instead of zeros.
+        """
+        if not set_to_none and self._deferred is not None:
+            owed = self._deferred.contributions()
+            for parameter in self._plan.parameters:
+                if parameter.grad is not None and id(parameter.grad) in owed:
+                    parameter.grad = torch.zeros_like(parameter.grad)
+        self._inner.zero_grad(set_to_none)
+        if self._phase is _Phase.SYNCHRONISED:
+            self._phase = _Phase.LOCAL
+
+    def close(self) -> None:
+        """Apply what is deferred and remove every hook; the torch optimizer may then be used on its own."""
+        if self._closed:
+            return
+        self.flush()
+        self._closed = True
+        self._remove_hooks()
+
+    @property
+    def resubmissions(self) -> int:
+        """How many buckets were sent twice, because gradients changed after backward. 0 in a tidy loop."""
+        return self._reducer.resubmissions
+
+    # -------------------- what the wrapped optimizer answers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The torch optimizer's groups. Reading them while gradients are in flight synchronises first.
+
+        So ``GradScaler`` and clipping code that walks the groups see the gradients of all ranks.
+        """
+        if self._phase is _Phase.OPEN and not internals.in_backward() and not self._no_sync_depth:
+            self.synchronize()
+        return self._inner.param_groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters and plan again. Collective.
+
+        Raises:
+            ConfigurationError: A parameter is not in the model; the group is not added then.
+            PlanMismatchError: The ranks added different groups; on every rank.
+        """
+        self._settle()
+        self._inner.add_param_group(param_group)
+        try:
+            self._plan_gradients()
+        except (ConfigurationError, PlanMismatchError):
+            # Every rank is here: see agree_on_plan.
+            self._inner.param_groups.pop()
+            self._plan_gradients()
+            raise
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self._inner!r}, rank {self._group.rank} of {self._group.world_size})"
+
+
+def _remove_hooks(*lists: list[RemovableHandle]) -> None:
+    for handles in lists:
+        while handles:
+            handles.pop().remove()

@@ -1,0 +1,227 @@
+"""One round of gradient reduction: buckets leave while backward runs, and are made good at the end.
+
+Rule 1: a round reduces the gradients as they are when it is *closed* (at ``step()`` or ``synchronize()``).
+Sending a bucket earlier, from a gradient hook, is speculation that nearly always holds.
+
+Rule 2: every rank sends every bucket exactly once per round, with zeros for what it does not have, whatever
+branches its model took. So ranks never have to agree on what is ready, and no set of used parameters can hang
+the job.
+
+Rule 3: the last bucket of the plan is sent only when the round is closed, and says which other buckets
+changed on this rank after they had left (a second backward pass, ``zero_grad()``, clipping by hand). Once
+reduced, it tells every rank the same set of buckets to send again. The last bucket holds the first registered
+parameters, whose gradients backward makes last, so holding it back costs nothing in the usual case, and the
+agreement costs no message of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError, MissingTensorError
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.pytorch.buckets import Bucket, BucketSpec, ParameterSpec
+
+if TYPE_CHECKING:
+    from totalreduce.groups.group import Group
+    from totalreduce.groups.work import Work
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """The buckets of one plan and the round that is under way.
+
+    Args:
+        group: Where to reduce.
+        name: Prefix of the operations' names.
+        parameters: In registration order.
+        specs: Their descriptions, in the same order.
+        plan: From ``plan_buckets``.
+        op: ``SUM`` or ``AVG``.
+        forbid_missing: Raise where some but not all ranks have a gradient.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        name: str,
+        parameters: Sequence[torch.nn.Parameter],
+        specs: Sequence[ParameterSpec],
+        plan: Sequence[BucketSpec],
+        *,
+        op: ReduceOp,
+        forbid_missing: bool,
+    ) -> None:
+        self._group, self._op, self._forbid_missing = group, op, forbid_missing
+        self.specs = specs
+        #: Names of the operations. Timelines and stall reports show them, so they say whose gradients.
+        self.names = [f"{name}.bucket{spec.index}[{_ends(spec, specs)}]" for spec in plan]
+        self.buckets = [Bucket(spec, parameters, specs) for spec in plan]
+        self.bucket_of = {member: spec.index for spec in plan for member in spec.members}
+        self._works: list[Work | None] = [None] * len(plan)
+        self._priorities = list(range(len(plan)))[::-1]
+        # A bucket leaves early when every parameter that had a gradient in one of the last two rounds has
+        # one. A wrong guess costs time, never correctness (rule 3).
+        self._fired: list[set[int]] = [set() for _ in plan]
+        self._fired_before: list[set[int]] = [set(spec.members) for spec in plan]
+        self._awaited: list[set[int]] = [set(spec.members) for spec in plan]
+        self._agreed = False
+        self._checked: set[int] = set()
+        self.closed = False
+        self.round = 0
+        self.resubmissions = 0
+
+    def set_priorities(self, priorities: Mapping[int, int]) -> None:
+        """Set the urgency of buckets by index; a smaller number leaves first.
+
+        The last bucket always is as urgent as the most urgent one, because every other one waits for its
+        word.
+        """
+        for index, priority in priorities.items():
+            self._priorities[index] = priority
+        if self.buckets:
+            self._priorities[-1] = min(self._priorities)
+
+    @property
+    def by_urgency(self) -> list[int]:
+        """Indices of the buckets, the most urgent first."""
+        return sorted(range(len(self.buckets)), key=lambda index: (self._priorities[index], -index))
+
+    def begin(self) -> None:
+        """Open a round. The previous one must be over: every bucket was waited for."""
+        self.round += 1
+        self.closed = self._agreed = False
+        self._checked.clear()
+        for index, fired in enumerate(self._fired):
+            if fired:
+                self._fired_before[index] = fired
+            self._works[index] = None
+            self._fired[index] = set()
+
+    def gradient_ready(self, member: int) -> None:
+        """A parameter's gradient was accumulated; its bucket leaves if that was the last it waited for."""
+        index = self.bucket_of[member]
+        self._fired[index].add(member)
+        if self._works[index] is not None or index == len(self.buckets) - 1:
+            return
+        self._awaited[index].discard(member)
+        if not self._awaited[index]:
+            self.buckets[index].capture()
+            self._submit(index)
+
+    def close(self) -> None:
+        """Send what has not left, then the last bucket with the word on what changed since it left."""
+        if self.closed:
+            return
+        changed = [0] * len(self.buckets)
+        for index in self.by_urgency:
+            bucket = self.buckets[index]
+            if index == len(self.buckets) - 1:
+                continue
+            if self._works[index] is None:
+                bucket.capture()
+                self._submit(index)
+            elif bucket.replaced():
+                bucket.capture()
+                changed[index] = 1
+        if self.buckets:
+            self.buckets[-1].capture()
+            self._submit(len(self.buckets) - 1, changed)
+        self.closed = True
+        for index, fired in enumerate(self._fired):
+            self._awaited[index] = (fired | self._fired_before[index]) or set(self.buckets[index].spec.members)
+
+    def abandon(self) -> None:
+        """End an open round without a result: what has not left is sent as nothing. Collective.
+
+        The parameters' gradients stay this rank's own.
+        """
+        if not self.closed:
+            for index, bucket in enumerate(self.buckets):
+                if self._works[index] is None:
+                    bucket.local = [None] * len(bucket.parameters)
+                    self._submit(index)
+            self.closed = True
+        for index, bucket in enumerate(self.buckets):
+            self._wait_reduced(index)
+            bucket.release()
+
+    def finish(self) -> None:
+        """Wait for every bucket of a closed round. May be called again after it raised."""
+        for index in self.by_urgency:
+            self._wait_reduced(index)
+        for index in self.by_urgency:
+            self.wait(index)
+
+    def wait(self, index: int) -> None:
+        """Wait until one bucket of a closed round is final.
+
+        Raises:
+            MissingTensorError: On every rank, if the policy forbids that some ranks have no gradient.
+            PeerLost: A rank died.
+            DeadlineExceededError: It takes too long; may be called again.
+        """
+        self._wait_reduced(index)
+        if self._forbid_missing and index not in self._checked:
+            self._check_missing(index)
+        self._checked.add(index)
+
+    def _wait_reduced(self, index: int) -> None:
+        if not self._agreed:
+            self._agree_on_changes()
+        work = self._works[index]
+        assert work is not None, "the round was closed, so every bucket was submitted"
+        work.wait()
+
+    def _submit(self, index: int, flags: Sequence[int] = ()) -> None:
+        bucket = self.buckets[index]
+        bucket.pack(flags)
+        self._works[index] = self._group.allreduce(
+            bucket.flat, name=self.names[index], op=self._op, priority=self._priorities[index]
+        )
+
+    def _agree_on_changes(self) -> None:
+        last = self._works[-1]
+        assert last is not None, "the round was closed, so the last bucket was submitted"
+        last.wait()
+        flags = self.buckets[-1].flags()
+        again = [index for index in self.by_urgency if flags[index] > 0]
+        for index in again:
+            work = self._works[index]
+            assert work is not None
+            work.wait()
+        for index in again:
+            if self.buckets[index].overwritten():
+                raise ConfigurationError(
+                    f"the gradients of bucket {index} are needed again, because they changed after backward, "
+                    "but were overwritten after step(). Use optimizer.zero_grad() instead of "
+                    "model.zero_grad(), or wrap all but the last backward of a step in optimizer.no_sync()."
+                )
+            self._submit(index)
+            self.resubmissions += 1
+        self._agreed = True
+
+    def _check_missing(self, index: int) -> None:
+        # Decided by numbers that are equal on all ranks, so all ranks enter the second allreduce or none
+        # does.
+        complete = 1 if self._op is ReduceOp.AVG else self._group.world_size
+        half_a_rank = 0.5 * complete / self._group.world_size
+        members = self.buckets[index].spec.members
+        for position, present in enumerate(self.buckets[index].presence()):
+            if not 0 < present < complete - half_a_rank:
+                continue
+            missing_here = torch.zeros(self._group.world_size, dtype=torch.uint8)
+            missing_here[self._group.rank] = self.buckets[index].local[position] is None
+            name = f"{self.names[index]}/missing"
+            self._group.allreduce(missing_here, name=name, op=ReduceOp.SUM, priority=0).wait()
+            ranks = tuple(missing_here.nonzero().flatten().tolist())
+            raise MissingTensorError(self.specs[members[position]].name, ranks, self.round)
+
+
+def _ends(bucket: BucketSpec, specs: Sequence[ParameterSpec]) -> str:
+    first, last = specs[bucket.members[0]].name, specs[bucket.members[-1]].name
+    return first if first == last else f"{first} .. {last}"
