@@ -195,7 +195,6 @@ class Operation:
         """How many body bytes ``peer`` will send for this operation, about (exact up to rounding of chunks)."""
         actions = self.program.actions
         receives = sum(
-            source == peer and actions[index].chunk != NOTHING
-            for (source, _), index in self.program.receives.items()
+            source == peer and actions[index].chunk != NOTHING for (source, _), index in self.program.receives.items()
         )
         return receives * (self.num_bytes // self._num_chunks)

@@ -43,9 +43,11 @@ ComputeMode = Literal["auto", "thread", "inline"]
 #: Below this a hand-over to the computation thread costs more than the addition.
 _INLINE_BYTES = 64 * 1024
 _TICK_S = 0.1
-#: How long the communication thread leaves the network alone while or after somebody drives: a script that does one
-#: blocking operation after the other then hardly ever changes threads. Data waits in the kernel meanwhile.
-_PARKED_S = 0.002
+#: How long the communication thread leaves the network alone while somebody drives, and at most after he has left with
+#: nothing in flight. Data waits in the kernel meanwhile.
+_PARKED_S = 0.01
+#: A submission so soon after a driver has left is taken for the next blocking operation: the submitter will drive.
+_NEXT_BLOCKING_S = 0.001
 
 
 @final
@@ -104,6 +106,8 @@ class Runner:
         self._moving = threading.Lock()
         self._driver: int | None = None
         self._resume = threading.Event()
+        self._parked = False
+        self._left_at = 0.0
         self._stop = False
         self._sleepers = 0  #: Threads that wait for the network, or are about to: they must be woken.
         self._next_tick = 0.0
@@ -144,9 +148,12 @@ class Runner:
                 self._work.notify()
             completed = self.engine.pop_completed()
             wake = self._sleepers > 0
+            now = time.monotonic()
         self._tell(completed)
         if wake:
             self.transport.wake()
+        elif self._parked and self._driver is None and now > self._left_at + _NEXT_BLOCKING_S:
+            self._resume.set()
         return handle
 
     def wait(self, handle: Handle, timeout_s: float) -> None:
@@ -209,8 +216,10 @@ class Runner:
             while not self._stop:
                 if self._driver is not None or self._rest:
                     self._rest = False
+                    self._parked = True
                     self._resume.wait(_PARKED_S)
                     self._resume.clear()
+                    self._parked = False
                 else:
                     self._round(_TICK_S)
                     if self._driver is not None:
@@ -242,6 +251,7 @@ class Runner:
         finally:
             with self._lock:
                 self._driver = None
+                self._left_at = time.monotonic()
                 self._rest = self.engine.num_active == 0
                 rest = self._rest
             if not rest:

@@ -19,8 +19,9 @@ class EngineConfig:
     nothing, and at 1 Gbit/s 512 KiB is 4 ms of the wire."""
     segment_bytes_min: int = 128 * 1024
     """A chunk is not cut into lanes smaller than this for the sake of pipelining."""
-    lanes_min: int = 4
-    """How many lanes a chunk is cut into, if large enough, so that sending, receiving and adding overlap."""
+    lanes_min: int = 2
+    """How many lanes a chunk is cut into, if large enough, so that sending, receiving and adding overlap. Measured with
+    4 MiB on 8 hosts at 1 Gbit/s (2 cores for all): 2 lanes 92 % of the wire, 4 lanes 84 % (twice the messages)."""
     half_accumulation: Literal["float32", "native"] = "float32"
     """``float32``: partial sums of float16 and bfloat16 travel as float32 (the first hop and the allgather stay
     half), so a result is rounded once. ``native``: rounded at every hop, a quarter to a third fewer bytes."""

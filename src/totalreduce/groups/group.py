@@ -23,6 +23,9 @@ from totalreduce.kernels import supports
 
 __all__ = ["Group"]
 
+#: So many threads of one rank may wait in barriers at the same time.
+_BARRIER_NAMES = 64
+
 
 class _WaitClock(Observer):
     """Adds up how long callers were blocked."""
@@ -146,7 +149,8 @@ class Group:
         self._flush()
         signature = Signature(OpKind.BARRIER, DType.UINT8, ReduceOp.NONE, 0, (0,))
         nothing = torch.empty(0, dtype=torch.uint8)
-        name = f"barrier#{next(self._barriers)}"
+        # A few names in turn: a name is remembered for ever, and a job has as many barriers as it likes.
+        name = f"barrier#{next(self._barriers) % _BARRIER_NAMES}"
         work = self._submit(nothing, signature, name, -1, timeout_s, writes=False)
         work.wait()
         return work

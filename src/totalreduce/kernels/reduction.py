@@ -16,7 +16,7 @@ import torch
 
 from totalreduce.foundation.types import DType, ReduceOp
 
-__all__ = ["combine", "divide", "supports"]
+__all__ = ["combine", "supports"]
 
 Array = np.ndarray[Any, Any]
 
@@ -93,23 +93,15 @@ def combine(
             _divide_native(out, divisor)
 
 
-def divide(data: memoryview, dtype: DType, divisor: int) -> None:
-    """Divide in place by ``divisor``, rounding integers towards zero."""
-    if dtype.is_half:
-        whole = torch.frombuffer(data, dtype=_TORCH[dtype])
-        for block in _blocks(whole):
-            block.copy_(block.float().div_(divisor))
-    else:
-        _divide_native(np.frombuffer(data, _NUMPY[dtype]), divisor)
-
-
 def _divide_native(values: Array, divisor: int) -> None:
     if values.dtype.kind == "f":
         np.divide(values, divisor, out=values)
     else:
         # Floor division rounds down; towards zero is what NCCL and C do.
-        quotient = values // divisor
-        quotient += (values < 0) & (values % divisor != 0)
+        # The divisor need not fit into the element type: 200 ranks average int8 too.
+        wide = values if divisor <= np.iinfo(values.dtype).max else values.astype(np.int64)
+        quotient = wide // divisor
+        quotient += (wide < 0) & (wide % divisor != 0)
         values[...] = quotient
 
 

@@ -18,7 +18,11 @@ import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Action", "Cost", "Mode", "Program", "Receive", "Schedule", "Send", "compile_program"]
+__all__ = ["NOTHING", "Action", "Cost", "Mode", "Program", "Receive", "Schedule", "Send", "compile_program"]
+
+
+#: The chunk of a message without body.
+NOTHING = -1
 
 
 class Mode(enum.IntEnum):

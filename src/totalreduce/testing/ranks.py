@@ -6,7 +6,7 @@ import secrets
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 from totalreduce.engine.engine import Engine
@@ -18,16 +18,18 @@ from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.inproc import InprocNetwork
 from totalreduce.transports.tcp import TcpTransport, listen
 
-__all__ = ["RankTransport", "make_groups", "run_ranks"]
+__all__ = ["RankTransport", "TransportFactory", "make_groups", "run_ranks"]
 
 Result = TypeVar("Result")
 RankTransport = Literal["inproc", "tcp"]
+#: From the world size to the connected transports of all ranks.
+TransportFactory = Callable[[int], Sequence[Transport]]
 
 
 def make_groups(
     world_size: int,
     *,
-    transport: RankTransport = "inproc",
+    transport: RankTransport | TransportFactory = "inproc",
     engine: EngineConfig | None = None,
     tcp: TcpConfig | None = None,
     compute: ComputeMode = "auto",
@@ -44,7 +46,7 @@ def run_ranks(
     world_size: int,
     function: Callable[[Group], Result],
     *,
-    transport: RankTransport = "inproc",
+    transport: RankTransport | TransportFactory = "inproc",
     engine: EngineConfig | None = None,
     tcp: TcpConfig | None = None,
     compute: ComputeMode = "auto",
@@ -91,7 +93,9 @@ def run_ranks(
     return results
 
 
-def _transports(world_size: int, kind: RankTransport, tcp: TcpConfig) -> list[Transport]:
+def _transports(world_size: int, kind: RankTransport | TransportFactory, tcp: TcpConfig) -> Sequence[Transport]:
+    if callable(kind):
+        return kind(world_size)
     if kind == "inproc":
         network = InprocNetwork(world_size)
         return [network.transport(rank) for rank in range(world_size)]

@@ -85,7 +85,7 @@ class Transport(ABC):
 
     @abstractmethod
     def progress(self) -> bool:
-        """Move what can be moved without waiting; returns whether anything moved. One thread at a time."""
+        """Move what can be moved without waiting; returns whether more can be moved. One thread at a time."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:

@@ -39,6 +39,8 @@ class InprocNetwork:
         self.conditions = [threading.Condition(self.lock) for _ in range(world_size)]
         self.signals = [False] * world_size
         self.dead: dict[int, str] = {}
+        #: (a, b): b has dropped its connection to a.
+        self.dropped: set[tuple[int, int]] = set()
 
     def transport(self, rank: int) -> InprocTransport:
         """The transport of one rank."""
@@ -147,11 +149,15 @@ class InprocTransport(Transport):
                 self._met.add(peer)
                 try:
                     delivery = endpoint.accept(peer, Header.unpack(packed))
+                    delivery.view[:] = body
+                    endpoint.delivered(delivery)
                 except ProtocolError as error:
+                    with network.lock:
+                        network.dropped.add((peer, self.rank))
+                        network.signals[peer] = True
+                        network.conditions[peer].notify_all()
                     endpoint.peer_lost(peer, f"protocol violation: {error}")
                     return progress
-                delivery.view[:] = body
-                endpoint.delivered(delivery)
         return progress
 
     def _report_dead(self, endpoint: Endpoint) -> None:
@@ -159,3 +165,7 @@ class InprocTransport(Transport):
             if rank != self.rank and rank not in self._reported:
                 self._reported.add(rank)
                 endpoint.peer_lost(rank, reason)
+        for rank, peer in tuple(self._network.dropped):
+            if rank == self.rank and peer not in self._reported:
+                self._reported.add(peer)
+                endpoint.peer_lost(peer, "its connection ended")

@@ -184,16 +184,23 @@ class SimulatedNetwork:
             self._note("arrived", target, source, HEADER_BYTES + len(body))
             try:
                 delivery = endpoint.accept(source, Header.unpack(packed))
+                delivery.view[:] = body
+                endpoint.delivered(delivery)
             except ProtocolError as error:
-                self._lose(target, source, f"protocol violation: {error}")
+                self._end(target, source, f"protocol violation: {error}")
                 return
-            delivery.view[:] = body
-            endpoint.delivered(delivery)
         if not link.inbox:
             self._unread[target].discard(source)
         if target not in self._crashed:
             for peer in sorted(endpoint.ready_peers()):
                 self._start(target, peer)
+
+    def _end(self, rank: int, peer: int, reason: str) -> None:
+        """``rank`` drops its connection to ``peer``, who sees it reset shortly after."""
+        for source, target in ((rank, peer), (peer, rank)):
+            self._links[source, target].silent = True
+        self._lose(rank, peer, reason)
+        self.after(self._reset_s, lambda: self._lose(peer, rank, "its connection ended"))
 
     def _lose(self, rank: int, peer: int, reason: str) -> None:
         if rank in self._crashed:

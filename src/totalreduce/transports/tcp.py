@@ -133,10 +133,9 @@ class TcpTransport(Transport):
         while self._events:
             self._on_event(*self._events.popleft())
         now = time.monotonic()
-        progress = False
         for connection in list(self._connections.values()):
             if connection.readable:
-                progress = self._guard(connection, endpoint, now, reading=True) or progress
+                self._guard(connection, endpoint, now, reading=True)
         for peer in tuple(endpoint.ready_peers()):
             if peer in self._gone:
                 while endpoint.next_message(peer) is not None:
@@ -144,10 +143,17 @@ class TcpTransport(Transport):
                 continue
             route = self._route(peer, now)
             if route is not None and route.established and route.writable:
-                progress = self._guard(route, endpoint, now, reading=False) or progress
+                self._guard(route, endpoint, now, reading=False)
         if now >= self._next_timers:
             self._timers(endpoint, now)
-        return progress
+        return self._more_to_do(endpoint)
+
+    def _more_to_do(self, endpoint: Endpoint) -> bool:
+        """Whether another round would move something, as far as epoll has said."""
+        if any(c.readable for c in self._connections.values()) and endpoint.may_receive():
+            return True
+        routes = (self._routes.get(peer) for peer in endpoint.ready_peers())
+        return any(route is not None and route.established and route.writable for route in routes)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for epoll to say something; ``progress`` looks at it."""
@@ -170,25 +176,31 @@ class TcpTransport(Transport):
                 if connection.connecting or not connection.established:
                     self._advance(connection)
 
-    def _guard(self, connection: Connection, endpoint: Endpoint, now: float, *, reading: bool) -> bool:
+    def _guard(self, connection: Connection, endpoint: Endpoint, now: float, *, reading: bool) -> None:
         """Read or write, and turn what goes wrong into the loss of the peer."""
         if not connection.established:
-            return False
+            return
         try:
-            return connection.read(endpoint, now) if reading else connection.write(endpoint, now)
+            if reading:
+                connection.read(endpoint, now)
+            else:
+                connection.write(endpoint, now)
         except ProtocolError as error:
             self._drop(connection)
             endpoint.peer_lost(connection.peer, f"protocol violation: {error}")
         except OSError as error:
+            if not reading:
+                # What the peer said before it went (GOODBYE, LOST) still counts; reading will come to the same end.
+                connection.readable, connection.writable = True, False
+                return True
             self._drop(connection)
             self._verdicts.setdefault(connection.peer, (now + _VERDICT_S, f"its connection ended ({error})"))
             self._next_timers = now
-        return True
 
     # -------------------------------------------------------------------------------------------------- connections
 
     def _accept(self) -> None:
-        while True:
+        for _turn in range(-(-self._config.pending_handshakes_max // 4)):  # the rest after the peers had their turn
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
@@ -196,11 +208,11 @@ class TcpTransport(Transport):
             except OSError as error:
                 _log.warning("rank %d: accept failed: %s", self.rank, error)
                 return
-            pending = sum(1 for c in self._connections.values() if not c.established and not c.outgoing)
-            if pending >= self._config.pending_handshakes_max:
-                self.counters.refused_connections += 1
-                sock.close()
-                continue
+            pending = [c for c in self._connections.values() if not c.established and not c.outgoing]
+            if len(pending) >= self._config.pending_handshakes_max:
+                # The oldest goes: a peer needs a moment for its handshake, who idles at the door does not get in its way.
+                self._drop(pending[0])
+                self._refused("too many connections that do not say who they are")
             handshake = Acceptor(self._identity, self.rank, self.world_size)
             self._adopt(sock, handshake, outgoing=False)
 
@@ -274,14 +286,13 @@ class TcpTransport(Transport):
             if connection.outgoing:
                 self._lose(connection.peer, str(error))
             else:
-                self.counters.refused_connections += 1
-                _log.warning("rank %d refused a connection: %s", self.rank, error)
+                self._refused(str(error))
         except OSError as error:
             self._drop(connection)
             if connection.outgoing:
                 self._connect_failed(connection.peer, error, now)
             else:
-                self.counters.refused_connections += 1
+                self._refused(str(error))
         if connection.established:
             if not connection.outgoing:
                 self._choose_congestion(connection)
@@ -289,6 +300,11 @@ class TcpTransport(Transport):
             self._refusals.pop(connection.peer, None)
             self._retry_at.pop(connection.peer, None)
             connection.heard_at = now
+
+    def _refused(self, reason: str) -> None:
+        count = self.counters.refused_connections = self.counters.refused_connections + 1
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th: strangers must not fill the log
+            _log.warning("rank %d refused a connection (number %d): %s", self.rank, count, reason)
 
     def _connect_failed(self, peer: int, error: OSError, now: float) -> None:
         refusals = self._refusals[peer] = self._refusals.get(peer, 0) + 1
@@ -337,7 +353,7 @@ class TcpTransport(Transport):
                 if connection.outgoing:
                     self._lose(connection.peer, f"no connection within {config.connect_timeout_s} s")
                 else:
-                    self.counters.refused_connections += 1
+                    self._refused("it did not say who it is in time")
         for peer, (due, reason) in list(self._verdicts.items()):
             if now >= due:
                 del self._verdicts[peer]
@@ -349,6 +365,8 @@ class TcpTransport(Transport):
 
     def _watch(self, connection: Connection, endpoint: Endpoint, now: float) -> None:
         silence = now - connection.heard_at
+        if silence > 2 * self._config.heartbeat_s:
+            connection.readable = True  # part of a body may lie there unreported: see Connection._settle
         if silence > self._config.silence_s and not connection.readable:
             self._drop(connection)
             self._gone.add(connection.peer)
@@ -382,5 +400,7 @@ class TcpTransport(Transport):
         for connection in list(self._connections.values()):
             self._drop(connection)
         self._epoll.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        # A late ``wake`` must not write to whatever has this number next.
+        ends, self._wake_read, self._wake_write = (self._wake_read, self._wake_write), -1, -1
+        for end in ends:
+            os.close(end)
