@@ -43,9 +43,9 @@ from totalreduce.foundation.errors import (
 )
 from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header, unpack_signature
 from totalreduce.foundation.observer import Observer
-from totalreduce.foundation.types import ReduceOp, Signature, operation_id
-from totalreduce.schedules import program_for
-from totalreduce.schedules.actions import Mode, Receive, Send
+from totalreduce.foundation.types import OpKind, ReduceOp, Signature, operation_id
+from totalreduce.schedules import program_for, star, star_program_for
+from totalreduce.schedules.actions import Mode, Program, Receive, Send
 
 __all__ = ["CONTROL_BYTES_MAX", "Computation", "Delivery", "Engine", "OutgoingMessage"]
 
@@ -94,6 +94,7 @@ class Computation:
     incoming: memoryview
     destination: memoryview
     arrival: Arrival
+    local_partial: bool
     incoming_partial: bool
     divisor: int
 
@@ -192,7 +193,7 @@ class Engine:
             )
         record.next_iteration = (record.next_iteration + 1) & 0xFFFFFFFF
         shown = name if name is not None else f"{_UNNAMED}#{key[1]}"
-        program = program_for(signature.kind, self.rank, self.world_size, signature.root)
+        program = self._program(signature, op_id)
         operation = Operation(
             shown,
             key,
@@ -355,7 +356,9 @@ class Engine:
             self._owe(peer, floating_cost(header.body_bytes))
         if header.flags & Flag.URGENT:
             self.promote(operation, now)
-        operation.posted_by.add(peer)
+        if peer not in operation.posted_by:
+            operation.posted_by.add(peer)
+            self._release_held(operation, peer)  # or what comes later would overtake what is held
         lane, index, action = self._slot(operation, peer, header)
         self._note_first_byte(operation, now)
         # Empty messages take no scratch: one that comes early (barrier) would occupy it with nothing to compute.
@@ -515,6 +518,14 @@ class Engine:
         for peer, reason in self._departed.items():
             raise PeerLost(peer, reason)
 
+    def _program(self, signature: Signature, op_id: int) -> Program:
+        """The schedule: decided by what is equal on all ranks."""
+        num_bytes = signature.num_elements * signature.dtype.itemsize
+        is_small = star.pays(self.world_size, num_bytes, self.config.segment_bytes)
+        if signature.kind is OpKind.ALLREDUCE and is_small:
+            return star_program_for(self.rank, self.world_size, op_id % self.world_size)
+        return program_for(signature.kind, self.rank, self.world_size, signature.root)
+
     def _record(self, name: str | None) -> tuple[_Name, int]:
         text = _UNNAMED if name is None else name
         op_id = operation_id(text if name is None else f"n:{text}")
@@ -588,7 +599,6 @@ class Engine:
 
     def _enqueue(self, message: QueuedMessage) -> None:
         peer, operation = message.action.peer, message.operation
-        message.taken = False
         operation.queued.setdefault(peer, []).append(message)
         self._queue(peer).push(message)
         self._ready.add(peer)
@@ -636,8 +646,11 @@ class Engine:
         return OutgoingMessage(action.peer, header.pack(), body, queued)
 
     def _release_held(self, operation: Operation, peer: int) -> None:
-        for message in operation.held.pop(peer, ()):
-            self._enqueue(message)
+        held = operation.held.pop(peer, None)
+        if held:
+            operation.queued.setdefault(peer, []).extend(held)
+            self._queue(peer).push_back(held)
+            self._ready.add(peer)
 
     def _control(
         self,
@@ -805,10 +818,11 @@ class Engine:
                 lane,
                 lane.position,
                 action.mode,
-                local=operation.segment(action.chunk, lane.index),
+                local=operation.segment(action.chunk, lane.index, partial=action.onto_partial),
                 incoming=arrival.buffer,
                 destination=operation.segment(action.chunk, lane.index, partial=action.mode is Mode.COMBINE),
                 arrival=arrival,
+                local_partial=action.onto_partial,
                 incoming_partial=action.partial,
                 divisor=self.world_size if average else 1,
             )

@@ -128,7 +128,7 @@ class Operation:
         self.priority, self.sequence, self.submitted_at = priority, sequence, now
         self.result, self.owner = result, owner
         self.dtype, self.itemsize = dtype, dtype.itemsize
-        widen = dtype.is_half and config.half_accumulation == "float32" and program.num_chunks > 2
+        widen = dtype.is_half and config.half_accumulation == "float32" and program.partial_sums
         self.partial_dtype = DType.FLOAT32 if widen else dtype
         num_elements = signature.num_elements
         self.accumulator = memoryview(bytearray(4 * num_elements)) if widen else None

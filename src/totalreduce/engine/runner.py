@@ -87,7 +87,7 @@ def carry_out(computation: Computation) -> None:
         computation.local,
         computation.incoming,
         computation.destination,
-        dtype=operation.dtype,
+        local_dtype=operation.wire_dtype(partial=computation.local_partial),
         incoming_dtype=operation.wire_dtype(partial=computation.incoming_partial),
         destination_dtype=operation.wire_dtype(partial=unfinished),
         divisor=computation.divisor,

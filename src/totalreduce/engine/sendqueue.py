@@ -49,6 +49,18 @@ class SendQueue:
         self._by_age.append(message)
         self._rank(message)
 
+    def push_back(self, messages: list[QueuedMessage]) -> None:
+        """Add messages that were taken before, oldest first: they are older than everything that waits.
+
+        The order by age must stay the order of steps within a lane: a receiver that gets a later step first has to keep
+        it, and with all its scratch memory full of those it could never read the one that it needs.
+        """
+        self._length += len(messages)
+        self._by_age.extendleft(reversed(messages))
+        for message in messages:
+            message.taken = False
+            self._rank(message)
+
     def rerank(self, message: QueuedMessage) -> None:
         """Its operation was promoted: give it a better place."""
         if not message.taken and not self._fifo:

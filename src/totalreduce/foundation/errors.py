@@ -20,6 +20,8 @@ Rule of the house: an error says what happened, where (rank, tensor), and what t
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "AuthenticationError",
     "ConfigurationError",
@@ -38,6 +40,16 @@ __all__ = [
 
 class TotalReduceError(Exception):
     """Base of everything this library raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors travel between processes (multiprocessing, futures), fields and all."""
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[TotalReduceError], args: tuple[Any, ...], fields: dict[str, Any]) -> TotalReduceError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 class ConfigurationError(TotalReduceError, ValueError):

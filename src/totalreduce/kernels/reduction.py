@@ -62,30 +62,30 @@ def combine(
     incoming: memoryview,
     destination: memoryview,
     *,
-    dtype: DType,
+    local_dtype: DType,
     incoming_dtype: DType,
     destination_dtype: DType,
     divisor: int = 1,
 ) -> None:
     """``destination = (local op incoming) / divisor``, element by element.
 
-    For native types all three dtypes are equal and ``destination`` may be ``local``. For half types ``incoming`` and
-    ``destination`` may be float32; the arithmetic is float32 and the result is rounded once.
+    For native types all three dtypes are equal and ``destination`` may be ``local``. For half types each of the
+    three may be float32 instead; the arithmetic is float32 and the result is rounded once.
 
     Args:
         op: How to combine; ``AVG`` adds, and divides where ``divisor`` is not 1.
-        local: This rank's bytes, ``count * dtype.itemsize`` of them.
+        local: This rank's contribution, or the partial sum that it holds.
         incoming: The peer's bytes.
         destination: Where the result goes.
-        dtype: Element type of ``local``.
+        local_dtype: Element type of ``local``.
         incoming_dtype: Element type of ``incoming``.
         destination_dtype: Element type of ``destination``.
         divisor: World size where this was the last contribution to an average, else 1.
     """
-    if dtype.is_half:
-        _combine_half(op, local, incoming, destination, dtype, incoming_dtype, destination_dtype, divisor)
+    if destination_dtype.is_half or incoming_dtype.is_half or local_dtype.is_half:
+        _combine_half(op, local, incoming, destination, local_dtype, incoming_dtype, destination_dtype, divisor)
         return
-    numpy_dtype = _NUMPY[dtype]
+    numpy_dtype = _NUMPY[local_dtype]
     out = np.frombuffer(destination, numpy_dtype)
     with np.errstate(all="ignore"):  # overflow to infinity is the sum's value, and nobody's warning
         _UFUNC[op](np.frombuffer(local, numpy_dtype), np.frombuffer(incoming, numpy_dtype), out=out)
@@ -110,7 +110,7 @@ def _combine_half(
     local: memoryview,
     incoming: memoryview,
     destination: memoryview,
-    dtype: DType,
+    local_dtype: DType,
     incoming_dtype: DType,
     destination_dtype: DType,
     divisor: int,
@@ -118,7 +118,7 @@ def _combine_half(
     if not len(local):
         return  # torch.frombuffer refuses empty buffers
     operation = _TORCH_OP[op]
-    mine = torch.frombuffer(local, dtype=_TORCH[dtype])
+    mine = torch.frombuffer(local, dtype=_TORCH[local_dtype])
     theirs = torch.frombuffer(incoming, dtype=_TORCH[incoming_dtype])
     out = torch.frombuffer(destination, dtype=_TORCH[destination_dtype])
     for a, b, c in zip(_blocks(mine), _blocks(theirs), _blocks(out), strict=True):

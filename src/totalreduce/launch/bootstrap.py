@@ -96,6 +96,9 @@ def _join(
     world: World, settings: Settings, name: str, engine: EngineConfig, tcp: TcpConfig
 ) -> tuple[TcpTransport, Store]:
     """Listen, meet the others in the store, and know where they listen."""
+    key = environment.read_job_key()
+    if key is not None:
+        JobIdentity(key, "", 0)  # a bad key is an error before anybody waits for anybody
     store = open_store(world, engine.timeout_s)
     meeting = Meeting(store, world, name, engine.timeout_s)
     address, reason = choose_address(world, settings)

@@ -1,7 +1,8 @@
 """How ranks find each other: through a ``torch.distributed`` store.
 
-The default process group's own store is used where there is one. Every rank publishes where it listens and the settings that shape the wire; every rank reads all of it, so a
-disagreement is the same error everywhere. Nothing read from the store is evaluated; values are bounded JSON.
+The default process group's own store is used where there is one. Every rank publishes where it listens and the
+settings that shape the wire; every rank reads all of it, so a disagreement is the same error everywhere. Nothing read
+from the store is evaluated; values are bounded JSON.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
@@ -27,6 +31,13 @@ __all__ = ["Meeting", "Member", "current_world", "open_store"]
 _log = logging.getLogger(__name__)
 
 _ENTRY_BYTES_MAX = 64 * 1024
+#: How often a waiting rank looks whether rank 0 has given up.
+_SLICE_S = 0.5
+#: torch keeps to the time-out by itself, a little late, where nothing listens.
+_GRACE_S = 0.5
+_NO_SHARED_KEY = "none"
+#: Rank 0 serves the store: it gives up a little before the others and stays until they have read why.
+_LINGER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +77,8 @@ def open_store(world: World, timeout_s: float) -> Store:
         return dist.distributed_c10d._get_default_store()
     serves = world.rank == 0 and not world.store_is_served
     where = f"{world.master_address}:{world.master_port}"
-    try:
+
+    def make() -> Store:
         # multi_tenant: a later init_process_group in this process shares the server instead of finding its port taken.
         return TCPStore(
             world.master_address,
@@ -77,12 +89,37 @@ def open_store(world: World, timeout_s: float) -> Store:
             wait_for_workers=False,
             multi_tenant=True,
         )
-    except (RuntimeError, ValueError) as error:
+
+    try:
+        return make() if serves else _within(timeout_s, make)
+    except (RuntimeError, ValueError, TimeoutError) as error:
         role = "serve" if serves else "reach"
         raise RendezvousError(
             f"rank {world.rank} cannot {role} the store at {where}: {_first_line(error)}. "
-            "Check MASTER_ADDR and MASTER_PORT (is the port free on rank 0's host, and open?)"
+            "Rank 0 serves it: was it started? Check MASTER_ADDR and MASTER_PORT "
+            "(is the port free on rank 0's host, and open?)"
         ) from error
+
+
+def _within(timeout_s: float, make: Callable[[], Store]) -> Store:
+    """Call ``make``, but no longer: torch waits for ever for an answer if something else listens at the port.
+
+    Raises:
+        TimeoutError: No answer; the thread that waits for it stays until the process ends.
+    """
+    outcome: Future[Store] = Future()
+
+    def body() -> None:
+        try:
+            outcome.set_result(make())
+        except BaseException as error:  # noqa: BLE001  (raised again by the caller)
+            outcome.set_exception(error)
+
+    threading.Thread(target=body, name="totalreduce-store", daemon=True).start()
+    try:
+        return outcome.result(timeout_s + _GRACE_S)
+    except FutureTimeoutError:
+        raise TimeoutError(f"what listens there does not answer like a store within {timeout_s:g} s") from None
 
 
 @final
@@ -94,6 +131,8 @@ class Meeting:
         attempt = environment.current().get("TORCHELASTIC_RESTART_COUNT", "0")
         self._world, self._store = world, store
         self._deadline = time.monotonic() + timeout_s
+        self._linger_s = min(_LINGER_S, 0.2 * timeout_s) if world.rank == 0 else 0.0
+        self._key_source = ""
         # A restarted worker, or a second init, must not read what an earlier one left in the store.
         generation = store.add(f"totalreduce/{attempt}/{name}/count/{world.rank}", 1)
         self._prefix = f"totalreduce/{attempt}/{name}/{generation}"
@@ -102,7 +141,10 @@ class Meeting:
     def job_key(self) -> bytes:
         """The key that proves membership: from the environment, else made by rank 0 and shared through the store."""
         key = environment.read_job_key()
+        self._key_source = "shared through the store" if key is None else "given by the environment"
         if key is not None:
+            if self._world.rank == 0:
+                self._store.set(f"{self._prefix}/key", _NO_SHARED_KEY)  # who has none must not wait for it
             return key
         if self._world.rank == 0:
             self._store.set(f"{self._prefix}/key", secrets.token_hex(32))
@@ -112,7 +154,9 @@ class Meeting:
                 self._world.master_address or "the process group's address",
                 self._world.master_port,
             )
-        return bytes.fromhex(self._read([f"{self._prefix}/key"], "rank 0's key")[0])
+        shared = self._read([f"{self._prefix}/key"], "rank 0's key")[0]
+        # With a key on some ranks only, ``gather`` ends the meeting; until then any will do.
+        return secrets.token_bytes(32) if shared == _NO_SHARED_KEY else bytes.fromhex(shared)
 
     def gather(self, address: str, port: int, settings: Mapping[str, Any]) -> list[Member]:
         """Publish where this rank listens; return where everybody does.
@@ -121,34 +165,58 @@ class Meeting:
             RendezvousError: Somebody did not come in time; the message names him.
             ConfigurationError: The ranks' settings differ; on every rank.
         """
-        entry = {"address": address, "port": port, "settings": dict(settings)}
+        entry = {"address": address, "port": port, "settings": {**settings, "job key": self._key_source}}
         self._store.set(f"{self._prefix}/rank/{self._world.rank}", json.dumps(entry))
         keys = [f"{self._prefix}/rank/{rank}" for rank in range(self._world.world_size)]
         entries = [json.loads(text) for text in self._read(keys, "the other ranks")]
-        _compare([entry["settings"] for entry in entries])
+        self._store.add(f"{self._prefix}/read", 1)
+        try:
+            _compare([entry["settings"] for entry in entries])
+        except ConfigurationError:
+            self._linger(lambda: self._store.add(f"{self._prefix}/read", 0) >= self._world.world_size)
+            raise
         return [Member(rank, str(e["address"]), int(e["port"])) for rank, e in enumerate(entries)]
 
     def _read(self, keys: list[str], what: str) -> list[str]:
-        left = max(0.001, self._deadline - time.monotonic())
-        try:
-            self._store.wait(keys, timedelta(seconds=left))
-            values = [self._store.get(key) for key in keys]
-        except RuntimeError as error:
-            absent = [str(rank) for rank, key in enumerate(keys) if len(keys) > 1 and not self._has(key)]
-            who = f"rank(s) {', '.join(absent)}" if absent else what
-            raise RendezvousError(
-                f"rank {self._world.rank} of {self._world.world_size}: {who} did not come within the time-out "
-                f"({_first_line(error)}). Were all ranks started, with the same world size?"
-            ) from error
+        values = None
+        while values is None:
+            left = self._deadline - self._linger_s - time.monotonic()
+            try:
+                self._store.wait(keys, timedelta(seconds=max(0.001, min(left, _SLICE_S))))
+                values = [self._store.get(key) for key in keys]
+            except RuntimeError as error:
+                self._check_hope(keys, what, left, error)
         if any(len(value) > _ENTRY_BYTES_MAX for value in values):
             raise RendezvousError(f"an entry in the store is larger than {_ENTRY_BYTES_MAX} bytes")
         return [value.decode() for value in values]
 
-    def _has(self, key: str) -> bool:
+    def _check_hope(self, keys: list[str], what: str, left_s: float, error: RuntimeError) -> None:
+        """Return if it makes sense to go on waiting; else say who is missing, here and to the others."""
+        rank, world_size = self._world.rank, self._world.world_size
+        failure = f"{self._prefix}/failure"
         try:
-            return bool(self._store.check([key]))
+            if self._store.check([failure]):
+                raise RendezvousError(f"rank {rank} of {world_size}: {self._store.get(failure).decode()[:2000]}")
+            if left_s > _SLICE_S:
+                return
+            absent = [str(index) for index, key in enumerate(keys) if len(keys) > 1 and not self._store.check([key])]
+            who = f"rank(s) {', '.join(absent)}" if absent else what
+            reason = f"{who} did not come within the time-out. Were all ranks started, with the same world size?"
+            if rank == 0:
+                self._store.set(failure, reason)
         except RuntimeError:
-            return False
+            raise RendezvousError(
+                f"rank {rank} of {world_size}: the store is gone while waiting for {what} ({_first_line(error)}). "
+                "Rank 0 serves it: see why it ended"
+            ) from error
+        self._linger(lambda: False)
+        raise RendezvousError(f"rank {rank} of {world_size}: {reason}") from error
+
+    def _linger(self, all_know: Callable[[], bool]) -> None:
+        """Rank 0 stays a moment where all must fail: with it goes the store, in which the others read why."""
+        until = time.monotonic() + self._linger_s
+        while time.monotonic() < until and not all_know():
+            time.sleep(0.02)
 
 
 def _compare(settings: list[dict[str, Any]]) -> None:
@@ -156,9 +224,11 @@ def _compare(settings: list[dict[str, Any]]) -> None:
         names = [name for name in {**settings[0], **mine} if settings[0].get(name) != mine.get(name)]
         if names:
             name = names[0]
+            advice = "use the same version and EngineConfig on every rank"
+            if name == "job key":
+                advice = "set TOTALREDUCE_JOB_KEY (or TOTALREDUCE_JOB_KEY_FILE) on every rank, to the same, or on none"
             raise ConfigurationError(
-                f"{name} is {settings[0].get(name)!r} on rank 0 and {mine.get(name)!r} on rank {rank}; "
-                "use the same version and EngineConfig on every rank"
+                f"{name} is {settings[0].get(name)!r} on rank 0 and {mine.get(name)!r} on rank {rank}; {advice}"
             )
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 
 from totalreduce.foundation.types import OpKind
-from totalreduce.schedules import chain, dissemination, ring
+from totalreduce.schedules import chain, dissemination, ring, star
 from totalreduce.schedules.actions import Program, compile_program
 
-__all__ = ["program_for"]
+__all__ = ["program_for", "star_program_for"]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -25,3 +25,10 @@ def program_for(kind: OpKind, rank: int, world_size: int, root: int) -> Program:
         case OpKind.BARRIER:
             program = dissemination.dissemination_barrier(rank, world_size)
             return compile_program(program, dissemination.num_chunks(world_size))
+
+
+@functools.lru_cache(maxsize=1024)
+def star_program_for(rank: int, world_size: int, root: int) -> Program:
+    """The compiled program of a small allreduce by way of ``root``."""
+    schedule = star.star_allreduce(rank, world_size, root)
+    return compile_program(schedule, star.num_chunks(world_size), partial_sums=True)

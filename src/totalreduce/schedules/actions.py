@@ -48,13 +48,18 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Receive the lane's part of ``chunk`` from ``peer``. ``partial`` as in the matching ``Send``."""
+    """Receive the lane's part of ``chunk`` from ``peer``.
+
+    ``partial`` as in the matching ``Send``. ``onto_partial``: combine with the partial sum of earlier receives, not
+    with this rank's own contribution.
+    """
 
     peer: int
     step: int
     chunk: int
     mode: Mode = Mode.REPLACE
     partial: bool = False
+    onto_partial: bool = False
 
 
 Action = Send | Receive
@@ -77,6 +82,7 @@ class Program:
         actions: In order.
         receives: (peer, step) -> index of the receive in ``actions``: what a message may be.
         num_chunks: How many chunks the tensor is cut into.
+        partial_sums: Whether some rank combines more than two contributions one after the other; equal on all ranks.
         sources: The peers this rank receives from, in order of first use.
         targets: The peers this rank sends to.
     """
@@ -84,12 +90,15 @@ class Program:
     actions: tuple[Action, ...]
     receives: Mapping[tuple[int, int], int]
     num_chunks: int
+    partial_sums: bool
     sources: tuple[int, ...]
     targets: tuple[int, ...]
 
 
-def compile_program(schedule: Schedule, num_chunks: int) -> Program:
+def compile_program(schedule: Schedule, num_chunks: int, *, partial_sums: bool = False) -> Program:
     """Write a schedule out and check that every slot is used once.
+
+    ``partial_sums`` must be given where this rank's actions do not show it.
 
     Raises:
         ValueError: The schedule uses a (peer, step) twice in one direction.
@@ -107,4 +116,5 @@ def compile_program(schedule: Schedule, num_chunks: int) -> Program:
             sends.add(slot)
     sources = tuple(dict.fromkeys(peer for peer, _ in receives))
     targets = tuple(dict.fromkeys(action.peer for action in actions if isinstance(action, Send)))
-    return Program(actions, receives, num_chunks, sources, targets)
+    partial_sums = partial_sums or any(isinstance(a, Receive) and a.mode is Mode.COMBINE for a in actions)
+    return Program(actions, receives, num_chunks, partial_sums, sources, targets)

@@ -192,7 +192,7 @@ class TcpTransport(Transport):
             if not reading:
                 # What the peer said before it went (GOODBYE, LOST) still counts; reading will come to the same end.
                 connection.readable, connection.writable = True, False
-                return True
+                return
             self._drop(connection)
             self._verdicts.setdefault(connection.peer, (now + _VERDICT_S, f"its connection ended ({error})"))
             self._next_timers = now
@@ -210,7 +210,7 @@ class TcpTransport(Transport):
                 return
             pending = [c for c in self._connections.values() if not c.established and not c.outgoing]
             if len(pending) >= self._config.pending_handshakes_max:
-                # The oldest goes: a peer needs a moment for its handshake, who idles at the door does not get in its way.
+                # The oldest goes: a peer needs but a moment for its handshake, so who idles cannot keep it out.
                 self._drop(pending[0])
                 self._refused("too many connections that do not say who they are")
             handshake = Acceptor(self._identity, self.rank, self.world_size)
@@ -365,8 +365,6 @@ class TcpTransport(Transport):
 
     def _watch(self, connection: Connection, endpoint: Endpoint, now: float) -> None:
         silence = now - connection.heard_at
-        if silence > 2 * self._config.heartbeat_s:
-            connection.readable = True  # part of a body may lie there unreported: see Connection._settle
         if silence > self._config.silence_s and not connection.readable:
             self._drop(connection)
             self._gone.add(connection.peer)
@@ -374,6 +372,10 @@ class TcpTransport(Transport):
                 connection.peer, f"silent for {silence:.1f} s (stopped, frozen or cut off from the network)"
             )
             return
+        if silence > 2 * self._config.heartbeat_s:
+            # Part of a body may lie there unreported: see Connection._settle. After the verdict above, not before:
+            # by the next time reading has either found something or said that there is nothing.
+            connection.readable = True
         if now - connection.spoke_at >= self._config.heartbeat_s and not connection.busy:
             connection.spoke_at = now
             self.counters.heartbeats_sent += 1
