@@ -139,14 +139,10 @@ class TestNetwork:
         assert 60e6 < down < 115e6
 
     def test_the_system_outside_is_not_touched(self):
-        before = subprocess.run(
-            ["ip", "-brief", "address"], capture_output=True, text=True, check=True
-        ).stdout
+        before = subprocess.run(["ip", "-brief", "address"], capture_output=True, text=True, check=True).stdout
         with EmulatedNetwork(2) as network:
             inside = network.hosts[1].run(["ip", "-brief", "link"]).stdout
-            during = subprocess.run(
-                ["ip", "-brief", "address"], capture_output=True, text=True, check=True
-            ).stdout
+            during = subprocess.run(["ip", "-brief", "address"], capture_output=True, text=True, check=True).stdout
             assert "eth0" in inside
             setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
             assert network.hosts[1].run(["cat", str(setting)]).stdout == setting.read_text()
@@ -222,9 +218,7 @@ class TestRun:
         ]
         assert namespaces_of(os.getpid()) == []
 
-    @pytest.mark.parametrize(
-        ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
-    )
+    @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
     def test_nothing_is_left_after_a_signal(self, tmp_path, number, code):
         script = tmp_path / "worker.py"
         script.write_text("import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()\n")

@@ -35,9 +35,7 @@ def test_allreduce_reports_every_size_and_peer(tmp_path):
     assert "2 ranks on one host" in found.stdout
     document = json.loads(out.read_text())
     figures = {(figure["size"], figure["peer"]): figure for figure in document["figures"]}
-    assert set(figures) == {
-        (size, peer) for size in (4096, 307_200) for peer in ("totalreduce", "gloo", "fifo")
-    }
+    assert set(figures) == {(size, peer) for size in (4096, 307_200) for peer in ("totalreduce", "gloo", "fifo")}
     for (size, peer), figure in figures.items():
         seconds = figure["seconds"]["median"]
         assert 0 < seconds < 30

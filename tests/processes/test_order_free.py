@@ -1,4 +1,5 @@
-"""Order-free and set-free over real sockets: every rank has its own order, its own delays and its own set of tensors."""
+"""Order-free and set-free over real sockets: every rank has its own order, its own delays and its own set of
+tensors."""
 
 from __future__ import annotations
 

@@ -121,9 +121,7 @@ def test_worker_variables(script, environment):
     names += ["TOTALREDUCE_RANK"]
     path = script(f"import json; print(json.dumps([os.environ.get(name) for name in {names}]))")
     stale = {"TORCHELASTIC_RUN_ID": "old", "TOTALREDUCE_RANK": "7", "RANK": "9", "SECRET_X": "kept"}
-    result = run_workers(
-        [sys.executable, str(path)], num_workers=2, environment=environment | stale, output="capture"
-    )
+    result = run_workers([sys.executable, str(path)], num_workers=2, environment=environment | stale, output="capture")
     first, second = (dict(zip(names, json.loads(text), strict=True)) for text in result.output)
     assert (first.pop("RANK"), second.pop("RANK")) == ("0", "1")
     assert (first.pop("LOCAL_RANK"), second.pop("LOCAL_RANK")) == ("0", "1")
@@ -205,9 +203,7 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(script):
 READY = "print(os.getpid(), flush=True)\n"
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_to_the_launcher_stops_the_workers(launcher, script, number, code):
     process = launcher("-n", 2, script(READY + "signal.pause()"))
     pids = [int(line.split()[1]) for line in read_lines(process, 2)]
@@ -287,9 +283,7 @@ def test_a_killed_guard_does_no_harm(launcher, script):
 
 
 def test_output_of_rank_0_alone(launcher, script):
-    path = script(
-        "print('hello from', rank)\nif rank: print('quiet', file=sys.stderr); sys.exit(4)\ntime.sleep(0.3)"
-    )
+    path = script("print('hello from', rank)\nif rank: print('quiet', file=sys.stderr); sys.exit(4)\ntime.sleep(0.3)")
     code, output, errors = finish(launcher("-n", 2, "--output", "rank0", path))
     assert (code, output) == (4, "hello from 0\n")
     assert "rank 1 failed first" in errors
@@ -306,9 +300,7 @@ def test_output_in_files(launcher, script, tmp_path):
 
 
 def test_nobody_reads_the_output(launcher, script):
-    process = launcher(
-        "-n", 2, script("while True: print('line', os.getpid(), flush=True); time.sleep(0.01)")
-    )
+    process = launcher("-n", 2, script("while True: print('line', os.getpid(), flush=True); time.sleep(0.01)"))
     pid = int(read_lines(process, 1)[0].split()[2])
     process.stdout.close()
     process.stdout = None
@@ -318,9 +310,7 @@ def test_nobody_reads_the_output(launcher, script):
 
 
 def test_a_timeout_ends_the_run(script):
-    result = run_workers(
-        [sys.executable, script("signal.pause()")], num_workers=2, output="capture", timeout_s=0.3
-    )
+    result = run_workers([sys.executable, script("signal.pause()")], num_workers=2, output="capture", timeout_s=0.3)
     assert (result.exit_code, result.timed_out, result.first_failure) == (124, True, None)
 
 
@@ -331,9 +321,7 @@ def test_output_of_many_bytes_is_complete(script):
 
 def test_modules_and_executables(launcher, tmp_path, environment):
     (tmp_path / "job.py").write_text("import sys; print('module', sys.argv[1:])")
-    module = launcher(
-        "-n", 1, "-m", "job", "-m", PYTHONPATH=f"{tmp_path}:{environment.get('PYTHONPATH', '')}"
-    )
+    module = launcher("-n", 1, "-m", "job", "-m", PYTHONPATH=f"{tmp_path}:{environment.get('PYTHONPATH', '')}")
     assert finish(module)[:2] == (0, "[0] module ['-m']\n")
     program = launcher("-n", 1, "--no-python", "--", "sh", "-c", "echo $RANK of $WORLD_SIZE")
     assert finish(program)[:2] == (0, "[0] 0 of 1\n")
@@ -342,9 +330,7 @@ def test_modules_and_executables(launcher, tmp_path, environment):
 def test_runs_outside_the_main_thread(script):
     results = []
     command = [sys.executable, str(script("print(rank)"))]
-    thread = threading.Thread(
-        target=lambda: results.append(run_workers(command, num_workers=2, output="capture"))
-    )
+    thread = threading.Thread(target=lambda: results.append(run_workers(command, num_workers=2, output="capture")))
     thread.start()
     thread.join(30)
     assert results[0].output == ["0\n", "1\n"]
@@ -364,9 +350,7 @@ def test_mistakes_are_one_line(launcher):
 
 def test_the_launcher_does_without_torch():
     code = "import sys; from totalreduce.cli.main import build; build(['run']); print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout == "False\n"
 
 

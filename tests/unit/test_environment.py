@@ -168,9 +168,7 @@ def test_hostlists(text, hosts):
     assert expand_hostlist(text) == hosts
 
 
-@pytest.mark.parametrize(
-    "text", ["", "n[3-1]", "n[a]", "n[]", "n[1", "n1]", "a,,b", "n[0-99999999]", "[0-999]" * 3]
-)
+@pytest.mark.parametrize("text", ["", "n[3-1]", "n[a]", "n[]", "n[1", "n1]", "a,,b", "n[0-99999999]", "[0-999]" * 3])
 def test_what_is_no_hostlist(text):
     with pytest.raises(ConfigurationError, match="host list"):
         expand_hostlist(text)

@@ -84,11 +84,11 @@ def test_in_place(dtype: DType, op: ReduceOp, num_elements: int) -> None:
 def test_half_types_are_widened_and_rounded_once(dtype: DType, op: ReduceOp, num_elements: int) -> None:
     local, half = values(dtype, num_elements, 1), values(dtype, num_elements, 2)
     wide = values(DType.FLOAT32, num_elements, 3)
-    for incoming in (half, wide):
+    for mine, theirs in ((local, half), (local, wide), (wide, half)):
         for out in (torch.float32, local.dtype):
             destination = torch.empty(num_elements, dtype=out)
-            wanted = reference(op, local, incoming, out, 1)
-            assert_same(combined(op, local, incoming, destination), wanted)
+            wanted = reference(op, mine.float(), theirs.float(), out, 1)
+            assert_same(combined(op, mine, theirs, destination), wanted)
 
 
 @pytest.mark.parametrize("op", REDUCTIONS)

@@ -1,5 +1,7 @@
 """Index arithmetic: everything is covered exactly once, and no segment is larger than allowed."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ def test_parts_cover_the_whole_once_in_order_and_differ_by_one_at_most(total: in
     ranges = [balanced_range(total, parts, index) for index in range(parts)]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == total
-    assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
     lengths = [stop - start for start, stop in ranges]
     assert max(lengths) - min(lengths) <= 1
     assert sorted(lengths, reverse=True) == lengths

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from totalreduce.foundation.types import OpKind
-from totalreduce.schedules import chain, dissemination, program_for, ring
+from totalreduce.schedules import chain, dissemination, program_for, ring, star, star_program_for
 from totalreduce.schedules.actions import NOTHING, Mode, Receive, Send, compile_program
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 7, 8, 13)
@@ -20,8 +20,12 @@ WORLD_SIZES = (1, 2, 3, 4, 5, 7, 8, 13)
 class Execution:
     """One lane of one operation on all ranks; a chunk is the multiset of the ranks whose contributions it holds."""
 
-    def __init__(self, kind: OpKind, world_size: int, root: int, *, widened: bool) -> None:
-        self.programs = [program_for(kind, rank, world_size, root) for rank in range(world_size)]
+    def __init__(self, kind: OpKind | None, world_size: int, root: int, *, widened: bool) -> None:
+        """``kind``: ``None`` for the star."""
+        self.programs = [
+            star_program_for(rank, world_size, root) if kind is None else program_for(kind, rank, world_size, root)
+            for rank in range(world_size)
+        ]
         num_chunks = self.programs[0].num_chunks
         self.result = [[Counter([rank]) for _ in range(num_chunks)] for rank in range(world_size)]
         self.partial = [[Counter() for _ in range(num_chunks)] for _ in range(world_size)] if widened else self.result
@@ -54,7 +58,8 @@ class Execution:
             self.result[rank][action.chunk] = Counter(body)
         else:
             target = self.partial if action.mode is Mode.COMBINE else self.result
-            target[rank][action.chunk] = self.result[rank][action.chunk] + body
+            mine = (self.partial if action.onto_partial else self.result)[rank][action.chunk]
+            target[rank][action.chunk] = mine + body
 
     def run(self, seed: int) -> None:
         generator = random.Random(seed)
@@ -82,6 +87,15 @@ def test_ring_allreduce_combines_every_contribution_once(world_size: int, widene
         assert execution.result == [[everything] * world_size] * world_size
 
 
+@pytest.mark.parametrize("widened", [False, True])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_star_allreduce_combines_every_contribution_once(world_size: int, widened: bool) -> None:
+    for root in range(world_size):
+        execution = Execution(None, world_size, root, widened=widened)
+        execution.run(root)
+        assert execution.result == [[Counter(range(world_size))]] * world_size
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_chain_broadcast_gives_everybody_the_roots(world_size: int) -> None:
     for root in range(world_size):
@@ -90,9 +104,9 @@ def test_chain_broadcast_gives_everybody_the_roots(world_size: int) -> None:
         assert execution.result == [[Counter([root])]] * world_size
 
 
-@pytest.mark.parametrize("kind", OpKind)
+@pytest.mark.parametrize("kind", [*OpKind, None])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_nobody_is_done_before_everybody_has_begun(kind: OpKind, world_size: int) -> None:
+def test_nobody_is_done_before_everybody_has_begun(kind: OpKind | None, world_size: int) -> None:
     """What makes a mismatch an error on every rank, and a barrier a barrier."""
     for absent in range(world_size):
         execution = Execution(kind, world_size, world_size // 2, widened=False)
@@ -111,9 +125,16 @@ def test_costs(world_size: int) -> None:
     assert ring.cost(world_size, num_bytes) == ring.Cost(len(sends), len(sends) * 1000.0)
     assert chain.cost(world_size, num_bytes).bytes_sent == (num_bytes if world_size > 1 else 0)
     assert chain.cost(world_size, num_bytes).steps == 2 * (world_size - 1)
+    assert star.cost(world_size, num_bytes) == star.Cost(2, (world_size - 1) * num_bytes)
     rounds = math.ceil(math.log2(world_size))
     assert dissemination.cost(world_size, 0).steps == rounds
     assert len(program_for(OpKind.BARRIER, 0, world_size, 0).targets) == rounds
+
+
+def test_the_star_is_for_small_tensors_of_more_than_two_ranks() -> None:
+    assert star.pays(5, 1024, 16 * 1024)
+    assert not star.pays(5, 1025, 16 * 1024)
+    assert not star.pays(2, 0, 16 * 1024)
 
 
 def test_ring_neighbours_only() -> None:

@@ -56,6 +56,8 @@ NAME_BYTES_MAX = 1024
 #: Bound of every table that peers can make grow: facts about operations that were not submitted here.
 _REMEMBERED_MAX = 65_536
 _UNNAMED = "unnamed"
+#: In control frames that are about no operation.
+_NO_KEY = (0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -187,6 +189,9 @@ class Engine:
         self._check_usable()
         record, op_id = self._record(name)
         key = (op_id, record.next_iteration)
+        for peer, reason in self._departed.items():
+            self._tell_of_departure(key, peer, reason)
+            raise PeerLost(peer, reason)
         if name is not None and record.next_iteration and (op_id, record.next_iteration - 1) in self._active:
             raise ValueError(
                 f"an operation named {name!r} is already in flight on rank {self.rank}; wait for it or use another name"
@@ -365,9 +370,14 @@ class Engine:
         if not header.body_bytes or (action.mode is Mode.REPLACE and lane.position == index):
             arrival = Arrival(None)
             view = operation.segment(action.chunk, lane.index)
+        elif self._waits_for_another(operation, lane, index):
+            # Scratch that is full of messages which wait for another peer's would keep that one from being read. There
+            # are few such bytes: only schedules for small tensors receive from several peers.
+            view = memoryview(bytearray(header.body_bytes))
+            arrival = Arrival(view, early=True)
         else:
-            arrival = Arrival(self.scratch.take(header.body_bytes))
-            view = arrival.buffer if arrival.buffer is not None else memoryview(b"")
+            view = self.scratch.take(header.body_bytes)
+            arrival = Arrival(view)
         return self._tracked(Delivery(peer, header, view, operation, lane, index, arrival))
 
     def delivered(self, delivery: Delivery, now: float) -> None:
@@ -443,16 +453,16 @@ class Engine:
         """A rank closed the group in good order: only what still needs it fails."""
         if peer in self._departed:
             return
-        for operation in self._active.values():
+        self._departed[peer] = reason
+        for operation in list(self._active.values()):
             waits = any(
                 source == peer and index not in lane.arrivals and index >= lane.position
                 for lane in operation.lanes
                 for (source, _), index in operation.program.receives.items()
             )
             if waits:
-                self.peer_lost(peer, reason, now)
-                break
-        self._departed[peer] = reason
+                self._tell_of_departure(operation.key, peer, reason)
+                self._finish(operation, now, PeerLost(peer, reason))
 
     # --------------------------------------------------------------------------------------------------- watching
 
@@ -515,8 +525,13 @@ class Engine:
             raise GroupClosed(f"rank {self.rank} has closed the group; make a new one with init()")
         if self._lost is not None:
             raise PeerLost(self._lost.rank, self._lost.reason)
-        for peer, reason in self._departed.items():
-            raise PeerLost(peer, reason)
+
+    def _tell_of_departure(self, key: tuple[int, int], peer: int, reason: str) -> None:
+        """Tell those who wait for this rank's part of an operation that it will not come, and why."""
+        body = json.dumps({"rank": peer, "reason": reason[:500]}).encode()
+        for other in range(self.world_size):
+            if other != self.rank and other not in self._departed:
+                self._control(other, Frame.LOST, key=key, body=body)
 
     def _program(self, signature: Signature, op_id: int) -> Program:
         """The schedule: decided by what is equal on all ranks."""
@@ -657,7 +672,7 @@ class Engine:
         peer: int,
         frame: Frame,
         *,
-        key: tuple[int, int] = (0, 0),
+        key: tuple[int, int] = _NO_KEY,
         body: bytes = b"",
         signature: bytes = bytes(24),
     ) -> None:
@@ -725,6 +740,15 @@ class Engine:
         lane.expected.add(index)
         return lane, index, action
 
+    @staticmethod
+    def _waits_for_another(operation: Operation, lane: Lane, index: int) -> bool:
+        """Whether a message from another peer, which is not here yet, comes before receive ``index``."""
+        actions = operation.program.actions
+        return any(
+            isinstance(action, Receive) and action.peer != actions[index].peer and place not in lane.arrivals
+            for place, action in enumerate(actions[lane.position : index], lane.position)
+        )
+
     def _floating_delivered(self, message: FloatingMessage, now: float) -> None:
         message.complete = True
         if message.dropped:
@@ -773,7 +797,7 @@ class Engine:
         if arrival.floating is not None:
             self.floating.release(arrival.floating.peer, arrival.floating.cost)
             self._flush_credit(arrival.floating.peer)
-        elif arrival.buffer is not None:
+        elif arrival.buffer is not None and not arrival.early:
             self.scratch.give(arrival.buffer)
 
     def _owe(self, peer: int, cost: int) -> None:
@@ -893,7 +917,7 @@ class Engine:
                 self._on_mismatch(key, _decode(body, peer), now)
             case Frame.LOST:
                 document = _decode(body, peer)
-                self._on_lost(peer, document, now)
+                self._on_lost(peer, key, document, now)
             case Frame.STATUS_REQUEST:
                 self._on_status_request(peer, key, _decode(body, peer), now)
             case Frame.STATUS_REPLY:
@@ -967,12 +991,18 @@ class Engine:
             self._described_early.pop(key, None)
             self._remember(self._poisoned, key, error)
 
-    def _on_lost(self, peer: int, document: dict[str, Any], now: float) -> None:
+    def _on_lost(self, peer: int, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
         lost = document.get("rank")
         if not isinstance(lost, int) or not 0 <= lost < self.world_size:
             raise ProtocolError(f"rank {peer} reports the loss of {lost!r}, which is no rank")
         reason = f"{document.get('reason', '?')} (reported by rank {peer})"
-        self.peer_lost(lost, reason, now, first_hand=False)
+        if key == _NO_KEY:
+            self.peer_lost(lost, reason, now, first_hand=False)
+        else:  # a rank that left in good order: what it has taken part in may still come to its end
+            self._departed.setdefault(lost, reason)
+            operation = self._active.get(key)
+            if operation is not None:
+                self._finish(operation, now, PeerLost(lost, reason))
 
     def _on_status_request(self, peer: int, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
         waited_s = document.get("waited_s", 0.0)

@@ -24,13 +24,15 @@ class Arrival:
 
     Attributes:
         buffer: The bytes, or ``None`` where they were received straight into the result.
-        floating: The floating message that owns the buffer, if one does; else the buffer is scratch.
+        floating: The floating message that owns the buffer, if one does; else the buffer is scratch or ``early``.
+        early: The buffer is memory of its own, because the lane waits for another peer's message first.
         computing: Whether it is in the computation list.
     """
 
     buffer: memoryview | None
     floating: FloatingMessage | None = None
     computing: bool = False
+    early: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -214,7 +214,7 @@ class Runner:
     def _communicate(self) -> None:
         try:
             while not self._stop:
-                if self._driver is not None or self._rest:
+                if self._driven() or self._rest:
                     self._rest = False
                     self._parked = True
                     self._resume.wait(_PARKED_S)
@@ -222,14 +222,18 @@ class Runner:
                     self._parked = False
                 else:
                     self._round(_TICK_S)
-                    if self._driver is not None:
+                    if self._driven():
                         self.transport.wake()  # what the network told this thread is the driver's business now
-            while not (self._drained() and self._driver is None) and time.monotonic() < self._deadline:
+            while (self._driven() or not self._drained()) and time.monotonic() < self._deadline:
                 self._round(0.02)
             with self._moving:
                 self.transport.close(min(1.0, max(0.0, self._deadline - time.monotonic())))
         except BaseException as failure:
             self._fail(failure)
+
+    def _driven(self) -> bool:
+        """Whether a caller moves the messages at the moment."""
+        return self._driver is not None
 
     def _drive(self, handle: Handle, deadline: float, ask_at: float) -> None:
         """Move messages in the caller's thread until the operation is done."""

@@ -68,8 +68,8 @@ class TcpConfig:
     """How the TCP transport treats its sockets and its peers."""
 
     notsent_lowat_bytes: int = 512 * 1024
-    """``TCP_NOTSENT_LOWAT``: what sits unsent in the kernel cannot be overtaken by something more urgent, but a busy host
-    needs time to refill it (it asks at half of it). Measured with 8 ranks on 2 cores at 1 Gbit/s: 128 KiB, half a
+    """``TCP_NOTSENT_LOWAT``: what sits unsent in the kernel cannot be overtaken by something more urgent, but a busy
+    host needs time to refill it (it asks at half of it). Measured with 8 ranks on 2 cores at 1 Gbit/s: 128 KiB, half a
     millisecond of the wire, costs 3 % of the bandwidth."""
     congestion: str | None = None
     """Congestion control by name; ``None``: the system's, except between ranks of one host, where ``cubic`` (or

@@ -31,10 +31,13 @@ __all__ = ["Meeting", "Member", "current_world", "open_store"]
 _log = logging.getLogger(__name__)
 
 _ENTRY_BYTES_MAX = 64 * 1024
-#: How often a waiting rank looks whether rank 0 has given up.
-_SLICE_S = 0.5
+#: How often a rank that has waited for a while looks into the store.
+_POLL_S = 0.1
 #: torch keeps to the time-out by itself, a little late, where nothing listens.
 _GRACE_S = 0.5
+#: The stores this process serves, until it ends: when rank 0 closes a group, others may already be on their way to the
+#: next one. One server per port and process is what torch has too, so several groups do not get in each other's way.
+_served: dict[tuple[str, int], Store] = {}
 _NO_SHARED_KEY = "none"
 #: Rank 0 serves the store: it gives up a little before the others and stays until they have read why.
 _LINGER_S = 1.0
@@ -90,8 +93,13 @@ def open_store(world: World, timeout_s: float) -> Store:
             multi_tenant=True,
         )
 
+    place = (world.master_address, world.master_port)
     try:
-        return make() if serves else _within(timeout_s, make)
+        if not serves:
+            return _within(timeout_s, make)
+        if place not in _served:
+            _served[place] = make()
+        return _served[place]
     except (RuntimeError, ValueError, TimeoutError) as error:
         role = "serve" if serves else "reach"
         raise RendezvousError(
@@ -112,7 +120,7 @@ def _within(timeout_s: float, make: Callable[[], Store]) -> Store:
     def body() -> None:
         try:
             outcome.set_result(make())
-        except BaseException as error:  # noqa: BLE001  (raised again by the caller)
+        except BaseException as error:
             outcome.set_exception(error)
 
     threading.Thread(target=body, name="totalreduce-store", daemon=True).start()
@@ -178,39 +186,39 @@ class Meeting:
         return [Member(rank, str(e["address"]), int(e["port"])) for rank, e in enumerate(entries)]
 
     def _read(self, keys: list[str], what: str) -> list[str]:
-        values = None
-        while values is None:
-            left = self._deadline - self._linger_s - time.monotonic()
-            try:
-                self._store.wait(keys, timedelta(seconds=max(0.001, min(left, _SLICE_S))))
-                values = [self._store.get(key) for key in keys]
-            except RuntimeError as error:
-                self._check_hope(keys, what, left, error)
+        # Asked again and again, because torch logs every ``wait`` that runs out, and rank 0 may give up meanwhile.
+        pause_s = 0.005
+        try:
+            while not self._store.check(keys):
+                self._check_hope(keys, what)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _POLL_S)
+            values = [self._store.get(key) for key in keys]
+        except RuntimeError as error:
+            raise self._failed(
+                f"the store is gone while waiting for {what} ({_first_line(error)}). Rank 0 serves it: see why it ended"
+            ) from error
         if any(len(value) > _ENTRY_BYTES_MAX for value in values):
-            raise RendezvousError(f"an entry in the store is larger than {_ENTRY_BYTES_MAX} bytes")
+            raise self._failed(f"an entry in the store is larger than {_ENTRY_BYTES_MAX} bytes")
         return [value.decode() for value in values]
 
-    def _check_hope(self, keys: list[str], what: str, left_s: float, error: RuntimeError) -> None:
+    def _check_hope(self, keys: list[str], what: str) -> None:
         """Return if it makes sense to go on waiting; else say who is missing, here and to the others."""
-        rank, world_size = self._world.rank, self._world.world_size
         failure = f"{self._prefix}/failure"
-        try:
-            if self._store.check([failure]):
-                raise RendezvousError(f"rank {rank} of {world_size}: {self._store.get(failure).decode()[:2000]}")
-            if left_s > _SLICE_S:
-                return
-            absent = [str(index) for index, key in enumerate(keys) if len(keys) > 1 and not self._store.check([key])]
-            who = f"rank(s) {', '.join(absent)}" if absent else what
-            reason = f"{who} did not come within the time-out. Were all ranks started, with the same world size?"
-            if rank == 0:
-                self._store.set(failure, reason)
-        except RuntimeError:
-            raise RendezvousError(
-                f"rank {rank} of {world_size}: the store is gone while waiting for {what} ({_first_line(error)}). "
-                "Rank 0 serves it: see why it ended"
-            ) from error
+        if self._store.check([failure]):
+            raise self._failed(self._store.get(failure).decode()[:2000])
+        if time.monotonic() < self._deadline - self._linger_s:
+            return
+        absent = [str(index) for index, key in enumerate(keys) if len(keys) > 1 and not self._store.check([key])]
+        who = f"rank(s) {', '.join(absent)}" if absent else what
+        reason = f"{who} did not come within the time-out. Were all ranks started, with the same world size?"
+        if self._world.rank == 0:
+            self._store.set(failure, reason)
         self._linger(lambda: False)
-        raise RendezvousError(f"rank {rank} of {world_size}: {reason}") from error
+        raise self._failed(reason)
+
+    def _failed(self, reason: str) -> RendezvousError:
+        return RendezvousError(f"rank {self._world.rank} of {self._world.world_size}: {reason}")
 
     def _linger(self, all_know: Callable[[], bool]) -> None:
         """Rank 0 stays a moment where all must fail: with it goes the store, in which the others read why."""

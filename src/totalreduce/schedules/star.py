@@ -1,8 +1,8 @@
 """Star allreduce for small tensors: everybody sends to a root, the root reduces in rank order and sends back.
 
-Two message latencies whatever the number of ranks, against 2(n-1) of the ring; but the root sends and receives n-1 times
-the tensor. The root is chosen by the operation's id, so many small operations spread over all ranks. The root combines
-in a fixed order and everybody copies its bits, so all ranks hold the same.
+Two message latencies whatever the number of ranks, against 2(n-1) of the ring; but the root sends and receives n-1
+times the tensor. The root is chosen by the operation's id, so many small operations spread over all ranks. The root
+combines in a fixed order and everybody copies its bits, so all ranks hold the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ __all__ = ["cost", "num_chunks", "pays", "star_allreduce"]
 def pays(world_size: int, num_bytes: int, segment_bytes: int) -> bool:
     """Whether the tensor is small enough for a star: the root sends no more than a quarter of a segment.
 
-    With segments of 512 KiB that is a millisecond of a 1 Gbit/s link, about what one hop of a ring costs on a busy host.
+    With segments of 512 KiB that is a millisecond of a 1 Gbit/s link, about what one hop of a ring costs on a busy
+    host.
     """
     return world_size > 2 and (world_size - 1) * num_bytes <= segment_bytes // 4
 

@@ -58,6 +58,7 @@ def cases_for(world_size: int, *, thorough: bool = False) -> list[Case]:
         _broadcasts(world_size),
         _barrier(world_size),
         _orders(world_size),
+        _small(world_size),
         _urgent(world_size),
         _floating(world_size),
         _rendezvous(world_size),
@@ -138,6 +139,23 @@ def _orders(world_size: int) -> Case:
     )
     return Case(
         name="every rank in its own order", world_size=world_size, collectives=collectives, engine=_TINY, shuffled=True
+    )
+
+
+def _small(world_size: int) -> Case:
+    """Segments as large as usual, so that these tensors take the way of small ones; little scratch; one rank late."""
+    collectives = tuple(
+        Collective(name=f"tensor {index}", dtype=dtype, reduction=op, num_elements=5 * index + 1)
+        for index, (dtype, op) in enumerate(product((DType.FLOAT32, DType.BFLOAT16, DType.INT64), _REDUCTIONS))
+    )
+    return Case(
+        name="small tensors",
+        world_size=world_size,
+        collectives=collectives,
+        engine=EngineConfig(scratch_segments=1),
+        shuffled=True,
+        late_s=((world_size // 2, 0.03),),
+        runs=2,
     )
 
 

@@ -1,7 +1,7 @@
 """A rank that submits 50 tensors a step in its own random order, with random delays, and leaves some out.
 
-Prints one JSON line: a digest of every result of every step, and statistics. The data depends on ``--seed`` only; orders
-and delays also on ``--chaos``, so two runs with different chaos must print the same digest.
+Prints one JSON line: a digest of every result of every step, and statistics. The data depends on ``--seed`` only;
+orders and delays also on ``--chaos``, so two runs with different chaos must print the same digest.
 """
 
 import argparse
@@ -43,7 +43,9 @@ def main() -> None:
     digest = hashlib.sha256()
     with tr.init(engine=config, timeout_s=120, tcp=tr.TcpConfig(silence_s=20)) as group:
         world = range(group.world_size)
-        plan = group.plan("p", [tr.TensorSpec(f"t{i}", (n,), torch.float64) for i, n in enumerate(sizes)], op=tr.ReduceOp.SUM)
+        plan = group.plan(
+            "p", [tr.TensorSpec(f"t{i}", (n,), torch.float64) for i, n in enumerate(sizes)], op=tr.ReduceOp.SUM
+        )
         chaos = random.Random(f"{args.chaos}/{group.rank}")
         for number in range(args.steps):
             order = list(range(NUM_TENSORS))

@@ -1,0 +1,231 @@
+"""The runner under several threads: who moves messages, who looks on, who closes; nothing lost, nothing left."""
+
+import functools
+import gc
+import os
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+import totalreduce as tr
+from totalreduce.engine.operation import Operation
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.errors import DeadlineExceededError, GroupClosed, PeerLost
+from totalreduce.testing.ranks import make_groups, run_ranks
+
+TRANSPORTS = ["inproc", "tcp"]
+PATIENT = EngineConfig(timeout_s=30.0)
+
+
+def in_threads(*functions, timeout_s=30.0):
+    """Run all at once; the first failure is raised here."""
+    failures = []
+
+    def body(function):
+        try:
+            function()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=body, args=(function,), daemon=True) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    if failures:
+        raise failures[0]
+    assert not any(thread.is_alive() for thread in threads), "a thread did not come back"
+
+
+def close_all(groups):
+    in_threads(*[lambda group=group: group.close(2.0) for group in groups])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("compute", ["thread", "inline"])
+def test_eight_threads_submit_and_wait_on_one_group(transport, compute):
+    num_threads, num_operations = 8, 200
+
+    def body(group):
+        def worker(thread):
+            chosen = random.Random(100 * group.rank + thread)
+            for step in range(num_operations):
+                size = (1, 77, 5_000, 60_000)[(step + thread) % 4]
+                value = torch.full((size,), float(step + thread + group.rank), dtype=torch.float64)
+                work = group.allreduce(value, name=f"t{thread}", priority=chosen.randrange(5))
+                if chosen.random() < 0.2:
+                    while not work.done():
+                        time.sleep(0)
+                assert work.wait(timeout_s=25) is value
+                assert value.unique().tolist() == [2.0 * (step + thread) + 1]
+
+        in_threads(*[lambda thread=thread: worker(thread) for thread in range(num_threads)], timeout_s=60)
+        group.barrier()
+        return group.statistics()
+
+    for statistics in run_ranks(2, body, transport=transport, compute=compute, engine=PATIENT):
+        assert statistics.operations == num_threads * num_operations + 1
+        assert statistics.floating_bytes == 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_several_threads_wait_for_one_operation(transport):
+    def body(group):
+        for step in range(30):
+            value = torch.full((50_000,), float(step + group.rank))
+            work = group.allreduce(value, name="shared")
+            in_threads(*[functools.partial(work.wait, timeout_s=20)] * 5)
+            assert value[0] == value[-1] == 3.0 * step + 3
+        return work.done()
+
+    assert run_ranks(3, body, transport=transport, engine=PATIENT) == [True] * 3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_thread_waits_while_the_main_one_goes_on_submitting(transport):
+    def body(group):
+        first = group.allreduce(torch.full((10,), 1.0), name="first")
+        waited = []
+        waiter = threading.Thread(target=lambda: waited.append(first.wait(timeout_s=20)[0].item()))
+        waiter.start()
+        works = [group.allreduce(torch.full((1000,), float(number)), name=f"w{number}") for number in range(100)]
+        values = [work.wait(timeout_s=20)[5].item() for work in reversed(works)]
+        waiter.join(20)
+        return waited, values
+
+    assert run_ranks(2, body, transport=transport) == [([2.0], [2.0 * number for number in reversed(range(100))])] * 2
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nobody_sleeps_through_a_message(transport):
+    """A wake-up that gets lost costs a tick of 100 ms: a thousand small operations would show a dozen of them."""
+
+    def body(group):
+        slow = 0
+        for _ in range(300):
+            works = [group.allreduce(torch.ones(20_000 * (k + 1)), name=f"w{k}") for k in range(3)]
+            begin = time.monotonic()
+            in_threads(*[functools.partial(work.wait, timeout_s=20) for work in works[:2]])
+            works[2].wait(timeout_s=20)
+            slow += time.monotonic() - begin > 0.09
+        return slow
+
+    assert max(run_ranks(2, body, transport=transport, compute="thread", engine=PATIENT)) <= 15
+
+
+def wait_for_nobody(group, number, entered, outcomes):
+    work = group.allreduce(torch.ones(1000), name=f"never {number}")
+    entered.release()
+    try:
+        work.wait(timeout_s=20)
+    except BaseException as error:
+        outcomes.append(error)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_close_while_others_wait_fails_their_operations(transport):
+    for _ in range(20):
+        groups = make_groups(2, transport=transport, engine=PATIENT)
+        entered, outcomes = threading.Semaphore(0), []
+
+        waiters = [
+            threading.Thread(target=wait_for_nobody, args=(groups[0], number, entered, outcomes)) for number in range(4)
+        ]
+        for waiter in waiters:
+            waiter.start()
+        for _ in waiters:
+            assert entered.acquire(timeout=10)
+        begin = time.monotonic()
+        groups[0].close()
+        for waiter in waiters:
+            waiter.join(10)
+        assert time.monotonic() - begin < 2.0
+        assert [type(error) for error in outcomes] == [GroupClosed] * 4, outcomes
+        assert "pending" in str(outcomes[0])
+        with pytest.raises(GroupClosed, match="make a new one"):
+            groups[0].allreduce(torch.ones(1), name="late")
+        groups[0].close()  # harmless
+        groups[1].close()
+
+
+def test_the_others_see_that_a_rank_has_left():
+    groups = make_groups(2, transport="tcp", engine=PATIENT)
+    in_threads(*[group.barrier for group in groups])
+    pending = groups[0].allreduce(torch.ones(10), name="x")
+    groups[1].close()
+    with pytest.raises(PeerLost, match="rank 1 is lost: it has closed the group"):
+        pending.wait(timeout_s=5)
+    groups[0].close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_threads_and_descriptors_are_given_back(transport):
+    def cycle():
+        groups = make_groups(3, transport=transport, compute="thread", engine=PATIENT)
+        works = [group.allreduce(torch.ones(100_000), name="x") for group in groups]
+        assert [work.wait(timeout_s=20)[0].item() for work in works] == [3.0] * 3
+        close_all(groups)
+
+    cycle()
+    gc.collect()
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        cycle()
+    gc.collect()
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_is_done_is_not_kept(transport):
+    groups = make_groups(3, transport=transport, engine=PATIENT)
+
+    def work(group):
+        for _ in range(200):
+            group.allreduce(torch.ones(5000), name="x").wait()
+
+    in_threads(*[lambda group=group: work(group) for group in groups])
+    in_threads(*[group.barrier for group in groups])
+    gc.collect()
+    kept = sum(type(thing) is Operation for thing in gc.get_objects())
+    close_all(groups)
+    assert kept < 50, f"{kept} of 600 operations are still in memory"
+
+
+def test_a_deadline_passes_and_the_operation_still_succeeds():
+    def body(group):
+        value = torch.full((100_000,), float(group.rank))
+        if group.rank == 1:
+            late.wait(20)
+        work = group.allreduce(value, name="late")
+        if group.rank == 0:
+            begin = time.monotonic()
+            with pytest.raises(DeadlineExceededError, match=r"'late'.*never submitted by rank\(s\) 1"):
+                work.wait(timeout_s=0.3)
+            assert 0.3 <= time.monotonic() - begin < 0.8
+            late.set()
+        return work.wait(timeout_s=20)[-1].item()
+
+    for transport in TRANSPORTS:
+        late = threading.Event()
+        assert run_ranks(2, body, transport=transport) == [1.0, 1.0]
+
+
+def test_a_failing_observer_ends_the_group_with_its_error_and_nobody_hangs():
+    class Broken(tr.Observer):
+        def received(self, *arguments, **facts):
+            raise RuntimeError("a bug of the observer's")
+
+    groups = make_groups(2, transport="tcp", engine=PATIENT)
+    groups[0].observers.append(Broken())
+    works = [group.allreduce(torch.ones(1000), name="x") for group in groups]
+    with pytest.raises(RuntimeError, match="a bug of the observer's"):
+        works[0].wait(timeout_s=5)
+    with pytest.raises(GroupClosed, match="a bug of the observer's"):
+        groups[0].allreduce(torch.ones(1000), name="y")
+    with pytest.raises(PeerLost):
+        groups[1].barrier(timeout_s=5)
+    close_all(groups)

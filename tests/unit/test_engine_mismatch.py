@@ -1,0 +1,141 @@
+"""Ranks that mean different things: an error with both values on every rank, and the group goes on."""
+
+import pytest
+from rack import BARRIER, Rack, allreduce, broadcast, values_of
+
+from totalreduce.foundation.errors import MismatchError
+from totalreduce.foundation.header import Frame
+from totalreduce.foundation.types import DType, ReduceOp, Signature
+
+ODD = [
+    (allreduce(4), allreduce(4, dtype=DType.FLOAT32), "allreduce(sum) of float32[4]"),
+    (allreduce(2, 3), allreduce(3, 2), "allreduce(sum) of float64[3, 2]"),
+    (allreduce(4), allreduce(5), "allreduce(sum) of float64[5]"),
+    (allreduce(4), allreduce(4, reduction=ReduceOp.AVG), "allreduce(avg) of float64[4]"),
+    (allreduce(4), broadcast(4, root=0), "broadcast(root=0) of float64[4]"),
+    (allreduce(4), BARRIER, "barrier"),
+    (broadcast(4, root=0), broadcast(4, root=1), "broadcast(root=1) of float64[4]"),
+    (broadcast(4, root=0), broadcast(4, root=2), "broadcast(root=2) of float64[4]"),
+    (broadcast(4, root=1), allreduce(4), "allreduce(sum) of float64[4]"),
+    (allreduce(200), allreduce(0), "allreduce(sum) of float64[0]"),
+]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("odd_rank", [0, 1, 2])
+@pytest.mark.parametrize(("usual", "odd", "shown"), ODD)
+def test_every_rank_learns_what_both_wanted(
+    usual: Signature, odd: Signature, shown: str, odd_rank: int, order: tuple[int, ...]
+) -> None:
+    rack = Rack(3)
+    operations = {}
+    for rank in order:
+        operations[rank] = rack.submit(rank, "w", (), odd if rank == odd_rank else usual)
+        rack.run()
+    for rank in range(3):
+        error = operations[rank].error
+        assert isinstance(error, MismatchError), f"rank {rank}: {error}"
+        assert error.tensor == "w"
+        assert odd_rank in error.ranks
+        by_rank = dict(zip(error.ranks, error.values, strict=True))
+        assert by_rank.pop(odd_rank) == shown
+        assert list(by_rank.values()) == [usual.describe()]
+    _check_usable(rack)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_rank_calls_itself_the_root(world_size: int) -> None:
+    rack = Rack(world_size)
+    for attempt in range(3):  # the same mistake again is found again
+        operations = [rack.submit(rank, "w", (), broadcast(4, root=rank)) for rank in range(world_size)]
+        rack.run()
+        assert all(isinstance(operation.error, MismatchError) for operation in operations), attempt
+    _check_usable(rack)
+
+
+def test_a_mismatch_in_a_later_iteration() -> None:
+    rack = Rack(2)
+    for _ in range(2):
+        operations = [rack.submit(rank, "w", [1.0], broadcast(1, root=0)) for rank in range(2)]
+        rack.run()
+        assert all(operation.error is None for operation in operations)
+    operations = [rack.submit(rank, "w", [1.0], broadcast(1, root=rank)) for rank in range(2)]
+    rack.run()
+    assert all(isinstance(operation.error, MismatchError) for operation in operations)
+    _check_usable(rack)
+
+
+def test_a_rank_that_submits_after_the_others_have_failed() -> None:
+    rack = Rack(3)
+    rack.submit(0, "w", (), allreduce(4))
+    rack.submit(1, "w", (), allreduce(5))
+    rack.run()
+    assert len(rack.completed[0]) == len(rack.completed[1]) == 1
+    late = rack.submit(2, "w", (), allreduce(4))
+    assert isinstance(late.error, MismatchError)
+    rack.run()
+    _check_usable(rack)
+
+
+def test_an_addition_under_way_delays_the_error() -> None:
+    """Or the caller would use the tensor again while the addition still writes into it."""
+    rack = Rack(3)
+    usual = [rack.submit(rank, "w", [1.0] * 4) for rank in (0, 1)]
+    rack.give(0, 1, rack.take_data(0, 1))
+    computation = rack.begin_computing(1)
+    rack.submit(2, "w", (), allreduce(5))
+    while rack.move(1, 2) or rack.move(2, 1):
+        pass
+    assert isinstance(usual[1].error, MismatchError)
+    assert rack.completed[1] == []
+    rack.end_computing(1, computation)
+    assert rack.completed[1] == [usual[1]]
+    rack.run()
+    _check_usable(rack)
+
+
+def test_additions_that_have_not_begun_are_not_carried_out() -> None:
+    rack = Rack(2)
+    for rank in range(2):
+        rack.submit(rank, "w", [1.0] * 40)
+    for _ in range(3):
+        rack.give(0, 1, rack.take_data(0, 1))
+    assert rack.engines[1].peek_computation() is not None
+    rack.engines[1].close(rack.now, tell=[])
+    assert rack.begin_computing(1) is None
+    assert rack.engines[1].scratch.in_use == 0
+
+
+def test_a_body_that_was_going_into_the_tensor_is_redirected() -> None:
+    rack = Rack(2)
+    operations = [rack.submit(rank, "w", [float(rank)], broadcast(1, root=0)) for rank in range(2)]
+    header, body = rack.take_data(0, 1)
+    delivery = rack.begin_receiving(0, 1, header)
+    rack.engines[1].close(rack.now, tell=[])
+    rack.end_receiving(1, delivery, body)
+    assert values_of(operations[1]) == [1.0]
+
+
+def test_the_description_travels_once_per_change() -> None:
+    rack = Rack(2)
+    described = 0
+    for _ in range(3):
+        operations = [rack.submit(rank, "w") for rank in range(2)]
+        while (message := rack.take(0, 1)) is not None:
+            described += message[0].frame is Frame.DESCRIBE
+            rack.give(0, 1, message)
+        rack.run()
+        assert all(operation.error is None for operation in operations)
+    assert described == 1
+
+
+def _check_usable(rack: Rack) -> None:
+    for name in ("w", "another"):
+        for _ in range(2):
+            operations = [rack.submit(rank, name, [float(rank)] * 4) for rank in range(rack.world_size)]
+            rack.run()
+            for operation in operations:
+                assert operation.error is None
+                assert values_of(operation) == [float(sum(range(rack.world_size)))] * 4
+    assert all(engine.scratch.in_use == 0 for engine in rack.engines)
+    assert all(engine.floating.total_bytes == 0 for engine in rack.engines)

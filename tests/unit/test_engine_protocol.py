@@ -1,0 +1,224 @@
+"""What no correct peer sends is refused before memory is taken for it; old epochs are dropped; stalls are reported."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from rack import SMALL, Rack, values_of
+
+from totalreduce.engine.engine import CONTROL_BYTES_MAX, Engine
+from totalreduce.foundation.errors import PeerLost, ProtocolError
+from totalreduce.foundation.header import Flag, Frame, Header
+
+
+def refused(rack: Rack, header: Header, match: str) -> None:
+    """Rank 1 refuses a header of rank 0 and has not taken any memory."""
+    engine = rack.engines[1]
+    before = (engine.floating.total_bytes, engine.scratch.in_use, len(engine._deliveries))
+    with pytest.raises(ProtocolError, match=match):
+        rack.begin_receiving(0, 1, header)
+    assert (engine.floating.total_bytes, engine.scratch.in_use, len(engine._deliveries)) == before
+
+
+def message_to_rank_1(num_elements: int = 20) -> tuple[Rack, Header, bytes]:
+    rack = Rack(2)
+    for rank in range(2):
+        rack.submit(rank, "w", [1.0] * num_elements)
+    header, body = rack.take_data(0, 1)
+    return rack, header, body
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"body_bytes": 2**32 - 1}, "4294967295 bytes for lane 0, step 0 of 'w'; 40 are expected"),
+        ({"body_bytes": 39}, "39 bytes for lane 0"),
+        ({"body_bytes": 0}, "0 bytes for lane 0"),
+        ({"lane": 2}, "lane 2, step 0 of 'w', which its schedule does not have"),
+        ({"lane": 2**32 - 1}, "lane 4294967295"),
+        ({"step": 2}, "step 2 of 'w', which its schedule does not have"),
+    ],
+)
+def test_wrong_slots_and_lengths(change: dict[str, int], match: str) -> None:
+    rack, header, _ = message_to_rank_1()
+    refused(rack, replace(header, **change), match)
+
+
+def test_the_same_slot_twice() -> None:
+    rack, header, body = message_to_rank_1()
+    rack.begin_receiving(0, 1, header)
+    refused(rack, header, "lane 0, step 0 of 'w' twice")
+    rack, header, body = message_to_rank_1()
+    rack.give(0, 1, (header, body))
+    rack.compute(1)
+    refused(rack, header, "lane 0, step 0 of 'w' twice")
+
+
+def test_an_overdrawn_allowance() -> None:
+    rack = Rack(2, floating_bytes_max=1000)
+    header = Header(Frame.DATA, 0, 7, 0, flags=Flag.EAGER, body_bytes=64)
+    for lane in range(3):
+        rack.begin_receiving(0, 1, replace(header, lane=lane))
+    refused(rack, replace(header, lane=3), "rank 0 would have 1280 floating bytes here; its share is 1000")
+
+
+def test_messages_that_nobody_asked_for() -> None:
+    rack = Rack(2)
+    header = Header(Frame.DATA, 0, 7, 0, body_bytes=64)
+    refused(rack, header, "rank 0 sent 64 bytes of an operation that was never posted here")
+    refused(rack, replace(header, flags=Flag.EAGER, body_bytes=257), "a floating message of 257 bytes")
+
+
+def test_oversized_control_frames() -> None:
+    rack = Rack(2)
+    header = Header(Frame.DESCRIBE, 0, body_bytes=CONTROL_BYTES_MAX + 1)
+    refused(rack, header, "a control frame of 16385 bytes from rank 0")
+
+
+def test_frames_that_are_the_transports_business() -> None:
+    with pytest.raises(ProtocolError, match="HEARTBEAT"):
+        Rack(2).give(0, 1, (Header(Frame.HEARTBEAT, 0), b""))
+
+
+@pytest.mark.parametrize(
+    ("frame", "body"),
+    [
+        (Frame.DESCRIBE, b"not json"),
+        (Frame.DESCRIBE, b"\xff\xfe\x00"),
+        (Frame.DESCRIBE, b"[1, 2]"),
+        (Frame.DESCRIBE, b"[" * 16_000),
+        (Frame.MISMATCH, b"{}"),
+        (Frame.MISMATCH, b'{"tensor": "w", "ranks": [0], "values": []}'),
+        (Frame.MISMATCH, b'{"tensor": "w", "ranks": [Infinity], "values": ["a"]}'),
+        (Frame.MISMATCH, b'{"tensor": "w", "ranks": null, "values": ["a"]}'),
+        (Frame.LOST, b'{"rank": "1"}'),
+        (Frame.LOST, b'{"rank": 2}'),
+        (Frame.LOST, b'{"rank": -1}'),
+        (Frame.STATUS_REQUEST, b'{"waited_s": "long"}'),
+        (Frame.STATUS_REPLY, b""),
+    ],
+)
+def test_garbage_in_control_frames(frame: Frame, body: bytes) -> None:
+    rack = Rack(2)
+    operation = rack.submit(1, "w")
+    with pytest.raises(ProtocolError):
+        rack.give(0, 1, (Header(frame, 0, *operation.key, body_bytes=len(body)), body))
+
+
+def test_credit_that_was_never_spent() -> None:
+    rack = Rack(2)
+    with pytest.raises(ProtocolError, match="gave back 5000 bytes of an allowance of which 0 are used"):
+        rack.give(0, 1, (Header(Frame.CREDIT, 0, 5000), b""))
+
+
+def test_a_violation_found_at_submission_is_the_peers_fault() -> None:
+    rack = Rack(2)
+    rack.submit(0, "w", [1.0] * 20)
+    header, body = rack.take_data(0, 1)
+    rack.give(0, 1, (replace(header, lane=9), body))
+    operation = rack.submit(1, "w", [1.0] * 20)
+    assert isinstance(operation.error, PeerLost)
+    assert operation.error.rank == 0
+    assert "protocol violation: rank 0 sent lane 9" in operation.error.reason
+    assert rack.completed[1] == [operation]
+    assert rack.engines[1].floating.total_bytes == 0
+
+
+def test_another_epoch_is_dropped_and_counted() -> None:
+    rack, header, body = message_to_rank_1()
+    rack.give(0, 1, (replace(header, epoch=1), body))
+    lost = json.dumps({"rank": 0}).encode()
+    rack.give(0, 1, (Header(Frame.LOST, 1, body_bytes=len(lost)), lost))
+    counters = rack.engines[1].counters
+    assert (counters.dropped_messages, counters.dropped_bytes) == (2, len(body) + len(lost))
+    assert rack.engines[1].lost is None
+    rack.give(0, 1, (header, body))
+    rack.run()
+    assert values_of(rack.completed[1][0]) == [2.0] * 20
+
+
+def test_another_epochs_flood_is_refused() -> None:
+    rack = Rack(2)
+    refused(rack, Header(Frame.DATA, 1, body_bytes=257), "a message of 257 bytes from rank 0; the limit is 256")
+
+
+def test_what_is_remembered_of_strange_operations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("totalreduce.engine.engine._REMEMBERED_MAX", 10)
+    rack = Rack(2)
+    for index in range(100):
+        for frame in (Frame.POSTED, Frame.REQUEST, Frame.DESCRIBE):
+            body = b"{}" if frame is Frame.DESCRIBE else b""
+            rack.give(0, 1, (Header(frame, 0, index, body_bytes=len(body)), body))
+    engine = rack.engines[1]
+    tables = [engine._posted_early, engine._requested, engine._described_early]
+    tables += [engine._peer_names, engine._peer_descriptions]
+    assert [len(table) for table in tables] == [10] * 5
+
+
+def test_a_stall_is_reported_on_every_rank_and_names_the_missing_one() -> None:
+    rack = Rack(3)
+    rack.submit(0, "embedding.weight", [1.0] * 8)
+    rack.submit(2, "embedding.weight", [1.0] * 8)
+    rack.run()
+    rack.tick(4.9)
+    assert [engine.pop_reports() for engine in rack.engines] == [[], [], []]
+    rack.tick(5.0)
+    rack.tick(5.1)
+    reports = [engine.pop_reports() for engine in rack.engines]
+    for rank in range(3):
+        assert {report.tensor for report in reports[rank]} == {"embedding.weight"}
+        assert {report.missing for report in reports[rank]} == {(1,)}
+    [report] = reports[0]
+    assert report.waited_s == pytest.approx(5.1)
+    assert "never submitted by rank(s) 1" in str(report)
+    assert report.progress.keys() == {0, 2}
+    assert report.as_dict()["missing"] == [1]
+    assert [engine.counters.stalls for engine in rack.engines] == [1, 2, 1]
+
+
+def test_reports_become_rarer_and_end() -> None:
+    rack = Rack(2)
+    rack.submit(0, "w")
+    for tenth in range(600):
+        rack.tick(tenth / 10)
+    assert len(rack.engines[0].pop_reports()) == 4  # after 5, 10, 20 and 40 seconds
+    rack.submit(1, "w")
+    rack.run()
+    for second in range(60, 200):
+        rack.tick(float(second))
+    assert rack.engines[0].pop_reports() == []
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    rack = Rack(3)
+    rack.submit(0, "w")
+    rack.engines[0].tick(5.0)
+    while rack.move(0, 1) or rack.move(1, 0):
+        pass
+    rack.engines[0].tick(7.0)
+    [report] = rack.engines[0].pop_reports()
+    assert report.missing == (1,)
+    assert report.silent == (2,)
+    assert "no answer from rank(s) 2" in str(report)
+
+
+def test_the_explanation_for_a_deadline_names_the_missing_rank() -> None:
+    rack = Rack(2, stall_warning_s=0.0)
+    operation = rack.submit(0, "w")
+    assert "no answer from the other ranks yet" in rack.engines[0].explain(operation, 1.0)
+    rack.engines[0].inquire(operation, 1.0)
+    rack.run()
+    assert "never submitted by rank(s) 1" in rack.engines[0].explain(operation, 1.0)
+    assert rack.engines[1].pop_reports() == []  # the watch is off there
+
+
+def test_validate_finds_what_is_broken() -> None:
+    rack = Rack(2)
+    operation = rack.submit(0, "w")
+    operation.finished = True
+    with pytest.raises(AssertionError):
+        rack.validate()
+
+
+def test_an_engine_needs_no_configuration_beyond_its_own() -> None:
+    assert Engine(0, 2, SMALL).config is SMALL

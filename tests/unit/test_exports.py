@@ -1,0 +1,58 @@
+"""What is public exists, is documented, and is imported lazily."""
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import totalreduce
+
+MODULES = sorted(module.name for module in pkgutil.walk_packages(totalreduce.__path__, "totalreduce."))
+
+
+@pytest.fixture(params=[name for name in MODULES if name != "totalreduce.__main__"])
+def module(request: pytest.FixtureRequest) -> ModuleType:
+    return importlib.import_module(request.param)
+
+
+def test_modules_have_a_docstring_and_export_what_exists(module: ModuleType) -> None:
+    assert module.__doc__
+    exported = getattr(module, "__all__", [])
+    assert len(set(exported)) == len(exported)
+    for name in exported:
+        assert hasattr(module, name), name
+
+
+def test_public_things_have_docstrings(module: ModuleType) -> None:
+    for name in getattr(module, "__all__", []):
+        thing = getattr(module, name)
+        if isinstance(thing, type) or (callable(thing) and getattr(thing, "__module__", "").startswith("totalreduce")):
+            assert thing.__doc__, name
+
+
+def test_the_package_exports_what_it_can_find() -> None:
+    assert sorted(totalreduce.__all__) == totalreduce.__all__
+    assert set(totalreduce.__all__) == {*totalreduce._HOMES, "__version__"}
+    for name in totalreduce.__all__:
+        thing = getattr(totalreduce, name)
+        if name != "__version__":
+            assert thing.__module__ == f"totalreduce.{totalreduce._HOMES[name]}"
+    assert set(totalreduce.__all__) <= set(dir(totalreduce))
+
+
+def test_every_error_is_exported() -> None:
+    errors = importlib.import_module("totalreduce.foundation.errors")
+    assert set(errors.__all__) <= set(totalreduce.__all__)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(AttributeError, match="module 'totalreduce' has no attribute 'al_reduce'"):
+        totalreduce.al_reduce  # noqa: B018
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, totalreduce; totalreduce.PeerLost; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

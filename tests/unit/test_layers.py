@@ -1,0 +1,86 @@
+"""Rules about files that import-linter cannot express: who may have threads, a clock, sockets, the environment."""
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+import totalreduce
+
+ROOT = Path(totalreduce.__path__[0])
+FILES = sorted(ROOT.rglob("*.py"))
+PURE = [
+    *(path for path in (ROOT / "engine").glob("*.py") if path.name != "runner.py"),
+    *(ROOT / "schedules").glob("*.py"),
+    *(ROOT / "foundation").glob("*.py"),
+    ROOT / "transports" / "simulated.py",
+    ROOT / "testing" / "simulation.py",
+]
+IMPURE_MODULES = {"asyncio", "concurrent", "multiprocessing", "select", "selectors", "socket", "threading", "time"}
+UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names of everything a file imports, inside functions too."""
+    found = set()
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def uses(path: Path, module: str, attributes: set[str]) -> bool:
+    return any(
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == module
+        and node.attr in attributes
+        for node in nodes(path)
+    )
+
+
+@pytest.mark.parametrize("path", sorted(set(PURE)), ids=name)
+def test_the_core_has_no_thread_socket_or_clock(path: Path) -> None:
+    assert imported(path) & IMPURE_MODULES == set()
+
+
+def test_the_foundation_needs_the_standard_library_only() -> None:
+    for path in (ROOT / "foundation").glob("*.py"):
+        assert imported(path) & {"torch", "numpy"} == set(), name(path)
+
+
+def test_engine_and_schedules_know_no_tensor_library() -> None:
+    pure = [path for path in PURE if path.parent.name in ("engine", "schedules")]
+    assert [name(path) for path in pure if imported(path) & {"torch", "numpy"}] == []
+
+
+def test_only_one_file_reads_the_environment() -> None:
+    readers = {name(path) for path in FILES if uses(path, "os", {"environ", "getenv", "putenv", "environb"})}
+    # What starts processes hands the environment on; it takes no setting from it.
+    handing_on = {reader for reader in readers if reader.startswith(("launch/", "cli/"))}
+    assert readers - handing_on == {"foundation/environment.py"}
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    for path in FILES:
+        assert imported(path) & UNSAFE_MODULES == set(), name(path)
+        calls = {node.func.id for node in nodes(path) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        assert calls & {"eval", "exec"} == set(), name(path)
+
+
+def test_files_with_threads_are_known() -> None:
+    threaded = {name(path) for path in FILES if uses(path, "threading", {"Thread"})}
+    of_the_library = {file for file in threaded if not file.startswith(("launch/", "cli/", "testing/"))}
+    assert of_the_library == {"engine/runner.py"}
