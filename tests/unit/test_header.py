@@ -60,7 +60,7 @@ def test_layout() -> None:
 def test_wrong_magic_version_or_frame(place: int, value: int) -> None:
     packed = bytearray(Header(Frame.DATA, 0).pack())
     packed[place] = value
-    with pytest.raises(ProtocolError, match="not a totalreduce header|unknown frame"):
+    with pytest.raises(ProtocolError, match=r"not a totalreduce header|unknown frame"):
         Header.unpack(packed)
 
 
