@@ -50,7 +50,7 @@ with tr.init() as group:
             tr.broadcast_parameters(model, group)
             optimizer = tr.DistributedOptimizer(
                 KINDS[kind](model.parameters()), model, group=group,
-                bucket_bytes=4096, overlap=overlap, name=f"{kind}.{overlap}",
+                bucket_bytes=4096, overlap=overlap, name=kind,
             )
             inputs, targets = data()
             for step in range(20):

@@ -286,3 +286,19 @@ def test_both_ways_to_compute_give_the_same(compute: str) -> None:
     reference = run_ranks(3, body, compute="inline")
     assert len(set(results)) == 1
     assert len(results[0]) == len(reference[0])
+
+
+def test_a_barrier_that_ran_out_of_time_can_be_waited_for_again() -> None:
+    late = threading.Event()
+
+    def ranks(group: tr.Group) -> None:
+        if group.rank == 1:
+            assert late.wait(20)
+        else:
+            with pytest.raises(tr.DeadlineExceededError, match="barrier"):
+                group.barrier(timeout_s=0.2)
+            late.set()
+        group.barrier(timeout_s=10)  # the same one on both ranks
+        group.barrier(timeout_s=10)  # and the next one
+
+    run_ranks(2, ranks)

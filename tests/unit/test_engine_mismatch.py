@@ -43,11 +43,15 @@ def test_every_rank_learns_what_both_wanted(
     _check_usable(rack)
 
 
+@pytest.mark.parametrize("further", [0, 1])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_rank_calls_itself_the_root(world_size: int) -> None:
+def test_every_rank_calls_itself_or_the_next_one_the_root(world_size: int, further: int) -> None:
+    """In the second case nobody has anything to send, and only the descriptions tell."""
     rack = Rack(world_size)
     for attempt in range(3):  # the same mistake again is found again
-        operations = [rack.submit(rank, "w", (), broadcast(4, root=rank)) for rank in range(world_size)]
+        operations = [
+            rack.submit(rank, "w", (), broadcast(4, root=(rank + further) % world_size)) for rank in range(world_size)
+        ]
         rack.run()
         assert all(isinstance(operation.error, MismatchError) for operation in operations), attempt
     _check_usable(rack)

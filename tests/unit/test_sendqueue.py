@@ -88,6 +88,26 @@ def test_messages_that_come_back_are_the_oldest(limit: int) -> None:
     assert emptied(queue) == [first, second, later]
 
 
+def test_what_has_left_is_not_kept() -> None:
+    queue = filled(starvation_limit=3)
+    for sequence in range(100):
+        each = message(sequence)
+        queue.push(each)
+        each.operation.promoted = True
+        queue.rerank(each)
+        assert queue.pop() is each
+        assert not queue._heap
+        assert not queue._by_age
+    queue = filled(message(0), message(1), starvation_limit=3)  # never empty, always overtaken
+    for sequence in range(2, 5000):
+        each = message(sequence, priority=-(sequence % 2))
+        queue.push(each)
+        each.operation.promoted = sequence % 3 == 0
+        queue.rerank(each)
+        queue.pop()
+        assert len(queue._heap) <= 300
+
+
 @given(
     st.lists(st.tuples(st.integers(-3, 3), st.booleans()), max_size=30),
     st.lists(st.sampled_from(["pop", "promote", "discard"]), max_size=40),

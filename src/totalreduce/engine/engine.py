@@ -268,8 +268,12 @@ class Engine:
         self._completed += self._unsettled
         self._unsettled.clear()
         for peer in tell:
-            if peer not in self._departed:
-                self._control(peer, Frame.GOODBYE)
+            if peer in self._departed:
+                continue
+            if self._lost is not None and self._lost.rank != peer:
+                # Or a peer that has not heard of the loss yet would take this rank's leaving for the cause.
+                self._control(peer, Frame.LOST, body=self._lost_body(self._lost))
+            self._control(peer, Frame.GOODBYE)
 
     @property
     def num_active(self) -> int:
@@ -366,13 +370,12 @@ class Engine:
             self._release_held(operation, peer)  # or what comes later would overtake what is held
         lane, index, action = self._slot(operation, peer, header)
         self._note_first_byte(operation, now)
-        # Empty messages take no scratch: one that comes early (barrier) would occupy it with nothing to compute.
-        if not header.body_bytes or (action.mode is Mode.REPLACE and lane.position == index):
+        if action.mode is Mode.REPLACE and lane.position == index:
             arrival = Arrival(None)
             view = operation.segment(action.chunk, lane.index)
         elif self._waits_for_another(operation, lane, index):
             # Scratch that is full of messages which wait for another peer's would keep that one from being read. There
-            # are few such bytes: only schedules for small tensors receive from several peers.
+            # are few such bytes: only schedules for small tensors, and the barrier, receive from several peers.
             view = memoryview(bytearray(header.body_bytes))
             arrival = Arrival(view, early=True)
         else:
@@ -438,16 +441,21 @@ class Engine:
 
     def peer_lost(self, peer: int, reason: str, now: float, *, first_hand: bool = True) -> None:
         """A rank is gone: everything pending and everything later fails, and, first hand, everybody is told."""
-        if self._lost is not None or self._closed or peer in self._departed:
+        # A rank that left in good order is no loss for this one, unless another rank still needed it.
+        if self._lost is not None or self._closed or (first_hand and peer in self._departed):
             return
         self._lost = PeerLost(peer, reason)
         if first_hand:
-            body = json.dumps({"rank": peer, "reason": reason[:500]}).encode()
+            body = self._lost_body(self._lost)
             for other in range(self.world_size):
                 if other not in (self.rank, peer) and other not in self._departed:
                     self._control(other, Frame.LOST, body=body)
         for operation in list(self._active.values()):
             self._finish(operation, now, PeerLost(peer, reason))
+
+    @staticmethod
+    def _lost_body(lost: PeerLost) -> bytes:
+        return json.dumps({"rank": lost.rank, "reason": lost.reason[:500]}).encode()
 
     def peer_departed(self, peer: int, reason: str, now: float) -> None:
         """A rank closed the group in good order: only what still needs it fails."""
@@ -962,7 +970,7 @@ class Engine:
     def _on_describe(
         self, peer: int, key: tuple[int, int], signature: bytes, document: dict[str, Any], now: float
     ) -> None:
-        name, description = str(document.get("name", "?")), str(document.get("is", "?"))
+        name, description = str(document.get("name", "?"))[:NAME_BYTES_MAX], str(document.get("is", "?"))[:2048]
         self._remember(self._peer_names, key[0], name)
         self._remember(self._peer_descriptions, (peer, key[0]), description)
         operation = self._active.get(key)

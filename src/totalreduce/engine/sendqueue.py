@@ -16,6 +16,10 @@ from totalreduce.schedules.actions import Send
 __all__ = ["QueuedMessage", "SendQueue"]
 
 
+#: So many stale entries are tolerated, beside as many as there are live ones.
+_STALE_MAX = 256
+
+
 class QueuedMessage:
     """A data message that may leave: a slot of an operation. The body is read when it leaves."""
 
@@ -70,20 +74,28 @@ class SendQueue:
         """Take the next message, or ``None``."""
         oldest = self._oldest()
         if oldest is None:
-            self._heap.clear()
             return None
         starving = self._overtakes >= self._starvation_limit and not self._fifo
         message = oldest if starving else self._most_urgent()
         self._overtakes = 0 if message is oldest else self._overtakes + 1
-        message.taken = True
-        self._length -= 1
+        self._take(message)
         return message
 
     def discard(self, message: QueuedMessage) -> None:
         """Forget a message whose operation failed."""
         if not message.taken:
-            message.taken = True
-            self._length -= 1
+            self._take(message)
+
+    def _take(self, message: QueuedMessage) -> None:
+        message.taken = True
+        self._length -= 1
+        # Stale entries hold on to operations that are done, tensors included. One sweep pays for many pushes.
+        if not self._length:
+            self._heap.clear()
+            self._by_age.clear()
+        elif len(self._heap) > 2 * self._length + _STALE_MAX:
+            self._heap = [entry for entry in self._heap if not entry[2].taken]
+            heapq.heapify(self._heap)
 
     def _rank(self, message: QueuedMessage) -> None:
         operation = message.operation

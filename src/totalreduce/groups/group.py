@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, final
 import torch
 
 from totalreduce.engine.runner import Runner
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError
 from totalreduce.foundation.observer import Observer
 from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
 from totalreduce.groups import agreement, tensors
@@ -60,6 +60,7 @@ class Group:
         self._quiesce: list[Callable[[], None]] = []
         self._at_close: list[Callable[[], None]] = []
         self._barriers = itertools.count()
+        self._late_barrier: Work | None = None
         self._closed = False
         # The interpreter's exit closes the group, so that a finished rank is not taken for a dead one.
         self._finalizer = weakref.finalize(self, _close, runner, self._at_close)
@@ -142,17 +143,26 @@ class Group:
     def barrier(self, *, timeout_s: float | None = None) -> Work:
         """Return when every rank has called it; deferred work (see ``on_quiesce``) is flushed first.
 
+        Called again after a ``DeadlineExceededError`` it goes on waiting for the same barrier.
+
         Raises:
             DeadlineExceededError: Some rank did not come in time; the message names it.
             PeerLost: A rank is gone.
         """
         self._flush()
-        signature = Signature(OpKind.BARRIER, DType.UINT8, ReduceOp.NONE, 0, (0,))
-        nothing = torch.empty(0, dtype=torch.uint8)
-        # A few names in turn: a name is remembered for ever, and a job has as many barriers as it likes.
-        name = f"barrier#{next(self._barriers) % _BARRIER_NAMES}"
-        work = self._submit(nothing, signature, name, -1, timeout_s, writes=False)
-        work.wait()
+        # One that ran out of time is still pending: coming back means waiting for it, not for one more.
+        work, self._late_barrier = self._late_barrier, None
+        if work is None:
+            signature = Signature(OpKind.BARRIER, DType.UINT8, ReduceOp.NONE, 0, (0,))
+            nothing = torch.empty(0, dtype=torch.uint8)
+            # A few names in turn: a name is remembered for ever, and a job has as many barriers as it likes.
+            name = f"barrier#{next(self._barriers) % _BARRIER_NAMES}"
+            work = self._submit(nothing, signature, name, -1, timeout_s, writes=False)
+        try:
+            work.wait(timeout_s)
+        except DeadlineExceededError:
+            self._late_barrier = work
+            raise
         return work
 
     # -------------------------------------------------------------------------------------------------------- plans

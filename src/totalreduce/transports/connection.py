@@ -6,6 +6,7 @@ message costs one system call and not two.
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import final
 
@@ -72,7 +73,7 @@ class Connection:
         """
         error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            raise OSError(error, "connect")
+            raise OSError(error, os.strerror(error))
         self.connecting = False
         assert isinstance(self._handshake, Connector)
         self._raw_out = self._handshake.outgoing
