@@ -19,12 +19,13 @@ KNOWN_NAMES = frozenset(
     "TOTALREDUCE_" + suffix
     for suffix in (
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDRESS", "MASTER_PORT", "JOB_ID"),
-        *("JOB_KEY", "JOB_KEY_FILE", "TIMEOUT_S", "TIMELINE", "ADDRESS", "INTERFACE", "PEER_TIMEOUT_S"),
+        *("JOB_KEY", "JOB_KEY_FILE", "TIMEOUT_S", "TIMELINE", "ADDRESS", "INTERFACE", "PEER_TIMEOUT_S", "COMPUTE"),
         *("LOG", "DEBUG"),
     )
 )
 """Every variable of the library's own; documented in ``docs/launching.md``."""
 
+COMPUTE_MODES = ("auto", "thread", "inline")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -38,6 +39,7 @@ class Settings:
         address: Address to advertise to the other ranks.
         interface: Network interface whose address to advertise.
         peer_timeout_s: Silence after which a peer counts as lost.
+        compute: One of ``COMPUTE_MODES``: whether additions have their own thread.
         log_level: One of ``LOG_LEVELS``.
         debug: Whether the command line shows tracebacks.
         warnings: Sentences to log once: unknown variables, a key that others can read.
@@ -48,6 +50,7 @@ class Settings:
     address: str | None
     interface: str | None
     peer_timeout_s: float | None
+    compute: str | None
     log_level: str | None
     debug: bool
     warnings: tuple[str, ...]
@@ -107,6 +110,9 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
     level = env.get("TOTALREDUCE_LOG")
     if level is not None and level.lower() not in LOG_LEVELS:
         raise ConfigurationError(f"TOTALREDUCE_LOG={level!r} is none of {', '.join(LOG_LEVELS)}")
+    compute = env.get("TOTALREDUCE_COMPUTE")
+    if compute is not None and compute not in COMPUTE_MODES:
+        raise ConfigurationError(f"TOTALREDUCE_COMPUTE={compute!r} is none of {', '.join(COMPUTE_MODES)}")
     timeline = env.get("TOTALREDUCE_TIMELINE")
     return Settings(
         timeout_s=_seconds(env, "TOTALREDUCE_TIMEOUT_S"),
@@ -114,6 +120,7 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
         address=env.get("TOTALREDUCE_ADDRESS"),
         interface=env.get("TOTALREDUCE_INTERFACE"),
         peer_timeout_s=_seconds(env, "TOTALREDUCE_PEER_TIMEOUT_S"),
+        compute=compute,
         log_level=level.lower() if level else None,
         debug=env.get("TOTALREDUCE_DEBUG", "0").lower() not in ("0", "false", "no"),
         warnings=(*_unknown_names(env), *_key_warnings(env)),

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from totalreduce.engine.engine import Engine
 from totalreduce.engine.runner import ComputeMode, Runner
@@ -45,7 +45,7 @@ def init(
     engine: EngineConfig | None = None,
     tcp: TcpConfig | None = None,
     timeline: str | Path | None = None,
-    compute: ComputeMode = "auto",
+    compute: ComputeMode | None = None,
 ) -> Group:
     """Join the job this process was started for, and return its group when every rank has answered.
 
@@ -60,7 +60,8 @@ def init(
         engine: Sizes, scheduling, stall watch; what shapes the wire must be equal on all ranks.
         tcp: Sockets, heartbeats, deadlines.
         timeline: Where to write a Chrome trace at the end: a folder, or a file name that each rank adds its number to.
-        compute: Whether additions have their own thread; ``"auto"``: if there are two cores per rank.
+        compute: Whether additions have their own thread (``"thread"``) or not (``"inline"``); ``"auto"``, the default
+            or ``TOTALREDUCE_COMPUTE``: if there are two cores per rank of this host.
 
     Raises:
         ConfigurationError: Contradictory variables or settings, on every rank.
@@ -86,7 +87,8 @@ def init(
         if engine is None and link.ranks_per_host == world.world_size:
             engine_config = dataclasses.replace(engine_config, segment_bytes=_ONE_HOST_SEGMENT_BYTES)
     core = Engine(world.rank, world.world_size, engine_config, observers=[] if recorder is None else [recorder])
-    group = Group(Runner(core, link, compute=compute), name)
+    mode = compute or cast("ComputeMode", settings.compute or "auto")
+    group = Group(Runner(core, link, compute=mode), name)
     if recorder is not None:
         group.at_close(recorder.close)
     _meet(group, engine_config.timeout_s)

@@ -90,7 +90,9 @@ def run_workers(
             address = hosts[0].address
             # gloo, NCCL and c10d look the host's name up, which leads nowhere inside a namespace.
             interface = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-            base = {"TORCH_CPP_LOG_LEVEL": "ERROR", **interface, **base}
+            # Every emulated host thinks that it has all the cores.
+            compute = {} if len(os.sched_getaffinity(0)) >= 2 * num_workers else {"TOTALREDUCE_COMPUTE": "inline"}
+            base = {"TORCH_CPP_LOG_LEVEL": "ERROR", **interface, **compute, **base}
         environments = worker_environments(
             base, num_workers, workers_per_host=workers_per_host, master_address=address, job_id=job_id
         )
