@@ -15,6 +15,7 @@ import logging
 import os
 import select
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -32,6 +33,10 @@ __all__ = ["TcpTransport", "listen"]
 _log = logging.getLogger(__name__)
 
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+#: Eight bytes of flags, fifteen 32-bit numbers, then ``tcpi_rtt`` in microseconds.
+_TCP_INFO_RTT = struct.Struct("68xI")
+#: Round trips shorter than this are a local network (or one host).
+_NEAR_S = 0.005
 #: A refused connection is tried again this often: the peer listens before its address is known, so it is gone.
 _REFUSALS_MAX = 3
 _RETRY_S = 0.1
@@ -55,6 +60,12 @@ def listen(address: str) -> socket.socket:
         raise
     sock.setblocking(False)
     return sock
+
+
+def _round_trip_s(sock: socket.socket) -> float:
+    """The kernel's estimate of the round-trip time, from ``struct tcp_info``."""
+    information = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_RTT.size)
+    return float(_TCP_INFO_RTT.unpack(information)[0]) / 1e6
 
 
 @final
@@ -231,10 +242,10 @@ class TcpTransport(Transport):
             sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, self._config.notsent_lowat_bytes)
 
     def _choose_congestion(self, connection: Connection) -> None:
-        """See ``TcpConfig.congestion``. Decided once both addresses are known."""
+        """See ``TcpConfig.congestion``. Decided once the connection stands and its round trip was measured."""
         sock = connection.sock
         names = [self._config.congestion] if self._config.congestion else []
-        if not names and sock.getsockname()[0] == sock.getpeername()[0]:
+        if not names and _round_trip_s(sock) < _NEAR_S:
             names = ["cubic", "reno"]
         for name in names:
             try:
