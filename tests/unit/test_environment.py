@@ -210,6 +210,7 @@ def test_settings():
             "TOTALREDUCE_ADDRESS": "10.0.0.2",
             "TOTALREDUCE_INTERFACE": "eth1",
             "TOTALREDUCE_PEER_TIMEOUT_S": "4",
+            "TOTALREDUCE_COMPUTE": "inline",
             "TOTALREDUCE_LOG": "INFO",
             "TOTALREDUCE_DEBUG": "1",
             "TOTALREDUCE_TIMEOUT": "3",
@@ -217,6 +218,7 @@ def test_settings():
     )
     assert (settings.timeout_s, settings.peer_timeout_s, str(settings.timeline)) == (2.5, 4.0, "out.json")
     assert (settings.address, settings.interface, settings.log_level) == ("10.0.0.2", "eth1", "info")
+    assert settings.compute == "inline"
     assert settings.debug is True
     assert len(settings.warnings) == 1
     assert "TOTALREDUCE_TIMEOUT " in settings.warnings[0]
@@ -231,6 +233,7 @@ def test_settings():
         ("TOTALREDUCE_TIMEOUT_S", "0"),
         ("TOTALREDUCE_PEER_TIMEOUT_S", "nan"),
         ("TOTALREDUCE_PEER_TIMEOUT_S", "inf"),
+        ("TOTALREDUCE_COMPUTE", "quickly"),
         ("TOTALREDUCE_LOG", "loud"),
     ],
 )
