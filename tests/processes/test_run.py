@@ -216,9 +216,8 @@ def test_a_signal_to_the_launcher_stops_the_workers(launcher, script, number, co
 
 
 def test_workers_may_save_their_work_on_ctrl_c(launcher, script):
-    path = script(
-        "try:\n    print(os.getpid(), flush=True); signal.pause()\nexcept KeyboardInterrupt: print('saved'); sys.exit(0)"
-    )
+    body = "print(os.getpid(), flush=True); signal.pause()"
+    path = script(f"try: {body}\nexcept KeyboardInterrupt: print('saved'); sys.exit(0)")
     process = launcher("-n", 2, path)
     read_lines(process, 2)
     process.send_signal(signal.SIGINT)

@@ -1,9 +1,10 @@
 """One rank of ``bench step``: the same model trained by DistributedOptimizer, by DDP over gloo, and alone.
 
-Float32 alone cannot prove that two ways to train agree: sums have another order, a rounding error may move an activation
-across ReLU's corner, and the difference can grow without anything being wrong (2e-3 of what 24 steps of SGD with a
-learning rate of 0.01 changed was seen, where float64 agrees to 1e-14). So every contestant first trains a few steps in float64,
-where agreement is tight; the timed float32 replicas are then held to the same bits on all ranks and to a coarse bound.
+Float32 alone cannot prove that two ways to train agree: sums have another order, a rounding error may move an
+activation across ReLU's corner, and the difference can grow without anything being wrong (2e-3 of what 24 steps of SGD
+with a learning rate of 0.01 changed was seen, where float64 agrees to 1e-14). So every contestant first trains a few
+steps in float64, where agreement is tight; the timed float32 replicas are then held to the same bits on all ranks and
+to a coarse bound.
 """
 
 from __future__ import annotations
