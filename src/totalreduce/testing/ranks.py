@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
 import threading
@@ -12,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from totalreduce.engine.engine import Engine
 from totalreduce.engine.runner import ComputeMode, Runner
 from totalreduce.foundation.config import EngineConfig, TcpConfig
+from totalreduce.foundation.errors import PeerLost
 from totalreduce.groups.group import Group
 from totalreduce.transports.base import Transport
 from totalreduce.transports.handshake import JobIdentity
@@ -106,7 +108,12 @@ def _transports(world_size: int, kind: RankTransport | TransportFactory, tcp: Tc
 
 
 def _close_all(groups: list[Group]) -> None:
-    closers = [threading.Thread(target=group.close, args=(2.0,)) for group in groups]
+    def close(group: Group) -> None:
+        # Another rank may have left while this one had work deferred, which its own function has seen or did not ask
+        for. with contextlib.suppress(PeerLost):
+            group.close(2.0)
+
+    closers = [threading.Thread(target=close, args=(group,)) for group in groups]
     for closer in closers:
         closer.start()
     for closer in closers:
