@@ -109,8 +109,8 @@ def _transports(world_size: int, kind: RankTransport | TransportFactory, tcp: Tc
 
 def _close_all(groups: list[Group]) -> None:
     def close(group: Group) -> None:
-        # Another rank may have left while this one had work deferred, which its own function has seen or did not ask
-        for. with contextlib.suppress(PeerLost):
+        # Another rank may have left while this one had work deferred: its function has seen that, or did not ask.
+        with contextlib.suppress(PeerLost):
             group.close(2.0)
 
     closers = [threading.Thread(target=close, args=(group,)) for group in groups]
