@@ -54,7 +54,7 @@ _NEXT_BLOCKING_S = 0.001
 class Handle:
     """A submitted operation as the submitter sees it."""
 
-    __slots__ = ("_finalise", "error", "event", "operation", "submitted_at")
+    __slots__ = ("_finalise", "error", "event", "operation")
 
     def __init__(self, finalise: Callable[[], None] | None) -> None:
         """``finalise`` runs in the communication thread when the operation is done and before anybody is told."""
@@ -293,9 +293,7 @@ class Runner:
         with self._moving:
             self._compute_inline(everything=self._inline)
             progress = self.transport.progress()
-        with self._lock:
-            completed = self.engine.pop_completed()
-        self._tell(completed)
+        self._settle()
         if not progress and not (handle is not None and handle.event.is_set()):
             self.transport.wait(timeout_s)
         with self._lock:
@@ -354,6 +352,12 @@ class Runner:
         if self._failure is not None:
             raise GroupClosed(f"the communication thread has failed: {self._failure!r}") from self._failure
 
+    def _settle(self) -> None:
+        """Tell the owners of what has finished."""
+        with self._lock:
+            completed = self.engine.pop_completed()
+        self._tell(completed)
+
     @staticmethod
     def _tell(completed: list[Operation]) -> None:
         for operation in completed:
@@ -393,9 +397,7 @@ class Runner:
         with self._lock:
             self.engine.delivered(delivery, time.monotonic())
         self._compute_inline(everything=self._inline)
-        with self._lock:
-            completed = self.engine.pop_completed()
-        self._tell(completed)
+        self._settle()
 
     def peer_lost(self, peer: int, reason: str) -> None:
         """A peer is gone."""

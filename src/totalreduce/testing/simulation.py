@@ -18,7 +18,7 @@ from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.foundation.header import Header
 from totalreduce.foundation.types import Signature
 from totalreduce.transports.base import Outgoing
-from totalreduce.transports.simulated import LinkModel, SimulatedNetwork
+from totalreduce.transports.simulated import SimulatedNetwork
 
 __all__ = ["SimulatedCluster", "Submission"]
 
@@ -126,20 +126,17 @@ class SimulatedCluster:
         self.ranks = [_Rank(self, rank, self.config) for rank in range(self.network.world_size)]
         for rank, endpoint in enumerate(self.ranks):
             self.network.attach(rank, endpoint)
-        self._pending = 0
         self._submissions: list[list[Submission]] = [[] for _ in self.ranks]
 
     def submit(self, rank: int, submission: Submission) -> None:
         """Have ``rank`` submit an operation at its time."""
         self._submissions[rank].append(submission)
-        self._pending += 1
         self.network.at(submission.at_s, lambda: self._submit(rank, submission))
 
     def completed(self, operation: Operation) -> None:
         """An engine has finished an operation."""
         submission: Submission = operation.owner
         submission.done_at_s, submission.error = self.network.now, operation.error
-        self._pending -= 1
 
     def run(self, *, until_s: float = 1e6, tick_s: float = 0.5, dead: Collection[int] = ()) -> None:
         """Run until every operation of every rank that is not ``dead`` has finished.
@@ -175,7 +172,6 @@ class SimulatedCluster:
             )
         except TotalReduceError as error:
             submission.done_at_s, submission.error = self.network.now, error
-            self._pending -= 1
         endpoint.after_event()
         self.network.poke(rank)
 
@@ -185,11 +181,3 @@ class SimulatedCluster:
             self.reports += [(rank, str(report)) for report in endpoint.engine.pop_reports()]
             self.network.poke(rank)
         self.network.after(tick_s, lambda: self._tick(tick_s))
-
-
-def uniform_cluster(
-    world_size: int, *, seed: int, config: EngineConfig, link: LinkModel, validates: bool = True
-) -> SimulatedCluster:
-    """A cluster whose links are all alike."""
-    network = SimulatedNetwork(world_size, seed=seed, default=link)
-    return SimulatedCluster(network, config, validates=validates, compute_jitter=1.0)
