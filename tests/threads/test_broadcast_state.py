@@ -17,7 +17,7 @@ from totalreduce.foundation.errors import (
 from totalreduce.groups.group import Group
 from totalreduce.pytorch import broadcast
 from totalreduce.pytorch.broadcast import broadcast_optimizer_state, broadcast_parameters
-from totalreduce.pytorch.encoding import decode, empty_tensors, encode
+from totalreduce.groups.encoding import decode, empty_tensors, encode
 from totalreduce.testing import run_ranks
 
 

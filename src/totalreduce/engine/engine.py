@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from totalreduce.engine.counters import Counters
 from totalreduce.engine.floating import FloatingMessage, FloatingStore, floating_cost
-from totalreduce.engine.operation import Arrival, Lane, Operation
+from totalreduce.engine.operation import AnyReceive, Arrival, Lane, Operation
 from totalreduce.engine.scratch import ScratchPool
 from totalreduce.engine.sendqueue import QueuedMessage, SendQueue
 from totalreduce.engine.stall import ANSWER_S, Inquiry, StallReport
@@ -40,12 +40,15 @@ from totalreduce.foundation.errors import (
     MismatchError,
     PeerLost,
     ProtocolError,
+    TotalReduceError,
 )
 from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header, unpack_signature
 from totalreduce.foundation.observer import Observer
-from totalreduce.foundation.types import OpKind, ReduceOp, Signature, operation_id
-from totalreduce.schedules import program_for, star, star_program_for
-from totalreduce.schedules.actions import Mode, Program, Receive, Send
+from totalreduce.foundation.types import Algorithm, ReduceOp, Signature, operation_id
+from totalreduce.schedules import program_for
+from totalreduce.schedules.actions import Mode, Program, Receive, Send, translate
+from totalreduce.schedules.select import LinkModel, Selector
+from totalreduce.transports.base import Lease
 
 __all__ = ["CONTROL_BYTES_MAX", "Computation", "Delivery", "Engine", "OutgoingMessage"]
 
@@ -68,6 +71,7 @@ class OutgoingMessage:
     header: bytes
     body: memoryview | None
     queued: QueuedMessage | None = None
+    share_key: Hashable = None
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +86,7 @@ class Delivery:
     index: int = 0
     arrival: Arrival | None = None
     floating: FloatingMessage | None = None
+    lease: Lease | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +111,7 @@ class _Name:
     """What is remembered of a name: how often it was submitted and which peers were told what it is."""
 
     name: str
+    text: str  #: what the id is the hash of: scope and name
     next_iteration: int = 0
     described: dict[int, bytes] = field(default_factory=dict)
 
@@ -121,10 +127,14 @@ class Engine:
         *,
         epoch: int = 0,
         observers: list[Observer] | None = None,
+        hosts: Sequence[int] | None = None,
     ) -> None:
-        """Make an idle engine."""
+        """Make an idle engine; ``hosts``: a number per rank that says which host it is on (default: one of its own)."""
         self.rank, self.world_size, self.config, self.epoch = rank, world_size, config, epoch
         self.counters = Counters()
+        self.everybody = tuple(range(world_size))
+        #: Which schedule carries out what; the ranks may agree on better numbers than its default ones.
+        self.selector = Selector(LinkModel(), tuple(hosts) if hosts is not None else self.everybody, config.schedules)
         self.observers: list[Observer] = observers if observers is not None else []
         self._share = max(1, config.floating_bytes_max // max(1, world_size - 1))
         self.floating = FloatingStore(self._share)
@@ -137,7 +147,8 @@ class Engine:
         self._ready: set[int] = set()
         self._eager_used: dict[int, int] = {}
         self._computations: deque[Computation] = deque()
-        self._completed: list[Operation] = []
+        self._completed: list[Operation | AnyReceive] = []
+        self._any_receives: list[AnyReceive] = []
         self._deliveries: set[Delivery] = set()
         self._sequence = 0
         #: Facts about operations that are not active here, bounded and oldest first.
@@ -164,8 +175,11 @@ class Engine:
         self,
         name: str | None,
         signature: Signature,
-        result: memoryview,
+        buffers: Sequence[memoryview | None],
         *,
+        ranks: tuple[int, ...] | None = None,
+        scope: str = "",
+        repeats: bool = False,
         priority: int = 0,
         now: float,
         owner: Any = None,
@@ -176,7 +190,10 @@ class Engine:
             name: Equal on all ranks, unique among operations in flight. ``None``: the n-th unnamed operation here
                 meets the n-th unnamed one elsewhere.
             signature: What it is.
-            result: Writable bytes, input and output, ``signature.num_elements`` elements.
+            buffers: Writable bytes, input and output: of the tensor, or of one block per chunk of the schedule.
+            ranks: Who takes part, this rank included (default: everybody); roots are places in this tuple.
+            scope: What sets the names of one subgroup apart from those of another.
+            repeats: The name may be in flight several times: the n-th here meets the n-th elsewhere.
             priority: Smaller is more urgent; 32 bits signed.
             now: Seconds.
             owner: Kept in the operation for the caller.
@@ -187,24 +204,32 @@ class Engine:
             GroupClosed: This rank closed the group.
         """
         self._check_usable()
-        record, op_id = self._record(name)
+        ranks = self.everybody if ranks is None else ranks
+        record, op_id = self._record(name, scope)
         key = (op_id, record.next_iteration)
         for peer, reason in self._departed.items():
-            self._tell_of_departure(key, peer, reason)
-            raise PeerLost(peer, reason)
-        if name is not None and record.next_iteration and (op_id, record.next_iteration - 1) in self._active:
+            if peer in ranks:
+                self._tell_of_departure(key, peer, reason, ranks)
+                raise PeerLost(peer, reason)
+        if (
+            name is not None
+            and not repeats
+            and record.next_iteration
+            and (op_id, record.next_iteration - 1) in self._active
+        ):
             raise ValueError(
                 f"an operation named {name!r} is already in flight on rank {self.rank}; wait for it or use another name"
             )
+        program = self._program(signature, op_id, ranks)
         record.next_iteration = (record.next_iteration + 1) & 0xFFFFFFFF
         shown = name if name is not None else f"{_UNNAMED}#{key[1]}"
-        program = self._program(signature, op_id)
         operation = Operation(
             shown,
             key,
             signature,
             program,
-            result,
+            buffers,
+            ranks=ranks,
             priority=priority,
             sequence=self._sequence,
             config=self.config,
@@ -226,7 +251,7 @@ class Engine:
             return operation
         self._announce(operation, record)
         for peer, theirs in self._described_early.pop(key, {}).items():
-            if theirs != operation.packed_signature and not operation.finished:
+            if theirs != operation.signature_from(peer) and not operation.finished:
                 self._mismatch(operation, peer, theirs, now)
         self._claim_floating(operation, now)
         if not operation.finished:
@@ -248,7 +273,26 @@ class Engine:
         for observer in self.observers:
             observer.promoted(operation.name, operation.key[1], now)
 
-    def pop_completed(self) -> list[Operation]:
+    def receive_any(self, receive: AnyReceive, now: float) -> None:
+        """Receive from whoever of the candidates sends first. The operation it becomes has the same owner.
+
+        Raises:
+            PeerLost: A rank of the group is gone.
+            GroupClosed: This rank closed the group.
+        """
+        self._check_usable()
+        for peer, reason in self._departed.items():
+            if peer in receive.candidates:
+                raise PeerLost(peer, reason)
+        for peer, name in receive.candidates.items():
+            record, op_id = self._record(name, receive.scope)
+            key = (op_id, record.next_iteration)
+            if key in self.floating or key in self._requested or key in self._described_early:
+                self._become(receive, peer, now)
+                return
+        self._any_receives.append(receive)
+
+    def pop_completed(self) -> list[Operation | AnyReceive]:
         """Operations that finished since the last call, well (``error`` is ``None``) or not."""
         completed, self._completed = self._completed, []
         return completed
@@ -267,6 +311,7 @@ class Engine:
             self._finish(operation, now, GroupClosed(f"the group was closed with {operation.name!r} pending"))
         self._completed += self._unsettled
         self._unsettled.clear()
+        self._end_any_receives(lambda _: True, GroupClosed("the group was closed with a receive pending"))
         for peer in tell:
             if peer in self._departed:
                 continue
@@ -342,7 +387,7 @@ class Engine:
         """Whether there is scratch memory for another message; if not, the transport waits with reading."""
         return self.scratch.available
 
-    def accept(self, peer: int, header: Header, now: float) -> Delivery:
+    def accept(self, peer: int, header: Header, now: float, lease: Lease | None = None) -> Delivery:
         """Decide where the body of a message goes ("decide which payload is about to be received").
 
         Raises:
@@ -358,7 +403,7 @@ class Engine:
         operation = self._active.get(key)
         if operation is None:
             return self._accept_unknown(peer, header, key, now)
-        if header.signature != operation.packed_signature:
+        if header.signature != operation.signature_from(peer):
             self._mismatch(operation, peer, header.signature, now)
             return self._sink(peer, header)
         if header.flags & Flag.EAGER:
@@ -370,12 +415,16 @@ class Engine:
             self._release_held(operation, peer)  # or what comes later would overtake what is held
         lane, index, action = self._slot(operation, peer, header)
         self._note_first_byte(operation, now)
-        if action.mode is Mode.REPLACE and lane.position == index:
+        is_next = lane.position == index
+        if action.mode is Mode.REPLACE and (is_next or action.anytime):
             arrival = Arrival(None)
-            view = operation.segment(action.chunk, lane.index)
+            view = operation.segment(action.chunk, lane.index, span=action.span)
+        elif lease is not None and (is_next or lease.may_be_kept):
+            view = lease.body
+            arrival = Arrival(view, lease=lease)
+            return self._tracked(Delivery(peer, header, view, operation, lane, index, arrival, lease=lease))
         elif self._waits_for_another(operation, lane, index):
-            # Scratch that is full of messages which wait for another peer's would keep that one from being read. There
-            # are few such bytes: only schedules for small tensors, and the barrier, receive from several peers.
+            # Scratch that is full of messages which wait for another peer's would keep that one from being read.
             view = memoryview(bytearray(header.body_bytes))
             arrival = Arrival(view, early=True)
         else:
@@ -452,6 +501,7 @@ class Engine:
                     self._control(other, Frame.LOST, body=body)
         for operation in list(self._active.values()):
             self._finish(operation, now, PeerLost(peer, reason))
+        self._end_any_receives(lambda _: True, PeerLost(peer, reason))
 
     @staticmethod
     def _lost_body(lost: PeerLost) -> bytes:
@@ -469,8 +519,9 @@ class Engine:
                 for (source, _), index in operation.program.receives.items()
             )
             if waits:
-                self._tell_of_departure(operation.key, peer, reason)
+                self._tell_of_departure(operation.key, peer, reason, operation.ranks)
                 self._finish(operation, now, PeerLost(peer, reason))
+        self._end_any_receives(lambda receive: set(receive.candidates) <= set(self._departed), PeerLost(peer, reason))
 
     # --------------------------------------------------------------------------------------------------- watching
 
@@ -486,7 +537,8 @@ class Engine:
                     self._next_warning[key] = now + max(first, now - operation.submitted_at)
                     self.inquire(operation, now, warn=True)
         for key, inquiry in list(self._inquiries.items()):
-            if len(inquiry.answers) == self.world_size - 1 or now >= inquiry.asked_at + ANSWER_S:
+            operation = self._active[key]
+            if len(inquiry.answers) == len(operation.ranks) - 1 or now >= inquiry.asked_at + ANSWER_S:
                 self._conclude(key, inquiry, now)
 
     def inquire(self, operation: Operation, now: float, *, warn: bool = False) -> None:
@@ -497,7 +549,7 @@ class Engine:
             return
         self._inquiries[operation.key] = Inquiry(now, warn)
         body = json.dumps({"name": operation.name, "waited_s": round(now - operation.submitted_at, 3)}).encode()
-        for peer in range(self.world_size):
+        for peer in operation.ranks:
             if peer != self.rank and peer not in self._departed:
                 self._control(peer, Frame.STATUS_REQUEST, key=operation.key, body=body)
 
@@ -534,43 +586,49 @@ class Engine:
         if self._lost is not None:
             raise PeerLost(self._lost.rank, self._lost.reason)
 
-    def _tell_of_departure(self, key: tuple[int, int], peer: int, reason: str) -> None:
+    def _tell_of_departure(self, key: tuple[int, int], peer: int, reason: str, ranks: Sequence[int]) -> None:
         """Tell those who wait for this rank's part of an operation that it will not come, and why."""
         body = json.dumps({"rank": peer, "reason": reason[:500]}).encode()
-        for other in range(self.world_size):
+        for other in ranks:
             if other != self.rank and other not in self._departed:
                 self._control(other, Frame.LOST, key=key, body=body)
 
-    def _program(self, signature: Signature, op_id: int) -> Program:
+    def _program(self, signature: Signature, op_id: int, ranks: tuple[int, ...]) -> Program:
         """The schedule: decided by what is equal on all ranks."""
-        num_bytes = signature.num_elements * signature.dtype.itemsize
-        is_small = star.pays(self.world_size, num_bytes, self.config.segment_bytes)
-        if signature.kind is OpKind.ALLREDUCE and is_small:
-            return star_program_for(self.rank, self.world_size, op_id % self.world_size)
-        return program_for(signature.kind, self.rank, self.world_size, signature.root)
+        kind, size, root = signature.kind, len(ranks), signature.root
+        algorithm = signature.algorithm
+        if algorithm is Algorithm.AUTO:
+            num_bytes = signature.num_elements * signature.dtype.itemsize
+            algorithm = self.selector.choose(kind, num_bytes, ranks)
+        if algorithm is Algorithm.STAR:
+            root = op_id % size  # so that many small operations spread over all ranks
+        hosts = self.selector.hosts_of(ranks) if algorithm is Algorithm.HIERARCHICAL else ()
+        program = program_for(kind, algorithm, ranks.index(self.rank), size, root, hosts)
+        return program if ranks == self.everybody else translate(program, ranks)
 
-    def _record(self, name: str | None) -> tuple[_Name, int]:
-        text = _UNNAMED if name is None else name
-        op_id = operation_id(text if name is None else f"n:{text}")
+    def _record(self, name: str | None, scope: str) -> tuple[_Name, int]:
+        text = scope + (_UNNAMED if name is None else f"n:{name}")
+        op_id = operation_id(text)
         record = self._names.get(op_id)
         if record is None:
             if len(text.encode()) > NAME_BYTES_MAX:
                 raise ConfigurationError(f"the name {text[:40]!r}... is longer than {NAME_BYTES_MAX} bytes")
             if len(self._names) >= 1_000_000:
                 raise ConfigurationError("a million different names in one group: reuse names, one per tensor")
-            record = self._names[op_id] = _Name(text)
-        elif record.name != text:
-            raise ConfigurationError(f"the names {text!r} and {record.name!r} have the same id; rename one of them")
+            record = self._names[op_id] = _Name(_UNNAMED if name is None else name, text)
+        elif record.text != text:
+            raise ConfigurationError(f"the names {text!r} and {record.text!r} have the same id; rename one of them")
         return record, op_id
 
     def _announce(self, operation: Operation, record: _Name) -> None:
         """Tell targets what the operation is (once per signature) and sources that it is posted (if it is large)."""
         key = operation.key
         for peer in operation.program.targets:
-            if record.described.get(peer) != operation.packed_signature:
-                record.described[peer] = operation.packed_signature
-                body = json.dumps({"name": record.name, "is": operation.signature.describe()[:2048]}).encode()
-                self._control(peer, Frame.DESCRIBE, key=key, body=body, signature=operation.packed_signature)
+            signature = operation.signature_to(peer)
+            if record.described.get(peer) != signature:
+                record.described[peer] = signature
+                body = json.dumps({"name": record.name, "is": operation.describe_to(peer)[:2048]}).encode()
+                self._control(peer, Frame.DESCRIBE, key=key, body=body, signature=signature)
         asked = self._requested.pop(key, set())
         for peer in operation.program.sources:
             if peer in asked or operation.expected_bytes(peer) > self.config.eager_bytes:
@@ -583,7 +641,7 @@ class Engine:
         for message in self.floating.claim(operation.key):
             if operation.finished:
                 self._drop_floating([message])
-            elif message.header.signature != operation.packed_signature:
+            elif message.header.signature != operation.signature_from(message.peer):
                 self._mismatch(operation, message.peer, message.header.signature, now)
                 self._drop_floating([message])
             else:
@@ -632,7 +690,7 @@ class Engine:
         peer = action.peer
         if peer in operation.posted_by:
             return Flag.NONE
-        body_bytes = operation.segment_bytes(action.chunk, queued.lane, partial=action.partial)
+        body_bytes = operation.segment_bytes(action, queued.lane)
         cost = floating_cost(body_bytes)
         used, sent = self._eager_used.get(peer, 0), operation.eager_sent.get(peer, 0)
         held = operation.held.get(peer)
@@ -650,7 +708,7 @@ class Engine:
 
     def _outgoing(self, queued: QueuedMessage, flags: int, now: float) -> OutgoingMessage:
         operation, action = queued.operation, queued.action
-        body = operation.segment(action.chunk, queued.lane, partial=action.partial)
+        body = operation.segment(action.chunk, queued.lane, span=action.span, partial=action.partial)
         if operation.promoted:
             flags |= Flag.URGENT
         self._note_first_byte(operation, now)
@@ -663,10 +721,12 @@ class Engine:
             action.step,
             flags,
             len(body),
-            operation.packed_signature,
+            operation.signature_to(action.peer),
             operation.priority,
         )
-        return OutgoingMessage(action.peer, header.pack(), body, queued)
+        return OutgoingMessage(
+            action.peer, header.pack(), body, queued, (operation.key, queued.lane, action.step, action.chunk)
+        )
 
     def _release_held(self, operation: Operation, peer: int) -> None:
         held = operation.held.pop(peer, None)
@@ -724,7 +784,9 @@ class Engine:
             observer.floating(
                 self._name_of(header.operation), header.iteration, now, peer=peer, num_bytes=header.body_bytes
             )
-        return self._tracked(Delivery(peer, header, message.body, floating=message))
+        delivery = self._tracked(Delivery(peer, header, message.body, floating=message))
+        self._match_any(peer, key, now)
+        return delivery
 
     def _slot(self, operation: Operation, peer: int, header: Header) -> tuple[Lane, int, Receive]:
         """The receive a header belongs to, after comparing everything it says with what is expected."""
@@ -737,7 +799,7 @@ class Engine:
         lane = operation.lanes[header.lane]
         action = operation.program.actions[index]
         assert isinstance(action, Receive)
-        expected = operation.segment_bytes(action.chunk, lane.index, partial=action.partial)
+        expected = operation.segment_bytes(action, lane.index) if operation.has_lane(action, lane.index) else -1
         if header.body_bytes != expected:
             raise ProtocolError(
                 f"rank {peer} sent {header.body_bytes} bytes for lane {header.lane}, step {header.step} of "
@@ -802,7 +864,9 @@ class Engine:
 
     def _release(self, arrival: Arrival) -> None:
         """Give the memory of a segment back to whom it belongs."""
-        if arrival.floating is not None:
+        if arrival.lease is not None:
+            arrival.lease.release()
+        elif arrival.floating is not None:
             self.floating.release(arrival.floating.peer, arrival.floating.cost)
             self._flush_credit(arrival.floating.peer)
         elif arrival.buffer is not None and not arrival.early:
@@ -824,7 +888,9 @@ class Engine:
         actions = operation.program.actions
         while lane.position < len(actions):
             action = actions[lane.position]
-            if isinstance(action, Send):
+            if operation.uneven and not operation.has_lane(action, lane.index):
+                pass
+            elif isinstance(action, Send):
                 operation.unsent += 1
                 self._enqueue(QueuedMessage(operation, lane.index, action))
             else:
@@ -850,13 +916,18 @@ class Engine:
                 lane,
                 lane.position,
                 action.mode,
-                local=operation.segment(action.chunk, lane.index, partial=action.onto_partial),
+                local=operation.segment(action.chunk, lane.index, span=action.span, partial=action.onto_partial),
                 incoming=arrival.buffer,
-                destination=operation.segment(action.chunk, lane.index, partial=action.mode is Mode.COMBINE),
+                destination=operation.segment(
+                    action.chunk if action.into is None else action.into,
+                    lane.index,
+                    span=action.span,
+                    partial=action.mode is Mode.COMBINE,
+                ),
                 arrival=arrival,
                 local_partial=action.onto_partial,
                 incoming_partial=action.partial,
-                divisor=self.world_size if average else 1,
+                divisor=len(operation.ranks) if average else 1,
             )
         )
 
@@ -916,7 +987,7 @@ class Engine:
             case Frame.POSTED:
                 self._on_posted(peer, key)
             case Frame.REQUEST:
-                self._on_request(peer, key)
+                self._on_request(peer, key, now)
             case Frame.CREDIT:
                 self._on_credit(peer, header.operation)
             case Frame.DESCRIBE:
@@ -947,7 +1018,7 @@ class Engine:
             else:
                 peers.add(peer)
 
-    def _on_request(self, peer: int, key: tuple[int, int]) -> None:
+    def _on_request(self, peer: int, key: tuple[int, int], now: float) -> None:
         self._flush_credit(peer, force=True)
         if key in self._active:
             self._control(peer, Frame.POSTED, key=key)
@@ -957,6 +1028,7 @@ class Engine:
                 self._remember(self._requested, key, {peer})
             else:
                 peers.add(peer)
+            self._match_any(peer, key, now)
 
     def _on_credit(self, peer: int, amount: int) -> None:
         used = self._eager_used.get(peer, 0)
@@ -975,7 +1047,7 @@ class Engine:
         self._remember(self._peer_descriptions, (peer, key[0]), description)
         operation = self._active.get(key)
         if operation is not None:
-            if signature != operation.packed_signature:
+            if signature != operation.signature_from(peer):
                 self._mismatch(operation, peer, signature, now)
         elif not self._is_past(key) and key not in self._poisoned:
             described = self._described_early.get(key)
@@ -983,6 +1055,7 @@ class Engine:
                 self._remember(self._described_early, key, {peer: signature})
             else:
                 described[peer] = signature
+            self._match_any(peer, key, now)
 
     def _on_mismatch(self, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
         try:
@@ -1037,12 +1110,12 @@ class Engine:
         """Two ranks disagree: the operation fails here, and everybody is told what both wanted."""
         described = self._peer_descriptions.get((peer, operation.key[0]))
         value = described if described is not None else unpack_signature(theirs)
-        mine = operation.signature.describe()
+        mine = operation.describe_from(peer)
         error = MismatchError(operation.name, (self.rank, peer), (mine, value))
         document = {"tensor": operation.name, "ranks": error.ranks, "values": error.values}
         body = json.dumps(document).encode()
         self.counters.mismatches += 1
-        for other in range(self.world_size):
+        for other in operation.ranks:
             if other != self.rank and other not in self._departed:
                 self._control(other, Frame.MISMATCH, key=operation.key, body=body)
         self._finish(operation, now, error)
@@ -1063,7 +1136,7 @@ class Engine:
             del self._inquiries[key]  # kept a while for ``explain``
 
     def _report(self, operation: Operation, inquiry: Inquiry, now: float) -> StallReport:
-        others = set(range(self.world_size)) - {self.rank} - set(inquiry.answers)
+        others = set(operation.ranks) - {self.rank} - set(inquiry.answers)
         progress = {rank: text for rank, text in inquiry.answers.items() if rank not in inquiry.missing}
         progress[self.rank] = self._progress(operation)
         return StallReport(
@@ -1081,6 +1154,38 @@ class Engine:
             self._reports.append(report)
         for observer in self.observers:
             observer.stalled(report.as_dict(), now)
+
+    # -------------------------------------------------------------------------------------- receives from anybody
+
+    def _match_any(self, peer: int, key: tuple[int, int], now: float) -> None:
+        """``peer`` has sent something that was not submitted here: perhaps a receive waits for anybody."""
+        for receive in self._any_receives:
+            name = receive.candidates.get(peer)
+            if name is not None:
+                record, op_id = self._record(name, receive.scope)
+                if key == (op_id, record.next_iteration):
+                    self._any_receives.remove(receive)
+                    self._become(receive, peer, now)
+                    return
+
+    def _become(self, receive: AnyReceive, peer: int, now: float) -> None:
+        self.submit(
+            receive.candidates[peer],
+            receive.signature,
+            [receive.buffer],
+            ranks=(peer, self.rank),
+            scope=receive.scope,
+            repeats=True,
+            priority=receive.priority,
+            now=now,
+            owner=receive.owner,
+        )
+
+    def _end_any_receives(self, ended: Callable[[AnyReceive], bool], error: TotalReduceError) -> None:
+        for receive in [pending for pending in self._any_receives if ended(pending)]:
+            self._any_receives.remove(receive)
+            receive.error = error
+            self._completed.append(receive)
 
     # -------------------------------------------------------------------------------------------------- small things
 

@@ -68,6 +68,10 @@ class FloatingStore:
         self._messages.setdefault((header.operation, header.iteration), []).append(message)
         return message
 
+    def __contains__(self, key: tuple[int, int]) -> bool:
+        """Whether messages of an operation float here."""
+        return key in self._messages
+
     def claim(self, key: tuple[int, int]) -> list[FloatingMessage]:
         """Hand over the messages of an operation; their memory still counts until ``release``."""
         return self._messages.pop(key, [])
@@ -89,7 +93,3 @@ class FloatingStore:
             return 0
         self._owed[peer] = 0
         return owed
-
-    def keys_from(self, peer: int) -> list[tuple[int, int]]:
-        """Operations of which ``peer`` has messages floating here."""
-        return [key for key, messages in self._messages.items() if any(m.peer == peer for m in messages)]

@@ -20,19 +20,19 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, final
 
 import numpy as np
 
 from totalreduce import kernels
 from totalreduce.engine.engine import Computation, Delivery, Engine, OutgoingMessage
-from totalreduce.engine.operation import Operation
+from totalreduce.engine.operation import AnyReceive, Operation
 from totalreduce.foundation.errors import DeadlineExceededError, GroupClosed
 from totalreduce.foundation.header import Header
 from totalreduce.foundation.types import Signature
 from totalreduce.schedules.actions import Mode
-from totalreduce.transports.base import Outgoing, Transport
+from totalreduce.transports.base import Lease, Outgoing, Transport
 
 __all__ = ["ComputeMode", "Handle", "Runner", "carry_out"]
 
@@ -54,7 +54,7 @@ _NEXT_BLOCKING_S = 0.001
 class Handle:
     """A submitted operation as the submitter sees it."""
 
-    __slots__ = ("_finalise", "error", "event", "operation")
+    __slots__ = ("_callbacks", "_finalise", "_lock", "error", "event", "operation")
 
     def __init__(self, finalise: Callable[[], None] | None) -> None:
         """``finalise`` runs in the communication thread when the operation is done and before anybody is told."""
@@ -62,6 +62,8 @@ class Handle:
         self.error: BaseException | None = None
         self.operation: Operation | None = None
         self._finalise = finalise
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
 
     def complete(self, error: BaseException | None) -> None:
         """Called once by the runner."""
@@ -72,7 +74,19 @@ class Handle:
                 error = failure
         self.error = error
         self._finalise = None
-        self.event.set()
+        with self._lock:
+            self.event.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called when the operation is done, by the thread that finds that; at once if it is."""
+        with self._lock:
+            if not self.event.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
 
 
 def carry_out(computation: Computation) -> None:
@@ -132,18 +146,54 @@ class Runner:
         self,
         name: str | None,
         signature: Signature,
-        result: memoryview,
+        buffers: Sequence[memoryview | None],
         *,
+        ranks: tuple[int, ...] | None = None,
+        scope: str = "",
+        repeats: bool = False,
         priority: int = 0,
         finalise: Callable[[], None] | None = None,
     ) -> Handle:
-        """Submit an operation; returns at once. Raises what ``Engine.submit`` raises."""
+        """Submit an operation; returns at once. Takes and raises what ``Engine.submit`` does."""
+
+        def submit(handle: Handle) -> None:
+            handle.operation = self.engine.submit(
+                name,
+                signature,
+                buffers,
+                ranks=ranks,
+                scope=scope,
+                repeats=repeats,
+                priority=priority,
+                now=time.monotonic(),
+                owner=handle,
+            )
+
+        return self._start(submit, finalise)
+
+    def receive_any(
+        self,
+        candidates: dict[int, str],
+        signature: Signature,
+        buffer: memoryview,
+        *,
+        scope: str = "",
+        priority: int = 0,
+        finalise: Callable[[], None] | None = None,
+    ) -> Handle:
+        """Receive from whoever sends first (see ``Engine.receive_any``); the handle gets its operation then."""
+
+        def submit(handle: Handle) -> None:
+            receive = AnyReceive(candidates, signature, buffer, scope, priority, owner=handle)
+            self.engine.receive_any(receive, time.monotonic())
+
+        return self._start(submit, finalise)
+
+    def _start(self, submit: Callable[[Handle], None], finalise: Callable[[], None] | None) -> Handle:
         handle = Handle(finalise)
         with self._lock:
             self._check_alive()
-            handle.operation = self.engine.submit(
-                name, signature, result, priority=priority, now=time.monotonic(), owner=handle
-            )
+            submit(handle)
             if self.engine.peek_computation() is not None:  # a floating message was waiting for this operation
                 self._work.notify()
             completed = self.engine.pop_completed()
@@ -166,10 +216,9 @@ class Runner:
             return
         begin = time.monotonic()
         deadline = begin + timeout_s
-        operation = handle.operation
-        assert operation is not None
         with self._lock:
-            self.engine.promote(operation, begin)
+            if handle.operation is not None:
+                self.engine.promote(handle.operation, begin)
             drives = self._driver is None and not self._stop
             if drives:
                 self._driver = threading.get_ident()
@@ -181,14 +230,15 @@ class Runner:
             self._look_on(handle, deadline, ask_at)
         now = time.monotonic()
         with self._lock:
-            for observer in self.engine.observers:
-                observer.waited(operation.name, operation.key[1], begin, now)
+            operation = handle.operation
+            if operation is not None:
+                for observer in self.engine.observers:
+                    observer.waited(operation.name, operation.key[1], begin, now)
             if handle.event.is_set():
                 return
-            explanation = self.engine.explain(operation, now)
-        raise DeadlineExceededError(
-            f"rank {self.engine.rank} waited {timeout_s:g} s for {operation.name!r}: {explanation}"
-        )
+            name = operation.name if operation is not None else "a message from any rank"
+            explanation = self.engine.explain(operation, now) if operation is not None else "nobody has sent one"
+        raise DeadlineExceededError(f"rank {self.engine.rank} waited {timeout_s:g} s for {name!r}: {explanation}")
 
     def close(self, timeout_s: float) -> None:
         """Fail what is pending, tell the peers, end the threads and the connections, within about ``timeout_s``."""
@@ -272,10 +322,9 @@ class Runner:
             handle.event.wait(max(0.0, deadline - time.monotonic()))
 
     def _inquire(self, handle: Handle) -> None:
-        operation = handle.operation
-        assert operation is not None
         with self._lock:
-            if not operation.finished:
+            operation = handle.operation
+            if operation is not None and not operation.finished:
                 self.engine.inquire(operation, time.monotonic())
         self.transport.wake()
 
@@ -359,9 +408,11 @@ class Runner:
         self._tell(completed)
 
     @staticmethod
-    def _tell(completed: list[Operation]) -> None:
+    def _tell(completed: list[Operation | AnyReceive]) -> None:
         for operation in completed:
-            owner: Any = operation.owner
+            owner: Handle = operation.owner
+            if isinstance(operation, Operation):
+                owner.operation = operation  # a receive from anybody learns only now whose it was
             owner.complete(operation.error)
 
     # ----------------------------------------------------------------------------------------------------- endpoint
@@ -387,10 +438,10 @@ class Runner:
         """Whether there is scratch memory."""
         return self.engine.may_receive()
 
-    def accept(self, peer: int, header: Header) -> Delivery:
+    def accept(self, peer: int, header: Header, lease: Lease | None = None) -> Delivery:
         """Where the body goes."""
         with self._lock:
-            return self.engine.accept(peer, header, time.monotonic())
+            return self.engine.accept(peer, header, time.monotonic(), lease)
 
     def delivered(self, delivery: Any) -> None:
         """The body is here; small additions are done at once."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.types import Algorithm, OpKind
 
-__all__ = ["EngineConfig", "TcpConfig"]
+__all__ = ["EngineConfig", "TcpConfig", "Tls"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +42,8 @@ class EngineConfig:
     """An operation pending longer than this is reported: who never submitted it. 0 switches the watch off."""
     timeout_s: float = 300.0
     """Deadline of a wait that names none."""
+    schedules: Mapping[OpKind, Algorithm] = field(default_factory=dict)
+    """Schedules by kind of operation, instead of the selector's choice; equal on all ranks."""
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
@@ -60,7 +65,8 @@ class EngineConfig:
         """The settings that all ranks must share, for the comparison at rendezvous."""
         shared = ("segment_bytes", "segment_bytes_min", "lanes_min", "half_accumulation", "eager_bytes")
         values = asdict(self)
-        return {name: values[name] for name in (*shared, "floating_bytes_max")}
+        wire = {name: values[name] for name in (*shared, "floating_bytes_max")}
+        return wire | {"schedules": ", ".join(f"{k.name}={v.name}" for k, v in sorted(self.schedules.items()))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,3 +100,19 @@ class TcpConfig:
             raise ConfigurationError("notsent_lowat_bytes and pending_handshakes_max must be at least 1")
         if self.connect_timeout_s <= 0 or self.handshake_timeout_s <= 0:
             raise ConfigurationError("connect_timeout_s and handshake_timeout_s must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Three PEM files: with them the TCP transport encrypts, and believes no rank without a certificate.
+
+    Every rank has one of its own, or all share one. Host names in certificates do not count: what counts is who signed
+    them. See ``docs/security.md`` for the commands that make them.
+    """
+
+    cert: str | Path
+    """This rank's certificate, followed by intermediate ones if there are any."""
+    key: str | Path
+    """Its private key, not encrypted; readable by you alone."""
+    ca: str | Path
+    """The authority, or several, whose signature makes a certificate one of the job's. The system's do not count."""

@@ -18,8 +18,8 @@ Layout, little endian::
     26     1     flags
     27     1     reserved, 0
     28     4     body bytes
-    32     16    signature: kind, dtype, reduction, 0, root (4), shape digest (4), 0 (4)
-    48     8     signature: number of elements
+    32     16    signature: kind, dtype, reduction, algorithm if explicit, root (4), shape digest (4), 0 (4)
+    48     8     signature: number of elements; of this pair of ranks, where only they know it
     56     4     priority of the sender (signed)
     60     4     reserved, 0
 
@@ -34,9 +34,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from totalreduce.foundation.errors import ProtocolError
-from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
+from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
 
-__all__ = ["HEADER_BYTES", "Flag", "Frame", "Header", "pack_signature", "unpack_signature"]
+__all__ = ["HEADER_BYTES", "Flag", "Frame", "Header", "pack_signature", "unpack_signature", "with_count"]
 
 HEADER_BYTES = 64
 MAGIC = 0x5452
@@ -132,7 +132,7 @@ def pack_signature(signature: Signature) -> bytes:
         signature.kind,
         signature.dtype,
         signature.reduction,
-        0,
+        signature.algorithm,
         signature.root,
         signature.shape_digest,
         0,
@@ -140,10 +140,16 @@ def pack_signature(signature: Signature) -> bytes:
     )
 
 
+def with_count(packed: bytes, num_elements: int) -> bytes:
+    """A packed signature with another number of elements: what two ranks exchange in a pairwise collective."""
+    return packed[:-8] + num_elements.to_bytes(8, "little")
+
+
 def unpack_signature(data: bytes) -> str:
     """Describe a packed signature for people, as far as 24 bytes tell (the shape only as a count)."""
-    kind, dtype, reduction, _, root, _, _, count = _SIGNATURE.unpack(data)
+    kind, dtype, reduction, algorithm, root, _, _, count = _SIGNATURE.unpack(data)
     try:
-        return Signature(OpKind(kind), DType(dtype), ReduceOp(reduction), root, (count,)).describe()
+        kinds = OpKind(kind), DType(dtype), ReduceOp(reduction)
+        return Signature(*kinds, root, (count,), algorithm=Algorithm(algorithm)).describe()
     except ValueError:
         return f"an unknown operation (kind {kind}, dtype {dtype}, reduction {reduction})"

@@ -9,7 +9,7 @@ import enum
 import hashlib
 from dataclasses import dataclass
 
-__all__ = ["DType", "OpKind", "ReduceOp", "Signature", "operation_id"]
+__all__ = ["PAIRWISE", "Algorithm", "DType", "OpKind", "ReduceOp", "Signature", "operation_id"]
 
 
 class OpKind(enum.IntEnum):
@@ -18,6 +18,31 @@ class OpKind(enum.IntEnum):
     ALLREDUCE = 1
     BROADCAST = 2
     BARRIER = 3
+    REDUCE = 4
+    ALLGATHER = 5
+    GATHER = 6
+    SCATTER = 7
+    REDUCE_SCATTER = 8
+    ALLTOALL = 9
+    SEND_RECV = 10
+
+
+#: Kinds in which only sender and receiver know the size of a message: their headers carry the size of the pair.
+PAIRWISE = frozenset({OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND_RECV})
+
+
+class Algorithm(enum.IntEnum):
+    """Which schedule carries a collective out; ``AUTO`` lets the selector decide by size and measured links."""
+
+    AUTO = 0
+    RING = 1
+    STAR = 2
+    TREE = 3
+    HALVING_DOUBLING = 4
+    CHAIN = 5
+    DIRECT = 6
+    HIERARCHICAL = 7
+    DISSEMINATION = 8
 
 
 class ReduceOp(enum.IntEnum):
@@ -26,7 +51,7 @@ class ReduceOp(enum.IntEnum):
     ``AVG`` is the sum divided once by the world size; for integers the quotient is rounded towards zero, as NCCL
     does.
     Integer sums wrap around like torch's. For ``bool``, ``SUM`` and ``MAX`` are *or*, ``PRODUCT`` and ``MIN`` are
-    *and*.
+    *and*. The bitwise ones are for integers and ``bool``.
     """
 
     NONE = 0
@@ -35,6 +60,14 @@ class ReduceOp(enum.IntEnum):
     MIN = 3
     MAX = 4
     PRODUCT = 5
+    BAND = 6
+    BOR = 7
+    BXOR = 8
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether it works on bits, so that floating-point elements have no such reduction."""
+        return self >= ReduceOp.BAND
 
 
 class DType(enum.IntEnum):
@@ -61,6 +94,11 @@ class DType(enum.IntEnum):
         """Whether sums of this type are accumulated in float32."""
         return self in (DType.FLOAT16, DType.BFLOAT16)
 
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether elements are floats of any width."""
+        return DType.FLOAT16 <= self <= DType.FLOAT64
+
 
 _ITEMSIZE = {
     DType.UINT8: 1,
@@ -86,6 +124,8 @@ class Signature:
         reduction: ``ReduceOp.NONE`` where nothing is reduced.
         root: Root rank; 0 where there is none.
         shape: Shape of the tensor, ``()`` for a scalar.
+        sizes: Elements of every rank's block, where a collective has blocks and all ranks know them.
+        algorithm: The schedule, if it was chosen explicitly.
     """
 
     kind: OpKind
@@ -93,10 +133,14 @@ class Signature:
     reduction: ReduceOp
     root: int
     shape: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
+    algorithm: Algorithm = Algorithm.AUTO
 
     @property
     def num_elements(self) -> int:
-        """Product of the shape; 1 for a scalar."""
+        """Product of the shape (1 for a scalar), or the sum of the blocks' sizes."""
+        if self.sizes:
+            return sum(self.sizes)
         count = 1
         for extent in self.shape:
             count *= extent
@@ -105,7 +149,7 @@ class Signature:
     @property
     def shape_digest(self) -> int:
         """32 bits that tell (2, 3) from (3, 2), which the element count cannot."""
-        text = ",".join(map(str, self.shape)).encode()
+        text = ",".join(map(str, self.sizes or self.shape)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
 
     def describe(self) -> str:
@@ -113,8 +157,17 @@ class Signature:
         kind = self.kind.name.lower()
         if self.kind is OpKind.BARRIER:
             return kind
-        detail = f"root={self.root}" if self.kind is OpKind.BROADCAST else self.reduction.name.lower()
-        return f"{kind}({detail}) of {self.dtype.name.lower()}{list(self.shape)}"
+        detail = ""
+        if self.reduction is not ReduceOp.NONE:
+            detail = self.reduction.name.lower()
+        if self.kind in _ROOTED:
+            detail = f"{detail}, root={self.root}" if detail else f"root={self.root}"
+        extents = f"blocks of {', '.join(map(str, self.sizes))}" if self.sizes else ", ".join(map(str, self.shape))
+        by = f" by {self.algorithm.name.lower()}" if self.algorithm is not Algorithm.AUTO else ""
+        return f"{kind}{f'({detail})' if detail else ''} of {self.dtype.name.lower()}[{extents}]{by}"
+
+
+_ROOTED = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER})
 
 
 def operation_id(name: str) -> int:

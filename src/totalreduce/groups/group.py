@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, final
@@ -12,14 +13,14 @@ from typing import Any, Literal, Self, final
 import torch
 
 from totalreduce.engine.runner import Runner
-from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
 from totalreduce.foundation.observer import Observer
-from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
-from totalreduce.groups import agreement, tensors
+from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp
+from totalreduce.groups import agreement, objects, requests
 from totalreduce.groups.plan import Plan, TensorSpec
+from totalreduce.groups.requests import Blocks, Request
 from totalreduce.groups.statistics import Statistics
 from totalreduce.groups.work import Work
-from totalreduce.kernels import supports
 
 __all__ = ["Group"]
 
@@ -45,25 +46,38 @@ class Group:
     Several groups can live in one process.
 
     Attributes:
-        rank: This process's index, from 0.
-        world_size: Number of ranks.
+        rank: This process's index in the group, from 0.
+        world_size: Number of ranks of the group.
+        ranks: Their numbers in the whole job; errors such as ``PeerLost`` speak of those.
         name: The group's name.
     """
 
-    def __init__(self, runner: Runner, name: str) -> None:
-        """Wrap a running engine."""
+    def __init__(
+        self,
+        runner: Runner,
+        name: str,
+        *,
+        parent: Group | None = None,
+        ranks: tuple[int, ...] | None = None,
+        scope: str = "",
+    ) -> None:
+        """Wrap a running engine; the last three are for ``subgroup``."""
         self._runner = runner
         self._engine = runner.engine
-        self.rank, self.world_size, self.name = self._engine.rank, self._engine.world_size, name
-        self._waits = _WaitClock()
-        self._engine.observers.append(self._waits)
+        self.ranks = self._engine.everybody if ranks is None else ranks
+        self.rank, self.world_size, self.name = self.ranks.index(self._engine.rank), len(self.ranks), name
+        self._parent, self._scope = parent, scope
+        self._subgroups: Counter[tuple[int, ...]] = Counter()
+        self._waits = _WaitClock() if parent is None else parent._waits
         self._quiesce: list[Callable[[], None]] = []
         self._at_close: list[Callable[[], None]] = []
         self._barriers = itertools.count()
         self._late_barrier: Work | None = None
         self._closed = False
-        # The interpreter's exit closes the group, so that a finished rank is not taken for a dead one.
-        self._finalizer = weakref.finalize(self, _close, runner, self._at_close)
+        if parent is None:
+            self._engine.observers.append(self._waits)
+            # The interpreter's exit closes the group, so that a finished rank is not taken for a dead one.
+            self._finalizer = weakref.finalize(self, _close, runner, self._at_close)
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r} rank {self.rank} of {self.world_size}>"
@@ -86,6 +100,7 @@ class Group:
         *,
         name: str | None = None,
         op: ReduceOp = ReduceOp.SUM,
+        schedule: str = "auto",
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
@@ -97,6 +112,7 @@ class Group:
             tensor: Any shape, from 0 elements; CPU, strided; need not be contiguous.
             name: Equal on all ranks. ``None``: the n-th unnamed operation meets the n-th unnamed one elsewhere.
             op: How to reduce.
+            schedule: ``auto``, ``ring``, ``star``, ``tree``, ``halving_doubling``, ``direct`` or ``hierarchical``.
             priority: Smaller is more urgent; equal ones leave in the order of submission.
             timeout_s: Deadline in seconds of a ``wait`` that names none.
 
@@ -106,13 +122,36 @@ class Group:
             PeerLost: A rank is gone.
             GroupClosed: This rank closed the group.
         """
-        shown = name or "unnamed"
-        dtype = tensors.dtype_of(tensor, shown)
-        op = ReduceOp(op)
-        if op is ReduceOp.NONE or not supports(dtype, op):
-            raise ConfigurationError(f"tensor {shown!r}: {op.name} of {dtype.name.lower()} is not defined")
-        signature = Signature(OpKind.ALLREDUCE, dtype, op, 0, tuple(tensor.shape))
-        return self._submit(tensor, signature, name, priority, timeout_s, writes=True)
+        request = requests.reduction(
+            OpKind.ALLREDUCE, tensor, _shown(name), op=op, root=0, algorithm=_algorithm(schedule), writes=True
+        )
+        return self._submit(request, name, priority, timeout_s)
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        *,
+        root: int = 0,
+        name: str | None = None,
+        op: ReduceOp = ReduceOp.SUM,
+        schedule: str = "auto",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Reduce a tensor over all ranks into the root's, in place; the others' tensors stay as they are.
+
+        Args and Raises as for ``allreduce``; ``schedule`` is ``auto``, ``chain`` or ``tree``.
+        """
+        request = requests.reduction(
+            OpKind.REDUCE,
+            tensor,
+            _shown(name),
+            op=op,
+            root=self._root(root),
+            algorithm=_algorithm(schedule),
+            writes=self.rank == root,
+        )
+        return self._submit(request, name, priority, timeout_s)
 
     def broadcast(
         self,
@@ -120,25 +159,138 @@ class Group:
         *,
         root: int = 0,
         name: str | None = None,
+        schedule: str = "auto",
         priority: int = 0,
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Work:
         """Copy the root's tensor to all ranks, in place; blocks unless ``async_op``.
 
+        ``schedule`` is ``auto``, ``chain`` or ``tree``.
+
         Raises:
             ConfigurationError: ``root`` is no rank of the group.
             DeadlineExceededError: Not finished in time (when blocking).
             ValueError: As for ``allreduce``, like the other errors.
         """
-        if not 0 <= root < self.world_size:
-            raise ConfigurationError(f"root {root} is no rank of a group of {self.world_size}")
-        dtype = tensors.dtype_of(tensor, name or "unnamed")
-        signature = Signature(OpKind.BROADCAST, dtype, ReduceOp.NONE, root, tuple(tensor.shape))
-        work = self._submit(tensor, signature, name, priority, timeout_s, writes=self.rank != root)
+        root = self._root(root)
+        request = requests.broadcast(
+            tensor, _shown(name), root=root, algorithm=_algorithm(schedule), writes=self.rank != root
+        )
+        work = self._submit(request, name, priority, timeout_s)
         if not async_op:
             work.wait()
         return work
+
+    def allgather(
+        self,
+        outputs: Blocks,
+        tensor: torch.Tensor,
+        *,
+        name: str | None = None,
+        schedule: str = "auto",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Collect every rank's tensor on every rank; returns at once.
+
+        Args:
+            outputs: One tensor per rank, of any sizes (allgatherv), or one contiguous tensor for equal blocks.
+            tensor: This rank's block, as large as its place in ``outputs``.
+            name: As for ``allreduce``, like the other arguments.
+            schedule: ``auto``, ``ring`` or ``direct``.
+            priority: Smaller is more urgent.
+            timeout_s: Deadline in seconds of a ``wait`` that names none.
+
+        Raises:
+            ConfigurationError: Sizes, dtypes or the number of tensors do not fit together here.
+            MismatchError: By ``wait``: ranks disagree about the sizes.
+        """
+        request = requests.allgather(
+            outputs, tensor, _shown(name), rank=self.rank, size=self.world_size, algorithm=_algorithm(schedule)
+        )
+        return self._submit(request, name, priority, timeout_s)
+
+    def reduce_scatter(
+        self,
+        tensor: torch.Tensor,
+        inputs: Blocks,
+        *,
+        name: str | None = None,
+        op: ReduceOp = ReduceOp.SUM,
+        schedule: str = "auto",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Reduce the r-th block of all ranks into rank r's tensor; returns at once. The inputs are only read.
+
+        Args:
+            tensor: The result, as large as this rank's place in ``inputs``.
+            inputs: One tensor per rank, of sizes equal on all ranks, or one contiguous tensor for equal blocks.
+            name: As for ``allreduce``, like the other arguments and the errors.
+            op: How to reduce.
+            schedule: ``auto``, ``ring`` or ``direct``.
+            priority: Smaller is more urgent.
+            timeout_s: Deadline in seconds of a ``wait`` that names none.
+        """
+        request = requests.reduce_scatter(
+            tensor,
+            inputs,
+            _shown(name),
+            op=op,
+            rank=self.rank,
+            size=self.world_size,
+            algorithm=_algorithm(schedule),
+        )
+        return self._submit(request, name, priority, timeout_s)
+
+    def gather(
+        self,
+        outputs: Blocks | None,
+        tensor: torch.Tensor,
+        *,
+        root: int = 0,
+        name: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Collect every rank's tensor on the root, in ``outputs`` (``None`` elsewhere); sizes may differ (gatherv)."""
+        request = requests.gather(
+            outputs, tensor, _shown(name), rank=self.rank, size=self.world_size, root=self._root(root)
+        )
+        return self._submit(request, name, priority, timeout_s)
+
+    def scatter(
+        self,
+        tensor: torch.Tensor,
+        inputs: Blocks | None,
+        *,
+        root: int = 0,
+        name: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Give every rank its block of the root's ``inputs`` (``None`` elsewhere); sizes may differ (scatterv)."""
+        request = requests.scatter(
+            tensor, inputs, _shown(name), rank=self.rank, size=self.world_size, root=self._root(root)
+        )
+        return self._submit(request, name, priority, timeout_s)
+
+    def alltoall(
+        self,
+        outputs: Blocks,
+        inputs: Blocks,
+        *,
+        name: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Give block r of ``inputs`` to rank r; ``outputs[r]`` is what rank r had for this one (alltoallv).
+
+        ``outputs[i]`` on rank j is as large as ``inputs[j]`` on rank i; a difference is a ``MismatchError`` on both.
+        """
+        request = requests.alltoall(outputs, inputs, _shown(name), rank=self.rank, size=self.world_size)
+        return self._submit(request, name, priority, timeout_s)
 
     def barrier(self, *, timeout_s: float | None = None) -> Work:
         """Return when every rank has called it; deferred work (see ``on_quiesce``) is flushed first.
@@ -153,17 +305,116 @@ class Group:
         # One that ran out of time is still pending: coming back means waiting for it, not for one more.
         work, self._late_barrier = self._late_barrier, None
         if work is None:
-            signature = Signature(OpKind.BARRIER, DType.UINT8, ReduceOp.NONE, 0, (0,))
-            nothing = torch.empty(0, dtype=torch.uint8)
             # A few names in turn: a name is remembered for ever, and a job has as many barriers as it likes.
             name = f"barrier#{next(self._barriers) % _BARRIER_NAMES}"
-            work = self._submit(nothing, signature, name, -1, timeout_s, writes=False)
+            work = self._submit(requests.barrier(), name, -1, timeout_s)
         try:
             work.wait(timeout_s)
         except DeadlineExceededError:
             self._late_barrier = work
             raise
         return work
+
+    # ------------------------------------------------------------------------------------------------------ messages
+
+    def send(
+        self, tensor: torch.Tensor, *, dst: int, tag: int = 0, priority: int = 0, timeout_s: float | None = None
+    ) -> Work:
+        """Send a tensor to a rank; returns at once. The n-th message with a tag meets the n-th receive with it.
+
+        The work is done when the tensor's memory may be reused, which says nothing about the receiver.
+
+        Raises:
+            ConfigurationError: ``dst`` is no other rank of the group.
+        """
+        dst = self._peer(dst)
+        name = _message_name(self.rank, dst, tag)
+        request = requests.message(tensor, name, writes=False)
+        ranks = (self.ranks[self.rank], self.ranks[dst])
+        return self._submit(request, name, priority, timeout_s, ranks=ranks, repeats=True)
+
+    def recv(
+        self,
+        tensor: torch.Tensor,
+        *,
+        src: int | None,
+        tag: int = 0,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Receive a tensor from a rank, or with ``src=None`` from whoever sends first; returns at once.
+
+        ``Work.source`` is the sender's rank when the work is done. Dtype and number of elements must be the sender's.
+
+        Raises:
+            ConfigurationError: ``src`` is no other rank of the group.
+        """
+        if src is not None:
+            src = self._peer(src)
+            name = _message_name(src, self.rank, tag)
+            request = requests.message(tensor, name, writes=True)
+            ranks = (self.ranks[src], self.ranks[self.rank])
+            return self._submit(request, name, priority, timeout_s, ranks=ranks, repeats=True)
+        request = requests.message(tensor, "a message from any rank", writes=True)
+        candidates = {
+            rank: _message_name(place, self.rank, tag) for place, rank in enumerate(self.ranks) if place != self.rank
+        }
+        buffer = request.buffers[0]
+        assert buffer is not None
+        handle = self._runner.receive_any(
+            candidates,
+            request.signature,
+            buffer,
+            scope=self._scope,
+            priority=_checked_priority(priority),
+            finalise=request.finalise,
+        )
+        return Work(self, self._runner, handle, request.results, "a message from any rank", self._patience(timeout_s))
+
+    # ------------------------------------------------------------------------------------------------------- objects
+
+    def broadcast_object(self, value: Any, *, root: int = 0) -> Any:
+        """The root's value on every rank: numbers, strings, bytes, tensors, lists, tuples, dicts. Never pickled."""
+        return objects.broadcast_object(self, value, root=self._root(root))
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on every rank."""
+        return objects.allgather_object(self, value)
+
+    def gather_object(self, value: Any, *, root: int = 0) -> list[Any] | None:
+        """Every rank's value, by rank, on the root; ``None`` elsewhere."""
+        return objects.gather_object(self, value, root=self._root(root))
+
+    def scatter_object(self, values: Sequence[Any] | None, *, root: int = 0) -> Any:
+        """This rank's one of the root's ``values`` (one per rank; ``None`` elsewhere)."""
+        return objects.scatter_object(self, values, root=self._root(root))
+
+    # ----------------------------------------------------------------------------------------------------- subgroups
+
+    def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> Group:
+        """A group of some ranks of this one, over the same engine, connections and threads. Not collective.
+
+        Every member calls it, with the same ranks in the same order. Ranks of the subgroup count from 0, in the order
+        given. The loss of a rank ends all groups of a job.
+
+        Args:
+            ranks: Ranks of this group, this one among them.
+            name: Tells subgroups of the same ranks apart; by default they are told apart by the order of the calls.
+
+        Raises:
+            ConfigurationError: Not ranks of this group, or this rank is not among them.
+        """
+        members = tuple(ranks)
+        if len(set(members)) != len(members) or not all(0 <= rank < self.world_size for rank in members):
+            raise ConfigurationError(f"{list(members)} are not different ranks of a group of {self.world_size}")
+        if self.rank not in members:
+            raise ConfigurationError(f"rank {self.rank} is not among {list(members)}; only members make a subgroup")
+        if name is None:
+            name = f"{self._subgroups[members]}"
+            self._subgroups[members] += 1
+        shown = f"{self.name}/{name}"
+        scope = f"{self._scope}{name}({','.join(map(str, members))})/"
+        return Group(self._runner, shown, parent=self, ranks=tuple(self.ranks[rank] for rank in members), scope=scope)
 
     # -------------------------------------------------------------------------------------------------------- plans
 
@@ -250,7 +501,8 @@ class Group:
     def close(self, timeout_s: float = 5.0) -> None:
         """Flush deferred work, tell the peers, end threads and connections; harmless when called twice.
 
-        Pending operations fail with ``GroupClosed``. Not collective: the others notice when they need this rank.
+        Pending operations fail with ``GroupClosed``. Not collective: the others notice when they need this rank. A
+        subgroup only stops taking operations: threads and connections are the whole group's.
         """
         if self._closed:
             return
@@ -259,8 +511,12 @@ class Group:
             if self._engine.lost is None:
                 self._flush()
         finally:
-            self._finalizer.detach()
-            _close(self._runner, self._at_close, timeout_s)
+            if self._parent is None:
+                self._finalizer.detach()
+                _close(self._runner, self._at_close, timeout_s)
+            else:
+                for callback in self._at_close:
+                    callback()
 
     def _flush(self) -> None:
         for callback in list(self._quiesce):
@@ -268,24 +524,66 @@ class Group:
 
     def _submit(
         self,
-        tensor: torch.Tensor,
-        signature: Signature,
+        request: Request,
         name: str | None,
         priority: int,
         timeout_s: float | None,
         *,
-        writes: bool,
+        ranks: tuple[int, ...] | None = None,
+        repeats: bool = False,
     ) -> Work:
-        if not -(2**31) <= priority < 2**31:
-            raise ConfigurationError(f"priority {priority} does not fit into 32 bits")
+        if self._closed:
+            raise GroupClosed(f"rank {self.rank} has closed the group {self.name!r}")
+        patience = self._patience(timeout_s)
+        handle = self._runner.submit(
+            name,
+            request.signature,
+            request.buffers,
+            ranks=ranks or self.ranks,
+            scope=self._scope,
+            repeats=repeats,
+            priority=_checked_priority(priority),
+            finalise=request.finalise,
+        )
+        assert handle.operation is not None
+        return Work(self, self._runner, handle, request.results, handle.operation.name, patience)
+
+    def _patience(self, timeout_s: float | None) -> float:
         if timeout_s is not None and timeout_s <= 0:
             raise ConfigurationError(f"timeout_s must be positive, not {timeout_s}")
-        shown = name if name is not None else "unnamed"
-        view, finalise = tensors.as_bytes(tensor, shown, writes=writes)
-        handle = self._runner.submit(name, signature, view, priority=priority, finalise=finalise)
-        assert handle.operation is not None
-        patience = self._engine.config.timeout_s if timeout_s is None else timeout_s
-        return Work(self._runner, handle, tensor, handle.operation.name, patience)
+        return self._engine.config.timeout_s if timeout_s is None else timeout_s
+
+    def _root(self, root: int) -> int:
+        if not 0 <= root < self.world_size:
+            raise ConfigurationError(f"root {root} is no rank of a group of {self.world_size}")
+        return root
+
+    def _peer(self, peer: int) -> int:
+        if not 0 <= peer < self.world_size or peer == self.rank:
+            raise ConfigurationError(f"{peer} is not another rank than {self.rank} of a group of {self.world_size}")
+        return peer
+
+
+def _shown(name: str | None) -> str:
+    return "unnamed" if name is None else name
+
+
+def _message_name(src: int, dst: int, tag: int) -> str:
+    return f"message {src} to {dst}, tag {tag}"
+
+
+def _checked_priority(priority: int) -> int:
+    if not -(2**31) <= priority < 2**31:
+        raise ConfigurationError(f"priority {priority} does not fit into 32 bits")
+    return priority
+
+
+def _algorithm(schedule: str) -> Algorithm:
+    try:
+        return Algorithm[schedule.upper()]
+    except (KeyError, AttributeError) as cause:
+        known = ", ".join(algorithm.name.lower() for algorithm in Algorithm)
+        raise ConfigurationError(f"schedule {schedule!r} is not known; there are {known}") from cause
 
 
 def _close(runner: Runner, at_close: list[Callable[[], None]], timeout_s: float = 2.0) -> None:

@@ -9,7 +9,7 @@ import torch
 from totalreduce.foundation.errors import UnsupportedError
 from totalreduce.foundation.types import DType
 
-__all__ = ["as_bytes", "dtype_of"]
+__all__ = ["as_bytes", "dtype_of", "moved_dtype_of"]
 
 _DTYPES = {
     torch.uint8: DType.UINT8,
@@ -44,6 +44,18 @@ def dtype_of(tensor: torch.Tensor, name: str) -> DType:
         known = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
         raise UnsupportedError(f"tensor {name!r} has dtype {tensor.dtype}; it must be one of {known}")
     return dtype
+
+
+def moved_dtype_of(tensor: torch.Tensor, name: str) -> DType:
+    """The wire dtype of a tensor that is moved and not reduced: types without arithmetic here travel as bytes.
+
+    Raises:
+        UnsupportedError: Its device or layout.
+    """
+    if isinstance(tensor, torch.Tensor) and tensor.dtype not in _DTYPES:
+        dtype_of(tensor.detach().view(torch.uint8) if tensor.dim() else tensor.detach().view(1).view(torch.uint8), name)
+        return DType.UINT8
+    return dtype_of(tensor, name)
 
 
 def as_bytes(tensor: torch.Tensor, name: str, *, writes: bool) -> tuple[memoryview, Callable[[], None] | None]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, final
 
 import torch
 
 from totalreduce.engine.runner import Handle, Runner
+from totalreduce.foundation.types import OpKind
+
+if TYPE_CHECKING:
+    from totalreduce.groups.group import Group
 
 __all__ = ["Work"]
 
@@ -18,11 +23,13 @@ class Work:
     Keep the tensor's memory untouched until ``done()`` or ``wait()`` says so.
     """
 
-    __slots__ = ("_handle", "_runner", "_tensor", "_timeout_s", "name")
+    __slots__ = ("_group", "_handle", "_result", "_runner", "_timeout_s", "name")
 
-    def __init__(self, runner: Runner, handle: Handle, tensor: torch.Tensor, name: str, timeout_s: float) -> None:
+    def __init__(
+        self, group: Group, runner: Runner, handle: Handle, result: torch.Tensor | None, name: str, timeout_s: float
+    ) -> None:
         """Made by ``Group``."""
-        self._runner, self._handle, self._tensor = runner, handle, tensor
+        self._group, self._runner, self._handle, self._result = group, runner, handle, result
         self._timeout_s = timeout_s
         self.name = name
 
@@ -38,8 +45,26 @@ class Work:
         """The error of a finished operation; ``None`` if it went well or is pending."""
         return self._handle.error
 
+    @property
+    def source(self) -> int | None:
+        """The rank that a received message came from; ``None`` before it is known, and for collectives."""
+        operation = self._handle.operation
+        if operation is None or operation.signature.kind is not OpKind.SEND_RECV:
+            return None
+        return self._group.ranks.index(operation.ranks[0])
+
+    def on_done(self, callback: Callable[[Work], None]) -> None:
+        """Have ``callback(work)`` called when the operation is done, well or not; at once if it is.
+
+        It runs in the thread that moves messages (or in the caller's): it must be short and must not wait.
+        """
+        self._handle.on_done(lambda: callback(self))
+
     def wait(self, timeout_s: float | None = None) -> torch.Tensor:
-        """Block until the result is in the tensor ("payload needed") and return the tensor.
+        """Block until the result is there ("payload needed") and return its tensor.
+
+        That is the tensor which ``Group``'s method was given for the result; where it was given a list, or nothing, an
+        empty tensor.
 
         The operation overtakes everything nobody waits for, here and on the other ranks.
 
@@ -56,7 +81,7 @@ class Work:
         error = self._handle.error
         if error is not None:
             raise _fresh(error)
-        return self._tensor
+        return self._result if self._result is not None else torch.empty(0)
 
 
 def _fresh(error: BaseException) -> BaseException:

@@ -38,6 +38,9 @@ _UFUNC: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
     ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
 }
 _TORCH_OP: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.SUM: torch.add,
@@ -52,7 +55,9 @@ _BLOCK = 32 * 1024
 
 
 def supports(dtype: DType, op: ReduceOp) -> bool:
-    """Whether the pair can be reduced: everything but the average of truth values."""
+    """Whether the pair can be reduced: everything but the average of truth values and the bits of floats."""
+    if op.is_bitwise:
+        return not dtype.is_floating_point
     return not (dtype is DType.BOOL and op is ReduceOp.AVG)
 
 

@@ -1,24 +1,42 @@
-"""The four things a schedule may ask for, and the compiled program of a lane.
+"""What a schedule may ask for, and the compiled program of a lane.
 
 A schedule is a generator that yields actions for *one lane on one rank* and never sees a transport, a buffer or a
 length. ``Send`` is posted and the lane goes on; ``Receive`` stops the lane until the message is there. The slot of a
 message is (operation, lane, step); a step is used once per lane and pair of ranks.
+
+A chunk is a number. Either all chunks are cut out of one tensor (``Layout.CUT``: allreduce, reduce, broadcast), or each
+is a tensor of its own (``Layout.BLOCKS``: allgather, alltoall and so on), of any size, known to those who send and
+receive it.
 
 Contract of a schedule ("causally free"): the destination of a ``Receive`` that replaces may still be on its way out in
 an earlier ``Send`` of this rank only if the sender of the incoming message cannot have produced it before that
 outgoing one arrived. Ring and chain have this property; the simulated transport, which copies a body only when it
 leaves, shows a schedule that has not.
 
-Cost: every schedule module has ``cost(world_size, num_bytes) -> Cost`` so that people and selectors can compare.
+Cost: every schedule module has ``cost(...) -> Cost`` so that people and the selector can compare.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-__all__ = ["NOTHING", "Action", "Cost", "Mode", "Program", "Receive", "Schedule", "Send", "compile_program"]
+__all__ = [
+    "NOTHING",
+    "Action",
+    "Cost",
+    "Layout",
+    "Mode",
+    "Program",
+    "Receive",
+    "Schedule",
+    "Send",
+    "compile_program",
+    "translate",
+]
 
 
 #: The chunk of a message without body.
@@ -33,9 +51,16 @@ class Mode(enum.IntEnum):
     COMBINE_LAST = 2  # the same, and this was the last contribution: divide (AVG), round (half types)
 
 
+class Layout(enum.Enum):
+    """Where the chunks of an operation are."""
+
+    CUT = "cut"  # one tensor, cut into chunks that differ by one element at most
+    BLOCKS = "blocks"  # one tensor per chunk; a rank may lack those that it neither sends nor receives
+
+
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the lane's part of ``chunk`` to ``peer``.
+    """Send the lane's part of ``chunk`` (of ``span`` chunks from there on, if they are cut) to ``peer``.
 
     ``partial``: the segment is an unfinished sum (it may be wider than the result on the wire).
     """
@@ -44,14 +69,17 @@ class Send:
     step: int
     chunk: int
     partial: bool = False
+    span: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Receive the lane's part of ``chunk`` from ``peer``.
+    """Receive the lane's part of ``chunk`` (of ``span`` chunks) from ``peer``.
 
     ``partial`` as in the matching ``Send``. ``onto_partial``: combine with the partial sum of earlier receives, not
-    with this rank's own contribution.
+    with this rank's own contribution. ``into``: the chunk where the finished sum goes, if it is not ``chunk``.
+    ``anytime``: nothing that this rank does earlier writes there or needs what is there (but for sends that the peer
+    must have received): the message may be put in place as soon as it comes.
     """
 
     peer: int
@@ -60,6 +88,9 @@ class Receive:
     mode: Mode = Mode.REPLACE
     partial: bool = False
     onto_partial: bool = False
+    into: int | None = None
+    anytime: bool = False
+    span: int = 1
 
 
 Action = Send | Receive
@@ -68,21 +99,28 @@ Schedule = Iterator[Action]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one rank pays: ``steps`` message latencies one after the other, and bytes sent."""
+    """What one rank pays: ``steps`` message latencies one after the other, and bytes sent or received on its link."""
 
-    steps: int
+    steps: float
     bytes_sent: float
 
+    def seconds(self, latency_s: float, bytes_per_s: float) -> float:
+        """Time by the latency-bandwidth model (Hockney, 1994)."""
+        return self.steps * latency_s + self.bytes_sent / bytes_per_s
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """A schedule written out, shared by all lanes of all operations of one kind and one (rank, world size, root).
 
     Attributes:
         actions: In order.
         receives: (peer, step) -> index of the receive in ``actions``: what a message may be.
-        num_chunks: How many chunks the tensor is cut into.
+        num_chunks: How many chunks there are.
+        span_max: The most chunks that travel as one message; equal on all ranks.
+        layout: Where they are.
         partial_sums: Whether some rank combines more than two contributions one after the other; equal on all ranks.
+        preserves: Partial sums must not be kept in the tensor, because it is not this rank's to change.
         sources: The peers this rank receives from, in order of first use.
         targets: The peers this rank sends to.
     """
@@ -90,31 +128,60 @@ class Program:
     actions: tuple[Action, ...]
     receives: Mapping[tuple[int, int], int]
     num_chunks: int
+    span_max: int
+    layout: Layout
     partial_sums: bool
+    preserves: bool
     sources: tuple[int, ...]
     targets: tuple[int, ...]
 
 
-def compile_program(schedule: Schedule, num_chunks: int, *, partial_sums: bool = False) -> Program:
+def compile_program(
+    schedule: Schedule,
+    num_chunks: int,
+    *,
+    layout: Layout = Layout.CUT,
+    partial_sums: bool = False,
+    preserves: bool = False,
+    span_max: int = 1,
+) -> Program:
     """Write a schedule out and check that every slot is used once.
 
-    ``partial_sums`` must be given where this rank's actions do not show it.
+    ``partial_sums`` and ``span_max`` must be given where this rank's actions do not show them.
 
     Raises:
         ValueError: The schedule uses a (peer, step) twice in one direction.
     """
-    actions = tuple(schedule)
+    actions: list[Action] = []
     receives: dict[tuple[int, int], int] = {}
     sends: set[tuple[int, int]] = set()
-    for index, action in enumerate(actions):
+    used: set[int] = set()
+    for index, action in enumerate(schedule):
         slot = (action.peer, action.step)
         if slot in (receives if isinstance(action, Receive) else sends):
             raise ValueError(f"the schedule uses the slot (peer, step) = {slot} twice")
         if isinstance(action, Receive):
             receives[slot] = index
+            if action.mode is Mode.REPLACE and used.isdisjoint(range(action.chunk, action.chunk + action.span)):
+                action = dataclasses.replace(action, anytime=True)  # noqa: PLW2901
+            used.add(action.chunk if action.into is None else action.into)
         else:
             sends.add(slot)
+        used.update(range(action.chunk, action.chunk + action.span))
+        actions.append(action)
     sources = tuple(dict.fromkeys(peer for peer, _ in receives))
     targets = tuple(dict.fromkeys(action.peer for action in actions if isinstance(action, Send)))
     partial_sums = partial_sums or any(isinstance(a, Receive) and a.mode is Mode.COMBINE for a in actions)
-    return Program(actions, receives, num_chunks, partial_sums, sources, targets)
+    return Program(tuple(actions), receives, num_chunks, span_max, layout, partial_sums, preserves, sources, targets)
+
+
+@functools.lru_cache(maxsize=1024)
+def translate(program: Program, ranks: tuple[int, ...]) -> Program:
+    """The program of a subgroup, with the ranks of the whole group in place of its own."""
+    return dataclasses.replace(
+        program,
+        actions=tuple(dataclasses.replace(action, peer=ranks[action.peer]) for action in program.actions),
+        receives={(ranks[peer], step): index for (peer, step), index in program.receives.items()},
+        sources=tuple(ranks[peer] for peer in program.sources),
+        targets=tuple(ranks[peer] for peer in program.targets),
+    )

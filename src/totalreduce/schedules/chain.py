@@ -1,23 +1,19 @@
-"""Pipelined chain broadcast: root -> root+1 -> ... ; every lane is one piece, so pieces follow each other.
+"""The pipelined chain: broadcast root -> root+1 -> ... and, the other way, reduce ... -> root+1 -> root.
 
-With S pieces the last rank has everything after S+n-2 piece times: N(S+n-2)/(SB) seconds for N bytes at B bytes/s,
-which tends to N/B, the time of one transfer, whatever the number of ranks. Source: the survey's pipelined broadcast;
-also van de Geijn, "On global combine operations", J. Parallel Distrib. Comput. 22 (1994), DOI 10.1006/jpdc.1994.1091.
+Every lane is one piece, so pieces follow each other. With S pieces the last rank of a broadcast (the root of a reduce)
+has everything after S+n-2 piece times: N(S+n-2)/(SB) seconds for N bytes at B bytes/s, which tends to N/B, the time of
+one transfer, whatever the number of ranks. Source: the survey's pipelined broadcast; also van de Geijn, "On global
+combine operations", J. Parallel Distrib. Comput. 22 (1994), DOI 10.1006/jpdc.1994.1091.
 
-An empty message, the consent, runs back from the end of the chain. Without it the root would be done, and tell its user
-so, before a rank that submitted something else under the same name had said a word.
+Behind a broadcast an empty message, the consent, runs back from the end of the chain. Without it the root would be
+done, and tell its user so, before a rank that submitted something else under the same name had said a word.
 """
 
 from __future__ import annotations
 
-from totalreduce.schedules.actions import NOTHING, Cost, Receive, Schedule, Send
+from totalreduce.schedules.actions import NOTHING, Cost, Mode, Receive, Schedule, Send
 
-__all__ = ["chain_broadcast", "cost", "num_chunks"]
-
-
-def num_chunks(world_size: int) -> int:  # noqa: ARG001  (all schedules have the same signature)
-    """The tensor stays whole; lanes are the pieces."""
-    return 1
+__all__ = ["chain_broadcast", "chain_reduce", "cost", "pieces"]
 
 
 def chain_broadcast(rank: int, world_size: int, root: int) -> Schedule:
@@ -33,6 +29,24 @@ def chain_broadcast(rank: int, world_size: int, root: int) -> Schedule:
         yield Send(left, 2 * last - position, NOTHING)
 
 
-def cost(world_size: int, num_bytes: int) -> Cost:
-    """n-1 hops for the first piece, n-1 for the consent; every rank but the last sends the tensor once."""
-    return Cost(2 * (world_size - 1), float(num_bytes if world_size > 1 else 0))
+def chain_reduce(rank: int, world_size: int, root: int) -> Schedule:
+    """Yield the actions of one lane on ``rank``: the far end begins, the root has the sum."""
+    position, last = (rank - root) % world_size, world_size - 1
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    if position < last:
+        mode = Mode.COMBINE_LAST if position == 0 else Mode.COMBINE
+        yield Receive(right, last - position - 1, 0, mode, partial=position + 1 < last)
+    if position > 0:
+        yield Send(left, last - position, 0, partial=position < last)
+
+
+def pieces(world_size: int, num_bytes: int, piece_bytes_min: int) -> int:
+    """How many pieces: enough that filling the pipeline costs little (n-2 piece times), not smaller than worth while."""
+    return max(1, min(16 * max(1, world_size - 2), num_bytes // piece_bytes_min))
+
+
+def cost(world_size: int, num_bytes: int, num_pieces: int = 1) -> Cost:
+    """n-1 hops for the first piece (and n-1 for the consent); the other pieces follow one after the other."""
+    if world_size == 1:
+        return Cost(0, 0.0)
+    return Cost(2 * (world_size - 1), num_bytes * (num_pieces + world_size - 2) / num_pieces)

@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from totalreduce.schedules.actions import Cost, Receive, Schedule, Send
 
-__all__ = ["cost", "dissemination_barrier", "num_chunks"]
-
-
-def num_chunks(world_size: int) -> int:  # noqa: ARG001  (all schedules have the same signature)
-    """There is nothing to cut."""
-    return 1
+__all__ = ["cost", "dissemination_barrier"]
 
 
 def dissemination_barrier(rank: int, world_size: int) -> Schedule:

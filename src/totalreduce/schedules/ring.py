@@ -1,4 +1,4 @@
-"""Ring allreduce: scatter-reduce, then allgather.
+"""The ring: reduce-scatter, allgather, and allreduce, which is one after the other.
 
 Every rank sends only to its right neighbour and receives only from its left one. After n-1 steps of scatter-reduce
 rank r holds the finished chunk r+1; n-1 further steps carry the finished chunks round. A chunk is summed in the order
@@ -13,12 +13,7 @@ from __future__ import annotations
 
 from totalreduce.schedules.actions import Cost, Mode, Receive, Schedule, Send
 
-__all__ = ["cost", "num_chunks", "ring_allreduce"]
-
-
-def num_chunks(world_size: int) -> int:
-    """One chunk per rank."""
-    return world_size
+__all__ = ["cost", "half_cost", "ring_allgather", "ring_allreduce", "ring_reduce_scatter"]
 
 
 def ring_allreduce(rank: int, world_size: int) -> Schedule:
@@ -36,7 +31,33 @@ def ring_allreduce(rank: int, world_size: int) -> Schedule:
         yield Receive(left, step, (rank - turn) % world_size)
 
 
+def ring_reduce_scatter(rank: int, world_size: int) -> Schedule:
+    """Yield the actions of one lane on ``rank``; chunk ``world_size`` is the output. Rank r ends with the sum of chunk r."""
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    last = world_size - 2
+    for step in range(world_size - 1):
+        yield Send(right, step, (rank - step - 1) % world_size, partial=step > 0)
+        chunk = (rank - step - 2) % world_size
+        if step == last:
+            yield Receive(left, step, chunk, Mode.COMBINE_LAST, partial=step > 0, into=world_size)
+        else:
+            yield Receive(left, step, chunk, Mode.COMBINE, partial=step > 0)
+
+
+def ring_allgather(rank: int, world_size: int) -> Schedule:
+    """Yield the actions of one lane on ``rank``, whose own block is chunk ``rank``."""
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    for step in range(world_size - 1):
+        yield Send(right, step, (rank - step) % world_size)
+        yield Receive(left, step, (rank - step - 1) % world_size)
+
+
 def cost(world_size: int, num_bytes: int) -> Cost:
     """2(n-1) steps and 2(n-1)/n of the bytes: the least any allreduce can send."""
     steps = 2 * (world_size - 1)
     return Cost(steps, steps * num_bytes / world_size)
+
+
+def half_cost(world_size: int, num_bytes: int) -> Cost:
+    """Reduce-scatter or allgather of ``num_bytes`` in all blocks together: half of an allreduce."""
+    return Cost(world_size - 1, (world_size - 1) * num_bytes / world_size)

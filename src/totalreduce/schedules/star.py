@@ -9,21 +9,7 @@ from __future__ import annotations
 
 from totalreduce.schedules.actions import Cost, Mode, Receive, Schedule, Send
 
-__all__ = ["cost", "num_chunks", "pays", "star_allreduce"]
-
-
-def pays(world_size: int, num_bytes: int, segment_bytes: int) -> bool:
-    """Whether the tensor is small enough for a star: the root sends no more than a quarter of a segment.
-
-    With segments of 512 KiB that is a millisecond of a 1 Gbit/s link, about what one hop of a ring costs on a busy
-    host.
-    """
-    return world_size > 2 and (world_size - 1) * num_bytes <= segment_bytes // 4
-
-
-def num_chunks(world_size: int) -> int:  # noqa: ARG001  (all schedules have the same signature)
-    """The tensor stays whole."""
-    return 1
+__all__ = ["cost", "star_allreduce"]
 
 
 def star_allreduce(rank: int, world_size: int, root: int) -> Schedule:

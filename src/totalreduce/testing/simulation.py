@@ -17,7 +17,7 @@ from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.foundation.header import Header
 from totalreduce.foundation.types import Signature
-from totalreduce.transports.base import Outgoing
+from totalreduce.transports.base import Lease, Outgoing
 from totalreduce.transports.simulated import SimulatedNetwork
 
 __all__ = ["SimulatedCluster", "Submission"]
@@ -69,8 +69,8 @@ class _Rank:
     def may_receive(self) -> bool:
         return self.engine.may_receive()
 
-    def accept(self, peer: int, header: Header) -> Delivery:
-        return self.engine.accept(peer, header, self._network.now)
+    def accept(self, peer: int, header: Header, lease: Lease | None = None) -> Delivery:
+        return self.engine.accept(peer, header, self._network.now, lease)
 
     def delivered(self, delivery: Any) -> None:
         self.engine.delivered(delivery, self._network.now)
@@ -165,7 +165,7 @@ class SimulatedCluster:
             endpoint.engine.submit(
                 submission.name,
                 submission.signature,
-                memoryview(submission.data),
+                [memoryview(submission.data)],
                 priority=submission.priority,
                 now=self.network.now,
                 owner=submission,

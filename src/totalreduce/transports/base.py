@@ -7,12 +7,16 @@ is chosen at the last moment. It never queues more than the message that is leav
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Collection, Hashable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from totalreduce.foundation.header import Header
+from totalreduce.foundation.types import ReduceOp
 
-__all__ = ["Delivery", "Endpoint", "Outgoing", "Transport", "TransportCounters"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Delivery", "Endpoint", "Lease", "NativeCollectives", "Outgoing", "Transport", "TransportCounters"]
 
 
 class Outgoing(Protocol):
@@ -26,6 +30,10 @@ class Outgoing(Protocol):
     def body(self) -> memoryview | None:
         """The body; read when it leaves."""
 
+    @property
+    def share_key(self) -> Hashable:
+        """Equal for messages with the same bytes to several peers; a transport that stages bodies copies them once."""
+
 
 class Delivery(Protocol):
     """Where an arriving body goes. ``view`` may be replaced by one of the same length while the body arrives."""
@@ -33,6 +41,29 @@ class Delivery(Protocol):
     @property
     def view(self) -> memoryview:
         """Exactly as long as the body."""
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease that was taken: nothing is to be copied."""
+
+
+class Lease(Protocol):
+    """A body that lies in memory of the transport (shared with the sender), for as long as nobody gives it back.
+
+    An endpoint may take it as the delivery's ``view`` instead of having it copied, and calls ``release`` when it has
+    read it; then, and only then, ``Delivery.lease`` is this object.
+    """
+
+    @property
+    def body(self) -> memoryview:
+        """The bytes, read only."""
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether it may be kept until other messages have come; if not, only for a computation that can begin now."""
+
+    def release(self) -> None:
+        """The memory is free again. Any thread; once."""
 
 
 class Endpoint(Protocol):
@@ -50,14 +81,47 @@ class Endpoint(Protocol):
     def may_receive(self) -> bool:
         """Whether a message may be accepted now; if not, the transport leaves it unread."""
 
-    def accept(self, peer: int, header: Header) -> Delivery:
-        """Where does the body go? Raises ``ProtocolError`` if no correct peer sends this."""
+    def accept(self, peer: int, header: Header, lease: Lease | None = None) -> Delivery:
+        """Where does the body go? Raises ``ProtocolError`` if no correct peer sends this.
+
+        With a ``lease`` the body is here already: the transport copies it to ``Delivery.view``, unless the answer is
+        that the endpoint takes the lease.
+        """
 
     def delivered(self, delivery: Delivery) -> None:
         """The body is complete."""
 
     def peer_lost(self, peer: int, reason: str) -> None:
         """The peer died, froze, was cut off or talks nonsense."""
+
+
+class NativeCollectives(Protocol):
+    """Collectives of the library that a transport borrows, in that library's own way.
+
+    They block, and all ranks must call them in one agreed order: they are for whoever coordinates that order, and an
+    operation of the engine needs none of them. One thread at a time. Results are as exact and as repeatable as the
+    library makes them.
+    """
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp, *, timeout_s: float) -> None:
+        """Reduce in place over all ranks.
+
+        Args:
+            tensor: Contiguous; of a device that the library knows; equal shape and dtype on all ranks.
+            op: How to reduce.
+            timeout_s: Deadline in seconds.
+
+        Raises:
+            UnsupportedError: The library cannot do this.
+            DeadlineExceededError: Not finished in time; the library's communicator is unusable from then on.
+            PeerLost: The library says that it failed.
+        """
+
+    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout_s: float) -> None:
+        """Copy the root's tensor to all ranks, in place; otherwise like ``allreduce``."""
+
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor, *, timeout_s: float) -> None:
+        """Gather equal parts, by rank, into ``output`` (``world_size`` times as long); otherwise like ``allreduce``."""
 
 
 class TransportCounters:
@@ -78,6 +142,22 @@ class Transport(ABC):
     rank: int
     world_size: int
     counters: TransportCounters
+    _hosts: Sequence[int] | None = None
+
+    @property
+    def native(self) -> NativeCollectives | None:
+        """Collectives of the library underneath, where there is one."""
+        return None
+
+    @property
+    def hosts(self) -> Sequence[int]:
+        """Number of the host of every rank, by rank; unless somebody has said otherwise, one host has all of them."""
+        return (0,) * self.world_size if self._hosts is None else self._hosts
+
+    def place(self, hosts: Sequence[int]) -> None:
+        """Say which ranks share a host (see ``hosts``); whoever made the transport knows."""
+        assert len(hosts) == self.world_size
+        self._hosts = tuple(hosts)
 
     @abstractmethod
     def attach(self, endpoint: Endpoint) -> None:

@@ -2,7 +2,7 @@
 
 Scalars stand for themselves; everything else is an object with one key that says what it is::
 
-    {"list": [...]}  {"tuple": [...]}  {"dict": [[key, value], ...]}  {"tensor": [dtype, shape]}
+    {"list": [...]}  {"tuple": [...]}  {"dict": [[key, value], ...]}  {"tensor": [dtype, shape]}  {"bytes": [count]}
 
 Tensors come in the order in which they occur. Floats survive exactly, as Python writes them.
 """
@@ -17,12 +17,15 @@ import torch
 
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 
-__all__ = ["decode", "empty_tensors", "encode"]
+__all__ = ["decode", "empty_tensors", "encode", "pack", "unpack"]
 
 #: Deeper than any optimizer's state, and far below Python's recursion limit.
 _DEPTH_MAX = 32
 #: Tensors do not count; a million numbers do not reach it.
 _DOCUMENT_BYTES_MAX = 24 * 1024 * 1024
+
+#: Of a whole packed object.
+PACKED_BYTES_MAX = 1 << 30
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -83,6 +86,53 @@ def empty_tensors(document: str) -> list[torch.Tensor]:
     return found
 
 
+def pack(value: object) -> torch.Tensor:
+    """A nested value as bytes: length of the JSON (8 bytes), the JSON, the tensors' bytes one after the other.
+
+    Raises:
+        ConfigurationError: See ``encode``; or more than 1 GiB in all.
+    """
+    document, tensors = encode(value)
+    text = document.encode()
+    parts = [len(text).to_bytes(8, "little"), text, *(_bytes_of(tensor) for tensor in tensors)]
+    num_bytes = sum(map(len, parts))
+    if num_bytes > PACKED_BYTES_MAX:
+        raise ConfigurationError(f"an object of {num_bytes} bytes; the limit is {PACKED_BYTES_MAX}")
+    return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+
+
+def unpack(data: torch.Tensor) -> Any:
+    """The value that ``pack`` turned into these bytes.
+
+    Raises:
+        ProtocolError: ``pack`` makes no such bytes.
+    """
+    body = memoryview(data.numpy()).cast("B")
+    length = int.from_bytes(body[:8], "little")
+    if len(body) < 8 or length > min(len(body) - 8, _DOCUMENT_BYTES_MAX):
+        raise ProtocolError(f"a packed object of {len(body)} bytes that announces {length} bytes of JSON")
+    try:
+        document = bytes(body[8 : 8 + length]).decode()
+        tensors = empty_tensors(document)
+    except (ValueError, RecursionError) as cause:
+        raise ProtocolError("a packed object that is no JSON") from cause
+    place = 8 + length
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        part = body[place : place + num_bytes]
+        if len(part) != num_bytes:
+            raise ProtocolError("a packed object that is shorter than it announces")
+        if num_bytes:
+            tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(part, dtype=torch.uint8))
+        place += num_bytes
+    return decode(document, tensors)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
 def _encode(value: object, tensors: list[torch.Tensor], path: str, depth: int) -> object:
     if depth > _DEPTH_MAX:
         raise ConfigurationError(f"{path}: nested deeper than {_DEPTH_MAX} levels")
@@ -94,6 +144,9 @@ def _encode(value: object, tensors: list[torch.Tensor], path: str, depth: int) -
             raise ConfigurationError(f"{path}: a {value.layout} tensor of {value.dtype} cannot be broadcast")
         tensors.append(value)
         return {"tensor": [name, list(value.shape)]}
+    if isinstance(value, (bytes, bytearray)):
+        tensors.append(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8))
+        return {"bytes": [len(value)]}
     if isinstance(value, (list, tuple)):
         items = [_encode(item, tensors, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
         return {"list" if isinstance(value, list) else "tuple": items}
@@ -105,7 +158,7 @@ def _encode(value: object, tensors: list[torch.Tensor], path: str, depth: int) -
             pairs.append([key, _encode(item, tensors, f"{path}[{key!r}]", depth + 1)])
         return {"dict": pairs}
     raise ConfigurationError(
-        f"{path}: a {type(value).__name__} cannot be broadcast; only tensors, numbers, strings, None, lists, "
+        f"{path}: a {type(value).__name__} cannot be broadcast; only tensors, numbers, strings, bytes, None, lists, "
         "tuples and dicts can"
     )
 
@@ -116,6 +169,8 @@ def _decode(node: Any, tensors: Iterator[torch.Tensor], depth: int) -> Any:
         return items
     if kind == "tensor":
         return next(tensors)
+    if kind == "bytes":
+        return next(tensors).numpy().tobytes()
     if kind == "dict":
         return {key: _decode(item, tensors, depth + 1) for key, item in items}
     decoded = [_decode(item, tensors, depth + 1) for item in items]
@@ -127,6 +182,8 @@ def _tensor_nodes(node: Any, depth: int) -> Iterator[tuple[str, list[int]]]:
     if kind == "tensor":
         dtype, shape = items
         yield dtype, shape
+    elif kind == "bytes":
+        yield "uint8", items
     elif kind != "scalar":
         for item in items:
             yield from _tensor_nodes(item[1] if kind == "dict" else item, depth + 1)
@@ -137,6 +194,6 @@ def _open(node: Any, depth: int) -> tuple[str, Any]:
         return "scalar", node
     if depth <= _DEPTH_MAX and isinstance(node, dict) and len(node) == 1:
         kind, items = next(iter(node.items()))
-        if kind in ("list", "tuple", "dict", "tensor") and isinstance(items, list):
+        if kind in ("list", "tuple", "dict", "tensor", "bytes") and isinstance(items, list):
             return kind, items
     raise ProtocolError(f"unknown value in a broadcast document: {str(node)[:80]!r}")

@@ -1,0 +1,244 @@
+"""From the tensors of a collective to what the engine wants: a signature, the bytes of every block, a last touch.
+
+One function per collective; each checks what can be checked on one rank, so that a mistake is an error where it was made
+and not a mismatch elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
+from totalreduce.groups import tensors
+from totalreduce.kernels import supports
+
+__all__ = [
+    "Blocks",
+    "Request",
+    "allgather",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "message",
+    "reduction",
+    "reduce_scatter",
+    "scatter",
+]
+
+#: World-size many tensors, or one contiguous tensor that holds them one after the other.
+Blocks = torch.Tensor | Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is submitted.
+
+    Attributes:
+        signature: What it is.
+        buffers: Bytes of the tensor, or of every block.
+        finalise: What remains to be done when the operation is done: copying back into tensors that are not contiguous.
+        results: What ``Work.wait`` returns.
+    """
+
+    signature: Signature
+    buffers: Sequence[memoryview | None]
+    finalise: Callable[[], None] | None
+    results: torch.Tensor | None
+
+
+class _Views:
+    """Collects the memory of several tensors and what has to be copied back."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._copies: list[Callable[[], None]] = []
+
+    def add(self, tensor: torch.Tensor, *, writes: bool) -> memoryview:
+        view, copy_back = tensors.as_bytes(tensor, self._name, writes=writes)
+        if copy_back is not None:
+            self._copies.append(copy_back)
+        return view
+
+    def finalise(self) -> Callable[[], None] | None:
+        if not self._copies:
+            return None
+        copies = self._copies
+
+        def run() -> None:
+            for copy in copies:
+                copy()
+
+        return run
+
+
+def _checked_op(op: ReduceOp, dtype: DType, name: str) -> ReduceOp:
+    op = ReduceOp(op)
+    if op is ReduceOp.NONE or not supports(dtype, op):
+        raise ConfigurationError(f"tensor {name!r}: {op.name} of {dtype.name.lower()} is not defined")
+    return op
+
+
+def _listed(blocks: Blocks, size: int, name: str, what: str) -> list[torch.Tensor]:
+    """World-size many tensors."""
+    if isinstance(blocks, torch.Tensor):
+        if blocks.numel() % size:
+            raise ConfigurationError(
+                f"{name!r}: {what} has {blocks.numel()} elements, which do not divide into {size} equal blocks"
+            )
+        if not blocks.is_contiguous():
+            raise ConfigurationError(f"{name!r}: {what} must be contiguous; or pass a list of {size} tensors")
+        flat = blocks.detach().view(-1)
+        length = flat.numel() // size
+        return [flat[length * index : length * (index + 1)] for index in range(size)]
+    listed = list(blocks)
+    if len(listed) != size:
+        raise ConfigurationError(f"{name!r}: {what} must be {size} tensors, one per rank, not {len(listed)}")
+    return listed
+
+
+def _one_dtype(blocks: Sequence[torch.Tensor], tensor: torch.Tensor, name: str) -> None:
+    for index, block in enumerate(blocks):
+        if block.dtype is not tensor.dtype:
+            raise ConfigurationError(f"{name!r}: block {index} is {block.dtype}, but the tensor is {tensor.dtype}")
+
+
+def _same_count(a: torch.Tensor, b: torch.Tensor, name: str, what: str) -> None:
+    if a.numel() != b.numel():
+        raise ConfigurationError(f"{name!r}: {what}: {a.numel()} elements and {b.numel()} elements")
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    if len(source):
+        torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))
+
+
+def reduction(
+    kind: OpKind, tensor: torch.Tensor, name: str, *, op: ReduceOp, root: int, algorithm: Algorithm, writes: bool
+) -> Request:
+    """Allreduce and reduce."""
+    dtype = tensors.dtype_of(tensor, name)
+    signature = Signature(
+        kind, dtype, _checked_op(op, dtype, name), root, tuple(tensor.shape), algorithm=Algorithm(algorithm)
+    )
+    view, finalise = tensors.as_bytes(tensor, name, writes=writes)
+    return Request(signature, [view], finalise, tensor)
+
+
+def broadcast(tensor: torch.Tensor, name: str, *, root: int, algorithm: Algorithm, writes: bool) -> Request:
+    """Broadcast."""
+    dtype = tensors.moved_dtype_of(tensor, name)
+    signature = Signature(
+        OpKind.BROADCAST, dtype, ReduceOp.NONE, root, tuple(tensor.shape), algorithm=Algorithm(algorithm)
+    )
+    view, finalise = tensors.as_bytes(tensor, name, writes=writes)
+    return Request(signature, [view], finalise, tensor)
+
+
+def barrier() -> Request:
+    """Barrier."""
+    return Request(Signature(OpKind.BARRIER, DType.UINT8, ReduceOp.NONE, 0, (0,)), [memoryview(bytearray(0))], None, None)
+
+
+def allgather(outputs: Blocks, tensor: torch.Tensor, name: str, *, rank: int, size: int, algorithm: Algorithm) -> Request:
+    """Allgather, with blocks of any sizes that all ranks know."""
+    dtype = tensors.moved_dtype_of(tensor, name)
+    blocks = _listed(outputs, size, name, "outputs")
+    _one_dtype(blocks, tensor, name)
+    _same_count(blocks[rank], tensor, name, f"outputs[{rank}] and the tensor must be equally large")
+    views = _Views(name)
+    buffers = [views.add(block, writes=True) for block in blocks]
+    own = views.add(tensor, writes=False)
+    _copy(own, buffers[rank])
+    sizes = tuple(len(buffer) // dtype.itemsize for buffer in buffers)
+    signature = Signature(OpKind.ALLGATHER, dtype, ReduceOp.NONE, 0, (), sizes, Algorithm(algorithm))
+    return Request(signature, buffers, views.finalise(), outputs if isinstance(outputs, torch.Tensor) else None)
+
+
+def reduce_scatter(
+    tensor: torch.Tensor, inputs: Blocks, name: str, *, op: ReduceOp, rank: int, size: int, algorithm: Algorithm
+) -> Request:
+    """Reduce-scatter, with blocks of any sizes that all ranks know. The inputs are only read."""
+    dtype = tensors.dtype_of(tensor, name)
+    blocks = _listed(inputs, size, name, "inputs")
+    _one_dtype(blocks, tensor, name)
+    _same_count(blocks[rank], tensor, name, f"inputs[{rank}] and the tensor must be equally large")
+    views = _Views(name)
+    buffers = [views.add(block, writes=False) for block in blocks]
+    buffers.append(views.add(tensor, writes=True))
+    if size == 1:
+        _copy(buffers[0], buffers[1])
+    sizes = tuple(len(buffer) // dtype.itemsize for buffer in buffers[:size])
+    kind, op = OpKind.REDUCE_SCATTER, _checked_op(op, dtype, name)
+    return Request(Signature(kind, dtype, op, 0, (), sizes, Algorithm(algorithm)), buffers, views.finalise(), tensor)
+
+
+def gather(
+    outputs: Blocks | None, tensor: torch.Tensor, name: str, *, rank: int, size: int, root: int
+) -> Request:
+    """Gather; only the root has outputs, of any sizes."""
+    dtype = tensors.moved_dtype_of(tensor, name)
+    signature = Signature(OpKind.GATHER, dtype, ReduceOp.NONE, root, ())
+    views = _Views(name)
+    buffers: list[memoryview | None] = [None] * size
+    own = views.add(tensor, writes=False)
+    if rank != root:
+        if outputs is not None and len(outputs):
+            raise ConfigurationError(f"{name!r}: outputs are for the root (rank {root}) only; rank {rank} passes None")
+        buffers[rank] = own
+        return Request(signature, buffers, None, None)
+    if outputs is None:
+        raise ConfigurationError(f"{name!r}: the root (rank {root}) must pass outputs: {size} tensors")
+    blocks = _listed(outputs, size, name, "outputs")
+    _one_dtype(blocks, tensor, name)
+    _same_count(blocks[rank], tensor, name, f"outputs[{rank}] and the tensor must be equally large")
+    filled = [views.add(block, writes=True) for block in blocks]
+    _copy(own, filled[rank])
+    return Request(signature, filled, views.finalise(), outputs if isinstance(outputs, torch.Tensor) else None)
+
+
+def scatter(tensor: torch.Tensor, inputs: Blocks | None, name: str, *, rank: int, size: int, root: int) -> Request:
+    """Scatter; only the root has inputs, of any sizes."""
+    dtype = tensors.moved_dtype_of(tensor, name)
+    signature = Signature(OpKind.SCATTER, dtype, ReduceOp.NONE, root, ())
+    views = _Views(name)
+    buffers: list[memoryview | None] = [None] * size
+    own = views.add(tensor, writes=True)
+    if rank != root:
+        if inputs is not None and len(inputs):
+            raise ConfigurationError(f"{name!r}: inputs are for the root (rank {root}) only; rank {rank} passes None")
+        buffers[rank] = own
+        return Request(signature, buffers, views.finalise(), tensor)
+    if inputs is None:
+        raise ConfigurationError(f"{name!r}: the root (rank {root}) must pass inputs: {size} tensors")
+    blocks = _listed(inputs, size, name, "inputs")
+    _one_dtype(blocks, tensor, name)
+    _same_count(blocks[rank], tensor, name, f"inputs[{rank}] and the tensor must be equally large")
+    filled = [views.add(block, writes=False) for block in blocks]
+    _copy(filled[rank], own)
+    return Request(signature, filled, views.finalise(), tensor)
+
+
+def alltoall(outputs: Blocks, inputs: Blocks, name: str, *, rank: int, size: int) -> Request:
+    """Alltoall, with blocks of any sizes that sender and receiver know."""
+    sent, received = _listed(inputs, size, name, "inputs"), _listed(outputs, size, name, "outputs")
+    _one_dtype([*sent, *received], sent[0], name)
+    _same_count(received[rank], sent[rank], name, f"inputs[{rank}] and outputs[{rank}] must be equally large")
+    dtype = tensors.moved_dtype_of(sent[0], name)
+    views = _Views(name)
+    buffers = [views.add(block, writes=False) for block in sent]
+    buffers += [views.add(block, writes=True) for block in received]
+    _copy(buffers[rank], buffers[size + rank])
+    signature = Signature(OpKind.ALLTOALL, dtype, ReduceOp.NONE, 0, ())
+    return Request(signature, buffers, views.finalise(), outputs if isinstance(outputs, torch.Tensor) else None)
+
+
+def message(tensor: torch.Tensor, name: str, *, writes: bool) -> Request:
+    """A message from one rank to another: ``writes`` on the receiver."""
+    dtype = tensors.moved_dtype_of(tensor, name)
+    view, finalise = tensors.as_bytes(tensor, name, writes=writes)
+    return Request(Signature(OpKind.SEND_RECV, dtype, ReduceOp.NONE, 0, ()), [view], finalise, tensor)
