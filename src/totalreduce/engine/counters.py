@@ -27,3 +27,4 @@ class Counters:
     stalls: int = 0
     reduce_s: float = 0.0
     active_s: float = 0.0
+    waited_s: float = 0.0

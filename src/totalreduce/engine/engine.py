@@ -29,6 +29,7 @@ from typing import Any
 
 from totalreduce.engine.counters import Counters
 from totalreduce.engine.floating import FloatingMessage, FloatingStore, floating_cost
+from totalreduce.engine.layout import OperationLayout, Place
 from totalreduce.engine.operation import AnyReceive, Arrival, Lane, Operation
 from totalreduce.engine.scratch import ScratchPool
 from totalreduce.engine.sendqueue import QueuedMessage, SendQueue
@@ -112,6 +113,8 @@ class _Name:
 
     name: str
     text: str  #: what the id is the hash of: scope and name
+    op_id: int
+    layout: OperationLayout | None = None  #: of the last time
     next_iteration: int = 0
     described: dict[int, bytes] = field(default_factory=dict)
 
@@ -141,6 +144,7 @@ class Engine:
         self.scratch = ScratchPool(config.scratch_segments)
         self._active: dict[tuple[int, int], Operation] = {}
         self._names: dict[int, _Name] = {}
+        self._records: dict[tuple[str, str | None], _Name] = {}  #: the same, by scope and name
         self._queues: dict[int, SendQueue] = {}
         self._controls: dict[int, deque[OutgoingMessage]] = {}
         #: Peers for which there is something to send. A superset is harmless; missing one is not.
@@ -205,7 +209,8 @@ class Engine:
         """
         self._check_usable()
         ranks = self.everybody if ranks is None else ranks
-        record, op_id = self._record(name, scope)
+        record = self._record(name, scope)
+        op_id = record.op_id
         key = (op_id, record.next_iteration)
         for peer, reason in self._departed.items():
             if peer in ranks:
@@ -220,30 +225,20 @@ class Engine:
             raise ValueError(
                 f"an operation named {name!r} is already in flight on rank {self.rank}; wait for it or use another name"
             )
-        program = self._program(signature, op_id, ranks)
+        layout = self._layout(record, signature, ranks, buffers)
         record.next_iteration = (record.next_iteration + 1) & 0xFFFFFFFF
         shown = name if name is not None else f"{_UNNAMED}#{key[1]}"
         operation = Operation(
-            shown,
-            key,
-            signature,
-            program,
-            buffers,
-            ranks=ranks,
-            priority=priority,
-            sequence=self._sequence,
-            config=self.config,
-            now=now,
-            owner=owner,
+            shown, key, layout, buffers, priority=priority, sequence=self._sequence, now=now, owner=owner
         )
         self._sequence += 1
         self.counters.operations += 1
-        self.counters.payload_bytes += operation.num_bytes
+        self.counters.payload_bytes += layout.num_bytes
         if not self._active:
             self._active_since = now
         self._active[key] = operation
         for observer in self.observers:
-            observer.submitted(shown, key[1], now, num_bytes=operation.num_bytes, priority=priority)
+            observer.submitted(shown, key[1], now, num_bytes=layout.num_bytes, priority=priority)
         poison = self._poisoned.pop(key, None)
         if poison is not None:
             self._drop_floating(self.floating.claim(key))
@@ -251,7 +246,7 @@ class Engine:
             return operation
         self._announce(operation, record)
         for peer, theirs in self._described_early.pop(key, {}).items():
-            if theirs != operation.signature_from(peer) and not operation.finished:
+            if theirs != layout.signature_from(peer) and not operation.finished:
                 self._mismatch(operation, peer, theirs, now)
         self._claim_floating(operation, now)
         if not operation.finished:
@@ -285,8 +280,8 @@ class Engine:
             if peer in receive.candidates:
                 raise PeerLost(peer, reason)
         for peer, name in receive.candidates.items():
-            record, op_id = self._record(name, receive.scope)
-            key = (op_id, record.next_iteration)
+            record = self._record(name, receive.scope)
+            key = (record.op_id, record.next_iteration)
             if key in self.floating or key in self._requested or key in self._described_early:
                 self._become(receive, peer, now)
                 return
@@ -403,7 +398,7 @@ class Engine:
         operation = self._active.get(key)
         if operation is None:
             return self._accept_unknown(peer, header, key, now)
-        if header.signature != operation.signature_from(peer):
+        if header.signature != operation.layout.signature_from(peer):
             self._mismatch(operation, peer, header.signature, now)
             return self._sink(peer, header)
         if header.flags & Flag.EAGER:
@@ -413,12 +408,12 @@ class Engine:
         if peer not in operation.posted_by:
             operation.posted_by.add(peer)
             self._release_held(operation, peer)  # or what comes later would overtake what is held
-        lane, index, action = self._slot(operation, peer, header)
+        lane, index, action, place = self._slot(operation, peer, header)
         self._note_first_byte(operation, now)
         is_next = lane.position == index
         if action.mode is Mode.REPLACE and (is_next or action.anytime):
             arrival = Arrival(None)
-            view = operation.segment(action.chunk, lane.index, span=action.span)
+            view = operation.segment(place)
         elif lease is not None and (is_next or lease.may_be_kept):
             view = lease.body
             arrival = Arrival(view, lease=lease)
@@ -593,6 +588,17 @@ class Engine:
             if other != self.rank and other not in self._departed:
                 self._control(other, Frame.LOST, key=key, body=body)
 
+    def _layout(
+        self, record: _Name, signature: Signature, ranks: tuple[int, ...], buffers: Sequence[memoryview | None]
+    ) -> OperationLayout:
+        """Usually the one of the last time: the same tensor is reduced in every step."""
+        sizes = [0 if buffer is None else len(buffer) for buffer in buffers]
+        layout = record.layout
+        if layout is None or layout.signature != signature or layout.sizes != sizes or layout.ranks != ranks:
+            program = self._program(signature, record.op_id, ranks)
+            layout = record.layout = OperationLayout(signature, program, ranks, sizes, self.config)
+        return layout
+
     def _program(self, signature: Signature, op_id: int, ranks: tuple[int, ...]) -> Program:
         """The schedule: decided by what is equal on all ranks."""
         kind, size, root = signature.kind, len(ranks), signature.root
@@ -606,32 +612,40 @@ class Engine:
         program = program_for(kind, algorithm, ranks.index(self.rank), size, root, hosts)
         return program if ranks == self.everybody else translate(program, ranks)
 
-    def _record(self, name: str | None, scope: str) -> tuple[_Name, int]:
+    def use_links(self, links: LinkModel) -> None:
+        """Let the selector go by these numbers from now on. All ranks call it with the same, with nothing in flight."""
+        self.selector = Selector(links, self.selector.hosts, self.selector.overrides)
+        for record in self._names.values():
+            record.layout = None
+
+    def _record(self, name: str | None, scope: str) -> _Name:
+        record = self._records.get((scope, name))
+        if record is not None:
+            return record
         text = scope + (_UNNAMED if name is None else f"n:{name}")
         op_id = operation_id(text)
-        record = self._names.get(op_id)
-        if record is None:
-            if len(text.encode()) > NAME_BYTES_MAX:
-                raise ConfigurationError(f"the name {text[:40]!r}... is longer than {NAME_BYTES_MAX} bytes")
-            if len(self._names) >= 1_000_000:
-                raise ConfigurationError("a million different names in one group: reuse names, one per tensor")
-            record = self._names[op_id] = _Name(_UNNAMED if name is None else name, text)
-        elif record.text != text:
-            raise ConfigurationError(f"the names {text!r} and {record.text!r} have the same id; rename one of them")
-        return record, op_id
+        if op_id in self._names:
+            known = self._names[op_id].text
+            raise ConfigurationError(f"the names {text!r} and {known!r} have the same id; rename one of them")
+        if len(text.encode()) > NAME_BYTES_MAX:
+            raise ConfigurationError(f"the name {text[:40]!r}... is longer than {NAME_BYTES_MAX} bytes")
+        if len(self._names) >= 1_000_000:
+            raise ConfigurationError("a million different names in one group: reuse names, one per tensor")
+        record = self._records[scope, name] = self._names[op_id] = _Name(name or _UNNAMED, text, op_id)
+        return record
 
     def _announce(self, operation: Operation, record: _Name) -> None:
         """Tell targets what the operation is (once per signature) and sources that it is posted (if it is large)."""
-        key = operation.key
-        for peer in operation.program.targets:
-            signature = operation.signature_to(peer)
+        key, layout = operation.key, operation.layout
+        for peer in layout.program.targets:
+            signature = layout.signature_to(peer)
             if record.described.get(peer) != signature:
                 record.described[peer] = signature
-                body = json.dumps({"name": record.name, "is": operation.describe_to(peer)[:2048]}).encode()
+                body = json.dumps({"name": record.name, "is": layout.describe(peer, outgoing=True)[:2048]}).encode()
                 self._control(peer, Frame.DESCRIBE, key=key, body=body, signature=signature)
         asked = self._requested.pop(key, set())
-        for peer in operation.program.sources:
-            if peer in asked or operation.expected_bytes(peer) > self.config.eager_bytes:
+        for peer, expected_bytes in layout.expected_bytes.items():
+            if peer in asked or expected_bytes > self.config.eager_bytes:
                 self._control(peer, Frame.POSTED, key=key)
         operation.posted_by |= self._posted_early.pop(key, set())
         if self._urgent_early.pop(key, False):
@@ -641,12 +655,12 @@ class Engine:
         for message in self.floating.claim(operation.key):
             if operation.finished:
                 self._drop_floating([message])
-            elif message.header.signature != operation.signature_from(message.peer):
+            elif message.header.signature != operation.layout.signature_from(message.peer):
                 self._mismatch(operation, message.peer, message.header.signature, now)
                 self._drop_floating([message])
             else:
                 try:
-                    lane, index, _ = self._slot(operation, message.peer, message.header)
+                    lane, index, *_ = self._slot(operation, message.peer, message.header)
                 except ProtocolError as error:  # found in the caller's thread, but it is the peer's fault
                     self._drop_floating([message])
                     self.peer_lost(message.peer, f"protocol violation: {error}", now)
@@ -690,7 +704,7 @@ class Engine:
         peer = action.peer
         if peer in operation.posted_by:
             return Flag.NONE
-        body_bytes = operation.segment_bytes(action, queued.lane)
+        body_bytes = queued.place.body_bytes
         cost = floating_cost(body_bytes)
         used, sent = self._eager_used.get(peer, 0), operation.eager_sent.get(peer, 0)
         held = operation.held.get(peer)
@@ -708,25 +722,17 @@ class Engine:
 
     def _outgoing(self, queued: QueuedMessage, flags: int, now: float) -> OutgoingMessage:
         operation, action = queued.operation, queued.action
-        body = operation.segment(action.chunk, queued.lane, span=action.span, partial=action.partial)
+        body = operation.segment(queued.place, partial=action.partial)
         if operation.promoted:
             flags |= Flag.URGENT
-        self._note_first_byte(operation, now)
-        header = Header(
-            Frame.DATA,
-            self.epoch,
-            operation.key[0],
-            operation.key[1],
-            queued.lane,
-            action.step,
-            flags,
-            len(body),
-            operation.signature_to(action.peer),
-            operation.priority,
+        if operation.first_byte_at is None:
+            self._note_first_byte(operation, now)
+        signature = operation.layout.signature_to(action.peer)
+        header = Header.pack_data(
+            self.epoch, operation.key, queued.lane, action.step, flags, len(body), signature, operation.priority
         )
-        return OutgoingMessage(
-            action.peer, header.pack(), body, queued, (operation.key, queued.lane, action.step, action.chunk)
-        )
+        share_key = (operation.key, queued.lane, action.step, action.chunk)
+        return OutgoingMessage(action.peer, header, body, queued, share_key)
 
     def _release_held(self, operation: Operation, peer: int) -> None:
         held = operation.held.pop(peer, None)
@@ -788,27 +794,26 @@ class Engine:
         self._match_any(peer, key, now)
         return delivery
 
-    def _slot(self, operation: Operation, peer: int, header: Header) -> tuple[Lane, int, Receive]:
+    def _slot(self, operation: Operation, peer: int, header: Header) -> tuple[Lane, int, Receive, Place]:
         """The receive a header belongs to, after comparing everything it says with what is expected."""
-        index = operation.program.receives.get((peer, header.step))
+        index = operation.layout.program.receives.get((peer, header.step))
         if index is None or header.lane >= len(operation.lanes):
             raise ProtocolError(
                 f"rank {peer} sent lane {header.lane}, step {header.step} of {operation.name!r}, which its schedule "
                 "does not have"
             )
         lane = operation.lanes[header.lane]
-        action = operation.program.actions[index]
+        action, place = operation.layout.program.actions[index], lane.places[index]
         assert isinstance(action, Receive)
-        expected = operation.segment_bytes(action, lane.index) if operation.has_lane(action, lane.index) else -1
-        if header.body_bytes != expected:
+        if place is None or header.body_bytes != place.body_bytes:
             raise ProtocolError(
                 f"rank {peer} sent {header.body_bytes} bytes for lane {header.lane}, step {header.step} of "
-                f"{operation.name!r}; {expected} are expected"
+                f"{operation.name!r}; {'none' if place is None else place.body_bytes} are expected"
             )
         if index < lane.position or index in lane.expected:
             raise ProtocolError(f"rank {peer} sent lane {header.lane}, step {header.step} of {operation.name!r} twice")
         lane.expected.add(index)
-        return lane, index, action
+        return lane, index, action, place
 
     @staticmethod
     def _waits_for_another(operation: Operation, lane: Lane, index: int) -> bool:
@@ -885,45 +890,41 @@ class Engine:
 
     def _advance(self, operation: Operation, lane: Lane, now: float) -> None:
         """Run a lane's program until it must wait for a message or a computation."""
-        actions = operation.program.actions
+        actions, places = operation.layout.program.actions, lane.places
         while lane.position < len(actions):
-            action = actions[lane.position]
-            if operation.uneven and not operation.has_lane(action, lane.index):
-                pass
+            action, place = actions[lane.position], places[lane.position]
+            if place is None:
+                pass  # the block is too small for so many lanes
             elif isinstance(action, Send):
                 operation.unsent += 1
-                self._enqueue(QueuedMessage(operation, lane.index, action))
+                self._enqueue(QueuedMessage(operation, lane.index, action, place))
             else:
                 arrival = lane.arrivals.get(lane.position)
                 if arrival is None or arrival.computing:
                     return
                 if arrival.buffer is not None:
-                    self._compute(operation, lane, action, arrival)
+                    self._compute(operation, lane, action, place, arrival)
                     return
                 del lane.arrivals[lane.position]
             lane.position += 1
         operation.lanes_left -= 1
         self._finish_if_done(operation, now)
 
-    def _compute(self, operation: Operation, lane: Lane, action: Receive, arrival: Arrival) -> None:
+    def _compute(self, operation: Operation, lane: Lane, action: Receive, place: Place, arrival: Arrival) -> None:
         assert arrival.buffer is not None
         arrival.computing = True
-        last = action.mode is Mode.COMBINE_LAST
-        average = last and operation.signature.reduction is ReduceOp.AVG
+        mode = action.mode
+        partial = mode is Mode.COMBINE
+        average = mode is Mode.COMBINE_LAST and operation.signature.reduction is ReduceOp.AVG
         self._computations.append(
             Computation(
                 operation,
                 lane,
                 lane.position,
-                action.mode,
-                local=operation.segment(action.chunk, lane.index, span=action.span, partial=action.onto_partial),
+                mode,
+                local=operation.segment(place, partial=action.onto_partial),
                 incoming=arrival.buffer,
-                destination=operation.segment(
-                    action.chunk if action.into is None else action.into,
-                    lane.index,
-                    span=action.span,
-                    partial=action.mode is Mode.COMBINE,
-                ),
+                destination=operation.segment(place, partial=True) if partial else operation.target(place),
                 arrival=arrival,
                 local_partial=action.onto_partial,
                 incoming_partial=action.partial,
@@ -1047,7 +1048,7 @@ class Engine:
         self._remember(self._peer_descriptions, (peer, key[0]), description)
         operation = self._active.get(key)
         if operation is not None:
-            if signature != operation.signature_from(peer):
+            if signature != operation.layout.signature_from(peer):
                 self._mismatch(operation, peer, signature, now)
         elif not self._is_past(key) and key not in self._poisoned:
             described = self._described_early.get(key)
@@ -1110,7 +1111,7 @@ class Engine:
         """Two ranks disagree: the operation fails here, and everybody is told what both wanted."""
         described = self._peer_descriptions.get((peer, operation.key[0]))
         value = described if described is not None else unpack_signature(theirs)
-        mine = operation.describe_from(peer)
+        mine = operation.layout.describe(peer, outgoing=False)
         error = MismatchError(operation.name, (self.rank, peer), (mine, value))
         document = {"tensor": operation.name, "ranks": error.ranks, "values": error.values}
         body = json.dumps(document).encode()
@@ -1162,8 +1163,8 @@ class Engine:
         for receive in self._any_receives:
             name = receive.candidates.get(peer)
             if name is not None:
-                record, op_id = self._record(name, receive.scope)
-                if key == (op_id, record.next_iteration):
+                record = self._record(name, receive.scope)
+                if key == (record.op_id, record.next_iteration):
                     self._any_receives.remove(receive)
                     self._become(receive, peer, now)
                     return

@@ -12,10 +12,15 @@ dearer than sending a small message.
 Locking: every call into the engine holds ``_lock``, for microseconds; who moves messages holds ``_moving``, but not
 while waiting for the network. Bytes are moved and added outside ``_lock``, and the kernel, NumPy and torch release the
 GIL while they do.
+
+Ctrl-C may strike the main thread between any two lines. Whoever moves messages then leaves with the exception, and the
+group fails: a message may be cut in two, so nobody moves anything after that (``_failure`` is set before ``_moving`` is
+free again), and the communication thread ends the connections at once, which is how the other ranks learn of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -52,18 +57,26 @@ _NEXT_BLOCKING_S = 0.001
 
 @final
 class Handle:
-    """A submitted operation as the submitter sees it."""
+    """A submitted operation as the submitter sees it.
 
-    __slots__ = ("_callbacks", "_finalise", "_lock", "error", "event", "operation")
+    Attributes:
+        done: Whether it has finished, well or not.
+        error: Why it failed.
+        operation: What the engine knows of it; ``None`` for a receive from anybody, until somebody has sent.
+    """
+
+    __slots__ = ("_callbacks", "_finalise", "_gate", "done", "error", "operation")
 
     def __init__(self, finalise: Callable[[], None] | None) -> None:
         """``finalise`` runs in the communication thread when the operation is done and before anybody is told."""
-        self.event = threading.Event()
+        self.done = False
         self.error: BaseException | None = None
         self.operation: Operation | None = None
         self._finalise = finalise
         self._callbacks: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
+        # Locked until the operation is done: one lock, where an event has three objects, and one per operation counts.
+        self._gate = threading.Lock()
+        self._gate.acquire()
 
     def complete(self, error: BaseException | None) -> None:
         """Called once by the runner."""
@@ -74,19 +87,26 @@ class Handle:
                 error = failure
         self.error = error
         self._finalise = None
-        with self._lock:
-            self.event.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        self.done = True
+        self._gate.release()
+        while self._callbacks:
+            self._callbacks.pop(0)()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until it is done; returns whether it is."""
+        if not self.done and self._gate.acquire(timeout=max(0.0, timeout_s)):
+            self._gate.release()
+        return self.done
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called when the operation is done, by the thread that finds that; at once if it is."""
-        with self._lock:
-            if not self.event.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
+        self._callbacks.append(callback)
+        if self.done:
+            try:
+                self._callbacks.remove(callback)
+            except ValueError:
+                return  # the other thread has it
+            callback()
 
 
 def carry_out(computation: Computation) -> None:
@@ -118,8 +138,9 @@ class Runner:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._moving = threading.Lock()
-        self._driver: int | None = None
-        self._resume = threading.Event()
+        self._driver: object | None = None  #: What the thread that drives has put here.
+        self._resume = threading.Lock()  #: Free: the communication thread is to look again. See ``_unpark``.
+        self._resume.acquire()
         self._parked = False
         self._left_at = 0.0
         self._stop = False
@@ -203,7 +224,7 @@ class Runner:
         if wake:
             self.transport.wake()
         elif self._parked and self._driver is None and now > self._left_at + _NEXT_BLOCKING_S:
-            self._resume.set()
+            self._unpark()
         return handle
 
     def wait(self, handle: Handle, timeout_s: float) -> None:
@@ -212,29 +233,22 @@ class Runner:
         Raises:
             DeadlineExceededError: It is still pending; the message says on whom it waits.
         """
-        if handle.event.is_set():
+        if handle.done:
             return
         begin = time.monotonic()
         deadline = begin + timeout_s
-        with self._lock:
-            if handle.operation is not None:
-                self.engine.promote(handle.operation, begin)
-            drives = self._driver is None and not self._stop
-            if drives:
-                self._driver = threading.get_ident()
         # Asked late enough not to disturb, early enough for the answers to be here when the deadline comes.
         ask_at = max(begin + 0.5 * timeout_s, deadline - 1.0)
-        if drives:
-            self._drive(handle, deadline, ask_at)
-        else:
+        if not self._drive(handle, begin, deadline, ask_at):
             self._look_on(handle, deadline, ask_at)
         now = time.monotonic()
         with self._lock:
             operation = handle.operation
+            self.engine.counters.waited_s += now - begin
             if operation is not None:
                 for observer in self.engine.observers:
                     observer.waited(operation.name, operation.key[1], begin, now)
-            if handle.event.is_set():
+            if handle.wait(0.0):
                 return
             name = operation.name if operation is not None else "a message from any rank"
             explanation = self.engine.explain(operation, now) if operation is not None else "nobody has sent one"
@@ -246,11 +260,11 @@ class Runner:
         with self._lock:
             self.engine.close(time.monotonic(), tell=self.transport.connected_peers())
             completed = self.engine.pop_completed()
-            self._stop = True
             self._deadline = deadline
+            self._stop = True  # last: the communication thread looks at both without the lock
             self._work.notify_all()
         self._tell(completed)
-        self._resume.set()
+        self._unpark()
         self.transport.wake()
         for thread in self._threads:
             thread.join(max(0.1, deadline - time.monotonic()) + 1.0)
@@ -262,35 +276,58 @@ class Runner:
     # ------------------------------------------------------------------------------------------------------ threads
 
     def _communicate(self) -> None:
-        try:
-            while not self._stop:
-                if self._driven() or self._rest:
-                    self._rest = False
-                    self._parked = True
-                    self._resume.wait(_PARKED_S)
-                    self._resume.clear()
-                    self._parked = False
-                else:
-                    self._round(_TICK_S)
-                    if self._driven():
-                        self.transport.wake()  # what the network told this thread is the driver's business now
-            while (self._driven() or not self._drained()) and time.monotonic() < self._deadline:
-                self._round(0.02)
-            with self._moving:
-                self.transport.close(min(1.0, max(0.0, self._deadline - time.monotonic())))
-        except BaseException as failure:
-            self._fail(failure)
+        for part in (self._move, self._hang_up):  # the second also if the first fails: the peers are to see that
+            try:
+                part()
+            except BaseException as failure:
+                self._fail(failure)
+
+    def _move(self) -> None:
+        """Move messages while nobody else does, until everything has left after ``close``, or something fails."""
+        while not self._stop:
+            if self._driven() or self._rest:
+                self._rest = False
+                self._parked = True
+                self._resume.acquire(timeout=_PARKED_S)
+                self._parked = False
+            else:
+                self._round(_TICK_S)
+                if self._driven():
+                    self.transport.wake()  # what the network told this thread is the driver's business now
+        while self._failure is None and (self._driven() or not self._drained()) and time.monotonic() < self._deadline:
+            self._round(0.02)
+
+    def _hang_up(self) -> None:
+        """End the connections, as soon as a driver has left (he will, but is not waited for longer than a round)."""
+        patience = time.monotonic() + 2 * _TICK_S
+        while self._driven() and time.monotonic() < patience:
+            self._resume.acquire(timeout=_PARKED_S)
+        with self._moving:
+            self.transport.close(min(1.0, max(0.0, self._deadline - time.monotonic())))
+
+    def _unpark(self) -> None:
+        """Let the communication thread look again. No event: Ctrl-C within its ``set`` can leave it locked for ever."""
+        with contextlib.suppress(RuntimeError):  # it has been told already
+            self._resume.release()
 
     def _driven(self) -> bool:
         """Whether a caller moves the messages at the moment."""
         return self._driver is not None
 
-    def _drive(self, handle: Handle, deadline: float, ask_at: float) -> None:
-        """Move messages in the caller's thread until the operation is done."""
-        if self._sleepers:
-            self.transport.wake()  # or the communication thread would be told what the network has for us
+    def _drive(self, handle: Handle, begin: float, deadline: float, ask_at: float) -> bool:
+        """Move messages in the caller's thread until the operation is done; ``False`` if somebody else does already."""
+        me = object()
         try:
-            while not handle.event.is_set() and not self._stop:
+            with self._lock:
+                if self._driver is None and not self._stop:
+                    self._driver = me
+                if handle.operation is not None:
+                    self.engine.promote(handle.operation, begin)
+            if self._driver is not me:
+                return False
+            if self._sleepers:
+                self.transport.wake()  # or the communication thread would be told what the network has for us
+            while not handle.done and not self._stop:
                 now = time.monotonic()
                 if now >= deadline:
                     break
@@ -298,28 +335,30 @@ class Runner:
                     ask_at = deadline
                     self._inquire(handle)
                 self._round(min(_TICK_S, deadline - now), handle)
+            with self._lock:
+                self._left_at = time.monotonic()
+                self._rest = rest = self.engine.num_active == 0
+                self._driver = None
+            if not rest:
+                self._unpark()
         except BaseException as failure:
             # An exception here (Ctrl-C above all) may have cut a message in two: nothing can be trusted any more.
-            self._fail(failure)
+            if self._driver is me:
+                # In this order: nobody can become the next driver, and the communication thread need not wait for us.
+                self._failure, self._stop, self._driver = failure, True, None
+                self._fail(failure)
             raise
-        finally:
-            with self._lock:
-                self._driver = None
-                self._left_at = time.monotonic()
-                self._rest = self.engine.num_active == 0
-                rest = self._rest
-            if not rest:
-                self._resume.set()
         if self._stop:
-            handle.event.wait(max(0.0, deadline - time.monotonic()))
+            handle.wait(max(0.0, deadline - time.monotonic()))
+        return True
 
     def _look_on(self, handle: Handle, deadline: float, ask_at: float) -> None:
         """Wait while somebody else moves the messages."""
         if self._sleepers:
             self.transport.wake()
-        if not handle.event.wait(max(0.0, ask_at - time.monotonic())):
+        if not handle.wait(max(0.0, ask_at - time.monotonic())):
             self._inquire(handle)
-            handle.event.wait(max(0.0, deadline - time.monotonic()))
+            handle.wait(max(0.0, deadline - time.monotonic()))
 
     def _inquire(self, handle: Handle) -> None:
         with self._lock:
@@ -339,11 +378,17 @@ class Runner:
             self._sleepers += 1  # before looking for work, so that whoever adds some wakes us
         for report in reports:
             _log.warning("rank %d: stalled: %s", self.engine.rank, report)
+        progress = False
         with self._moving:
-            self._compute_inline(everything=self._inline)
-            progress = self.transport.progress()
+            try:
+                if self._failure is None:
+                    self._compute_inline(everything=self._inline)
+                    progress = self.transport.progress()
+            except BaseException as failure:
+                self._failure = failure  # before anybody else can move the rest of a message that was cut in two
+                raise
         self._settle()
-        if not progress and not (handle is not None and handle.event.is_set()):
+        if not progress and not (handle is not None and handle.done):
             self.transport.wait(timeout_s)
         with self._lock:
             self._sleepers -= 1
@@ -388,14 +433,20 @@ class Runner:
             self._carry_out(computation)
 
     def _fail(self, failure: BaseException) -> None:
-        _log.error("rank %d: the communication stopped", self.engine.rank, exc_info=failure)
-        with self._lock:
+        """End everything, here and (by the end of the connections) for the peers."""
+        if self._failure is None:
             self._failure = failure
-            self._stop = True
-            self.engine.close(time.monotonic(), tell=())
-            completed = self.engine.pop_completed()
-        for operation in completed:
-            operation.owner.complete(failure)
+        self._stop = True
+        try:
+            with self._lock:
+                self.engine.close(time.monotonic(), tell=())
+                completed = self.engine.pop_completed()
+            for operation in completed:
+                operation.owner.complete(failure)
+        finally:
+            self._unpark()
+            self.transport.wake()
+            _log.error("rank %d: the communication stopped", self.engine.rank, exc_info=failure)
 
     def _check_alive(self) -> None:
         if self._failure is not None:

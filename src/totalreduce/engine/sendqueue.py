@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 
+from totalreduce.engine.layout import Place
 from totalreduce.engine.operation import Operation
 from totalreduce.schedules.actions import Send
 
@@ -23,11 +24,11 @@ _STALE_MAX = 256
 class QueuedMessage:
     """A data message that may leave: a slot of an operation. The body is read when it leaves."""
 
-    __slots__ = ("action", "lane", "operation", "taken")
+    __slots__ = ("action", "lane", "operation", "place", "taken")
 
-    def __init__(self, operation: Operation, lane: int, action: Send) -> None:
+    def __init__(self, operation: Operation, lane: int, action: Send, place: Place) -> None:
         """Remember the slot."""
-        self.operation, self.lane, self.action = operation, lane, action
+        self.operation, self.lane, self.action, self.place = operation, lane, action, place
         self.taken = False
 
 

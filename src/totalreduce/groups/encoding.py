@@ -94,11 +94,15 @@ def pack(value: object) -> torch.Tensor:
     """
     document, tensors = encode(value)
     text = document.encode()
-    parts = [len(text).to_bytes(8, "little"), text, *(_bytes_of(tensor) for tensor in tensors)]
+    parts: list[bytes | memoryview] = [
+        len(text).to_bytes(8, "little"),
+        text,
+        *(_bytes_of(tensor) for tensor in tensors),
+    ]
     num_bytes = sum(map(len, parts))
     if num_bytes > PACKED_BYTES_MAX:
         raise ConfigurationError(f"an object of {num_bytes} bytes; the limit is {PACKED_BYTES_MAX}")
-    return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
 
 
 def unpack(data: torch.Tensor) -> Any:
@@ -107,7 +111,7 @@ def unpack(data: torch.Tensor) -> Any:
     Raises:
         ProtocolError: ``pack`` makes no such bytes.
     """
-    body = memoryview(data.numpy()).cast("B")
+    body = data.numpy().data.cast("B")
     length = int.from_bytes(body[:8], "little")
     if len(body) < 8 or length > min(len(body) - 8, _DOCUMENT_BYTES_MAX):
         raise ProtocolError(f"a packed object of {len(body)} bytes that announces {length} bytes of JSON")
@@ -130,7 +134,7 @@ def unpack(data: torch.Tensor) -> Any:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _encode(value: object, tensors: list[torch.Tensor], path: str, depth: int) -> object:
@@ -145,7 +149,9 @@ def _encode(value: object, tensors: list[torch.Tensor], path: str, depth: int) -
         tensors.append(value)
         return {"tensor": [name, list(value.shape)]}
     if isinstance(value, (bytes, bytearray)):
-        tensors.append(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8))
+        tensors.append(
+            torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+        )
         return {"bytes": [len(value)]}
     if isinstance(value, (list, tuple)):
         items = [_encode(item, tensors, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]

@@ -28,16 +28,6 @@ __all__ = ["Group"]
 _BARRIER_NAMES = 64
 
 
-class _WaitClock(Observer):
-    """Adds up how long callers were blocked."""
-
-    def __init__(self) -> None:
-        self.waited_s = 0.0
-
-    def waited(self, name: str, iteration: int, begin: float, end: float) -> None:  # noqa: ARG002
-        self.waited_s += end - begin
-
-
 @final
 class Group:
     """All ranks of a job, joined by one engine. Made by ``totalreduce.init``; usable from any thread.
@@ -68,14 +58,12 @@ class Group:
         self.rank, self.world_size, self.name = self.ranks.index(self._engine.rank), len(self.ranks), name
         self._parent, self._scope = parent, scope
         self._subgroups: Counter[tuple[int, ...]] = Counter()
-        self._waits = _WaitClock() if parent is None else parent._waits
         self._quiesce: list[Callable[[], None]] = []
         self._at_close: list[Callable[[], None]] = []
         self._barriers = itertools.count()
         self._late_barrier: Work | None = None
         self._closed = False
         if parent is None:
-            self._engine.observers.append(self._waits)
             # The interpreter's exit closes the group, so that a finished rank is not taken for a dead one.
             self._finalizer = weakref.finalize(self, _close, runner, self._at_close)
 
@@ -457,7 +445,7 @@ class Group:
         with self._runner.locked():
             counters, floating = self._engine.counters, self._engine.floating
             active_s = self._engine.active_s(time.monotonic())
-            waited_s = self._waits.waited_s
+            waited_s = counters.waited_s
             return Statistics(
                 operations=counters.operations,
                 payload_bytes=counters.payload_bytes,

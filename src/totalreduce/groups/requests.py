@@ -1,7 +1,7 @@
 """From the tensors of a collective to what the engine wants: a signature, the bytes of every block, a last touch.
 
-One function per collective; each checks what can be checked on one rank, so that a mistake is an error where it was made
-and not a mismatch elsewhere.
+One function per collective; each checks what can be checked on one rank, so that a mistake is an error where it was
+made and not a mismatch elsewhere.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = [
     "broadcast",
     "gather",
     "message",
-    "reduction",
     "reduce_scatter",
+    "reduction",
     "scatter",
 ]
 
@@ -141,10 +141,14 @@ def broadcast(tensor: torch.Tensor, name: str, *, root: int, algorithm: Algorith
 
 def barrier() -> Request:
     """Barrier."""
-    return Request(Signature(OpKind.BARRIER, DType.UINT8, ReduceOp.NONE, 0, (0,)), [memoryview(bytearray(0))], None, None)
+    return Request(
+        Signature(OpKind.BARRIER, DType.UINT8, ReduceOp.NONE, 0, (0,)), [memoryview(bytearray(0))], None, None
+    )
 
 
-def allgather(outputs: Blocks, tensor: torch.Tensor, name: str, *, rank: int, size: int, algorithm: Algorithm) -> Request:
+def allgather(
+    outputs: Blocks, tensor: torch.Tensor, name: str, *, rank: int, size: int, algorithm: Algorithm
+) -> Request:
     """Allgather, with blocks of any sizes that all ranks know."""
     dtype = tensors.moved_dtype_of(tensor, name)
     blocks = _listed(outputs, size, name, "outputs")
@@ -177,9 +181,7 @@ def reduce_scatter(
     return Request(Signature(kind, dtype, op, 0, (), sizes, Algorithm(algorithm)), buffers, views.finalise(), tensor)
 
 
-def gather(
-    outputs: Blocks | None, tensor: torch.Tensor, name: str, *, rank: int, size: int, root: int
-) -> Request:
+def gather(outputs: Blocks | None, tensor: torch.Tensor, name: str, *, rank: int, size: int, root: int) -> Request:
     """Gather; only the root has outputs, of any sizes."""
     dtype = tensors.moved_dtype_of(tensor, name)
     signature = Signature(OpKind.GATHER, dtype, ReduceOp.NONE, root, ())

@@ -39,7 +39,7 @@ class Work:
 
     def done(self) -> bool:
         """Whether the operation has finished, well or not ("payload ready?"). Never blocks."""
-        return self._handle.event.is_set()
+        return self._handle.done
 
     def exception(self) -> BaseException | None:
         """The error of a finished operation; ``None`` if it went well or is pending."""

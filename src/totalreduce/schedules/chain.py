@@ -41,7 +41,7 @@ def chain_reduce(rank: int, world_size: int, root: int) -> Schedule:
 
 
 def pieces(world_size: int, num_bytes: int, piece_bytes_min: int) -> int:
-    """How many pieces: enough that filling the pipeline costs little (n-2 piece times), not smaller than worth while."""
+    """How many pieces: so many that filling the pipeline (n-2 piece times) costs little, and none too small."""
     return max(1, min(16 * max(1, world_size - 2), num_bytes // piece_bytes_min))
 
 

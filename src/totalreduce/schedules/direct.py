@@ -1,8 +1,8 @@
 """Direct messages between all pairs: alltoall, gather, scatter; and reduce-scatter, allgather, allreduce in one hop.
 
 Destinations are rotated (rank r begins with r+1), so that not everybody sends to rank 0 first, and an alltoall is
-throttled: a rank is at most ``WINDOW`` steps ahead of what it has received, so that one receiver's link is not flooded by
-all others at once.
+throttled: a rank is at most ``WINDOW`` steps ahead of what it has received, so that one receiver's link is not flooded
+by all others at once.
 
 The reducing ones are for ranks that share memory: as many bytes as a ring, but two hops instead of 2(n-1), and every
 rank adds all contributions to its own slice while that is in its cache. The order of addition is fixed: r-1, r-2, ...

@@ -1,8 +1,8 @@
 """Hierarchical allreduce: inside the host first, one slice per local rank across hosts, then spread inside the host.
 
-A host's link carries 2(H-1)/H of the tensor for H hosts, however many ranks a host has; a flat ring over R ranks carries
-2(R-1)/R. With two hosts that is the tensor once instead of nearly twice. The tensor is cut into L slices (L: ranks of the
-smallest host) of H chunks each. Local rank i < L of every host
+A host's link carries 2(H-1)/H of the tensor for H hosts, however many ranks a host has; a flat ring over R ranks
+carries 2(R-1)/R. With two hosts that is the tensor once instead of nearly twice. The tensor is cut into L slices (L:
+ranks of the smallest host) of H chunks each. Local rank i < L of every host
 
 1. adds slice i of all ranks of its host (directly, as in ``direct``),
 2. takes part in a ring over hosts that reduces slice i,

@@ -32,7 +32,7 @@ def ring_allreduce(rank: int, world_size: int) -> Schedule:
 
 
 def ring_reduce_scatter(rank: int, world_size: int) -> Schedule:
-    """Yield the actions of one lane on ``rank``; chunk ``world_size`` is the output. Rank r ends with the sum of chunk r."""
+    """Yield the actions of one lane on ``rank``; chunk ``world_size`` is the output: the sum of chunk ``rank``."""
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     last = world_size - 2
     for step in range(world_size - 1):

@@ -1,13 +1,14 @@
 """Trees: logarithmic latency. Binomial broadcast and reduce, and allreduce over two binary trees.
 
 *Binomial*: in round k the 2**k ranks that have the data pass it on; a reduce is the same backwards. ceil(log2 n) steps,
-but an inner rank sends the tensor several times: for small tensors. Behind a broadcast empty messages, the consent, come
-back up (see ``chain``).
+but an inner rank sends the tensor several times: for small tensors. Behind a broadcast empty messages, the consent,
+come back up (see ``chain``).
 
 *Double tree*: every half of the tensor is reduced up and broadcast down a binary tree of its own, and the trees are
 laid so that an inner rank of one is a leaf of the other: every rank sends and receives about twice the tensor in all,
-in 2 log2 n steps, and lanes follow each other. Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
-broadcast, reduction and scan", Parallel Comput. 35 (2009), DOI 10.1016/j.parco.2009.09.001; NCCL has the same.
+in 2 log2 n steps, and lanes follow each other. Source: Sanders, Speck and Träff, "Two-tree algorithms for full
+bandwidth broadcast, reduction and scan", Parallel Comput. 35 (2009), DOI 10.1016/j.parco.2009.09.001; NCCL has the
+same.
 """
 
 from __future__ import annotations

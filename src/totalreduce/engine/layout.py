@@ -1,0 +1,184 @@
+"""Where the bytes of an operation's messages are: computed once per name and shape, shared by all its iterations.
+
+Pure index arithmetic, equal on all ranks that exchange a message. A tensor is cut into lanes and every lane into
+chunks, so that neighbouring chunks of a lane lie together; blocks (see ``schedules.actions.Layout``) are cut into lanes
+each for itself, so blocks of different sizes have different numbers of lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.header import pack_signature, unpack_signature, with_count
+from totalreduce.foundation.partition import balanced_range, lane_count
+from totalreduce.foundation.types import PAIRWISE, DType, OpKind, Signature
+from totalreduce.schedules import chain
+from totalreduce.schedules.actions import NOTHING, Action, Layout, Mode, Program, Receive, Send
+
+__all__ = ["OperationLayout", "Place"]
+
+#: Pieces of a chain are not smaller: below this what a message costs is more than what it carries.
+_PIECE_BYTES_MIN = 64 * 1024
+#: Several chunks may travel as one message of up to so many segments.
+_SPAN_SEGMENTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One action of one lane: its bytes.
+
+    Attributes:
+        buffer: Which buffer of the operation.
+        start: First byte in the buffer.
+        stop: Byte after the last one.
+        wide_start: First byte in the buffer's accumulator, whose elements may be wider.
+        wide_stop: Byte after the last one there.
+        body_bytes: Length of the message.
+        into: Which buffer takes the finished sum; the same bytes there.
+    """
+
+    buffer: int
+    start: int
+    stop: int
+    wide_start: int
+    wide_stop: int
+    body_bytes: int
+    into: int
+
+
+class OperationLayout:
+    """Everything about an operation that does not change from iteration to iteration.
+
+    Attributes:
+        signature: What it is.
+        program: The compiled schedule for this rank, with ranks of the whole group.
+        ranks: The ranks of the whole group that take part.
+        sizes: Bytes of every buffer.
+        packed: The packed signature.
+        num_bytes: Of all buffers.
+        num_lanes: How many lanes.
+        partial_dtype: Element type of unfinished sums.
+        keeps_partials: Unfinished sums are kept in accumulators: wider, or the tensor is not this rank's to change.
+        expected_bytes: By peer: how much it will send, about.
+    """
+
+    __slots__ = (
+        "_chunk_lanes",
+        "_cut",
+        "_pair_signatures",
+        "_places",
+        "dtype",
+        "expected_bytes",
+        "itemsize",
+        "keeps_partials",
+        "num_bytes",
+        "num_lanes",
+        "packed",
+        "partial_dtype",
+        "program",
+        "ranks",
+        "signature",
+        "sizes",
+        "uneven",
+    )
+
+    def __init__(
+        self, signature: Signature, program: Program, ranks: tuple[int, ...], sizes: Sequence[int], config: EngineConfig
+    ) -> None:
+        """Cut the buffers into lanes."""
+        self.signature, self.program, self.ranks, self.sizes = signature, program, ranks, list(sizes)
+        self.packed = pack_signature(signature)
+        dtype = self.dtype = signature.dtype
+        self.itemsize = dtype.itemsize
+        widen = dtype.is_half and config.half_accumulation == "float32" and program.partial_sums
+        self.partial_dtype = DType.FLOAT32 if widen else dtype
+        self.keeps_partials = widen or program.preserves
+        self.num_bytes = sum(sizes)
+        self._cut = program.layout is Layout.CUT
+        counts = [size // self.itemsize for size in sizes]
+        self._chunk_lanes = self._count_lanes(counts, config)
+        self.num_lanes = max(self._chunk_lanes)
+        self.uneven = min(self._chunk_lanes) != self.num_lanes
+        self._places: dict[int, list[Place | None]] = {}
+        self._pair_signatures: dict[tuple[int, bool], bytes] = {}
+        if signature.kind in PAIRWISE:
+            for action in program.actions:
+                pair = action.peer, isinstance(action, Send)
+                self._pair_signatures[pair] = with_count(self.packed, counts[action.chunk])
+        self.expected_bytes = dict.fromkeys(program.sources, 0)
+        for action in program.actions:
+            if isinstance(action, Receive) and action.chunk != NOTHING:
+                size = sizes[0] // program.num_chunks if self._cut else sizes[action.chunk]
+                self.expected_bytes[action.peer] += size * action.span
+
+    def signature_to(self, peer: int) -> bytes:
+        """The packed signature of messages to ``peer``."""
+        return self._pair_signatures.get((peer, True), self.packed)
+
+    def signature_from(self, peer: int) -> bytes:
+        """The packed signature that messages from ``peer`` must have."""
+        return self._pair_signatures.get((peer, False), self.packed)
+
+    def describe(self, peer: int, *, outgoing: bool) -> str:
+        """What this rank sends to ``peer``, or expects of it, for people."""
+        packed = self._pair_signatures.get((peer, outgoing)) or self._pair_signatures.get((peer, not outgoing))
+        return unpack_signature(packed) if packed else self.signature.describe()
+
+    def places(self, lane: int) -> list[Place | None]:
+        """Places of one lane's actions, in order; ``None`` where the lane takes no part."""
+        found = self._places.get(lane)
+        if found is None:
+            found = self._places[lane] = [self._place(action, lane) for action in self.program.actions]
+        return found
+
+    def _place(self, action: Action, lane: int) -> Place | None:
+        if action.chunk == NOTHING:
+            return Place(0, 0, 0, 0, 0, 0, 0)
+        buffer = 0 if self._cut else action.chunk
+        if lane >= self._chunk_lanes[buffer]:
+            return None
+        start, stop = self.elements(action.chunk, lane, action.span)
+        width, wide = self.itemsize, self.partial_dtype.itemsize
+        into = buffer
+        if isinstance(action, Receive) and action.mode is Mode.COMBINE_LAST and action.into is not None:
+            into = action.into
+        body_bytes = (stop - start) * (wide if action.partial else width)
+        return Place(buffer, width * start, width * stop, wide * start, wide * stop, body_bytes, into)
+
+    def elements(self, chunk: int, lane: int, span: int = 1) -> tuple[int, int]:
+        """Half-open element range, within its buffer, of one lane of ``span`` chunks."""
+        buffer = 0 if self._cut else chunk
+        start, stop = balanced_range(self.sizes[buffer] // self.itemsize, self._chunk_lanes[buffer], lane)
+        if not self._cut:
+            return start, stop
+        first, _ = balanced_range(stop - start, self.program.num_chunks, chunk)
+        _, last = balanced_range(stop - start, self.program.num_chunks, chunk + span - 1)
+        return start + first, start + last
+
+    def _count_lanes(self, counts: Sequence[int], config: EngineConfig) -> list[int]:
+        """How many lanes each buffer has; sender and receiver of a block come to the same."""
+        program, width = self.program, self.partial_dtype.itemsize
+
+        def lanes(chunk_bytes: int) -> int:
+            return lane_count(
+                chunk_bytes,
+                segment_bytes=config.segment_bytes,
+                segment_bytes_min=config.segment_bytes_min,
+                lanes_min=config.lanes_min,
+            )
+
+        if not self._cut:
+            return [lanes(count * width) for count in counts]
+        num_bytes = counts[0] * width
+        num_lanes = lanes(-(-num_bytes // program.num_chunks))
+        if program.span_max > 1:
+            # By the elements of a chunk: neighbouring chunks may all be the larger ones, and transports have no more room.
+            chunk_elements = max(1, _SPAN_SEGMENTS * config.segment_bytes // (width * program.span_max))
+            num_lanes = max(num_lanes, -(-counts[0] // (chunk_elements * program.num_chunks)))
+        if self.signature.kind in (OpKind.BROADCAST, OpKind.REDUCE):
+            # The pieces of a chain must be many, or filling and emptying it takes long.
+            piece_bytes = max(config.segment_bytes_min // 2, min(_PIECE_BYTES_MIN, config.segment_bytes))
+            num_lanes = max(num_lanes, chain.pieces(len(self.ranks), num_bytes, piece_bytes))
+        return [num_lanes]
