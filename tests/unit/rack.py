@@ -12,9 +12,17 @@ from totalreduce.engine.operation import Operation
 from totalreduce.engine.runner import carry_out
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import Frame, Header
-from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
+from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
 
-SMALL = EngineConfig(segment_bytes=64, segment_bytes_min=16, lanes_min=2, eager_bytes=1024, stall_warning_s=5.0)
+#: Small tensors travel in many segments; by ring and chain, so that a test knows who sends what to whom.
+SMALL = EngineConfig(
+    segment_bytes=64,
+    segment_bytes_min=16,
+    lanes_min=2,
+    eager_bytes=1024,
+    stall_warning_s=5.0,
+    schedules={OpKind.ALLREDUCE: Algorithm.RING, OpKind.BROADCAST: Algorithm.CHAIN},
+)
 
 Message = tuple[Header, bytes]
 
@@ -52,7 +60,7 @@ class Rack:
         signature = signature or allreduce(*array.shape)
         data = bytearray(array.tobytes())[: signature.num_elements * signature.dtype.itemsize]
         data.extend(bytes(signature.num_elements * signature.dtype.itemsize - len(data)))
-        operation = self.engines[rank].submit(name, signature, memoryview(data), priority=priority, now=self.now)
+        operation = self.engines[rank].submit(name, signature, [memoryview(data)], priority=priority, now=self.now)
         self.collect(rank)
         return operation
 
@@ -148,4 +156,4 @@ def drain(rack: Rack, source: int, target: int) -> deque[Message]:
 
 def values_of(operation: Operation) -> list[float]:
     """The result as float64 numbers."""
-    return np.frombuffer(operation.result, np.float64).tolist()
+    return np.frombuffer(operation.buffers[0], np.float64).tolist()

@@ -6,7 +6,7 @@ from rack import BARRIER, SMALL, Rack, allreduce, broadcast, drain, values_of
 
 from totalreduce.foundation.errors import ConfigurationError, GroupClosed, PeerLost
 from totalreduce.foundation.header import Flag, Frame
-from totalreduce.foundation.types import ReduceOp, operation_id
+from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp, operation_id
 
 
 def test_one_rank_is_done_at_once() -> None:
@@ -230,7 +230,7 @@ def test_early_messages_of_a_barrier_take_no_scratch() -> None:
 
 def test_messages_that_wait_for_another_peer_take_no_scratch() -> None:
     """A root that adds in the order of ranks: the late rank's messages must still be read."""
-    rack = Rack(5, segment_bytes=4096, scratch_segments=1)
+    rack = Rack(5, scratch_segments=1, schedules={OpKind.ALLREDUCE: Algorithm.STAR})
     names = [f"tensor {index}" for index in range(8)]
     operations = [rack.submit(rank, name, [1.0] * 10) for name in names for rank in (0, 2, 3, 4)]
     rack.run()
@@ -254,13 +254,15 @@ def test_scratch_is_bounded_and_asks_the_transport_to_wait() -> None:
     assert rack.engines[1].scratch.in_use == 0
 
 
+@pytest.mark.parametrize("algorithm", [Algorithm.CHAIN, Algorithm.TREE])
 @pytest.mark.parametrize("root", [0, 1, 2])
-def test_broadcast_ends_on_the_root_only_when_all_have_submitted(root: int) -> None:
-    rack = Rack(3)
+def test_broadcast_ends_on_the_root_only_when_all_have_submitted(root: int, algorithm: Algorithm) -> None:
+    rack = Rack(3, schedules={OpKind.BROADCAST: algorithm})
     others = [rank for rank in range(3) if rank != root]
     first = [rack.submit(rank, "w", [float(rank)] * 20, broadcast(20, root=root)) for rank in (root, others[0])]
     rack.run()
-    assert not any(operation.finished for operation in first)
+    assert not first[0].finished
+    assert first[1].finished == (algorithm is Algorithm.TREE)  # a leaf of the tree has all it needs
     last = rack.submit(others[1], "w", [9.0] * 20, broadcast(20, root=root))
     rack.run()
     assert all(values_of(operation) == [float(root)] * 20 for operation in (*first, last))

@@ -143,14 +143,14 @@ def test_another_epochs_flood_is_refused() -> None:
 
 
 def test_what_is_remembered_of_strange_operations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("totalreduce.engine.engine._REMEMBERED_MAX", 10)
+    monkeypatch.setattr("totalreduce.engine.early.REMEMBERED_MAX", 10)
     rack = Rack(2)
     for index in range(100):
         for frame in (Frame.POSTED, Frame.REQUEST, Frame.DESCRIBE):
             body = b"{}" if frame is Frame.DESCRIBE else b""
             rack.give(0, 1, (Header(frame, 0, index, body_bytes=len(body)), body))
     engine = rack.engines[1]
-    tables = [engine._posted_early, engine._requested, engine._described_early]
+    tables = [engine._early.posted, engine._early.requested, engine._early.described]
     tables += [engine._peer_names, engine._peer_descriptions]
     assert [len(table) for table in tables] == [10] * 5
 

@@ -15,9 +15,11 @@ def test_messages_are_claimed_by_operation() -> None:
     store = FloatingStore(10_000)
     messages = [store.accept(peer, header(operation)) for operation in (1, 2) for peer in (5, 6)]
     assert len(store) == 4
-    assert store.keys_from(6) == [(1, 0), (2, 0)]
+    assert (1, 0) in store
+    assert (3, 0) not in store
     assert store.claim((1, 0)) == messages[:2]
     assert store.claim((1, 0)) == []
+    assert (1, 0) not in store
     assert len(store) == 2
     assert store.total_bytes == store.peak_bytes == 4 * floating_cost(100)
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from totalreduce.foundation.errors import ProtocolError
-from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header, pack_signature, unpack_signature
-from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature, operation_id
+from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header, pack_signature, unpack_signature, with_count
+from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature, operation_id
 
 
 def unsigned(bits: int) -> st.SearchStrategy[int]:
@@ -84,19 +84,38 @@ def test_descriptions() -> None:
     assert unpack_signature(pack_signature(signature)) == "allreduce(avg) of bfloat16[12]"
     assert Signature(OpKind.BROADCAST, DType.BOOL, ReduceOp.NONE, 2, ()).describe() == "broadcast(root=2) of bool[]"
     assert Signature(OpKind.BARRIER, DType.UINT8, ReduceOp.NONE, 0, (0,)).describe() == "barrier"
+    blocks = Signature(OpKind.ALLGATHER, DType.INT32, ReduceOp.NONE, 0, (), (3, 0, 4), Algorithm.RING)
+    assert blocks.describe() == "allgather of int32[blocks of 3, 0, 4] by ring"
+    assert unpack_signature(pack_signature(blocks)) == "allgather of int32[7] by ring"
     assert unpack_signature(bytes(24)) == "an unknown operation (kind 0, dtype 0, reduction 0)"
 
 
 def test_every_field_of_a_signature_shows() -> None:
     packed = {
-        pack_signature(Signature(kind, dtype, reduction, root, shape))
+        pack_signature(Signature(kind, dtype, reduction, root, shape, algorithm=algorithm))
+        for algorithm in (Algorithm.AUTO, Algorithm.RING, Algorithm.DISSEMINATION)
         for kind in OpKind
         for dtype in DType
         for reduction in ReduceOp
         for root in (0, 1)
         for shape in ((), (1,), (6,), (2, 3), (3, 2), (1, 6))
     }
-    assert len(packed) == 3 * len(DType) * len(ReduceOp) * 2 * 6
+    assert len(packed) == 3 * len(OpKind) * len(DType) * len(ReduceOp) * 2 * 6
+
+
+def test_sizes_of_blocks_show() -> None:
+    packed = {
+        pack_signature(Signature(OpKind.ALLGATHER, DType.INT32, ReduceOp.NONE, 0, (), sizes))
+        for sizes in ((1, 2, 3), (3, 2, 1), (6,), (6, 0), (0, 6), (2, 2, 2))
+    }
+    assert len(packed) == 6
+
+
+def test_the_count_of_a_pair_replaces_the_number_of_elements() -> None:
+    packed = pack_signature(Signature(OpKind.GATHER, DType.INT32, ReduceOp.NONE, 1, ()))
+    assert unpack_signature(with_count(packed, 2**40 + 1)) == "gather(root=1) of int32[1099511627777]"
+    assert with_count(packed, 1) == packed
+    assert with_count(packed, 2)[:16] == packed[:16]
 
 
 def test_operation_ids_are_what_they_were() -> None:

@@ -22,21 +22,22 @@ Invariants (checked by ``validate``):
 from __future__ import annotations
 
 import json
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from totalreduce.engine.counters import Counters
+from totalreduce.engine.early import EarlyNews
 from totalreduce.engine.floating import FloatingMessage, FloatingStore, floating_cost
 from totalreduce.engine.layout import OperationLayout, Place
+from totalreduce.engine.names import NAME_BYTES_MAX, UNNAMED, NameRecord, NameTable
 from totalreduce.engine.operation import AnyReceive, Arrival, Lane, Operation
 from totalreduce.engine.scratch import ScratchPool
 from totalreduce.engine.sendqueue import QueuedMessage, SendQueue
-from totalreduce.engine.stall import ANSWER_S, Inquiry, StallReport
+from totalreduce.engine.stall import StallReport, StallWatch
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import (
-    ConfigurationError,
     GroupClosed,
     MismatchError,
     PeerLost,
@@ -45,7 +46,7 @@ from totalreduce.foundation.errors import (
 )
 from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header, unpack_signature
 from totalreduce.foundation.observer import Observer
-from totalreduce.foundation.types import Algorithm, ReduceOp, Signature, operation_id
+from totalreduce.foundation.types import Algorithm, ReduceOp, Signature
 from totalreduce.schedules import program_for
 from totalreduce.schedules.actions import Mode, Program, Receive, Send, translate
 from totalreduce.schedules.select import LinkModel, Selector
@@ -55,11 +56,6 @@ __all__ = ["CONTROL_BYTES_MAX", "Computation", "Delivery", "Engine", "OutgoingMe
 
 #: The longest body of a control frame that is accepted.
 CONTROL_BYTES_MAX = 16 * 1024
-#: The longest name of an operation, in UTF-8 bytes.
-NAME_BYTES_MAX = 1024
-#: Bound of every table that peers can make grow: facts about operations that were not submitted here.
-_REMEMBERED_MAX = 65_536
-_UNNAMED = "unnamed"
 #: In control frames that are about no operation.
 _NO_KEY = (0, 0)
 
@@ -107,18 +103,6 @@ class Computation:
     divisor: int
 
 
-@dataclass(slots=True, eq=False)
-class _Name:
-    """What is remembered of a name: how often it was submitted and which peers were told what it is."""
-
-    name: str
-    text: str  #: what the id is the hash of: scope and name
-    op_id: int
-    layout: OperationLayout | None = None  #: of the last time
-    next_iteration: int = 0
-    described: dict[int, bytes] = field(default_factory=dict)
-
-
 class Engine:
     """The state of one rank of one group. See the module docstring."""
 
@@ -143,8 +127,7 @@ class Engine:
         self.floating = FloatingStore(self._share)
         self.scratch = ScratchPool(config.scratch_segments)
         self._active: dict[tuple[int, int], Operation] = {}
-        self._names: dict[int, _Name] = {}
-        self._records: dict[tuple[str, str | None], _Name] = {}  #: the same, by scope and name
+        self._names = NameTable()
         self._queues: dict[int, SendQueue] = {}
         self._controls: dict[int, deque[OutgoingMessage]] = {}
         #: Peers for which there is something to send. A superset is harmless; missing one is not.
@@ -155,19 +138,10 @@ class Engine:
         self._any_receives: list[AnyReceive] = []
         self._deliveries: set[Delivery] = set()
         self._sequence = 0
-        #: Facts about operations that are not active here, bounded and oldest first.
-        self._posted_early: OrderedDict[tuple[int, int], set[int]] = OrderedDict()
-        self._requested: OrderedDict[tuple[int, int], set[int]] = OrderedDict()
-        self._poisoned: OrderedDict[tuple[int, int], MismatchError] = OrderedDict()
-        self._peer_names: OrderedDict[int, str] = OrderedDict()
-        self._peer_descriptions: OrderedDict[tuple[int, int], str] = OrderedDict()
-        self._urgent_early: OrderedDict[tuple[int, int], bool] = OrderedDict()
-        self._described_early: OrderedDict[tuple[int, int], dict[int, bytes]] = OrderedDict()
+        self._early = EarlyNews()
         #: Failed operations of which an addition is still being carried out: not completed before it has ended.
         self._unsettled: list[Operation] = []
-        self._inquiries: dict[tuple[int, int], Inquiry] = {}
-        self._next_warning: dict[tuple[int, int], float] = {}
-        self._reports: list[StallReport] = []
+        self._stalls = StallWatch(rank, config.stall_warning_s)
         self._lost: PeerLost | None = None
         self._departed: dict[int, str] = {}
         self._closed = False
@@ -209,7 +183,7 @@ class Engine:
         """
         self._check_usable()
         ranks = self.everybody if ranks is None else ranks
-        record = self._record(name, scope)
+        record = self._names.record(scope, name)
         op_id = record.op_id
         key = (op_id, record.next_iteration)
         for peer, reason in self._departed.items():
@@ -227,7 +201,7 @@ class Engine:
             )
         layout = self._layout(record, signature, ranks, buffers)
         record.next_iteration = (record.next_iteration + 1) & 0xFFFFFFFF
-        shown = name if name is not None else f"{_UNNAMED}#{key[1]}"
+        shown = name if name is not None else f"{UNNAMED}#{key[1]}"
         operation = Operation(
             shown, key, layout, buffers, priority=priority, sequence=self._sequence, now=now, owner=owner
         )
@@ -239,13 +213,13 @@ class Engine:
         self._active[key] = operation
         for observer in self.observers:
             observer.submitted(shown, key[1], now, num_bytes=layout.num_bytes, priority=priority)
-        poison = self._poisoned.pop(key, None)
+        poison = self._early.poisoned.pop(key, None)
         if poison is not None:
             self._drop_floating(self.floating.claim(key))
             self._finish(operation, now, poison)
             return operation
         self._announce(operation, record)
-        for peer, theirs in self._described_early.pop(key, {}).items():
+        for peer, theirs in self._early.described.pop(key, {}).items():
             if theirs != layout.signature_from(peer) and not operation.finished:
                 self._mismatch(operation, peer, theirs, now)
         self._claim_floating(operation, now)
@@ -280,9 +254,9 @@ class Engine:
             if peer in receive.candidates:
                 raise PeerLost(peer, reason)
         for peer, name in receive.candidates.items():
-            record = self._record(name, receive.scope)
+            record = self._names.record(receive.scope, name)
             key = (record.op_id, record.next_iteration)
-            if key in self.floating or key in self._requested or key in self._described_early:
+            if key in self.floating or key in self._early.requested or key in self._early.described:
                 self._become(receive, peer, now)
                 return
         self._any_receives.append(receive)
@@ -294,8 +268,7 @@ class Engine:
 
     def pop_reports(self) -> list[StallReport]:
         """Stall reports made since the last call."""
-        reports, self._reports = self._reports, []
-        return reports
+        return self._stalls.pop_reports()
 
     def close(self, now: float, *, tell: Collection[int]) -> None:
         """Fail what is pending and take nothing more; the peers in ``tell`` learn that this was on purpose."""
@@ -522,27 +495,15 @@ class Engine:
 
     def tick(self, now: float) -> None:
         """Advance the stall watch; call it a few times a second."""
-        if not self._active and not self._inquiries:
-            return
-        first = self.config.stall_warning_s
-        if first > 0:
-            for key, operation in self._active.items():
-                if now >= self._next_warning.get(key, operation.submitted_at + first):
-                    # The next warning comes after twice the time: a log must not fill with one stall.
-                    self._next_warning[key] = now + max(first, now - operation.submitted_at)
-                    self.inquire(operation, now, warn=True)
-        for key, inquiry in list(self._inquiries.items()):
-            operation = self._active[key]
-            if len(inquiry.answers) == len(operation.ranks) - 1 or now >= inquiry.asked_at + ANSWER_S:
-                self._conclude(key, inquiry, now)
+        for operation in self._stalls.late(self._active.values(), now):
+            self.inquire(operation, now, warn=True)
+        for report in self._stalls.concluded(self._active, now):
+            self._publish(report, now)
 
     def inquire(self, operation: Operation, now: float, *, warn: bool = False) -> None:
         """Ask every peer whether it has submitted the operation."""
-        inquiry = self._inquiries.get(operation.key)
-        if inquiry is not None:
-            inquiry.warn = inquiry.warn or warn
+        if not self._stalls.begin(operation.key, now, warn=warn):
             return
-        self._inquiries[operation.key] = Inquiry(now, warn)
         body = json.dumps({"name": operation.name, "waited_s": round(now - operation.submitted_at, 3)}).encode()
         for peer in operation.ranks:
             if peer != self.rank and peer not in self._departed:
@@ -550,10 +511,7 @@ class Engine:
 
     def explain(self, operation: Operation, now: float) -> str:
         """What is known about why the operation is not done: for the message of a deadline error."""
-        inquiry = self._inquiries.get(operation.key)
-        if inquiry is not None and inquiry.answers:
-            return str(self._report(operation, inquiry, now))
-        return f"{self._progress(operation)}; no answer from the other ranks yet"
+        return self._stalls.explain(operation, now)
 
     def validate(self) -> None:
         """Check the invariants; the tests and the simulator call it after every event."""
@@ -561,8 +519,7 @@ class Engine:
             assert operation.key == key
             assert not operation.finished
             assert operation.lanes_left or operation.unsent, f"{operation.name} is done but active"
-            record = self._names[key[0]]
-            assert record.next_iteration > key[1]
+            assert self._names.is_past(key)
             for lane in operation.lanes:
                 for index in lane.arrivals:
                     assert index >= lane.position
@@ -589,7 +546,7 @@ class Engine:
                 self._control(other, Frame.LOST, key=key, body=body)
 
     def _layout(
-        self, record: _Name, signature: Signature, ranks: tuple[int, ...], buffers: Sequence[memoryview | None]
+        self, record: NameRecord, signature: Signature, ranks: tuple[int, ...], buffers: Sequence[memoryview | None]
     ) -> OperationLayout:
         """Usually the one of the last time: the same tensor is reduced in every step."""
         sizes = [0 if buffer is None else len(buffer) for buffer in buffers]
@@ -615,26 +572,10 @@ class Engine:
     def use_links(self, links: LinkModel) -> None:
         """Let the selector go by these numbers from now on. All ranks call it with the same, with nothing in flight."""
         self.selector = Selector(links, self.selector.hosts, self.selector.overrides)
-        for record in self._names.values():
+        for record in self._names:
             record.layout = None
 
-    def _record(self, name: str | None, scope: str) -> _Name:
-        record = self._records.get((scope, name))
-        if record is not None:
-            return record
-        text = scope + (_UNNAMED if name is None else f"n:{name}")
-        op_id = operation_id(text)
-        if op_id in self._names:
-            known = self._names[op_id].text
-            raise ConfigurationError(f"the names {text!r} and {known!r} have the same id; rename one of them")
-        if len(text.encode()) > NAME_BYTES_MAX:
-            raise ConfigurationError(f"the name {text[:40]!r}... is longer than {NAME_BYTES_MAX} bytes")
-        if len(self._names) >= 1_000_000:
-            raise ConfigurationError("a million different names in one group: reuse names, one per tensor")
-        record = self._records[scope, name] = self._names[op_id] = _Name(name or _UNNAMED, text, op_id)
-        return record
-
-    def _announce(self, operation: Operation, record: _Name) -> None:
+    def _announce(self, operation: Operation, record: NameRecord) -> None:
         """Tell targets what the operation is (once per signature) and sources that it is posted (if it is large)."""
         key, layout = operation.key, operation.layout
         for peer in layout.program.targets:
@@ -643,12 +584,12 @@ class Engine:
                 record.described[peer] = signature
                 body = json.dumps({"name": record.name, "is": layout.describe(peer, outgoing=True)[:2048]}).encode()
                 self._control(peer, Frame.DESCRIBE, key=key, body=body, signature=signature)
-        asked = self._requested.pop(key, set())
+        asked = self._early.requested.pop(key, set())
         for peer, expected_bytes in layout.expected_bytes.items():
             if peer in asked or expected_bytes > self.config.eager_bytes:
                 self._control(peer, Frame.POSTED, key=key)
-        operation.posted_by |= self._posted_early.pop(key, set())
-        if self._urgent_early.pop(key, False):
+        operation.posted_by |= self._early.posted.pop(key, set())
+        if self._early.urgent.pop(key, False):
             operation.promoted = True
 
     def _claim_floating(self, operation: Operation, now: float) -> None:
@@ -773,8 +714,7 @@ class Engine:
         return self._tracked(Delivery(peer, header, memoryview(bytearray(header.body_bytes))))
 
     def _accept_unknown(self, peer: int, header: Header, key: tuple[int, int], now: float) -> Delivery:
-        record = self._names.get(header.operation)
-        if (record is not None and header.iteration < record.next_iteration) or key in self._poisoned:
+        if self._names.is_past(key) or key in self._early.poisoned:
             return self._sink(peer, header)
         if not header.flags & Flag.EAGER:
             raise ProtocolError(
@@ -785,7 +725,7 @@ class Engine:
         message = self.floating.accept(peer, header)
         self.counters.floating_messages += 1
         if header.flags & Flag.URGENT:
-            self._remember(self._urgent_early, key, True)
+            self._early.urgent[key] = True
         for observer in self.observers:
             observer.floating(
                 self._name_of(header.operation), header.iteration, now, peer=peer, num_bytes=header.body_bytes
@@ -945,8 +885,7 @@ class Engine:
     def _finish(self, operation: Operation, now: float, error: BaseException | None) -> None:
         operation.finished, operation.error = True, error
         del self._active[operation.key]
-        self._next_warning.pop(operation.key, None)
-        self._inquiries.pop(operation.key, None)
+        self._stalls.forget(operation.key)
         if error is not None:
             self._abandon(operation)
         if not self._active and self._active_since is not None:
@@ -954,7 +893,9 @@ class Engine:
             self._active_since = None
         if isinstance(error, MismatchError):
             # What the ranks knew of each other's operation was wrong: next time they say it again.
-            self._names[operation.key[0]].described.clear()
+            record = self._names.get(operation.key[0])
+            if record is not None:
+                record.described.clear()
         if operation.computing and isinstance(error, MismatchError):
             self._unsettled.append(operation)  # the group goes on, and the tensor may be used again at once
         else:
@@ -1012,10 +953,10 @@ class Engine:
         if operation is not None:
             operation.posted_by.add(peer)
             self._release_held(operation, peer)
-        elif not self._is_past(key):
-            peers = self._posted_early.get(key)
+        elif not self._names.is_past(key):
+            peers = self._early.posted.get(key)
             if peers is None:
-                self._remember(self._posted_early, key, {peer})
+                self._early.posted[key] = {peer}
             else:
                 peers.add(peer)
 
@@ -1023,10 +964,10 @@ class Engine:
         self._flush_credit(peer, force=True)
         if key in self._active:
             self._control(peer, Frame.POSTED, key=key)
-        elif not self._is_past(key):
-            peers = self._requested.get(key)
+        elif not self._names.is_past(key):
+            peers = self._early.requested.get(key)
             if peers is None:
-                self._remember(self._requested, key, {peer})
+                self._early.requested[key] = {peer}
             else:
                 peers.add(peer)
             self._match_any(peer, key, now)
@@ -1044,16 +985,16 @@ class Engine:
         self, peer: int, key: tuple[int, int], signature: bytes, document: dict[str, Any], now: float
     ) -> None:
         name, description = str(document.get("name", "?"))[:NAME_BYTES_MAX], str(document.get("is", "?"))[:2048]
-        self._remember(self._peer_names, key[0], name)
-        self._remember(self._peer_descriptions, (peer, key[0]), description)
+        self._early.names[key[0]] = name
+        self._early.descriptions[peer, key[0]] = description
         operation = self._active.get(key)
         if operation is not None:
             if signature != operation.layout.signature_from(peer):
                 self._mismatch(operation, peer, signature, now)
-        elif not self._is_past(key) and key not in self._poisoned:
-            described = self._described_early.get(key)
+        elif not self._names.is_past(key) and key not in self._early.poisoned:
+            described = self._early.described.get(key)
             if described is None:
-                self._remember(self._described_early, key, {peer: signature})
+                self._early.described[key] = {peer: signature}
             else:
                 described[peer] = signature
             self._match_any(peer, key, now)
@@ -1068,10 +1009,10 @@ class Engine:
         operation = self._active.get(key)
         if operation is not None:
             self._finish(operation, now, error)
-        elif not self._is_past(key):
+        elif not self._names.is_past(key):
             self._drop_floating(self.floating.claim(key))
-            self._described_early.pop(key, None)
-            self._remember(self._poisoned, key, error)
+            self._early.described.pop(key, None)
+            self._early.poisoned[key] = error
 
     def _on_lost(self, peer: int, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
         lost = document.get("rank")
@@ -1091,8 +1032,8 @@ class Engine:
         if not isinstance(waited_s, (int, float)):
             raise ProtocolError(f"rank {peer} asks for an operation that is late by {waited_s!r}")
         operation = self._active.get(key)
-        submitted = operation is not None or self._is_past(key)
-        progress = self._progress(operation) if operation is not None else "done" if submitted else "not submitted"
+        submitted = operation is not None or self._names.is_past(key)
+        progress = operation.progress() if operation is not None else "done" if submitted else "not submitted"
         body = json.dumps({"submitted": submitted, "progress": progress}).encode()
         self._control(peer, Frame.STATUS_REPLY, key=key, body=body)
         if not submitted and waited_s >= self.config.stall_warning_s > 0:
@@ -1100,16 +1041,14 @@ class Engine:
             self._publish(StallReport(name, key[1], waited_s, (self.rank,), {peer: "waiting for this rank"}, ()), now)
 
     def _on_status_reply(self, peer: int, key: tuple[int, int], document: dict[str, Any]) -> None:
-        inquiry = self._inquiries.get(key)
-        if inquiry is not None:
-            progress = str(document.get("progress", "?"))
-            inquiry.answered(peer, submitted=bool(document.get("submitted")), progress=progress)
+        progress = str(document.get("progress", "?"))
+        self._stalls.answered(key, peer, submitted=bool(document.get("submitted")), progress=progress)
 
     # --------------------------------------------------------------------------------------- agreement and reports
 
     def _mismatch(self, operation: Operation, peer: int, theirs: bytes, now: float) -> None:
         """Two ranks disagree: the operation fails here, and everybody is told what both wanted."""
-        described = self._peer_descriptions.get((peer, operation.key[0]))
+        described = self._early.descriptions.get((peer, operation.key[0]))
         value = described if described is not None else unpack_signature(theirs)
         mine = operation.layout.describe(peer, outgoing=False)
         error = MismatchError(operation.name, (self.rank, peer), (mine, value))
@@ -1121,38 +1060,9 @@ class Engine:
                 self._control(other, Frame.MISMATCH, key=operation.key, body=body)
         self._finish(operation, now, error)
 
-    def _progress(self, operation: Operation) -> str:
-        total = len(operation.program.receives) * len(operation.lanes)
-        text = f"{operation.messages_received} of {total} messages received"
-        if operation.held:
-            text += f", holding messages for rank(s) {', '.join(map(str, sorted(operation.held)))}"
-        return text
-
-    def _conclude(self, key: tuple[int, int], inquiry: Inquiry, now: float) -> None:
-        operation = self._active[key]
-        if inquiry.warn:
-            del self._inquiries[key]
-            self._publish(self._report(operation, inquiry, now), now)
-        elif now >= inquiry.asked_at + 10 * ANSWER_S:
-            del self._inquiries[key]  # kept a while for ``explain``
-
-    def _report(self, operation: Operation, inquiry: Inquiry, now: float) -> StallReport:
-        others = set(operation.ranks) - {self.rank} - set(inquiry.answers)
-        progress = {rank: text for rank, text in inquiry.answers.items() if rank not in inquiry.missing}
-        progress[self.rank] = self._progress(operation)
-        return StallReport(
-            operation.name,
-            operation.key[1],
-            now - operation.submitted_at,
-            tuple(sorted(inquiry.missing)),
-            progress,
-            tuple(sorted(others)),
-        )
-
     def _publish(self, report: StallReport, now: float) -> None:
         self.counters.stalls += 1
-        if len(self._reports) < 1000:
-            self._reports.append(report)
+        self._stalls.keep(report)
         for observer in self.observers:
             observer.stalled(report.as_dict(), now)
 
@@ -1163,7 +1073,7 @@ class Engine:
         for receive in self._any_receives:
             name = receive.candidates.get(peer)
             if name is not None:
-                record = self._record(name, receive.scope)
+                record = self._names.record(receive.scope, name)
                 if key == (record.op_id, record.next_iteration):
                     self._any_receives.remove(receive)
                     self._become(receive, peer, now)
@@ -1190,20 +1100,9 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------- small things
 
-    def _is_past(self, key: tuple[int, int]) -> bool:
-        """Whether the operation was submitted here (and is finished, if it is not active)."""
-        record = self._names.get(key[0])
-        return record is not None and key[1] < record.next_iteration
-
     def _name_of(self, op_id: int) -> str:
         record = self._names.get(op_id)
-        return record.name if record is not None else self._peer_names.get(op_id, f"{op_id:#018x}")
-
-    @staticmethod
-    def _remember(table: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-        table[key] = value
-        if len(table) > _REMEMBERED_MAX:
-            table.popitem(last=False)
+        return record.name if record is not None else self._early.names.get(op_id, f"{op_id:#018x}")
 
 
 def _decode(body: bytes, peer: int) -> dict[str, Any]:

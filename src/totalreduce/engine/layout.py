@@ -174,7 +174,7 @@ class OperationLayout:
         num_bytes = counts[0] * width
         num_lanes = lanes(-(-num_bytes // program.num_chunks))
         if program.span_max > 1:
-            # By the elements of a chunk: neighbouring chunks may all be the larger ones, and transports have no more room.
+            # By the elements of a chunk: neighbours may all be the larger ones, and transports have no more room.
             chunk_elements = max(1, _SPAN_SEGMENTS * config.segment_bytes // (width * program.span_max))
             num_lanes = max(num_lanes, -(-counts[0] // (chunk_elements * program.num_chunks)))
         if self.signature.kind in (OpKind.BROADCAST, OpKind.REDUCE):

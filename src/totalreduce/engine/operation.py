@@ -150,6 +150,14 @@ class Operation:
         """The ranks of the whole group that take part."""
         return self.layout.ranks
 
+    def progress(self) -> str:
+        """How far it has come, for people."""
+        total = len(self.program.receives) * len(self.lanes)
+        text = f"{self.messages_received} of {total} messages received"
+        if self.held:
+            text += f", holding messages for rank(s) {', '.join(map(str, sorted(self.held)))}"
+        return text
+
     def wire_dtype(self, *, partial: bool) -> DType:
         """Element type of a segment on the wire."""
         return self.layout.partial_dtype if partial else self.layout.dtype

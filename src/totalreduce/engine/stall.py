@@ -7,16 +7,23 @@ moment that it keeps somebody waiting, and reports too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Inquiry", "StallReport"]
+from totalreduce.engine.operation import Operation
+
+__all__ = ["StallReport", "StallWatch"]
 
 #: How long answers are waited for before the report is made without them.
-ANSWER_S = 1.0
+_ANSWER_S = 1.0
+#: Reports that nobody has fetched, at most.
+_REPORTS_MAX = 1000
+
+_Key = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Inquiry:
+class _Inquiry:
     """Answers collected so far about one operation."""
 
     asked_at: float
@@ -72,3 +79,89 @@ class StallReport:
             "silent": list(self.silent),
             "progress": {str(rank): text for rank, text in self.progress.items()},
         }
+
+
+class StallWatch:
+    """Who asks whom, when, and what came of it. The engine carries questions and answers."""
+
+    def __init__(self, rank: int, warning_s: float) -> None:
+        """``warning_s``: an operation is late after so many seconds; 0: never."""
+        self._rank, self._warning_s = rank, warning_s
+        self._inquiries: dict[_Key, _Inquiry] = {}
+        self._next_warning: dict[_Key, float] = {}
+        self._reports: list[StallReport] = []
+
+    def late(self, active: Iterable[Operation], now: float) -> list[Operation]:
+        """Operations about which the peers are to be asked now."""
+        if self._warning_s <= 0:
+            return []
+        found = []
+        for operation in active:
+            if now >= self._next_warning.get(operation.key, operation.submitted_at + self._warning_s):
+                # The next warning comes after twice the time: a log must not fill with one stall.
+                self._next_warning[operation.key] = now + max(self._warning_s, now - operation.submitted_at)
+                found.append(operation)
+        return found
+
+    def begin(self, key: _Key, now: float, *, warn: bool) -> bool:
+        """Note that the peers are asked; ``False``: they have been. ``warn``: a report is made of the answers."""
+        inquiry = self._inquiries.get(key)
+        if inquiry is not None:
+            inquiry.warn = inquiry.warn or warn
+            return False
+        self._inquiries[key] = _Inquiry(now, warn)
+        return True
+
+    def answered(self, key: _Key, peer: int, *, submitted: bool, progress: str) -> None:
+        """A peer has answered."""
+        inquiry = self._inquiries.get(key)
+        if inquiry is not None:
+            inquiry.answered(peer, submitted=submitted, progress=progress)
+
+    def concluded(self, active: Mapping[_Key, Operation], now: float) -> list[StallReport]:
+        """Reports of inquiries that have all answers, or have waited long enough for them."""
+        reports = []
+        for key, inquiry in list(self._inquiries.items()):
+            operation = active[key]
+            complete = len(inquiry.answers) == len(operation.ranks) - 1 or now >= inquiry.asked_at + _ANSWER_S
+            if complete and inquiry.warn:
+                del self._inquiries[key]
+                reports.append(self._report(operation, inquiry, now))
+            elif now >= inquiry.asked_at + 10 * _ANSWER_S:
+                del self._inquiries[key]  # kept a while for ``explain``
+        return reports
+
+    def explain(self, operation: Operation, now: float) -> str:
+        """What is known about why an operation is not done."""
+        inquiry = self._inquiries.get(operation.key)
+        if inquiry is not None and inquiry.answers:
+            return str(self._report(operation, inquiry, now))
+        return f"{operation.progress()}; no answer from the other ranks yet"
+
+    def forget(self, key: _Key) -> None:
+        """The operation has finished."""
+        self._next_warning.pop(key, None)
+        self._inquiries.pop(key, None)
+
+    def keep(self, report: StallReport) -> None:
+        """Keep a report until it is fetched."""
+        if len(self._reports) < _REPORTS_MAX:
+            self._reports.append(report)
+
+    def pop_reports(self) -> list[StallReport]:
+        """Reports since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _report(self, operation: Operation, inquiry: _Inquiry, now: float) -> StallReport:
+        others = set(operation.ranks) - {self._rank} - set(inquiry.answers)
+        progress = {rank: text for rank, text in inquiry.answers.items() if rank not in inquiry.missing}
+        progress[self._rank] = operation.progress()
+        return StallReport(
+            operation.name,
+            operation.key[1],
+            now - operation.submitted_at,
+            tuple(sorted(inquiry.missing)),
+            progress,
+            tuple(sorted(others)),
+        )

@@ -1,0 +1,56 @@
+"""What is known of operations that are not active here: other ranks are ahead, or have said something that stays true.
+
+Every table is bounded, because peers make it grow; the oldest entry goes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+from totalreduce.foundation.errors import MismatchError
+
+__all__ = ["REMEMBERED_MAX", "BoundedTable", "EarlyNews"]
+
+#: Entries of every table, at most.
+REMEMBERED_MAX = 65_536
+
+K = TypeVar("K")
+V = TypeVar("V")
+_Key = tuple[int, int]
+
+
+class BoundedTable(OrderedDict[K, V], Generic[K, V]):
+    """A dictionary that forgets its oldest entry when it is full."""
+
+    def __setitem__(self, key: K, value: V) -> None:
+        """Remember."""
+        super().__setitem__(key, value)
+        if len(self) > REMEMBERED_MAX:
+            self.popitem(last=False)
+
+
+class EarlyNews:
+    """The tables, by operation key (id, iteration) if nothing else is said.
+
+    Attributes:
+        posted: Peers that have submitted it.
+        requested: Peers that want to know when it is submitted here.
+        poisoned: Why it fails as soon as it is submitted here.
+        urgent: Somebody is blocked on it.
+        described: By peer: the signature under which it submitted it.
+        names: By operation id: its name.
+        descriptions: By peer and operation id: what it is there, for people.
+    """
+
+    __slots__ = ("described", "descriptions", "names", "poisoned", "posted", "requested", "urgent")
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self.posted: BoundedTable[_Key, set[int]] = BoundedTable()
+        self.requested: BoundedTable[_Key, set[int]] = BoundedTable()
+        self.poisoned: BoundedTable[_Key, MismatchError] = BoundedTable()
+        self.urgent: BoundedTable[_Key, bool] = BoundedTable()
+        self.described: BoundedTable[_Key, dict[int, bytes]] = BoundedTable()
+        self.names: BoundedTable[int, str] = BoundedTable()
+        self.descriptions: BoundedTable[tuple[int, int], str] = BoundedTable()

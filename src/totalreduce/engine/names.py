@@ -1,0 +1,87 @@
+"""Names of operations: ids equal on all ranks without asking, and what is remembered from iteration to iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from totalreduce.engine.layout import OperationLayout
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.types import operation_id
+
+__all__ = ["NAME_BYTES_MAX", "UNNAMED", "NameRecord", "NameTable"]
+
+#: The longest name of an operation, in UTF-8 bytes.
+NAME_BYTES_MAX = 1024
+#: Different names of one engine, at most.
+_NAMES_MAX = 1_000_000
+UNNAMED = "unnamed"
+
+
+@dataclass(slots=True, eq=False)
+class NameRecord:
+    """What is remembered of a name.
+
+    Attributes:
+        name: For people.
+        text: What the id is the hash of: scope and name.
+        op_id: The id.
+        next_iteration: How often it was submitted here.
+        layout: Of the last time.
+        described: By peer: the signature it was last told.
+    """
+
+    name: str
+    text: str
+    op_id: int
+    next_iteration: int = 0
+    layout: OperationLayout | None = None
+    described: dict[int, bytes] = field(default_factory=dict)
+
+
+class NameTable:
+    """All names that were submitted here."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._by_id: dict[int, NameRecord] = {}
+        self._by_name: dict[tuple[str, str | None], NameRecord] = {}
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[NameRecord]:
+        """All records."""
+        return iter(self._by_id.values())
+
+    def record(self, scope: str, name: str | None) -> NameRecord:
+        """The record of a name within a scope, made if it is new; ``None`` is the name of everything without one.
+
+        Raises:
+            ConfigurationError: The name is too long, there are too many, or two of them have the same id.
+        """
+        record = self._by_name.get((scope, name))
+        if record is not None:
+            return record
+        text = scope + (UNNAMED if name is None else f"n:{name}")
+        op_id = operation_id(text)
+        if op_id in self._by_id:
+            known = self._by_id[op_id].text
+            raise ConfigurationError(f"the names {text!r} and {known!r} have the same id; rename one of them")
+        if len(text.encode()) > NAME_BYTES_MAX:
+            raise ConfigurationError(f"the name {text[:40]!r}... is longer than {NAME_BYTES_MAX} bytes")
+        if len(self._by_id) >= _NAMES_MAX:
+            raise ConfigurationError("a million different names in one group: reuse names, one per tensor")
+        record = NameRecord(UNNAMED if name is None else name, text, op_id)
+        self._by_name[scope, name] = self._by_id[op_id] = record
+        return record
+
+    def get(self, op_id: int) -> NameRecord | None:
+        """The record of an id, if it was submitted here."""
+        return self._by_id.get(op_id)
+
+    def is_past(self, key: tuple[int, int]) -> bool:
+        """Whether the operation was submitted here (and is finished, if it is not active)."""
+        record = self._by_id.get(key[0])
+        return record is not None and key[1] < record.next_iteration
