@@ -2,9 +2,11 @@
 
 totalreduce run -n 4 examples/train_gpt.py
 torchrun --nproc-per-node 4 examples/train_gpt.py
-mpirun -n 4 python examples/train_gpt.py
+examples/mpirun.sh -n 4 examples/train_gpt.py
+sbatch -N 2 --ntasks-per-node 2 examples/slurm.sh examples/train_gpt.py --steps 50
 """
 
+import argparse
 import pydoc_data.topics
 
 import torch
@@ -13,7 +15,11 @@ from torch.nn import functional
 import totalreduce as tr
 from totalreduce.cli.models import SmallGPT
 
-STEPS, BATCH, CONTEXT = 100, 8, 64
+BATCH, CONTEXT = 8, 64
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=100)
+steps = parser.parse_args().steps
 
 text = "\n".join(pydoc_data.topics.topics.values())
 alphabet = sorted(set(text))
@@ -26,7 +32,7 @@ with tr.init() as group:
     tr.broadcast_parameters(model, group)
     optimizer = tr.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model, group=group)
     batches = torch.Generator().manual_seed(group.rank)  # every rank draws its own batches
-    for step in range(STEPS):
+    for step in range(steps):
         starts = torch.randint(len(data) - CONTEXT, (BATCH,), generator=batches)
         windows = data[starts[:, None] + torch.arange(CONTEXT + 1)]
         loss = functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
@@ -36,4 +42,8 @@ with tr.init() as group:
         if group.rank == 0 and step % 10 == 9:
             hidden = group.statistics().hidden_share
             print(f"step {step + 1}: loss {loss.item():.3f}, {hidden:.0%} of the communication hidden")
+    with torch.no_grad():  # nothing is exchanged here: the losses are equal because the weights are
+        windows = data[: BATCH * (CONTEXT + 1)].view(BATCH, CONTEXT + 1)
+        loss = functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+    print(f"rank {group.rank} of {group.world_size}: the text's beginning has loss {loss.item():.6f}")
     group.barrier()

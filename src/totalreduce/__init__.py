@@ -4,7 +4,8 @@
 >>> group = tr.init()                                                                   # doctest: +SKIP
 >>> optimizer = tr.DistributedOptimizer(torch.optim.AdamW(...), model, group=group)     # doctest: +SKIP
 
-Importing this package is instant: names are loaded (and torch with them) when they are first used.
+Importing this package is instant: names are loaded (and torch with them) when they are first used. It also makes
+``torch.distributed.init_process_group("totalreduce")`` work.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from totalreduce.c10d import registration as _registration
+
 if TYPE_CHECKING:
-    from totalreduce.foundation.config import EngineConfig, TcpConfig
+    from totalreduce.foundation.config import EngineConfig, TcpConfig, Tls
     from totalreduce.foundation.errors import (
         AuthenticationError,
         ConfigurationError,
@@ -60,6 +63,7 @@ _HOMES = {
     "Statistics": "groups.statistics",
     "TcpConfig": "foundation.config",
     "TensorSpec": "groups.plan",
+    "Tls": "foundation.config",
     "TotalReduceError": "foundation.errors",
     "UnsupportedError": "foundation.errors",
     "Work": "groups.work",
@@ -88,6 +92,7 @@ __all__ = [
     "Statistics",
     "TcpConfig",
     "TensorSpec",
+    "Tls",
     "TotalReduceError",
     "UnsupportedError",
     "Work",
@@ -109,3 +114,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_registration.install()

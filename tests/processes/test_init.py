@@ -146,6 +146,65 @@ def test_without_any_launcher_it_is_a_world_of_one(fleet):
     assert values_of([worker]) == [[0, 1, [0.0, 1.0, 2.0, 3.0, 4.0]]]
 
 
+WAY = """
+from totalreduce.launch import links
+here = links.host_identity()
+links.host_identity = lambda: f"{here}/{rank // int(os.environ['RANKS_PER_HOST'])}"
+group = tr.init(os.environ["WAY"], timeout_s=20)
+link = group._runner.transport
+tensor = torch.full((300_000,), rank + 1.0)
+group.allreduce(tensor, name="x").wait()
+sum_of_all = tensor[-1].item()
+group.barrier()
+say("values", values=[type(link).__name__, list(link.hosts), link.ranks_per_host, sum_of_all])
+group.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks_per_host", "wanted"),
+    [
+        ("auto", 4, ["ShmTransport", [0, 0, 0, 0], 4, 10.0]),
+        ("auto", 2, ["RoutedTransport", [0, 0, 1, 1], 2, 10.0]),
+        ("auto", 1, ["TcpTransport", [0, 1, 2, 3], None, 10.0]),
+        ("shm", 4, ["ShmTransport", [0, 0, 0, 0], 4, 10.0]),
+        ("tcp", 4, ["TcpTransport", [0, 0, 0, 0], 4, 10.0]),
+    ],
+)
+def test_the_way_to_the_others_follows_from_where_they_live(fleet, way, ranks_per_host, wanted):
+    workers = fleet.start(4, WAY, WAY=way, RANKS_PER_HOST=str(ranks_per_host))
+    for kind, hosts, together, total in values_of(workers):
+        # All listen on one address here, so TCP alone does not see that the hosts of this test differ.
+        assert [kind, hosts, together if wanted[2] else None, total] == wanted
+
+
+def test_a_rank_that_cannot_share_memory_is_reached_over_tcp(fleet):
+    source = "from totalreduce.transports import shm\nif rank == 1: shm.shm_available = lambda: 'no memfd'\n" + WAY
+    kinds = [values[0] for values in values_of(fleet.start(3, source, WAY="auto", RANKS_PER_HOST="3"))]
+    assert kinds == ["RoutedTransport", "TcpTransport", "RoutedTransport"]
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "ranks_per_host", "reason"),
+    [
+        ({}, 2, "rank 2 lives on another one than rank 0"),
+        ({1: {"WAY": "tcp"}}, 3, "transport is 'shm' on rank 0 and 'tcp' on rank 1"),
+    ],
+)
+def test_a_way_that_not_all_ranks_have_is_an_error_on_every_rank(fleet, by_rank, ranks_per_host, reason):
+    source = WAY.replace("group = tr.init(", 'attempt("init", tr.init, ').split("link =", maxsplit=1)[0]
+    workers = fleet.start(3, source, by_rank=by_rank, WAY="shm", RANKS_PER_HOST=str(ranks_per_host))
+    for worker in workers:
+        answer = worker.read("init")
+        assert answer["error"] == "ConfigurationError", answer
+        assert reason in answer["text"]
+
+
+def test_a_transport_that_does_not_exist_is_an_error_that_names_those_that_do(fleet):
+    (worker,) = fleet.start(1, 'attempt("init", tr.init, "carrier pigeon")')
+    assert "there are 'auto', 'shm', 'tcp', 'mpi', 'torch'" in worker.read("init")["text"]
+
+
 SCRIPT = """
 import os, torch, totalreduce as tr
 with tr.init(timeout_s=60) as group:

@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import random
+import sys
 import threading
 import time
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 import totalreduce as tr
+from totalreduce.engine import runner as engine_runner
 from totalreduce.engine.operation import Operation
-from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.config import EngineConfig, TcpConfig
 from totalreduce.foundation.errors import DeadlineExceededError, GroupClosed, PeerLost
 from totalreduce.testing.ranks import make_groups, run_ranks
 
@@ -229,3 +231,113 @@ def test_a_failing_observer_ends_the_group_with_its_error_and_nobody_hangs():
     with pytest.raises(PeerLost):
         groups[1].barrier(timeout_s=5)
     close_all(groups)
+
+
+# Ctrl-C. A signal handler runs between two steps of the main thread: when a function is entered, when one written in C
+# has come back, or (its call fails then) while it waits.
+
+#: Nobody is lost by silence here: what the peers learn, they learn from the end of the connection or a GOODBYE.
+NEVER_SILENT = TcpConfig(silence_s=60.0)
+CLOSE_S = 20.0
+#: A sample of the first 380 steps of a ``wait``; by then it has found nothing to do and sleeps.
+MOMENTS = range(3, 380, 4)
+
+
+def connected_pair():
+    groups = make_groups(2, transport="tcp", engine=PATIENT, tcp=NEVER_SILENT)
+    in_threads(*[group.barrier for group in groups])
+    return groups
+
+
+def expect_the_loss_of_rank_1(pending, closer, reason):
+    """At once, that is long before rank 1's ``close`` would give up waiting."""
+    closer.join(CLOSE_S / 4)
+    assert not closer.is_alive()
+    with pytest.raises(PeerLost, match=reason) as caught:
+        pending.wait(timeout_s=CLOSE_S / 2)
+    assert caught.value.rank == 1
+
+
+def expect_the_end(group):
+    for thread in group._runner._threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("closing", ["afterwards", "meanwhile"])
+def test_ctrl_c_that_cuts_a_message_in_two_ends_the_connections_at_once(closing, monkeypatch):
+    """Nobody goes on with the message, and nobody waits for its end."""
+    monkeypatch.setattr(engine_runner, "_PARKED_S", 0.5)
+    groups = connected_pair()
+    struck = groups[1]._runner
+    closer = threading.Thread(target=groups[1].close, args=(CLOSE_S,))
+
+    connection = struck.transport._routes[0]
+    consume, driver = connection._consume, threading.get_ident()
+
+    def strike(sent):
+        """In place of taking note of what has just been sent."""
+        if threading.get_ident() != driver:
+            return consume(sent)
+        if closing == "meanwhile":
+            closer.start()
+            while not struck._stop:
+                time.sleep(0.001)
+        raise KeyboardInterrupt
+
+    connection._consume = strike
+    pending = groups[0].allreduce(torch.ones(1000), name="only rank 0")
+    # The communication thread is kept away, as by somebody who drives, so that this thread is the one to send.
+    struck._driver = "somebody"
+    while not struck._parked:
+        struck.transport.wake()
+        time.sleep(0.001)
+    work = groups[1].allreduce(torch.ones(1000), name="only rank 1")
+    struck._driver = None
+    with pytest.raises(KeyboardInterrupt):
+        work.wait(timeout_s=20)
+    if closing == "afterwards":
+        closer.start()
+    assert type(work.exception()) in (KeyboardInterrupt, GroupClosed)
+    expect_the_loss_of_rank_1(pending, closer, "its connection ended")
+    groups[0].close()
+    expect_the_end(groups[1])
+
+
+def wait_and_be_struck(work, step):
+    """Wait, and have ``KeyboardInterrupt`` raised at the ``step``-th moment at which a signal handler may run."""
+    left = step
+
+    def strike(frame, event, argument):
+        nonlocal left
+        if event in ("call", "c_return"):
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+    def wait():
+        sys.setprofile(strike)
+        try:
+            work.wait(timeout_s=20)
+        finally:
+            sys.setprofile(None)
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_ctrl_c_anywhere_in_a_wait_leaves_nobody_waiting(first):
+    """Neither the peers, nor this rank's ``close``, nor its threads."""
+    struck = []
+    for step in list(MOMENTS)[first::3]:
+        groups = connected_pair()
+        pending = groups[0].allreduce(torch.ones(1000), name="only rank 0")
+        wait_and_be_struck(groups[1].allreduce(torch.ones(1000), name="only rank 1"), step)
+        closer = threading.Thread(target=groups[1].close, args=(CLOSE_S,))
+        closer.start()
+        struck.append((groups, pending, closer))
+    for groups, pending, closer in struck:
+        expect_the_loss_of_rank_1(pending, closer, "its connection ended|it has closed the group")
+        groups[0].close()
+        expect_the_end(groups[1])

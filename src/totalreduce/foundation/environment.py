@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from totalreduce.foundation.config import Tls
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.world import World, world_from
 
@@ -20,7 +21,7 @@ KNOWN_NAMES = frozenset(
     for suffix in (
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDRESS", "MASTER_PORT", "JOB_ID"),
         *("JOB_KEY", "JOB_KEY_FILE", "TIMEOUT_S", "TIMELINE", "ADDRESS", "INTERFACE", "PEER_TIMEOUT_S", "COMPUTE"),
-        *("LOG", "DEBUG"),
+        *("LOG", "DEBUG", "TLS_CERT", "TLS_KEY", "TLS_CA"),
     )
 )
 """Every variable of the library's own; documented in ``docs/launching.md``."""
@@ -42,6 +43,7 @@ class Settings:
         compute: One of ``COMPUTE_MODES``: whether additions have their own thread.
         log_level: One of ``LOG_LEVELS``.
         debug: Whether the command line shows tracebacks.
+        tls: Certificate, key and authority of the TCP transport.
         warnings: Sentences to log once: unknown variables, a key that others can read.
     """
 
@@ -53,6 +55,7 @@ class Settings:
     compute: str | None
     log_level: str | None
     debug: bool
+    tls: Tls | None
     warnings: tuple[str, ...]
 
 
@@ -123,6 +126,7 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
         compute=compute,
         log_level=level.lower() if level else None,
         debug=env.get("TOTALREDUCE_DEBUG", "0").lower() not in ("0", "false", "no"),
+        tls=_tls(env),
         warnings=(*_unknown_names(env), *_key_warnings(env)),
     )
 
@@ -142,6 +146,16 @@ def _seconds(env: Mapping[str, str], name: str) -> float | None:
     if not 0 < value < float("inf"):
         raise ConfigurationError(f"{name}={env[name]!r} is not a positive number of seconds")
     return value
+
+
+def _tls(env: Mapping[str, str]) -> Tls | None:
+    names = ("TOTALREDUCE_TLS_CERT", "TOTALREDUCE_TLS_KEY", "TOTALREDUCE_TLS_CA")
+    missing = [name for name in names if name not in env]
+    if len(missing) == len(names):
+        return None
+    if missing:
+        raise ConfigurationError(f"TLS needs {', '.join(names)}; not set: {' and '.join(missing)}")
+    return Tls(*(Path(env[name]) for name in names))
 
 
 def _decode_key(content: bytes) -> bytes:

@@ -133,7 +133,8 @@ def unpack(data: torch.Tensor) -> Any:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    dense = tensor.detach().cpu().contiguous()
+    flat = dense.as_strided((dense.numel(),), (1,))  # not reshape: an extent of one may have any stride
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 

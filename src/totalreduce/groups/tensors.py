@@ -31,14 +31,7 @@ def dtype_of(tensor: torch.Tensor, name: str) -> DType:
     Raises:
         UnsupportedError: Its device, layout or dtype cannot be synchronised; the message says what to do.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}, not a torch.Tensor")
-    if tensor.device.type != "cpu":
-        raise UnsupportedError(
-            f"tensor {name!r} is on {tensor.device}; this transport moves CPU memory. Copy it with .cpu() first"
-        )
-    if tensor.layout is not torch.strided:
-        raise UnsupportedError(f"tensor {name!r} has layout {tensor.layout}; use .to_dense() (embedding: sparse=False)")
+    _check_memory(tensor, name)
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         known = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
@@ -52,10 +45,19 @@ def moved_dtype_of(tensor: torch.Tensor, name: str) -> DType:
     Raises:
         UnsupportedError: Its device or layout.
     """
-    if isinstance(tensor, torch.Tensor) and tensor.dtype not in _DTYPES:
-        dtype_of(tensor.detach().view(torch.uint8) if tensor.dim() else tensor.detach().view(1).view(torch.uint8), name)
-        return DType.UINT8
-    return dtype_of(tensor, name)
+    _check_memory(tensor, name)
+    return _DTYPES.get(tensor.dtype, DType.UINT8)
+
+
+def _check_memory(tensor: torch.Tensor, name: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}, not a torch.Tensor")
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(
+            f"tensor {name!r} is on {tensor.device}; this transport moves CPU memory. Copy it with .cpu() first"
+        )
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(f"tensor {name!r} has layout {tensor.layout}; use .to_dense() (embedding: sparse=False)")
 
 
 def as_bytes(tensor: torch.Tensor, name: str, *, writes: bool) -> tuple[memoryview, Callable[[], None] | None]:
@@ -87,4 +89,5 @@ def as_bytes(tensor: torch.Tensor, name: str, *, writes: bool) -> tuple[memoryvi
 def _view(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(bytearray(0))
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    # Not reshape: an extent of one may have any stride, and such a tensor is contiguous.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -1,16 +1,18 @@
-"""Which of this machine's addresses the others should connect to: the one that routes to rank 0."""
+"""Where this process is: which host, and which of its addresses the others should connect to."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import struct
+from pathlib import Path
 
 from totalreduce.foundation.environment import Settings
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.world import World
 
-__all__ = ["choose_address"]
+__all__ = ["choose_address", "host_identity"]
 
 _SIOCGIFADDR = 0x8915
 #: TEST-NET-1: asking for the route to it names the default route's address; nothing is sent.
@@ -38,6 +40,12 @@ def choose_address(world: World, settings: Settings) -> tuple[str, str]:
         return address, f"route to {world.master_address}"
     address = _towards(_ANYWHERE)
     return (address, "default route") if address is not None else ("127.0.0.1", "no route: loopback")
+
+
+def host_identity() -> str:
+    """Equal for two processes if one kernel runs them in one network namespace, so that they can share memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def _towards(host: str) -> str | None:

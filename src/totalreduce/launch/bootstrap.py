@@ -5,25 +5,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 from totalreduce.engine.engine import Engine
 from totalreduce.engine.runner import ComputeMode, Runner
 from totalreduce.foundation import environment
-from totalreduce.foundation.config import EngineConfig, TcpConfig
+from totalreduce.foundation.config import EngineConfig, TcpConfig, Tls
 from totalreduce.foundation.environment import Settings
-from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost, RendezvousError
-from totalreduce.foundation.world import World
+from totalreduce.foundation.errors import DeadlineExceededError, PeerLost, RendezvousError
+from totalreduce.foundation.observer import Observer
 from totalreduce.groups.group import Group
-from totalreduce.launch.address import choose_address
-from totalreduce.launch.rendezvous import Meeting, current_world, open_store
+from totalreduce.launch.links import LinkRequest, TransportName, connect, standing
+from totalreduce.launch.rendezvous import Place
 from totalreduce.observe import Timeline, rank_path
-from totalreduce.transports.base import Transport
-from totalreduce.transports.handshake import JobIdentity
-from totalreduce.transports.inproc import InprocNetwork
-from totalreduce.transports.tcp import TcpTransport, listen
 
 __all__ = ["init"]
 
@@ -38,14 +33,16 @@ _ONE_HOST_SEGMENT_BYTES = 1024 * 1024
 
 
 def init(
-    transport: Literal["auto", "tcp"] = "auto",
+    transport: TransportName = "auto",
     *,
     name: str = "default",
     timeout_s: float | None = None,
     engine: EngineConfig | None = None,
     tcp: TcpConfig | None = None,
+    tls: Tls | None = None,
     timeline: str | Path | None = None,
     compute: ComputeMode | None = None,
+    place: Place | None = None,
 ) -> Group:
     """Join the job this process was started for, and return its group when every rank has answered.
 
@@ -53,75 +50,59 @@ def init(
     ``totalreduce run``, torchrun, mpirun or srun; without any it is a world of one. Collective.
 
     Args:
-        transport: ``"tcp"``; ``"auto"`` is the same.
+        transport: ``"auto"``: shared memory between the ranks of one host, TCP between hosts; ``"shm"`` or ``"tcp"``:
+            one of the two only. ``"mpi"``: messages of the MPI that mpi4py is built for; rank and size are those of
+            its ``COMM_WORLD``. ``"torch"``: messages of ``torch.distributed``, which must be initialised.
         name: Groups made under different names are independent; equal on all ranks.
         timeout_s: Deadline in seconds of the rendezvous and of waits that name none (default 300, or
             ``TOTALREDUCE_TIMEOUT_S``).
         engine: Sizes, scheduling, stall watch; what shapes the wire must be equal on all ranks.
-        tcp: Sockets, heartbeats, deadlines.
+        tcp: Sockets, heartbeats, deadlines; heartbeats and silence count for every transport.
+        tls: Certificates: TCP is encrypted. On all ranks or on none; default ``TOTALREDUCE_TLS_CERT`` and so on.
         timeline: Where to write a Chrome trace at the end: a folder, or a file name that each rank adds its number to.
         compute: Whether additions have their own thread (``"thread"``) or not (``"inline"``); ``"auto"``, the default
             or ``TOTALREDUCE_COMPUTE``: if there are two cores per rank of this host.
+        place: A store that is open already, and this process's rank among those who meet in it; instead of what
+            ``torch.distributed`` or the environment say.
 
     Raises:
         ConfigurationError: Contradictory variables or settings, on every rank.
         RendezvousError: Ranks are missing, unreachable, or do not know the job's key.
     """
-    if transport not in ("auto", "tcp"):
-        raise ConfigurationError(f"transport {transport!r} is not known; there are 'auto' and 'tcp'")
     settings = environment.read_settings()
     engine_config = _with_timeout(engine or EngineConfig(), timeout_s or settings.timeout_s)
     tcp_config = tcp or TcpConfig()
     if tcp is None and settings.peer_timeout_s is not None:
         beat_s = min(tcp_config.heartbeat_s, settings.peer_timeout_s / 4)
         tcp_config = TcpConfig(silence_s=settings.peer_timeout_s, heartbeat_s=beat_s)
-    world = current_world()
-    _set_up_log(settings, world)
-    recorder = _timeline(timeline or settings.timeline, world)
-    link: Transport
-    if world.world_size == 1:
-        link = InprocNetwork(1).transport(0)
-    else:
-        wire = {"wire version": _WIRE_VERSION, "engine": "given" if engine else "default"}
-        link = _join(world, settings, name, engine_config, tcp_config, {**wire, **engine_config.wire_settings()})
-        if engine is None and link.ranks_per_host == world.world_size:
-            engine_config = dataclasses.replace(engine_config, segment_bytes=_ONE_HOST_SEGMENT_BYTES)
-    core = Engine(world.rank, world.world_size, engine_config, observers=[] if recorder is None else [recorder])
+    rank, world_size = standing(transport, place)
+    _set_up_log(settings, rank, world_size)
+    recorder = _timeline(timeline or settings.timeline, rank, world_size)
+    tls = tls or settings.tls
+    wire = {"wire version": _WIRE_VERSION, "transport": transport, "TLS": "on" if tls else "off"}
+    wire["engine"] = "given" if engine else "default"
+    link = connect(
+        LinkRequest(
+            transport=transport,
+            name=name,
+            settings=settings,
+            timeout_s=engine_config.timeout_s,
+            tcp=tcp_config,
+            tls=tls,
+            wire={**wire, **engine_config.wire_settings()},
+            place=place,
+        )
+    )
+    if engine is None and 1 < world_size == link.ranks_per_host:
+        engine_config = dataclasses.replace(engine_config, segment_bytes=_ONE_HOST_SEGMENT_BYTES)
+    observers: list[Observer] = [] if recorder is None else [recorder]
+    core = Engine(rank, world_size, engine_config, observers=observers, hosts=link.hosts)
     mode = compute or cast("ComputeMode", settings.compute or "auto")
     group = Group(Runner(core, link, compute=mode), name)
     if recorder is not None:
         group.at_close(recorder.close)
     _meet(group, engine_config.timeout_s)
     return group
-
-
-def _join(
-    world: World, settings: Settings, name: str, engine: EngineConfig, tcp: TcpConfig, wire: Mapping[str, int | str]
-) -> TcpTransport:
-    """Listen, meet the others in the store, and know where they listen."""
-    key = environment.read_job_key()
-    if key is not None:
-        JobIdentity(key, "", 0)  # a bad key is an error before anybody waits for anybody
-    store = open_store(world, engine.timeout_s)
-    meeting = Meeting(store, world, name, engine.timeout_s)
-    address, reason = choose_address(world, settings)
-    try:
-        listener = listen(address)
-    except OSError as error:
-        raise ConfigurationError(
-            f"rank {world.rank} cannot listen on {address} ({reason}): {error.strerror}; set TOTALREDUCE_ADDRESS"
-        ) from error
-    try:
-        identity = JobIdentity(meeting.job_key(), meeting.job_id, epoch=0)
-        port = listener.getsockname()[1]
-        members = meeting.gather(address, port, wire)
-        addresses = [(member.address, member.port) for member in members]
-        _log.info("rank %d of %d listens on %s:%d (%s)", world.rank, world.world_size, address, port, reason)
-        link = TcpTransport(world.rank, addresses, listener, identity, tcp)
-    except BaseException:
-        listener.close()
-        raise
-    return link
 
 
 def _meet(group: Group, timeout_s: float) -> None:
@@ -140,20 +121,20 @@ def _with_timeout(config: EngineConfig, timeout_s: float | None) -> EngineConfig
     return config if timeout_s is None else dataclasses.replace(config, timeout_s=timeout_s)
 
 
-def _timeline(path: str | Path | None, world: World) -> Timeline | None:
+def _timeline(path: str | Path | None, rank: int, world_size: int) -> Timeline | None:
     if path is None:
         return None
-    alone = world.world_size == 1 and Path(path).suffix == ".json"
-    return Timeline(world.rank, Path(path) if alone else rank_path(path, world.rank))
+    alone = world_size == 1 and Path(path).suffix == ".json"
+    return Timeline(rank, Path(path) if alone else rank_path(path, rank))
 
 
-def _set_up_log(settings: Settings, world: World) -> None:
+def _set_up_log(settings: Settings, rank: int, world_size: int) -> None:
     """Say what is said once on rank 0, warnings everywhere; leave an application's own logging alone."""
     if not (_log.handlers or logging.getLogger().handlers):
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("totalreduce: %(message)s"))
         _log.addHandler(handler)
-        default = "info" if world.rank == 0 and world.world_size > 1 else "warning"
+        default = "info" if rank == 0 and world_size > 1 else "warning"
         _log.setLevel((settings.log_level or default).upper())
     elif settings.log_level is not None:
         _log.setLevel(settings.log_level.upper())

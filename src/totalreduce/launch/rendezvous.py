@@ -12,10 +12,10 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, final
 
@@ -26,7 +26,7 @@ from totalreduce.foundation import environment
 from totalreduce.foundation.errors import ConfigurationError, RendezvousError
 from totalreduce.foundation.world import World
 
-__all__ = ["Meeting", "Member", "current_world", "open_store"]
+__all__ = ["Meeting", "Member", "Place", "compare_settings", "current_world", "open_store"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,19 +45,50 @@ _LINGER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Where one rank listens."""
+    """Where one rank lives and listens.
 
+    Attributes:
+        host: Equal for ranks that can share memory (see ``address.host_identity``).
+        address: For TCP; "" if it does not listen.
+        port: For TCP.
+        shared_memory: Address of its Unix socket; ``None`` if it cannot share memory.
+    """
+
+    host: str
+    address: str = ""
+    port: int = 0
+    shared_memory: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A store that somebody else has opened, and who this process is among those who meet in it.
+
+    Attributes:
+        store: All ranks can reach it.
+        rank: Of this process among them.
+        world_size: How many there are.
+    """
+
+    store: Store
     rank: int
-    address: str
-    port: int
+    world_size: int
+
+    def world(self) -> World:
+        """What is known about this process."""
+        return _world_of(self.rank, self.world_size)
 
 
 def current_world() -> World:
     """Who this process is: what ``torch.distributed`` says if it is initialised, else what the launcher says."""
     if not (dist.is_available() and dist.is_initialized()):
         return environment.read_world()
+    return _world_of(dist.get_rank(), dist.get_world_size())
+
+
+def _world_of(rank: int, world_size: int) -> World:
+    """The world of a process whose rank ``torch.distributed`` knows."""
     env = environment.current()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     return World(
         rank=rank,
         world_size=world_size,
@@ -166,24 +197,24 @@ class Meeting:
         # With a key on some ranks only, ``gather`` ends the meeting; until then any will do.
         return secrets.token_bytes(32) if shared == _NO_SHARED_KEY else bytes.fromhex(shared)
 
-    def gather(self, address: str, port: int, settings: Mapping[str, Any]) -> list[Member]:
-        """Publish where this rank listens; return where everybody does.
+    def gather(self, member: Member, settings: Mapping[str, Any]) -> list[Member]:
+        """Publish where this rank lives and listens; return where everybody does, by rank.
 
         Raises:
             RendezvousError: Somebody did not come in time; the message names him.
             ConfigurationError: The ranks' settings differ; on every rank.
         """
-        entry = {"address": address, "port": port, "settings": {**settings, "job key": self._key_source}}
+        entry = {"member": asdict(member), "settings": {**settings, "job key": self._key_source}}
         self._store.set(f"{self._prefix}/rank/{self._world.rank}", json.dumps(entry))
         keys = [f"{self._prefix}/rank/{rank}" for rank in range(self._world.world_size)]
         entries = [json.loads(text) for text in self._read(keys, "the other ranks")]
         self._store.add(f"{self._prefix}/read", 1)
         try:
-            _compare([entry["settings"] for entry in entries])
+            compare_settings([entry["settings"] for entry in entries])
         except ConfigurationError:
             self._linger(lambda: self._store.add(f"{self._prefix}/read", 0) >= self._world.world_size)
             raise
-        return [Member(rank, str(e["address"]), int(e["port"])) for rank, e in enumerate(entries)]
+        return [_member(entry["member"]) for entry in entries]
 
     def _read(self, keys: list[str], what: str) -> list[str]:
         # Asked again and again, because torch logs every ``wait`` that runs out, and rank 0 may give up meanwhile.
@@ -227,17 +258,29 @@ class Meeting:
             time.sleep(0.02)
 
 
-def _compare(settings: list[dict[str, Any]]) -> None:
+def compare_settings(settings: Sequence[Mapping[str, Any]]) -> None:
+    """Return if all ranks' settings are equal; given by rank.
+
+    Raises:
+        ConfigurationError: They differ; with both values.
+    """
     for rank, mine in enumerate(settings):
         names = [name for name in {**settings[0], **mine} if settings[0].get(name) != mine.get(name)]
         if names:
             name = names[0]
-            advice = "use the same version and EngineConfig on every rank"
+            advice = "use the same version, and call init with the same arguments on every rank"
             if name == "job key":
                 advice = "set TOTALREDUCE_JOB_KEY (or TOTALREDUCE_JOB_KEY_FILE) on every rank, to the same, or on none"
             raise ConfigurationError(
                 f"{name} is {settings[0].get(name)!r} on rank 0 and {mine.get(name)!r} on rank {rank}; {advice}"
             )
+
+
+def _member(entry: Mapping[str, Any]) -> Member:
+    shared = entry["shared_memory"]
+    return Member(
+        str(entry["host"]), str(entry["address"]), int(entry["port"]), None if shared is None else str(shared)
+    )
 
 
 def _first_line(error: Exception) -> str:

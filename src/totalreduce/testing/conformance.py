@@ -7,8 +7,9 @@ compares. Add a transport and check it:
     >>> check_transport("inproc", world_sizes=(1, 2)) > 0
     True
 
-The oracle is a stacked torch reference. Inputs differ in every element on every rank, so that a segment that is lost,
-doubled or misplaced shows, and they are small integers, so that sums are exact in every order and equality is the test.
+The oracle (see ``conformance_oracle``) is plain torch. Every element is another one on every rank and in every block, so
+that a segment that is lost, doubled or misplaced shows, and they are small integers, so that sums are exact in every
+order and equality is the test. Outputs begin as garbage; what a collective only reads is compared too.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from __future__ import annotations
 import random
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from totalreduce.foundation.config import EngineConfig
-from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
+from totalreduce.foundation.types import OpKind
+from totalreduce.groups import requests
 from totalreduce.groups.group import Group
+from totalreduce.groups.requests import Request
 from totalreduce.groups.work import Work
+from totalreduce.testing.conformance_oracle import Collective, Tensors, expected, make_tensors
 from totalreduce.testing.ranks import RankTransport, TransportFactory, run_ranks
 from totalreduce.testing.simulation import SimulatedCluster, Submission
 from totalreduce.transports.simulated import LinkModel, SimulatedNetwork
@@ -33,12 +37,11 @@ from totalreduce.transports.simulated import LinkModel, SimulatedNetwork
 __all__ = [
     "Backend",
     "Case",
-    "Collective",
     "ConformanceError",
     "Record",
     "check_case",
-    "expected",
-    "make_input",
+    "check_record",
+    "run_on",
     "simulated",
     "threaded",
 ]
@@ -46,28 +49,6 @@ __all__ = [
 
 class ConformanceError(AssertionError):
     """Something does not do what it must; the message names the case, the collective and the rank."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Collective:
-    """One operation, submitted by every rank. ``rough``: normal floats instead of integers (see ``Case.runs``)."""
-
-    name: str
-    kind: OpKind = OpKind.ALLREDUCE
-    dtype: DType = DType.FLOAT64
-    reduction: ReduceOp = ReduceOp.SUM
-    num_elements: int = 1
-    root: int = 0
-    priority: int = 0
-    rough: bool = False
-
-    @property
-    def signature(self) -> Signature:
-        """As the engine wants it."""
-        if self.kind is OpKind.BARRIER:
-            return Signature(OpKind.BARRIER, DType.UINT8, ReduceOp.NONE, 0, (0,))
-        reduction = self.reduction if self.kind is OpKind.ALLREDUCE else ReduceOp.NONE
-        return Signature(self.kind, self.dtype, reduction, self.root, (self.num_elements,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +60,7 @@ class Case:
         world_size: Number of ranks.
         collectives: In the order of submission.
         engine: Sizes; small ones make small tensors travel in many segments.
+        hosts: Number of the host of every rank; by default each has its own.
         shuffled: Every rank submits in an order of its own.
         late_s: (rank, seconds): the rank begins so much later.
         runs: How often the case is run, with other orders and delays; the bits must be the same.
@@ -89,6 +71,7 @@ class Case:
     world_size: int
     collectives: tuple[Collective, ...]
     engine: EngineConfig = field(default_factory=EngineConfig)
+    hosts: tuple[int, ...] | None = None
     shuffled: bool = False
     late_s: tuple[tuple[int, float], ...] = ()
     runs: int = 1
@@ -96,7 +79,7 @@ class Case:
 
     def order(self, rank: int, run: int) -> list[Collective]:
         """What ``rank`` submits, in its order."""
-        order = list(self.collectives)
+        order = [collective for collective in self.collectives if rank in self.members(collective)]
         if self.shuffled:
             random.Random(f"{self.name}/{rank}/{run}").shuffle(order)
         return order
@@ -105,12 +88,27 @@ class Case:
         """When ``rank`` begins."""
         return dict(self.late_s).get(rank, 0.0) * (1 + run)
 
+    def members(self, collective: Collective) -> tuple[int, ...]:
+        """The ranks that take part in one of its collectives."""
+        return collective.members or tuple(range(self.world_size))
+
 
 @dataclass(slots=True)
 class Record:
-    """What one rank saw; times in seconds of one clock for all ranks."""
+    """What one rank saw; times in seconds of one clock for all ranks.
 
-    results: dict[str, torch.Tensor] = field(default_factory=dict)
+    Attributes:
+        results: Contents of the tensors a collective writes, by its name.
+        read: Contents of those it only reads, afterwards.
+        sources: Who sent, where a receiver did not say from whom.
+        submitted_s: When it was submitted.
+        done_s: When it was found to be done.
+        floating_bytes_peak: The most that floated.
+    """
+
+    results: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    read: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    sources: dict[str, int] = field(default_factory=dict)
     submitted_s: dict[str, float] = field(default_factory=dict)
     done_s: dict[str, float] = field(default_factory=dict)
     floating_bytes_peak: int = 0
@@ -123,55 +121,6 @@ class Backend:
     name: str
     run: Callable[[Case, int], list[Record]]
     virtual_time: bool = False
-
-
-# ------------------------------------------------------------------------------------------------------------ oracle
-
-
-def make_input(collective: Collective, rank: int, world_size: int) -> torch.Tensor:
-    """The tensor that ``rank`` brings; exact under the reduction unless ``rough``."""
-    dtype: torch.dtype = getattr(torch, collective.dtype.name.lower())
-    place = np.arange(collective.num_elements, dtype=np.int64) * world_size + rank + 1
-    mixed = (place * 2_654_435_761 % 2**32) >> 8
-    if collective.rough:
-        generator = np.random.default_rng([rank, collective.num_elements])
-        return torch.from_numpy(generator.standard_normal(collective.num_elements)).to(dtype)
-    if collective.dtype is DType.BOOL:
-        values = mixed % 2
-    elif collective.reduction is ReduceOp.PRODUCT:
-        values = mixed % 3 + 1 if dtype in (torch.int64, torch.int32) else 2 ** (mixed % 2)
-    elif collective.dtype.itemsize == 1:
-        # An average must not overflow on the way; a sum may, and wraps like torch's.
-        span = 248 // world_size if collective.reduction is ReduceOp.AVG else 256
-        values = mixed % span - (0 if dtype is torch.uint8 else span // 2)
-    else:
-        span = 256 if dtype is torch.bfloat16 else 2048 if collective.dtype.itemsize == 2 else 2**20
-        values = mixed % span - span // 2
-    return torch.from_numpy(values).to(dtype)
-
-
-def expected(collective: Collective, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The result, from all ranks' inputs."""
-    if collective.kind is not OpKind.ALLREDUCE:
-        return inputs[collective.root]
-    dtype, stacked = inputs[0].dtype, torch.stack(list(inputs))
-    if dtype is torch.bool:
-        is_or = collective.reduction in (ReduceOp.SUM, ReduceOp.MAX)
-        return stacked.any(0) if is_or else stacked.all(0)
-    wide = stacked.float() if collective.dtype.is_half else stacked if stacked.is_floating_point() else stacked.long()
-    match collective.reduction:
-        case ReduceOp.MIN:
-            total = wide.amin(0)
-        case ReduceOp.MAX:
-            total = wide.amax(0)
-        case ReduceOp.PRODUCT:
-            total = wide.prod(0)
-        case _:
-            total = wide.sum(0)
-    if collective.reduction is ReduceOp.AVG:
-        rounding = None if wide.is_floating_point() else "trunc"
-        total = torch.div(total, len(inputs), rounding_mode=rounding)
-    return total.to(dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------ verdict
@@ -193,47 +142,82 @@ def check_case(case: Case, backend: Backend) -> int:
             raise ConformanceError(f"{where}: {error}") from error
         except Exception as error:
             raise ConformanceError(f"{where}: {type(error).__name__}: {error}") from error
+        compared += sum(check_record(case, rank, record, where=where) for rank, record in enumerate(records))
         for collective in case.collectives:
-            _check_values(where, case, collective, records)
-            _check_times(where, collective, records)
-            compared += len(records)
+            _check_times(where, case, collective, records)
+            if collective.kind in _EQUAL_EVERYWHERE:
+                _check_equal_bits(where, case, collective, records)
         _check_circumstances(where, case, records, virtual_time=backend.virtual_time)
         first = first or records
-        for collective in case.collectives:
-            if not _same_bits(first[0].results[collective.name], records[0].results[collective.name]):
-                raise ConformanceError(f"{where}: {collective.name}: run {run} has other bits than run 0")
+        for rank, (before, now) in enumerate(zip(first, records, strict=True)):
+            for name, results in now.results.items():
+                if not _same_bits(before.results[name], results):
+                    raise ConformanceError(f"{where}: {name}: run {run} has other bits than run 0 on rank {rank}")
     return compared
 
 
-def _check_values(where: str, case: Case, collective: Collective, records: list[Record]) -> None:
-    inputs = [make_input(collective, rank, case.world_size) for rank in range(case.world_size)]
-    if collective.kind is OpKind.BARRIER:
-        inputs = [tensor[:0] for tensor in inputs]
-    reference = expected(collective, inputs)
-    for rank, record in enumerate(records):
-        result = record.results[collective.name]
+def check_record(case: Case, rank: int, record: Record, *, where: str = "") -> int:
+    """Compare what one rank has seen; returns how many collectives were compared.
+
+    Raises:
+        ConformanceError: A wrong value, or a tensor was written that is only to be read.
+    """
+    compared = 0
+    for collective in case.collectives:
+        members = case.members(collective)
+        if rank not in members:
+            continue
+        here = f"{where}: {collective.name}: rank {rank}"
+        brought = [make_tensors(collective, place, len(members)) for place in range(len(members))]
+        place = members.index(rank)
+        results = expected(collective, brought)[place]
+        _compare(collective, record.results[collective.name], results, here, "has")
+        read = brought[place].inputs
+        _compare(replace(collective, rough=False), record.read[collective.name], read, here, "changed its inputs and has")
+        source = record.sources.get(collective.name)
+        if source is not None and source != members[0]:
+            raise ConformanceError(f"{here} was told that rank {source} has sent; it was rank {members[0]}")
+        compared += 1
+    return compared
+
+
+def _compare(
+    collective: Collective, got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], here: str, has: str
+) -> None:
+    if len(got) != len(wanted):
+        raise ConformanceError(f"{here} {has} {len(got)} tensors instead of {len(wanted)}")
+    for index, (result, reference) in enumerate(zip(got, wanted, strict=True)):
         right = (
             torch.allclose(result.double(), reference.double(), rtol=1e-2, atol=1e-2)
             if collective.rough
             else torch.equal(result, reference)
         )
         if not right:
+            block = f" in block {index}" if len(wanted) > 1 else ""
             wrong = (result != reference).nonzero().flatten().tolist()
             raise ConformanceError(
-                f"{where}: {collective.name}: rank {rank} has {len(wrong)} wrong elements of {len(reference)}, first "
-                f"at {wrong[:1]}: {result[wrong[:3]].tolist()} instead of {reference[wrong[:3]].tolist()}"
+                f"{here} {has} {len(wrong)} wrong elements of {len(reference)}{block}, first at {wrong[:1]}: "
+                f"{result[wrong[:3]].tolist()} instead of {reference[wrong[:3]].tolist()}"
             )
-        if not _same_bits(result, records[0].results[collective.name]):
-            raise ConformanceError(f"{where}: {collective.name}: rank {rank} has other bits than rank 0")
 
 
-def _check_times(where: str, collective: Collective, records: list[Record]) -> None:
-    last = max(record.submitted_s[collective.name] for record in records)
-    for rank, record in enumerate(records):
-        if record.done_s[collective.name] < last:
-            raise ConformanceError(
-                f"{where}: {collective.name} was done on rank {rank} before every rank had submitted it"
-            )
+_EQUAL_EVERYWHERE = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.ALLGATHER})
+
+
+def _check_equal_bits(where: str, case: Case, collective: Collective, records: Sequence[Record]) -> None:
+    first, *others = case.members(collective)
+    for rank in others:
+        if not _same_bits(records[rank].results[collective.name], records[first].results[collective.name]):
+            raise ConformanceError(f"{where}: {collective.name}: rank {rank} has other bits than rank {first}")
+
+
+def _check_times(where: str, case: Case, collective: Collective, records: Sequence[Record]) -> None:
+    """Nobody is done before those have submitted from whom it gets something."""
+    name, members = collective.name, case.members(collective)
+    for place, rank in enumerate(members):
+        last = max(records[members[source]].submitted_s[name] for source in collective.sources(place, len(members)))
+        if records[rank].done_s[name] < last:
+            raise ConformanceError(f"{where}: {name} was done on rank {rank} before every rank had submitted it")
 
 
 def _check_circumstances(where: str, case: Case, records: list[Record], *, virtual_time: bool) -> None:
@@ -249,12 +233,12 @@ def _check_circumstances(where: str, case: Case, records: list[Record], *, virtu
                 raise ConformanceError(f"{where}: {case.urgent} did not overtake on rank {rank}")
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (
-        a.numpy(force=True).tobytes() == b.numpy(force=True).tobytes()
-        if a.dtype is not torch.bfloat16
-        else (torch.equal(a.view(torch.int16), b.view(torch.int16)))
-    )
+def _same_bits(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(_bits(x), _bits(y)) for x, y in zip(a, b, strict=True))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 # ----------------------------------------------------------------------------------------------------------- backends
@@ -270,40 +254,92 @@ def threaded(transport: RankTransport | TransportFactory, *, timeout_s: float = 
 
     def run(case: Case, number: int) -> list[Record]:
         engine = replace(case.engine, timeout_s=timeout_s)
-
-        def body(group: Group) -> Record:
-            # Nobody signals a late rank: its being late is the circumstance, no condition is waited for.
-            threading.Event().wait(case.delay_s(group.rank, number))
-            return _on_group(group, case, number)
-
-        return run_ranks(case.world_size, body, transport=transport, engine=engine, timeout_s=2 * timeout_s)
+        return run_ranks(
+            case.world_size,
+            lambda group: run_on(group, case, number),
+            transport=transport,
+            engine=engine,
+            hosts=case.hosts,
+            timeout_s=2 * timeout_s,
+        )
 
     return Backend(transport if isinstance(transport, str) else "given transport", run)
 
 
-def _on_group(group: Group, case: Case, run: int) -> Record:
+def run_on(group: Group, case: Case, run: int = 0) -> Record:
+    """Do one rank's part of a case on a group; all ranks call it, each with its own group."""
+    # Nobody signals a late rank: its being late is the circumstance, no condition is waited for.
+    threading.Event().wait(case.delay_s(group.rank, run))
     record = Record()
-    works: list[tuple[str, Work]] = []
+    subgroups: dict[tuple[int, ...], Group] = {}
+    works: list[tuple[Collective, Work, Tensors]] = []
     for collective in case.order(group.rank, run):
-        name, tensor = collective.name, make_input(collective, group.rank, group.world_size)
-        record.submitted_s[name] = time.monotonic()
-        match collective.kind:
-            case OpKind.ALLREDUCE:
-                work = group.allreduce(tensor, name=name, op=collective.reduction, priority=collective.priority)
-                works.append((name, work))
-            case OpKind.BROADCAST:
-                work = group.broadcast(
-                    tensor, name=name, root=collective.root, priority=collective.priority, async_op=True
-                )
-                works.append((name, work))
-            case OpKind.BARRIER:
-                record.results[name] = group.barrier().wait()
-                record.done_s[name] = time.monotonic()
-    for name, work in works:
-        record.results[name] = work.wait()
-        record.done_s[name] = time.monotonic()
+        members = case.members(collective)
+        tensors = make_tensors(collective, members.index(group.rank), len(members))
+        here = group
+        if collective.members and collective.kind is not OpKind.SEND_RECV:
+            if members not in subgroups:
+                subgroups[members] = group.subgroup(members, name=f"of {case.name}")
+            here = subgroups[members]
+        record.submitted_s[collective.name] = time.monotonic()
+        work = _start(here, collective, tensors)
+        if collective.kind is OpKind.BARRIER:
+            _note(record, collective, tensors, time.monotonic())
+        else:
+            works.append((collective, work, tensors))
+    for collective, work, tensors in works:
+        work.wait()
+        _note(record, collective, tensors, time.monotonic())
+        if collective.any_source and work.source is not None and tensors.outputs:
+            record.sources[collective.name] = work.source
     record.floating_bytes_peak = group.statistics().floating_bytes_peak
     return record
+
+
+def _start(group: Group, collective: Collective, tensors: Tensors) -> Work:
+    name, priority, root = collective.name, collective.priority, collective.root
+    op, schedule = collective.reduction, collective.schedule.name.lower()
+    inputs, outputs = tensors.inputs, tensors.outputs
+    whole_input, whole_output = tensors.whole_input, tensors.whole_output
+    match collective.kind:
+        case OpKind.ALLREDUCE:
+            return group.allreduce(outputs[0], name=name, op=op, schedule=schedule, priority=priority)
+        case OpKind.REDUCE:
+            return group.reduce(outputs[0], root=root, name=name, op=op, schedule=schedule, priority=priority)
+        case OpKind.BROADCAST:
+            return group.broadcast(
+                outputs[0], root=root, name=name, schedule=schedule, priority=priority, async_op=True
+            )
+        case OpKind.ALLGATHER:
+            return group.allgather(whole_output, inputs[0], name=name, schedule=schedule, priority=priority)
+        case OpKind.REDUCE_SCATTER:
+            return group.reduce_scatter(
+                outputs[0], whole_input, name=name, op=op, schedule=schedule, priority=priority
+            )
+        case OpKind.GATHER:
+            return group.gather(whole_output or None, inputs[0], root=root, name=name, priority=priority)
+        case OpKind.SCATTER:
+            return group.scatter(outputs[0], whole_input or None, root=root, name=name, priority=priority)
+        case OpKind.ALLTOALL:
+            return group.alltoall(whole_output, whole_input, name=name, priority=priority)
+        case OpKind.SEND_RECV:
+            sender, receiver = collective.members
+            if inputs:
+                return group.send(inputs[0], dst=receiver, tag=_tag(collective), priority=priority)
+            source = None if collective.any_source else sender
+            return group.recv(outputs[0], src=source, tag=_tag(collective), priority=priority)
+        case OpKind.BARRIER:
+            return group.barrier()
+
+
+def _tag(collective: Collective) -> int:
+    """Every message has its own, so that the order of submission does not matter."""
+    return zlib.crc32(collective.name.encode())
+
+
+def _note(record: Record, collective: Collective, tensors: Tensors, now: float) -> None:
+    record.results[collective.name], record.read[collective.name] = tensors.outputs, tensors.inputs
+    record.done_s[collective.name] = now
 
 
 def simulated(
@@ -322,42 +358,90 @@ def simulated(
         network = SimulatedNetwork(case.world_size, seed=seed + number, default=model)
         if prepare is not None:
             prepare(network)
-        cluster = SimulatedCluster(network, case.engine, compute_jitter=1.0)
-        submissions = [_submissions(cluster, case, rank, number) for rank in range(case.world_size)]
+        cluster = SimulatedCluster(network, case.engine, compute_jitter=1.0, hosts=case.hosts)
+        submitted = [_submissions(cluster, case, rank, number) for rank in range(case.world_size)]
         cluster.run(until_s=600.0)
-        _raise_first_failure(submissions)
-        return [_record(cluster, rank, mine) for rank, mine in enumerate(submissions)]
+        _raise_first_failure(submitted)
+        return [_record(cluster, rank, mine) for rank, mine in enumerate(submitted)]
 
     return Backend("simulated", run, virtual_time=True)
 
 
-def _submissions(cluster: SimulatedCluster, case: Case, rank: int, run: int) -> list[Submission]:
-    mine = []
-    for place, collective in enumerate(case.order(rank, run)):
-        tensor = make_input(collective, rank, case.world_size)
-        if collective.kind is OpKind.BARRIER:
-            tensor = tensor[:0]
-        data = bytearray(tensor.view(torch.uint8).numpy().tobytes() if len(tensor) else b"")
-        at_s = case.delay_s(rank, run) + 1e-5 * place
-        submission = Submission(collective.name, collective.signature, data, at_s=at_s, priority=collective.priority)
+#: What one rank has submitted.
+_Submitted = list[tuple[Collective, Tensors, Submission]]
+
+
+def _submissions(cluster: SimulatedCluster, case: Case, rank: int, run: int) -> _Submitted:
+    mine: _Submitted = []
+    for order, collective in enumerate(case.order(rank, run)):
+        members = case.members(collective)
+        place = members.index(rank)
+        tensors = make_tensors(collective, place, len(members))
+        request = _request(collective, tensors, place, len(members))
+        assert request.finalise is None
+        name, candidates = collective.name, None
+        if collective.kind is OpKind.SEND_RECV:
+            name = f"{collective.name} from {members[0]}"
+            if collective.any_source and tensors.outputs:
+                others = [other for other in range(case.world_size) if other != rank]
+                candidates = {other: f"{collective.name} from {other}" for other in others}
+        submission = Submission(
+            name,
+            request.signature,
+            request.buffers,
+            at_s=case.delay_s(rank, run) + 1e-5 * order,
+            priority=collective.priority,
+            ranks=members,
+            candidates=candidates,
+        )
         cluster.submit(rank, submission)
-        mine.append(submission)
+        mine.append((collective, tensors, submission))
     return mine
 
 
-def _raise_first_failure(submissions: Sequence[Sequence[Submission]]) -> None:
-    failed = [(s.done_at_s or 0.0, rank, s) for rank, mine in enumerate(submissions) for s in mine if s.error]
+def _request(collective: Collective, tensors: Tensors, place: int, size: int) -> Request:
+    """What the group would hand to the engine."""
+    kind, name, root = collective.kind, collective.name, collective.root
+    op, algorithm = collective.reduction, collective.schedule
+    inputs, outputs = tensors.inputs, tensors.outputs
+    whole_input, whole_output = tensors.whole_input, tensors.whole_output
+    match kind:
+        case OpKind.ALLREDUCE | OpKind.REDUCE:
+            root = root if kind is OpKind.REDUCE else 0
+            return requests.reduction(kind, outputs[0], name, op=op, root=root, algorithm=algorithm, writes=True)
+        case OpKind.BROADCAST:
+            return requests.broadcast(outputs[0], name, root=root, algorithm=algorithm, writes=True)
+        case OpKind.ALLGATHER:
+            return requests.allgather(whole_output, inputs[0], name, rank=place, size=size, algorithm=algorithm)
+        case OpKind.REDUCE_SCATTER:
+            return requests.reduce_scatter(
+                outputs[0], whole_input, name, op=op, rank=place, size=size, algorithm=algorithm
+            )
+        case OpKind.GATHER:
+            return requests.gather(whole_output or None, inputs[0], name, rank=place, size=size, root=root)
+        case OpKind.SCATTER:
+            return requests.scatter(outputs[0], whole_input or None, name, rank=place, size=size, root=root)
+        case OpKind.ALLTOALL:
+            return requests.alltoall(whole_output, whole_input, name, rank=place, size=size)
+        case OpKind.SEND_RECV:
+            return requests.message((inputs or outputs)[0], name, writes=not inputs)
+        case OpKind.BARRIER:
+            return requests.barrier()
+
+
+def _raise_first_failure(submitted: Sequence[_Submitted]) -> None:
+    failed = [(s.done_at_s or 0.0, rank, s) for rank, mine in enumerate(submitted) for *_, s in mine if s.error]
     if failed:
         at_s, rank, submission = min(failed, key=lambda failure: failure[:2])
         raise ConformanceError(f"{submission.name} failed on rank {rank} at {at_s:.6f} s: {submission.error}")
 
 
-def _record(cluster: SimulatedCluster, rank: int, submissions: Iterable[Submission]) -> Record:
+def _record(cluster: SimulatedCluster, rank: int, submitted: Iterable[tuple[Collective, Tensors, Submission]]) -> Record:
     record = Record(floating_bytes_peak=cluster.ranks[rank].engine.floating.peak_bytes)
-    for submission in submissions:
+    for collective, tensors, submission in submitted:
         assert submission.done_at_s is not None
-        dtype: torch.dtype = getattr(torch, submission.signature.dtype.name.lower())
-        data = submission.data
-        record.results[submission.name] = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        record.submitted_s[submission.name], record.done_s[submission.name] = submission.at_s, submission.done_at_s
+        record.submitted_s[collective.name] = submission.at_s
+        _note(record, collective, tensors, submission.done_at_s)
+        if submission.candidates is not None and submission.source is not None:
+            record.sources[collective.name] = submission.source
     return record

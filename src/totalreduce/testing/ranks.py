@@ -18,12 +18,14 @@ from totalreduce.groups.group import Group
 from totalreduce.transports.base import Transport
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.inproc import InprocNetwork
+from totalreduce.transports.shm import ShmTransport
+from totalreduce.transports.shm import listen as listen_shm
 from totalreduce.transports.tcp import TcpTransport, listen
 
 __all__ = ["RankTransport", "TransportFactory", "make_groups", "run_ranks"]
 
 Result = TypeVar("Result")
-RankTransport = Literal["inproc", "tcp"]
+RankTransport = Literal["inproc", "shm", "tcp"]
 #: From the world size to the connected transports of all ranks.
 TransportFactory = Callable[[int], Sequence[Transport]]
 
@@ -35,12 +37,16 @@ def make_groups(
     engine: EngineConfig | None = None,
     tcp: TcpConfig | None = None,
     compute: ComputeMode = "auto",
+    hosts: Sequence[int] | None = None,
 ) -> list[Group]:
-    """One connected group per rank, in this process. The caller closes them."""
+    """One connected group per rank, in this process. The caller closes them.
+
+    ``hosts``: number of the host that each rank is to be taken for; by default each has its own.
+    """
     config = engine or EngineConfig(timeout_s=30.0)
     return [
-        Group(Runner(Engine(rank, world_size, config, observers=[]), link, compute=compute), "test")
-        for rank, link in enumerate(_transports(world_size, transport, tcp or TcpConfig()))
+        Group(Runner(Engine(rank, world_size, config, observers=[], hosts=hosts), link, compute=compute), "test")
+        for rank, link in enumerate(_transports(world_size, transport, tcp or TcpConfig(), config))
     ]
 
 
@@ -52,6 +58,7 @@ def run_ranks(
     engine: EngineConfig | None = None,
     tcp: TcpConfig | None = None,
     compute: ComputeMode = "auto",
+    hosts: Sequence[int] | None = None,
     timeout_s: float = 60.0,
 ) -> list[Result]:
     """Run ``function(group)`` on every rank, one thread each, and return the results by rank.
@@ -63,7 +70,7 @@ def run_ranks(
         TimeoutError: Some rank did not return.
         BaseException: What the function raised first.
     """
-    groups = make_groups(world_size, transport=transport, engine=engine, tcp=tcp, compute=compute)
+    groups = make_groups(world_size, transport=transport, engine=engine, tcp=tcp, compute=compute, hosts=hosts)
     results: list[Any] = [None] * world_size
     failures: list[tuple[int, BaseException]] = []
     lock = threading.Lock()
@@ -95,13 +102,23 @@ def run_ranks(
     return results
 
 
-def _transports(world_size: int, kind: RankTransport | TransportFactory, tcp: TcpConfig) -> Sequence[Transport]:
+def _transports(
+    world_size: int, kind: RankTransport | TransportFactory, tcp: TcpConfig, engine: EngineConfig
+) -> Sequence[Transport]:
     if callable(kind):
         return kind(world_size)
     if kind == "inproc":
         network = InprocNetwork(world_size)
         return [network.transport(rank) for rank in range(world_size)]
     identity = JobIdentity(secrets.token_bytes(32), "test", 0)
+    if kind == "shm":
+        doors = [listen_shm() for _ in range(world_size)]
+        names = [name for _, name in doors]
+        body_bytes = 2 * engine.segment_bytes  # partial sums of half types travel as float32
+        return [
+            ShmTransport(rank, names, door, identity, tcp, max_body_bytes=body_bytes)
+            for rank, (door, _) in enumerate(doors)
+        ]
     listeners = [listen("127.0.0.1") for _ in range(world_size)]
     addresses = [listener.getsockname()[:2] for listener in listeners]
     return [TcpTransport(rank, addresses, listeners[rank], identity, tcp) for rank in range(world_size)]

@@ -6,17 +6,17 @@ event is followed by ``Engine.validate`` if asked for, and the run ends with a v
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from totalreduce.engine.engine import Computation, Delivery, Engine, OutgoingMessage
-from totalreduce.engine.operation import Operation
+from totalreduce.engine.operation import AnyReceive, Operation
 from totalreduce.engine.runner import carry_out
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.foundation.header import Header
-from totalreduce.foundation.types import Signature
+from totalreduce.foundation.types import OpKind, Signature
 from totalreduce.transports.base import Lease, Outgoing
 from totalreduce.transports.simulated import SimulatedNetwork
 
@@ -30,20 +30,28 @@ class Submission:
     Attributes:
         name: Equal on all ranks.
         signature: What it is.
-        data: Input and output bytes.
+        buffers: Input and output bytes: of the tensor, or of every block.
         at_s: Virtual time of the submission.
         priority: Smaller is more urgent.
+        ranks: Who takes part; everybody by default.
+        repeats: The name may be in flight several times.
+        candidates: Of a receive from whoever sends first: the name of the message by its sender.
         done_at_s: Virtual time at which it finished, filled in.
         error: Why it failed, filled in.
+        source: Who sent, of a message, filled in.
     """
 
     name: str
     signature: Signature
-    data: bytearray
+    buffers: Sequence[memoryview | None]
     at_s: float = 0.0
     priority: int = 0
+    ranks: tuple[int, ...] | None = None
+    repeats: bool = False
+    candidates: dict[int, str] | None = None
     done_at_s: float | None = None
     error: BaseException | None = None
+    source: int | None = None
 
 
 @final
@@ -51,7 +59,7 @@ class _Rank:
     """One engine as an endpoint of the simulated network, with a computation thread that takes virtual time."""
 
     def __init__(self, cluster: SimulatedCluster, rank: int, config: EngineConfig) -> None:
-        self.engine = Engine(rank, cluster.network.world_size, config, observers=[])
+        self.engine = Engine(rank, cluster.network.world_size, config, observers=[], hosts=cluster.hosts)
         self._cluster, self._network, self._rank = cluster, cluster.network, rank
         self._computing = False
 
@@ -112,6 +120,7 @@ class SimulatedCluster:
         validates: Whether to check every engine's invariants after every event.
         reduce_bytes_per_s: Speed of additions.
         compute_jitter: Additions take up to this share longer, at random.
+        hosts: Number of the host of every rank; by default each has its own. The wire is the same for all.
         reports: Stall reports of all ranks.
     """
 
@@ -120,6 +129,7 @@ class SimulatedCluster:
     validates: bool = True
     reduce_bytes_per_s: float = 4e9
     compute_jitter: float = 0.0
+    hosts: Sequence[int] | None = None
     reports: list[tuple[int, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -134,10 +144,12 @@ class SimulatedCluster:
         self._submissions[rank].append(submission)
         self.network.at(submission.at_s, lambda: self._submit(rank, submission))
 
-    def completed(self, operation: Operation) -> None:
+    def completed(self, operation: Operation | AnyReceive) -> None:
         """An engine has finished an operation."""
         submission: Submission = operation.owner
         submission.done_at_s, submission.error = self.network.now, operation.error
+        if isinstance(operation, Operation) and operation.signature.kind is OpKind.SEND_RECV:
+            submission.source = operation.ranks[0]
 
     def run(self, *, until_s: float = 1e6, tick_s: float = 0.5, dead: Collection[int] = ()) -> None:
         """Run until every operation of every rank that is not ``dead`` has finished.
@@ -163,18 +175,30 @@ class SimulatedCluster:
     def _submit(self, rank: int, submission: Submission) -> None:
         endpoint = self.ranks[rank]
         try:
-            endpoint.engine.submit(
-                submission.name,
-                submission.signature,
-                [memoryview(submission.data)],
-                priority=submission.priority,
-                now=self.network.now,
-                owner=submission,
-            )
+            self._hand_over(endpoint.engine, submission)
         except TotalReduceError as error:
             submission.done_at_s, submission.error = self.network.now, error
         endpoint.after_event()
         self.network.poke(rank)
+
+    def _hand_over(self, engine: Engine, submission: Submission) -> None:
+        s = submission
+        if s.candidates is not None:
+            [buffer] = s.buffers
+            assert buffer is not None
+            receive = AnyReceive(s.candidates, s.signature, buffer, "", s.priority, owner=s)
+            engine.receive_any(receive, self.network.now)
+            return
+        engine.submit(
+            s.name,
+            s.signature,
+            s.buffers,
+            ranks=s.ranks,
+            repeats=s.repeats,
+            priority=s.priority,
+            now=self.network.now,
+            owner=s,
+        )
 
     def _tick(self, tick_s: float) -> None:
         for rank, endpoint in enumerate(self.ranks):

@@ -114,7 +114,7 @@ class NativeCollectives(Protocol):
         Raises:
             UnsupportedError: The library cannot do this.
             DeadlineExceededError: Not finished in time; the library's communicator is unusable from then on.
-            PeerLost: The library says that it failed.
+            TotalReduceError: The library says that it failed.
         """
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, timeout_s: float) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+from collections.abc import Callable, Sequence
 from typing import final
 
-from totalreduce.foundation.errors import ProtocolError
+from totalreduce.foundation.errors import AuthenticationError, ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES, Frame, Header
 from totalreduce.transports.base import Delivery, Endpoint, Outgoing
 from totalreduce.transports.handshake import Acceptor, Connector
+from totalreduce.transports.tls import HIDDEN_BYTES_MAX, TlsChannel
 
 __all__ = ["Connection"]
 
@@ -25,6 +28,8 @@ _WAKE_BYTES, _WAKE_BYTES_MIN = 256 * 1024, 32 * 1024
 #: Small messages are gathered into one system call up to this.
 _GATHER_BYTES = 32 * 1024
 _GATHER_MESSAGES = 16
+#: How a TLS record begins that says what is wrong.
+_TLS_ALERT = b"\x15\x03"
 
 
 @final
@@ -37,18 +42,30 @@ class Connection:
         established: Whether the handshake is complete.
         heard_at: When something last arrived.
         spoke_at: When something last left.
+        refused: Whether it was refused, and only waits for the other end to have read why.
     """
 
-    def __init__(self, sock: socket.socket, handshake: Connector | Acceptor, *, outgoing: bool, now: float) -> None:
-        """Take over a non-blocking socket."""
+    def __init__(
+        self,
+        sock: socket.socket,
+        handshake: Connector | Acceptor,
+        *,
+        outgoing: bool,
+        now: float,
+        channel: TlsChannel | None = None,
+    ) -> None:
+        """Take over a non-blocking socket, and the channel over it if there is one."""
         self.sock, self.outgoing = sock, outgoing
         self.peer = handshake.peer if outgoing else -1
         self.connecting = outgoing
-        self.established = False
+        self.established = self.refused = False
         self.readable, self.writable = False, outgoing
         self.opened_at = self.heard_at = self.spoke_at = now
         self.ended: str | None = None
         self._handshake: Connector | Acceptor | None = handshake
+        self._channel = channel
+        self._send: Callable[[Sequence[memoryview | bytes]], int] = sock.sendmsg if channel is None else channel.send
+        self._recv_into: Callable[[memoryview], int] = sock.recv_into if channel is None else channel.recv_into
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._begin = self._end = 0
         self._delivery: Delivery | None = None
@@ -75,9 +92,8 @@ class Connection:
         if error:
             raise OSError(error, os.strerror(error))
         self.connecting = False
-        assert isinstance(self._handshake, Connector)
-        self._raw_out = self._handshake.outgoing
-        self.flush_raw()
+        if self._channel is None:
+            self._begin_handshake()
 
     def advance_handshake(self) -> None:
         """Exchange what can be exchanged.
@@ -86,6 +102,15 @@ class Connection:
             AuthenticationError: The other end is not one of us.
             OSError: The connection ended.
         """
+        if self._channel is not None and not self._channel.ready:
+            try:
+                self._channel.advance()
+            except BlockingIOError:
+                return
+            assert self._handshake is not None
+            self._handshake.bind(self._channel.binding())
+            self.readable = True  # the channel may have more than the last message of the TLS handshake
+            self._begin_handshake()
         self.flush_raw()
         while self._handshake is not None and not self._raw_out:
             handshake = self._handshake
@@ -103,12 +128,28 @@ class Connection:
                 self._handshake = None
         if self._handshake is None:
             self.established = True
+            if self._channel is not None:
+                self._channel.trusted = True
+
+    def _begin_handshake(self) -> None:
+        if isinstance(self._handshake, Connector):
+            self._raw_out = self._handshake.outgoing
+            self.flush_raw()
+
+    def refuse(self) -> bool:
+        """Tell the other end why, if there is a way to say it; returns whether it needs time to read that."""
+        if self._channel is None:
+            return False
+        self._channel.say_why()
+        self.shutdown()
+        self.refused = True
+        return True
 
     def flush_raw(self) -> None:
         """Send bytes that are not messages: handshake and heartbeats."""
         while self._raw_out and self.writable:
             try:
-                sent = self.sock.send(self._raw_out)
+                sent = self._send([self._raw_out])
             except BlockingIOError:
                 self.writable = False
                 return
@@ -133,7 +174,7 @@ class Connection:
             if not self._views and not self._load(endpoint):
                 break
             try:
-                sent = self.sock.sendmsg(self._views)
+                sent = self._send(self._views)
             except BlockingIOError:
                 self.writable = False
                 break
@@ -211,6 +252,8 @@ class Connection:
         """
         delivery = self._delivery
         left = len(delivery.view) - self._received if delivery is not None else 0
+        if self._channel is not None:
+            left -= HIDDEN_BYTES_MAX  # what the socket has given away already would be waited for in vain
         wanted = min(left, _WAKE_BYTES) if left > _WAKE_BYTES_MIN else 1
         if wanted != self._wake_bytes:
             self._wake_bytes = wanted
@@ -266,11 +309,14 @@ class Connection:
         if not self.readable:
             return 0
         try:
-            count = self.sock.recv_into(view)
+            count = self._recv_into(view)
         except BlockingIOError:
             self.readable = False
             return 0
         if count == 0:
+            if self._handshake is not None and self._channel is None and self._staging[self._begin :][:2] == _TLS_ALERT:
+                who = f"rank {self.peer}" if self.outgoing else "somebody"
+                raise AuthenticationError(f"{who} speaks TLS and this rank does not: set TLS on every rank or on none")
             raise ConnectionResetError("the connection was closed by the other end")
         return count
 
@@ -285,13 +331,14 @@ class Connection:
         except OSError as error:  # it has ended already
             self.ended = self.ended or str(error)
 
-    def drain(self) -> bool:
-        """Read and forget; returns whether the other end has closed too."""
-        while True:
+    def drain(self, reads_max: int = sys.maxsize) -> bool:
+        """Read and forget; returns whether the other end has closed too, or talks on after so many reads."""
+        for _ in range(reads_max):
             try:
                 if not self.sock.recv_into(self._staging):
-                    return True
+                    break
             except BlockingIOError:
                 return False
             except OSError:
-                return True
+                break
+        return True

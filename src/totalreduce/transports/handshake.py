@@ -10,6 +10,9 @@
 The two labels keep a reflected answer from being valid; fresh nonces keep a recorded one from being valid; both ranks,
 the job and the epoch are under the codes, so an answer for one pair of ranks is none for another. Everything has a
 fixed length. What follows is neither encrypted nor authenticated message by message: that is what TLS is for.
+
+Over TLS the same words are exchanged inside the channel, and ``TlsChannel.binding`` is appended to the transcript under
+both codes: an answer given on one connection is none on another, so nobody can pass words on between two of them.
 """
 
 from __future__ import annotations
@@ -69,9 +72,14 @@ class Connector:
         """Prepare the HELLO in ``outgoing``."""
         self._identity = identity
         self._hello = _HELLO.pack(_MAGIC, identity.digest, identity.epoch, rank, peer, os.urandom(_NONCE_BYTES))
+        self._binding = b""
         self.outgoing = self._hello
         self.peer = peer
         self.needed = _CHALLENGE_BYTES
+
+    def bind(self, binding: bytes) -> None:
+        """Make the codes hold for one connection only; before the first ``feed``."""
+        self._binding = binding
 
     def feed(self, data: bytes) -> bytes:
         """Take the CHALLENGE, return the PROOF.
@@ -80,7 +88,7 @@ class Connector:
             AuthenticationError: The acceptor does not know the key.
         """
         nonce, code = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
-        transcript = self._hello + nonce
+        transcript = self._hello + nonce + self._binding
         if not hmac.compare_digest(code, self._identity.code(b"acceptor", transcript)):
             raise AuthenticationError(f"the process at rank {self.peer}'s address does not know the job's key")
         self.needed = 0
@@ -94,9 +102,13 @@ class Acceptor:
     def __init__(self, identity: JobIdentity, rank: int, world_size: int) -> None:
         """Wait for a HELLO."""
         self._identity, self._rank, self._world_size = identity, rank, world_size
-        self._transcript = b""
+        self._transcript = self._binding = b""
         self.peer = -1
         self.needed = _HELLO.size
+
+    def bind(self, binding: bytes) -> None:
+        """Make the codes hold for one connection only; before the first ``feed``."""
+        self._binding = binding
 
     def feed(self, data: bytes) -> bytes:
         """Take the HELLO, return the CHALLENGE; then take the PROOF, return nothing.
@@ -121,6 +133,6 @@ class Acceptor:
             raise AuthenticationError(f"a connection from rank {source} to rank {target} reached rank {self._rank}")
         self.peer = source
         nonce = os.urandom(_NONCE_BYTES)
-        self._transcript = data + nonce
+        self._transcript = data + nonce + self._binding
         self.needed = _PROOF_BYTES
         return nonce + self._identity.code(b"acceptor", self._transcript)

@@ -6,6 +6,7 @@
 * Heartbeats go both ways on every connection, so a stopped process and a cut link show as silence. A crash shows at
   once, as the end of the connection. Time in which this rank itself did not look does not count as silence.
 * Nobody is believed before the handshake; strangers are refused, counted and otherwise ignored.
+* With ``Tls`` every connection is encrypted, and nobody without a certificate gets as far as that handshake.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import final
 
-from totalreduce.foundation.config import TcpConfig
+from totalreduce.foundation.config import TcpConfig, Tls
 from totalreduce.foundation.errors import AuthenticationError, ProtocolError
 from totalreduce.foundation.header import Frame, Header
 from totalreduce.transports.base import Endpoint, Transport, TransportCounters
 from totalreduce.transports.connection import Connection
 from totalreduce.transports.handshake import Acceptor, Connector, JobIdentity
+from totalreduce.transports.tls import HungUp, TlsChannel, TlsCredentials
 
 __all__ = ["TcpTransport", "listen"]
 
@@ -42,6 +44,12 @@ _REFUSALS_MAX = 3
 _RETRY_S = 0.1
 #: A connection may end a moment before another one to the same peer brings the reason (GOODBYE).
 _VERDICT_S = 0.2
+#: A peer that hangs up when TLS begins has none, unless strangers took its places for a moment.
+_NO_TLS_S = 1.0
+#: A rank whose certificate does not suit the others stays so long after the end, so that they learn why it went.
+_SHOW_S = 0.5
+#: How often a refused stranger is read from, so that what he has sent does not turn our alert into a reset.
+_LINGER_READS_MAX = 16
 
 
 def listen(address: str) -> socket.socket:
@@ -79,6 +87,7 @@ class TcpTransport(Transport):
         listener: socket.socket,
         identity: JobIdentity,
         config: TcpConfig,
+        tls: Tls | None = None,
     ) -> None:
         """Take over a listening socket.
 
@@ -88,7 +97,12 @@ class TcpTransport(Transport):
             listener: From ``listen``; already known to the others.
             identity: What makes a peer one of us.
             config: Sizes and deadlines.
+            tls: Files for TLS; on every rank or on none.
+
+        Raises:
+            ConfigurationError: The files cannot be used, or the others could not accept this rank's certificate.
         """
+        self._credentials = None if tls is None else TlsCredentials(tls)
         self.rank, self.world_size = rank, len(addresses)
         self.counters = TransportCounters()
         self._addresses, self._listener = addresses, listener
@@ -104,6 +118,11 @@ class TcpTransport(Transport):
         self._gone: set[int] = set()
         self._endpoint: Endpoint | None = None
         self._events: deque[tuple[int, int]] = deque()
+        #: Why a connection was last refused, and whether certificates were the reason anywhere.
+        self._last_refusal = ""
+        self._distrust = False
+        #: Connections with a message half-way out that the socket takes again.
+        self._unblocked: list[Connection] = []
         self._heartbeat = Header(Frame.HEARTBEAT, identity.epoch).pack()
         self._next_timers = 0.0
         self._looked_at = time.monotonic()
@@ -129,6 +148,10 @@ class TcpTransport(Transport):
         """Whether no message is half-way out."""
         return not any(connection.busy for connection in self._connections.values())
 
+    def fileno(self) -> int:
+        """Becomes readable when ``wait`` would end. For whoever has more to wait for."""
+        return self._epoll.fileno()
+
     def wake(self) -> None:
         """End a ``wait``."""
         with contextlib.suppress(BlockingIOError, OSError):  # a full pipe wakes as well; a closed one need not
@@ -147,6 +170,10 @@ class TcpTransport(Transport):
         for connection in list(self._connections.values()):
             if connection.readable:
                 self._guard(connection, endpoint, now, reading=True)
+        while self._unblocked:  # their peers need not be ready: what is half-way out may be the last there is
+            connection = self._unblocked.pop()
+            if self._routes.get(connection.peer) is connection:
+                self._guard(connection, endpoint, now, reading=False)
         for peer in tuple(endpoint.ready_peers()):
             if peer in self._gone:
                 while endpoint.next_message(peer) is not None:
@@ -184,6 +211,8 @@ class TcpTransport(Transport):
                     connection.readable = True
                 if events & (select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR):
                     connection.writable = True
+                    if connection.established and connection.busy:
+                        self._unblocked.append(connection)
                 if connection.connecting or not connection.established:
                     self._advance(connection)
 
@@ -213,7 +242,7 @@ class TcpTransport(Transport):
     def _accept(self) -> None:
         for _turn in range(-(-self._config.pending_handshakes_max // 4)):  # the rest after the peers had their turn
             try:
-                sock, _ = self._listener.accept()
+                sock, origin = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -223,13 +252,17 @@ class TcpTransport(Transport):
             if len(pending) >= self._config.pending_handshakes_max:
                 # The oldest goes: a peer needs but a moment for its handshake, so who idles cannot keep it out.
                 self._drop(pending[0])
-                self._refused("too many connections that do not say who they are")
+                if not pending[0].refused:
+                    self._refused("too many connections that do not say who they are")
             handshake = Acceptor(self._identity, self.rank, self.world_size)
-            self._adopt(sock, handshake, outgoing=False)
+            self._adopt(sock, handshake, f"somebody at {origin[0]}", outgoing=False)
 
-    def _adopt(self, sock: socket.socket, handshake: Connector | Acceptor, *, outgoing: bool) -> Connection:
+    def _adopt(self, sock: socket.socket, handshake: Connector | Acceptor, other: str, *, outgoing: bool) -> Connection:
         self._tune(sock)
-        connection = Connection(sock, handshake, outgoing=outgoing, now=time.monotonic())
+        channel = None
+        if self._credentials is not None:
+            channel = TlsChannel(sock, self._credentials, other=other, accepting=not outgoing)
+        connection = Connection(sock, handshake, outgoing=outgoing, now=time.monotonic(), channel=channel)
         self._connections[sock.fileno()] = connection
         events = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
         self._epoll.register(sock.fileno(), events)
@@ -277,7 +310,8 @@ class TcpTransport(Transport):
             sock.close()
             self._connect_failed(peer, OSError(error, os.strerror(error)), now)
             return None
-        connection = self._adopt(sock, Connector(self._identity, self.rank, peer), outgoing=True)
+        other = f"rank {peer} at {address[0]}:{address[1]}"
+        connection = self._adopt(sock, Connector(self._identity, self.rank, peer), other, outgoing=True)
         connection.writable = False  # epoll says when the connection stands
         self._routes[peer] = connection
         return connection
@@ -285,6 +319,10 @@ class TcpTransport(Transport):
     def _advance(self, connection: Connection) -> None:
         """Go on with connecting or with the handshake."""
         now = time.monotonic()
+        if connection.refused:
+            if connection.drain(_LINGER_READS_MAX):
+                self._drop(connection)
+            return
         try:
             if connection.connecting:
                 if not connection.writable:
@@ -293,7 +331,9 @@ class TcpTransport(Transport):
                 self._choose_congestion(connection)
             connection.advance_handshake()
         except AuthenticationError as error:
-            self._drop(connection)
+            self._distrust = self._credentials is not None
+            if not connection.refuse() or connection.outgoing or connection.drain(_LINGER_READS_MAX):
+                self._drop(connection)
             if connection.outgoing:
                 self._lose(connection.peer, str(error))
             else:
@@ -313,6 +353,7 @@ class TcpTransport(Transport):
             connection.heard_at = now
 
     def _refused(self, reason: str) -> None:
+        self._last_refusal = reason
         count = self.counters.refused_connections = self.counters.refused_connections + 1
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th: strangers must not fill the log
             _log.warning("rank %d refused a connection (number %d): %s", self.rank, count, reason)
@@ -320,10 +361,14 @@ class TcpTransport(Transport):
     def _connect_failed(self, peer: int, error: OSError, now: float) -> None:
         refusals = self._refusals[peer] = self._refusals.get(peer, 0) + 1
         refused = isinstance(error, ConnectionRefusedError) or error.errno == 111
-        too_late = now - self._first_try[peer] > self._config.connect_timeout_s
+        timeout_s = self._config.connect_timeout_s
+        if isinstance(error, HungUp):
+            timeout_s = min(timeout_s, _NO_TLS_S)
+        too_late = now - self._first_try[peer] > timeout_s
         if (refused and refusals >= _REFUSALS_MAX) or too_late:
             host, port = self._addresses[peer][:2]
-            self._lose(peer, f"cannot connect to {host}:{port}: {error.strerror or error}")
+            hint = f" (this rank has refused a connection: {self._last_refusal})" if self._last_refusal else ""
+            self._lose(peer, f"cannot connect to {host}:{port}: {error.strerror or error}{hint}")
         else:
             self._retry_at[peer] = now + _RETRY_S
             self._next_timers = min(self._next_timers, now + _RETRY_S)
@@ -363,7 +408,7 @@ class TcpTransport(Transport):
                 self._drop(connection)
                 if connection.outgoing:
                     self._lose(connection.peer, f"no connection within {config.connect_timeout_s} s")
-                else:
+                elif not connection.refused:
                     self._refused("it did not say who it is in time")
         for peer, (due, reason) in list(self._verdicts.items()):
             if now >= due:
@@ -400,6 +445,8 @@ class TcpTransport(Transport):
     def close(self, timeout_s: float) -> None:
         """Say that nothing more comes, wait for the others to have read it, close."""
         deadline = time.monotonic() + timeout_s
+        if self._distrust:
+            self._show_certificate(min(deadline, time.monotonic() + _SHOW_S))
         self._epoll.unregister(self._listener.fileno())
         self._listener.close()
         waiting = [c for c in self._connections.values() if c.established]
@@ -417,3 +464,12 @@ class TcpTransport(Transport):
         ends, self._wake_read, self._wake_write = (self._wake_read, self._wake_write), -1, -1
         for end in ends:
             os.close(end)
+
+    def _show_certificate(self, deadline: float) -> None:
+        """Answer those who connect now, so that they see what is wrong and not merely that nobody is there."""
+        while time.monotonic() < deadline:
+            for fd, events in (*self._events, *self._epoll.poll(max(0.0, deadline - time.monotonic()))):
+                connection = self._connections.get(fd)
+                if connection is None or not (connection.established or connection.outgoing):
+                    self._on_event(fd, events)
+            self._events.clear()

@@ -13,9 +13,12 @@ from totalreduce.cli.bench.options import (
     AgainstOption,
     HostsOption,
     JsonOption,
+    MpirunOption,
     RanksOption,
+    RanksPerHostOption,
     RateOption,
     RoundsOption,
+    TransportOption,
     make_setting,
 )
 from totalreduce.cli.bench.report import duration, print_table, share, times, write_json
@@ -63,15 +66,27 @@ def bench_allreduce(
     ranks: RanksOption = None,
     emulate_hosts: HostsOption = 0,
     emulate_rate: RateOption = "1gbit",
+    ranks_per_host: RanksPerHostOption = None,
+    transport: TransportOption = "auto",
     against: AgainstOption = None,
+    mpirun: MpirunOption = None,
     rounds: RoundsOption = 15,
     json: JsonOption = None,
 ) -> None:
-    """Time allreduce by size.
+    """Time allreduce by size, beside gloo, Open MPI and MPICH if asked to.
 
     Every timed result is checked on every rank; a wrong one ends the run without a figure.
     """
-    setting = make_setting(ranks, emulate_hosts, emulate_rate, against, rounds)
+    setting = make_setting(
+        ranks,
+        emulate_hosts,
+        emulate_rate,
+        against,
+        rounds,
+        ranks_per_host=ranks_per_host,
+        transport=transport,
+        mpirun=mpirun,
+    )
     figures, results = measure_allreduce(setting, parse_sizes(sizes), dtype)
     _print(setting, dtype, figures, results)
     write_json(json, "allreduce", setting, [asdict(figure) for figure in figures], results)
@@ -88,13 +103,22 @@ def measure_allreduce(
     """
     if dtype not in _DTYPES:
         raise ConfigurationError(f"--dtype is one of {', '.join(_DTYPES)}, not {dtype!r}")
+    if setting.mpi_peers and dtype in ("float16", "bfloat16"):
+        raise ConfigurationError(f"MPI has no {dtype}; leave --against {', '.join(setting.mpi_peers)} out")
     results = run_benchmark("allreduce", {"sizes": sizes, "dtype": dtype}, setting)
-    return summarise(results, setting.peers, setting.rate_bits_per_s), results
+    return summarise(results, setting.peers, setting.rate_bits_per_s, setting.hosts), results
 
 
-def summarise(results: list[dict[str, Any]], peers: list[str], rate_bits_per_s: float | None) -> list[AllreduceFigure]:
-    """From every rank's samples to figures. Pure."""
+def summarise(
+    results: list[dict[str, Any]], peers: list[str], rate_bits_per_s: float | None, num_hosts: int = 0
+) -> list[AllreduceFigure]:
+    """From every rank's samples to figures. Pure.
+
+    With ``num_hosts`` (0: each rank counts as one) the wire's limit is that of a host's link, which what is combined
+    inside the host crosses once for all its ranks.
+    """
     world_size = len(results)
+    num_links = num_hosts or world_size
     goodput = mean_goodput(results)
     figures = []
     for index, row in enumerate(results[0]["sizes"]):
@@ -106,7 +130,7 @@ def summarise(results: list[dict[str, Any]], peers: list[str], rate_bits_per_s: 
             seconds = estimate(slowest[peer])
             sent = [sample for r in results for sample in r["sizes"][index]["bytes_sent"].get(peer, [])]
             algorithm = row["size"] / seconds.median
-            nominal = rate_bits_per_s and wire_limit_s(row["size"], world_size, rate_bits_per_s)
+            nominal = rate_bits_per_s and wire_limit_s(row["size"], num_links, rate_bits_per_s)
             figures.append(
                 AllreduceFigure(
                     row["size"],
@@ -116,7 +140,7 @@ def summarise(results: list[dict[str, Any]], peers: list[str], rate_bits_per_s: 
                     algorithm,
                     algorithm * bus_factor(world_size),
                     None if nominal is None else nominal / seconds.median,
-                    wire_limit_s(row["size"], world_size, goodput) / seconds.median,
+                    wire_limit_s(row["size"], num_links, goodput) / seconds.median,
                     None if peer == "totalreduce" else ratio_estimate(slowest[peer], slowest["totalreduce"]),
                     sum(sent) / len(sent) if sent else None,
                 )

@@ -43,7 +43,7 @@ def _measure_size(context: Context, size: int, dtype: torch.dtype) -> dict[str, 
     buffer = torch.empty(count * times, dtype=dtype)
     tensors = list(buffer.view(times, count))
     seconds: dict[str, list[float]] = {peer: [] for peer in context.peers}
-    bytes_sent: dict[str, list[float]] = {peer: [] for peer in context.peers if peer != "gloo"}
+    bytes_sent: dict[str, list[float]] = {peer: [] for peer in context.peers if context.has_engine(peer)}
     for index in range(-_WARMUP_ROUNDS, context.rounds):
         for peer in context.peers:
             elapsed, sent = _sample(context, peer, buffer, tensors)
@@ -56,14 +56,17 @@ def _measure_size(context: Context, size: int, dtype: torch.dtype) -> dict[str, 
 
 
 def _sample(context: Context, peer: str, buffer: torch.Tensor, tensors: list[torch.Tensor]) -> tuple[float, int]:
+    if peer in context.mpi:
+        count, dtype = len(tensors[0]), str(buffer.dtype).removeprefix("torch.")
+        return len(tensors) * context.mpi[peer].sample("allreduce", count, len(tensors), dtype), 0
     reduce = context.allreduce(peer)
     values.fill(buffer, rank=context.rank)
     context.barrier()
-    before = 0 if peer == "gloo" else context.group_of(peer).statistics().bytes_sent
+    before = context.group_of(peer).statistics().bytes_sent if context.has_engine(peer) else 0
     begin = time.monotonic()
     for tensor in tensors:
         reduce(tensor)
     elapsed = time.monotonic() - begin
-    after = 0 if peer == "gloo" else context.group_of(peer).statistics().bytes_sent
+    after = context.group_of(peer).statistics().bytes_sent if context.has_engine(peer) else 0
     values.check(buffer, world_size=context.world_size, what=f"allreduce of {len(tensors[0])} elements by {peer}")
     return elapsed, after - before

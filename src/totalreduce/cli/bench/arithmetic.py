@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.types import OpKind
 
 __all__ = [
     "bus_factor",
+    "bus_factor_of",
     "format_bytes",
     "parse_size",
     "parse_sizes",
     "repetitions",
     "scheduling_ceiling",
+    "wire_bytes",
     "wire_limit_s",
 ]
 
@@ -68,6 +72,48 @@ def bus_factor(world_size: int) -> float:
 def wire_limit_s(num_bytes: int, world_size: int, rate_bits_per_s: float) -> float:
     """Shortest time in seconds in which links of that rate can allreduce ``num_bytes`` per rank."""
     return bus_factor(world_size) * num_bytes * 8 / rate_bits_per_s
+
+
+def bus_factor_of(kind: OpKind, world_size: int) -> float:
+    """From algorithm to bus bandwidth, as nccl-tests define it (its allgather's size, too, is that of all blocks)."""
+    if kind is OpKind.ALLREDUCE:
+        return bus_factor(world_size)
+    if kind in (OpKind.BROADCAST, OpKind.REDUCE, OpKind.SEND_RECV):
+        return 1.0
+    return (world_size - 1) / world_size
+
+
+def wire_bytes(kind: OpKind, num_bytes: int, hosts: Sequence[int], *, root: int = 0) -> float:
+    """Bytes that must cross the busiest host's link, in the busier direction, whatever the schedule.
+
+    Whatever can be combined or copied inside a host counts once for all ranks of the host.
+
+    Args:
+        kind: Which collective; a message goes from ``root`` to the last rank.
+        num_bytes: Of the tensor; of all blocks together (of one rank) where there are blocks.
+        hosts: Host of every rank.
+        root: Where there is one.
+    """
+    size = len(hosts)
+    counts = {host: sum(1 for other in hosts if other == host) for host in hosts}
+    num_hosts, fewest = len(counts), min(counts.values())
+    if num_hosts == 1:
+        return 0.0
+    match kind:
+        case OpKind.ALLREDUCE:
+            return 2 * (num_hosts - 1) / num_hosts * num_bytes
+        case OpKind.BROADCAST | OpKind.REDUCE:
+            return float(num_bytes)
+        case OpKind.SEND_RECV:
+            return 0.0 if hosts[root] == hosts[-1] else float(num_bytes)
+        case OpKind.ALLGATHER | OpKind.REDUCE_SCATTER:
+            return (size - fewest) / size * num_bytes
+        case OpKind.GATHER | OpKind.SCATTER:
+            return (size - counts[hosts[root]]) / size * num_bytes
+        case OpKind.ALLTOALL:
+            return max(count * (size - count) for count in counts.values()) / size * num_bytes
+        case OpKind.BARRIER:
+            return 0.0
 
 
 def repetitions(num_bytes: int) -> int:

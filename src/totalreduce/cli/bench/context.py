@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ import torch.distributed as dist
 
 import totalreduce as tr
 from totalreduce.cli.bench.goodput import interface_of, local_address, ring_goodput
+from totalreduce.cli.bench.mpi_launching import MPI_PEERS
+from totalreduce.cli.bench.mpi_rank import MpiRank
 from totalreduce.foundation.config import EngineConfig, TcpConfig
 from totalreduce.foundation.environment import read_world
 from totalreduce.groups.group import Group
@@ -34,10 +37,12 @@ class Context:
     Attributes:
         group: The engine as users get it.
         fifo: The same engine without priorities, where it is among the peers.
-        peers: What is measured, in order: ``totalreduce``, ``gloo``, ``fifo``.
+        peers: What is measured, in order: ``totalreduce``, ``gloo``, ``fifo``, ``openmpi``, ``mpich``.
         rounds: How often each peer is measured.
         rate_bits_per_s: Nominal rate of the links; ``None`` where nothing is shaped.
         address: This rank's IPv4 address towards the others.
+        hosts: Host of every rank.
+        mpi: The rank of this number in an MPI job, by peer.
     """
 
     group: Group
@@ -46,6 +51,8 @@ class Context:
     rounds: int
     rate_bits_per_s: float | None
     address: str
+    hosts: tuple[int, ...]
+    mpi: dict[str, MpiRank]
 
     @property
     def rank(self) -> int:
@@ -63,6 +70,11 @@ class Context:
             assert self.fifo is not None
             return self.fifo
         return self.group
+
+    @staticmethod
+    def has_engine(peer: str) -> bool:
+        """Whether a peer is this library's engine in some setting."""
+        return peer in ("totalreduce", "fifo")
 
     def allreduce(self, peer: str) -> Callable[[torch.Tensor], None]:
         """A blocking sum over all ranks, in place, by the peer of that name."""
@@ -88,7 +100,13 @@ class Context:
 
     def goodput(self) -> float:
         """Bits per second that a plain TCP stream delivers here while each rank streams to the next."""
-        return ring_goodput(rank=self.rank, world_size=self.world_size, address=self.address, exchange=self.exchange)
+        first_of_host = [self.hosts.index(host) for host in dict.fromkeys(self.hosts)]
+        return ring_goodput(
+            rank=self.rank,
+            members=first_of_host if len(first_of_host) > 1 else range(self.world_size),
+            address=self.address,
+            exchange=self.exchange,
+        )
 
     def report(self, text: str) -> None:
         """Tell the user where the benchmark is; rank 0 only, on stderr."""
@@ -105,11 +123,14 @@ class Context:
             "processor": _processor(),
             "cores": len(os.sched_getaffinity(0)),
             "threads_per_rank": torch.get_num_threads(),
+            "mpi": {peer: rank.version for peer, rank in self.mpi.items()},
         }
 
     def close(self) -> None:
         """Leave together, so that nobody mistakes an early exit for a crash."""
         self.barrier()
+        for rank in self.mpi.values():
+            rank.close()
         if self.fifo is not None:
             self.fifo.close()
         self.group.close()
@@ -122,6 +143,8 @@ def open_context(config: dict[str, Any]) -> Context:
     inside an emulated host leads elsewhere; hence the interface by name.
     """
     world = read_world()
+    folder = Path(config["folder"])
+    waiting = {peer: MpiRank(folder, peer, world.rank) for peer in config["peers"] if peer in MPI_PEERS}
     address = local_address(world.master_address)
     os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
     dist.init_process_group(
@@ -131,12 +154,17 @@ def open_context(config: dict[str, Any]) -> Context:
         world_size=world.world_size,
         timeout=timedelta(seconds=_TIMEOUT_S),
     )
-    group = tr.init(name="bench", timeout_s=_TIMEOUT_S, tcp=_PATIENT)
+    transport = config["transport"]
+    group = tr.init(transport, name="bench", timeout_s=_TIMEOUT_S, tcp=_PATIENT)
     fifo = (
-        tr.init(name="bench-fifo", timeout_s=_TIMEOUT_S, tcp=_PATIENT, engine=EngineConfig(scheduling="fifo"))
+        tr.init(
+            transport, name="bench-fifo", timeout_s=_TIMEOUT_S, tcp=_PATIENT, engine=EngineConfig(scheduling="fifo")
+        )
         if "fifo" in config["peers"]
         else None
     )
+    for rank in waiting.values():
+        rank.meet(world.world_size)
     return Context(
         group=group,
         fifo=fifo,
@@ -144,6 +172,8 @@ def open_context(config: dict[str, Any]) -> Context:
         rounds=config["rounds"],
         rate_bits_per_s=config["rate_bits_per_s"],
         address=address,
+        hosts=tuple(config["host_of_rank"]),
+        mpi=waiting,
     )
 
 

@@ -50,12 +50,16 @@ def interface_of(address: str) -> str:
     raise ConfigurationError(f"no network interface has the address {address}")
 
 
-def ring_goodput(*, rank: int, world_size: int, address: str, exchange: Exchange, seconds: float = 1.0) -> float:
-    """Bits per second of payload that this rank receives from its neighbour while all ranks send.
+def ring_goodput(
+    *, rank: int, members: Sequence[int], address: str, exchange: Exchange, seconds: float = 1.0
+) -> float:
+    """Bits per second of payload that this rank receives from its neighbour while all members send.
 
     Args:
         rank: Of this process.
-        world_size: Number of processes; each streams to the next, the last one to rank 0.
+        members: Ranks of the processes that stream, each to the next, the last one to the first: one per host where
+            there are several hosts, so that every link carries one stream. The other ranks call this too and get the
+            members' mean.
         address: IPv4 address of this process.
         exchange: Gathers every rank's numbers; also keeps the ranks together.
         seconds: How long to send.
@@ -67,14 +71,20 @@ def ring_goodput(*, rank: int, world_size: int, address: str, exchange: Exchange
         listener.settimeout(_PATIENCE_S)
         octets = [float(octet) for octet in socket.inet_aton(address)]
         everyone = exchange([*octets, float(listener.getsockname()[1])])
-        *next_octets, port = everyone[(rank + 1) % world_size]
-        target = ".".join(str(int(octet)) for octet in next_octets)
-        with socket.create_connection((target, int(port)), timeout=_PATIENCE_S) as outgoing:
-            incoming, _ = listener.accept()
-            with incoming:
-                incoming.settimeout(_PATIENCE_S)
-                exchange([0.0])
-                return _stream(outgoing, incoming, seconds)
+        goodput = 0.0
+        if rank in members:
+            *next_octets, port = everyone[members[(members.index(rank) + 1) % len(members)]]
+            target = ".".join(str(int(octet)) for octet in next_octets)
+            with socket.create_connection((target, int(port)), timeout=_PATIENCE_S) as outgoing:
+                incoming, _ = listener.accept()
+                with incoming:
+                    incoming.settimeout(_PATIENCE_S)
+                    exchange([0.0])
+                    goodput = _stream(outgoing, incoming, seconds)
+        else:
+            exchange([0.0])
+        everyone = exchange([goodput])
+    return goodput or sum(found for (found,) in everyone) / len(members)
 
 
 def _stream(outgoing: socket.socket, incoming: socket.socket, seconds: float) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from totalreduce.cli.bench.mpi_launching import MPI_PEERS, mpi_jobs
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.launch.emulate import EmulateOptions, rate_bits_per_s
@@ -39,8 +41,10 @@ class Setting:
         ranks: Number of worker processes.
         hosts: Number of emulated hosts; 0: all workers on this machine's loopback.
         rate: Rate of each emulated host's link, as ``1gbit``.
-        against: What else is measured in the same run, ``gloo`` or ``fifo``.
+        against: What else is measured in the same run: ``gloo``, ``fifo``, ``openmpi``, ``mpich``.
         rounds: How often each peer is measured.
+        transport: What Total Reduce sends through, as for ``totalreduce.init``.
+        mpirun: Where the ``mpirun`` of an MPI is, by peer; those not named are looked for on PATH.
     """
 
     ranks: int
@@ -48,6 +52,8 @@ class Setting:
     rate: str
     against: tuple[str, ...]
     rounds: int
+    transport: str = "auto"
+    mpirun: Mapping[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot work.
@@ -64,9 +70,17 @@ class Setting:
             )
         if self.rounds < 1:
             raise ConfigurationError(f"--rounds must be at least 1, not {self.rounds}")
-        unknown = set(self.against) - {"gloo", "fifo"}
+        unknown = set(self.against) - {"gloo", "fifo", *MPI_PEERS}
         if unknown:
-            raise ConfigurationError(f"--against knows gloo and fifo, not {', '.join(sorted(unknown))}")
+            known = f"gloo, fifo, {', '.join(MPI_PEERS)}"
+            raise ConfigurationError(f"--against knows {known}, not {', '.join(sorted(unknown))}")
+        if self.hosts and self.mpi_peers:
+            raise ConfigurationError(
+                f"--against {', '.join(self.mpi_peers)} works on one host only: MPI's launcher cannot reach "
+                "emulated hosts; leave --emulate-hosts out"
+            )
+        if set(self.mpirun) - set(MPI_PEERS):
+            raise ConfigurationError(f"--mpirun takes {' or '.join(MPI_PEERS)}, not {', '.join(self.mpirun)}")
 
     @property
     def rate_bits_per_s(self) -> float | None:
@@ -77,6 +91,25 @@ class Setting:
     def peers(self) -> list[str]:
         """What is measured, in the order in which it is measured."""
         return ["totalreduce", *dict.fromkeys(self.against)]
+
+    @property
+    def mpi_peers(self) -> list[str]:
+        """Peers that an ``mpirun`` of their own starts."""
+        return [peer for peer in self.peers if peer in MPI_PEERS]
+
+    @property
+    def host_of_rank(self) -> tuple[int, ...]:
+        """Host of every rank: blocks of equal size, as the launcher places them."""
+        return tuple(rank * (self.hosts or 1) // self.ranks for rank in range(self.ranks))
+
+    def refuse_mpi(self, command: str) -> None:
+        """Say that a benchmark has no MPI side.
+
+        Raises:
+            ConfigurationError: An MPI is among the peers.
+        """
+        if self.mpi_peers:
+            raise ConfigurationError(f"bench {command} has nothing to compare with {', '.join(self.mpi_peers)}")
 
     def describe(self) -> str:
         """For table titles."""
@@ -109,6 +142,8 @@ def run_benchmark(kind: str, parameters: dict[str, Any], setting: Setting) -> li
             "rounds": setting.rounds,
             "rate_bits_per_s": setting.rate_bits_per_s,
             "folder": str(folder),
+            "host_of_rank": setting.host_of_rank,
+            "transport": setting.transport,
         }
         path = folder / "config.json"
         path.write_text(json.dumps(config), encoding="utf-8")
@@ -117,15 +152,16 @@ def run_benchmark(kind: str, parameters: dict[str, Any], setting: Setting) -> li
             emulate = EmulateOptions(
                 num_hosts=setting.hosts, rate=setting.rate, ranks_per_host=setting.ranks // setting.hosts
             )
-        outcome = run_workers(
-            [sys.executable, "-m", "totalreduce.cli.bench.worker", str(path)],
-            num_workers=setting.ranks,
-            emulate=emulate,
-            # c10d's store warns about hosts without a name, which emulated ones are.
-            environment={"TORCH_CPP_LOG_LEVEL": "ERROR", **current()},
-            output="all",
-            timeout_s=_LIMIT_S,
-        )
+        with mpi_jobs(setting.mpi_peers, setting.mpirun, setting.ranks, folder):
+            outcome = run_workers(
+                [sys.executable, "-m", "totalreduce.cli.bench.worker", str(path)],
+                num_workers=setting.ranks,
+                emulate=emulate,
+                # c10d's store warns about hosts without a name, which emulated ones are.
+                environment={"TORCH_CPP_LOG_LEVEL": "ERROR", **current()},
+                output="all",
+                timeout_s=_LIMIT_S,
+            )
         if outcome.interrupted_by is not None:
             raise BenchmarkFailedError(f"stopped by {outcome.interrupted_by}", outcome.exit_code)
         if outcome.timed_out:

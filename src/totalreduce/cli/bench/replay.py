@@ -102,6 +102,7 @@ def bench_replay(
     Compute is emulated.
     """
     setting = make_setting(ranks, emulate_hosts, emulate_rate, against, rounds)
+    setting.refuse_mpi("replay")
     documents = [as_document(load_trace(path)) for path in find_traces(traces or (), traces_dir or ())]
     parameters = {
         "traces": documents,

@@ -75,6 +75,7 @@ def bench_step(
     agree with DDP's in the end, or there is no figure.
     """
     setting = make_setting(ranks, emulate_hosts, emulate_rate, against, rounds)
+    setting.refuse_mpi("step")
     parameters = {
         "model": model,
         "overlap": overlap,

@@ -73,6 +73,7 @@ def bench_urgent(
     Every result is checked on every rank; a wrong one ends the run without a figure.
     """
     setting = make_setting(ranks, emulate_hosts, emulate_rate, against, rounds)
+    setting.refuse_mpi("urgent")
     figures, results = measure_urgent(setting, parse_size(bulk), parse_size(size), interval_ms / 1000)
     _print(setting, parse_size(bulk), parse_size(size), figures)
     write_json(json, "urgent", setting, [asdict(figure) for figure in figures], results)

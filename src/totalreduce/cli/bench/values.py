@@ -10,7 +10,7 @@ import torch
 
 from totalreduce.foundation.errors import TotalReduceError
 
-__all__ = ["WrongResultError", "check", "dtype_by_name", "fill"]
+__all__ = ["WrongResultError", "check", "check_multiple", "dtype_by_name", "fill", "fill_multiple"]
 
 # The largest sum should be exact in the type's significand; primes, so that no chunk boundary is a multiple.
 _PERIODS = {
@@ -43,7 +43,12 @@ def dtype_by_name(name: str) -> torch.dtype:
 
 def fill(flat: torch.Tensor, *, rank: int) -> None:
     """Write this rank's values into a contiguous one-dimensional tensor."""
-    pattern = (_pattern(flat.dtype) * (rank + 1)).to(flat.dtype)
+    fill_multiple(flat, rank + 1)
+
+
+def fill_multiple(flat: torch.Tensor, factor: int) -> None:
+    """Write the pattern times a factor into a contiguous one-dimensional tensor."""
+    pattern = (_pattern(flat.dtype) * factor).to(flat.dtype)
     whole, tail = _rows(flat)
     whole.copy_(pattern.expand_as(whole))
     tail.copy_(pattern[: len(tail)])
@@ -58,8 +63,17 @@ def check(flat: torch.Tensor, *, world_size: int, times: int = 1, what: str) -> 
         WrongResultError: An element differs by more than the type's rounding; names the first one.
     """
     factor = world_size * (world_size + 1) // 2 * world_size ** (times - 1)
+    check_multiple(flat, factor, additions=world_size * times, what=what)
+
+
+def check_multiple(flat: torch.Tensor, factor: int, *, additions: int = 1, what: str) -> None:
+    """Compare with the pattern times a factor, reached by so many additions.
+
+    Raises:
+        WrongResultError: An element differs by more than the type's rounding; names the first one.
+    """
     expected = _pattern(flat.dtype) * factor
-    tolerance = _tolerance(flat.dtype, int(expected[-1]), world_size * times)
+    tolerance = _tolerance(flat.dtype, int(expected[-1]), additions)
     whole, tail = _rows(flat)
     for begin in range(0, len(whole), _ROWS_PER_CHECK):
         _require(whole[begin : begin + _ROWS_PER_CHECK], begin * len(expected), expected, tolerance, what)

@@ -222,7 +222,10 @@ def test_a_connector_with_a_wrong_certificate_is_refused_with_the_first_thing_it
         client.recv_into(memoryview(bytearray(100)))
 
 
-@pytest.mark.parametrize("said", [Connector(IDENTITY, 0, 1).outgoing, b"GET / HTTP/1.1\r\n\r\n", bytes(100)])
+PLAIN = [Connector(IDENTITY, 0, 1).outgoing, b"GET / HTTP/1.1\r\n\r\n", bytes(100)]
+
+
+@pytest.mark.parametrize("said", PLAIN, ids=["a rank", "http", "zeros"])
 def test_who_does_not_speak_tls_is_told_to(sockets, rank_tls, said):
     _, server = channels(sockets, TlsCredentials(rank_tls[0]), TlsCredentials(rank_tls[1]))
     sockets[0].send(said)

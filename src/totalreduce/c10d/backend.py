@@ -1,0 +1,107 @@
+"""Builds a process group when torch asks for one: over which group, and with whom for other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from totalreduce.c10d.errors import as_torch_error
+from totalreduce.c10d.process_group import ProcessGroupTotalReduce
+from totalreduce.c10d.registration import BACKEND_NAME
+from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
+from totalreduce.groups.group import Group
+from totalreduce.launch.bootstrap import init
+from totalreduce.launch.rendezvous import Place
+
+__all__ = ["create"]
+
+
+def create(options: Any, backend_options: Any, caller: Mapping[str, Any]) -> ProcessGroupTotalReduce:
+    """A process group for ``init_process_group`` or ``new_group``. Collective where it needs connections of its own.
+
+    A group whose ranks belong to the default process group, if that is ours, shares its engine and its connections;
+    any other one meets in the store.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions``: store, ranks, time-out, name.
+        backend_options: ``pg_options`` of the caller; there are none.
+        caller: Variables of torch's ``_new_process_group_helper``. A process group written in Python takes the place of
+            the one that torch prepares, so the back ends of further devices (``"cpu:totalreduce,cuda:nccl"``) are ours
+            to make, and torch tells a creator of back ends nothing about them: ``backend_config`` in its frame does.
+
+    Raises:
+        torch.distributed.DistBackendError: The ranks could not find or reach each other in time.
+        ValueError: ``pg_options``, or contradictory settings.
+    """
+    if backend_options is not None:
+        raise ConfigurationError("totalreduce takes no pg_options; see TOTALREDUCE_* in docs/launching.md")
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    default = dist.distributed_c10d._world.default_pg
+    try:
+        if isinstance(default, ProcessGroupTotalReduce):
+            group, owned = default.group.subgroup(ranks, name=options.group_id), False
+        else:
+            group, owned = _connect(options), True
+    except TotalReduceError as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise as_torch_error(error) from error
+    devices = _devices(caller)
+    others, close_others = _others(options, ranks, {d: b for d, b in devices.items() if b != BACKEND_NAME}, caller)
+    return ProcessGroupTotalReduce(
+        group,
+        options.store,
+        options.timeout,
+        owned=owned,
+        devices=list(devices),
+        others=others,
+        close_others=close_others,
+    )
+
+
+def _connect(options: Any) -> Group:
+    return init(
+        name=options.group_id or "torch.distributed",
+        timeout_s=options.timeout.total_seconds(),
+        place=Place(options.store, options.group_rank, options.group_size),
+    )
+
+
+def _devices(caller: Mapping[str, Any]) -> dict[str, str]:
+    """Which device has which back end; without torch's word for it, all of ours have this one."""
+    config = caller.get("backend_config")
+    if config is None:
+        return dict.fromkeys(dist.Backend.backend_capability[BACKEND_NAME], BACKEND_NAME)
+    return {str(device): str(backend) for device, backend in config.get_device_backend_map().items()}
+
+
+def _others(
+    options: Any, ranks: list[int], wanted: Mapping[str, str], caller: Mapping[str, Any]
+) -> tuple[dict[str, dist.ProcessGroup], Callable[[], None]]:
+    """Process groups for devices with other back ends, by device, and what ends them."""
+    if not wanted:
+        return {}, lambda: None
+    c10d = dist.distributed_c10d
+    name = f"{options.group_id}/others"
+    # A tag of its own, so that nobody who looks for a group of these ranks finds this half of one.
+    other, _ = c10d._new_process_group_helper(
+        options.group_size,
+        options.group_rank,
+        list(options.global_ranks_in_group),
+        ",".join(f"{device}:{backend}" for device, backend in wanted.items()),
+        options.store,
+        group_name=name,
+        timeout=options.timeout,
+        pg_tag=name,
+        device_id=caller.get("device_id"),
+    )
+    c10d._world.pg_group_ranks[other] = {rank: index for index, rank in enumerate(ranks)}
+
+    def close() -> None:
+        if other in c10d._world.pg_map:
+            dist.destroy_process_group(other)
+
+    return dict.fromkeys(wanted, other), close

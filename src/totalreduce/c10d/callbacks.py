@@ -1,0 +1,102 @@
+"""Threads in which the callbacks of users run, and the clock of operations that nobody waits for.
+
+The thread that finishes an operation is the one that moves messages. What users hang on a future (``then``) may compute
+for long, or wait for another operation, so it runs elsewhere: futures are completed here.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import final
+
+__all__ = ["Callbacks"]
+
+_log = logging.getLogger(__name__)
+
+#: A callback may wait for an operation whose own callback has to run first, so one thread would not do.
+_THREADS_MAX = 32
+#: A thread without work ends after so long.
+_IDLE_S = 10.0
+#: How exactly deadlines are kept.
+_TICK_S = 0.25
+
+
+@final
+class Callbacks:
+    """A few threads that come and go with the work, and one that looks at the clock."""
+
+    def __init__(self, name: str) -> None:
+        """Start nothing yet."""
+        self._name = name
+        self._changed = threading.Condition()
+        self._queue: collections.deque[Callable[[], None]] = collections.deque()
+        self._idle = 0
+        self._threads = 0
+        self._closed = False
+        self._clock: threading.Thread | None = None
+        self._deadlines: dict[int, tuple[float, Callable[[], None]]] = {}
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Call ``function`` soon in another thread."""
+        with self._changed:
+            self._queue.append(function)
+            if self._idle >= len(self._queue):
+                self._changed.notify()
+            elif self._threads < _THREADS_MAX:
+                self._threads += 1
+                threading.Thread(target=self._work, name=f"{self._name}-callbacks", daemon=True).start()
+
+    def watch(self, key: int, deadline: float, function: Callable[[], None]) -> None:
+        """Call ``function`` (in the clock's thread; it must be short) at ``deadline``, unless ``forget`` comes first.
+
+        Args:
+            key: Names the watch.
+            deadline: Of the monotonic clock.
+            function: Called at most once.
+        """
+        with self._changed:
+            self._deadlines[key] = (deadline, function)
+            if self._clock is None and not self._closed:
+                self._clock = threading.Thread(target=self._look, name=f"{self._name}-deadlines", daemon=True)
+                self._clock.start()
+
+    def forget(self, key: int) -> None:
+        """Undo ``watch``."""
+        with self._changed:
+            self._deadlines.pop(key, None)
+
+    def close(self) -> None:
+        """Let the threads end when they have done what is queued."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._queue and not self._closed:
+                    self._idle += 1
+                    self._changed.wait(_IDLE_S)
+                    self._idle -= 1
+                if not self._queue:
+                    self._threads -= 1
+                    return
+                function = self._queue.popleft()
+            try:
+                function()
+            except Exception:
+                _log.exception("a callback failed")
+
+    def _look(self) -> None:
+        while not self._closed:
+            time.sleep(_TICK_S)
+            now = time.monotonic()
+            with self._changed:
+                due = [key for key, (deadline, _) in self._deadlines.items() if deadline <= now]
+                functions = [self._deadlines.pop(key)[1] for key in due]
+            for function in functions:
+                function()

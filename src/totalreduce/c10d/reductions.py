@@ -1,0 +1,48 @@
+"""What torch's reductions and element types are here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from totalreduce.foundation.types import ReduceOp
+
+__all__ = ["arithmetic_view", "reduction_of"]
+
+_REDUCTIONS = {
+    dist.ReduceOp.SUM: ReduceOp.SUM,
+    dist.ReduceOp.AVG: ReduceOp.AVG,
+    dist.ReduceOp.MIN: ReduceOp.MIN,
+    dist.ReduceOp.MAX: ReduceOp.MAX,
+    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
+    dist.ReduceOp.BAND: ReduceOp.BAND,
+    dist.ReduceOp.BOR: ReduceOp.BOR,
+    dist.ReduceOp.BXOR: ReduceOp.BXOR,
+}
+
+
+def reduction_of(op: Any) -> ReduceOp:
+    """Our reduction for torch's ``ReduceOp`` (or its ``RedOpType``).
+
+    Raises:
+        ValueError: ``PREMUL_SUM``, which only NCCL has.
+    """
+    kind = getattr(op, "op", op)
+    if kind not in _REDUCTIONS:
+        raise ValueError(f"Cannot use ReduceOp.{getattr(kind, 'name', kind)} with totalreduce; scale the tensor first")
+    return _REDUCTIONS[kind]
+
+
+def arithmetic_view(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """The tensor as numbers that can be reduced: a complex one as pairs of real ones, which sums may.
+
+    Raises:
+        ValueError: Complex numbers have no order, and their product is not that of their parts.
+    """
+    if not tensor.is_complex():
+        return tensor
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise ValueError(f"{op.name} is not defined for complex tensors")
+    return torch.view_as_real(tensor)

@@ -1,0 +1,329 @@
+"""What messages cost in this group: a short measurement at start, so that the selector decides by facts.
+
+Collective. Three things are measured, by all ranks at the same time, because that is how collectives use links:
+
+* the latency between neighbours inside a host and between neighbouring hosts: the first piece of a chain runs to the
+  neighbour and its consent runs back;
+* the bandwidth of one host's link: the first rank of every host streams to the next host's, all at once;
+* the bandwidth inside a host: every rank streams to the next one of its host.
+
+Streams grow fourfold until one takes long enough; the last two are compared, so that neither the latency nor a token
+bucket's burst (256 KiB, say, that pass at once) counts as bandwidth. Between hosts in different cities that ends early.
+
+All ranks then know what every rank has measured, because one allreduce tells them, and compute the same ``LinkModel``
+from it: a disagreement is impossible. The slowest rank counts. The model's numbers are rounded (``rounded``), so that two
+runs on the same network mostly choose the same schedules and get the same bits; a stored file makes that certain.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.schedules.select import LinkModel, Selector
+
+if TYPE_CHECKING:
+    from totalreduce.groups.group import Group
+
+__all__ = [
+    "LinkPolicy",
+    "Survey",
+    "apply",
+    "measure",
+    "read_links",
+    "resolve",
+    "rounded",
+    "selector_of",
+    "survey",
+    "wire_setting",
+    "write_links",
+]
+
+#: ``auto`` measures where the job spans several hosts, ``measure`` always, ``off`` never; or the numbers themselves.
+LinkPolicy = Literal["auto", "measure", "off"] | LinkModel
+
+_WORDS = ("auto", "measure", "off")
+_FILE_BYTES_MAX = 64 * 1024
+
+#: Round trips of the latency: one that makes the connection, then as many as fit into the time, within these bounds.
+_ROUND_TRIPS_MIN = 2
+_ROUND_TRIPS_MAX = 15
+_LATENCY_S = 0.003
+#: Streams, in bytes: the first one, the factor, and the largest; and how long one must take to be the last one.
+_STREAM_BYTES_MIN = 64 * 1024
+_STREAM_GROWTH = 4
+_STREAM_BYTES_MAX = 16 << 20
+_STREAM_S = 0.02
+_LOCAL_STREAM_S = 0.002
+#: A stream this long may be the first one: the next would take more than a second.
+_STREAM_LONG_S = 0.3
+
+#: Grids of ``rounded``: what a message costs varies from run to run, what a link carries hardly does.
+_LATENCY_UNIT_S, _LATENCY_FACTOR = 1e-5, 4.0
+_BANDWIDTH_UNIT, _BANDWIDTH_FACTOR = 1.25e8, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What every rank has measured towards its neighbour; 0 where it had none. Equal on all ranks.
+
+    Attributes:
+        hosts: Host of every rank.
+        latency_s: By rank: to the first rank of the next host, one way, for an empty message.
+        bytes_per_s: By rank: received from the first rank of the previous host, while all hosts stream.
+        local_latency_s: By rank: to the next rank of the host.
+        local_bytes_per_s: By rank: received from the previous rank of the host, while all ranks stream.
+        seconds: How long measuring took, on the slowest rank.
+    """
+
+    hosts: tuple[int, ...]
+    latency_s: tuple[float, ...]
+    bytes_per_s: tuple[float, ...]
+    local_latency_s: tuple[float, ...]
+    local_bytes_per_s: tuple[float, ...]
+    seconds: float
+
+    @property
+    def links(self) -> LinkModel:
+        """The slowest of each, not rounded; the default where there was nothing to measure."""
+        default = LinkModel()
+
+        def slowest_latency(found: Sequence[float], otherwise: float) -> float:
+            return max(found) or otherwise
+
+        def slowest_bandwidth(found: Sequence[float], otherwise: float) -> float:
+            return min((value for value in found if value), default=otherwise)
+
+        return LinkModel(
+            latency_s=slowest_latency(self.latency_s, default.latency_s),
+            bytes_per_s=slowest_bandwidth(self.bytes_per_s, default.bytes_per_s),
+            local_latency_s=slowest_latency(self.local_latency_s, default.local_latency_s),
+            local_bytes_per_s=slowest_bandwidth(self.local_bytes_per_s, default.local_bytes_per_s),
+            source="measured",
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- what is wanted
+
+
+def resolve(wanted: LinkPolicy | str | Path | None, from_environment: str | None) -> LinkPolicy:
+    """What the argument, else ``TOTALREDUCE_LINKS``, asks for: a word, or the numbers in a file. Default ``auto``.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or does not hold what ``write_links`` writes.
+    """
+    if wanted is None:
+        wanted = from_environment or "auto"
+    if isinstance(wanted, LinkModel):
+        return wanted
+    for word in _WORDS:
+        if wanted == word:
+            return word  # type: ignore[return-value]  # mypy does not see that it is one of the literals
+    return read_links(Path(wanted))
+
+
+def wire_setting(policy: LinkPolicy) -> str:
+    """The policy as a setting that must be equal on all ranks, for the comparison at rendezvous."""
+    return policy if isinstance(policy, str) else json.dumps(_numbers(policy), sort_keys=True)
+
+
+def read_links(path: Path) -> LinkModel:
+    """Read what ``write_links`` (``totalreduce doctor --store``) has written.
+
+    Raises:
+        ConfigurationError: It cannot be read, or does not hold four positive numbers.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_FILE_BYTES_MAX)
+        document = json.loads(text)
+        numbers = {name: float(document[name]) for name in _numbers(LinkModel())}
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot read the links {path}: {error.strerror}; `totalreduce doctor --store {path}` writes them, and every "
+            "rank needs the file"
+        ) from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigurationError(
+            f"{path} does not hold links ({error!r}): {{{', '.join(_numbers(LinkModel()))}}} as numbers"
+        ) from error
+    if not all(0 < value < math.inf for value in numbers.values()):
+        raise ConfigurationError(f"{path}: latencies and bandwidths must be positive, not {numbers}")
+    return LinkModel(**numbers, source=str(path))
+
+
+def write_links(path: Path, links: LinkModel) -> None:
+    """Store the numbers for ``TOTALREDUCE_LINKS``.
+
+    Raises:
+        ConfigurationError: The file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(_numbers(links), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"cannot write the links {path}: {error.strerror}") from error
+
+
+def _numbers(links: LinkModel) -> dict[str, float]:
+    values = asdict(links)
+    return {each.name: values[each.name] for each in fields(links) if each.name != "source"}
+
+
+# ------------------------------------------------------------------------------------------------------------- measuring
+
+
+def apply(group: Group, policy: LinkPolicy) -> None:
+    """Measure, or take the given numbers, and let the group's selector go by them. Collective; nothing in flight.
+
+    Raises:
+        PeerLost: A rank is gone.
+        DeadlineExceededError: A rank did not take part in time.
+    """
+    if policy == "off" or (policy == "auto" and len(set(selector_of(group).hosts)) == 1):
+        return
+    links = policy if isinstance(policy, LinkModel) else rounded(measure(group))
+    with group._runner.locked():
+        group._engine.use_links(links)
+
+
+def selector_of(group: Group) -> Selector:
+    """Who chooses the group's schedules."""
+    return group._engine.selector
+
+
+def measure(group: Group) -> LinkModel:
+    """What messages cost in this group, equal on all ranks and not rounded. Collective; takes about 50 ms on a LAN.
+
+    Raises:
+        PeerLost: A rank is gone.
+        DeadlineExceededError: A rank did not take part in time.
+    """
+    return survey(group).links
+
+
+def rounded(links: LinkModel) -> LinkModel:
+    """Latencies on a grid of powers of 4, bandwidths on one of powers of 2 times 1 Gbit/s.
+
+    A choice that is off by these factors costs little; a choice that changes from run to run changes the order of
+    additions, and with it the last bits of a result.
+    """
+
+    def near(value: float, unit: float, factor: float) -> float:
+        return float(unit * factor ** round(math.log(value / unit, factor)))
+
+    return replace(
+        links,
+        latency_s=near(links.latency_s, _LATENCY_UNIT_S, _LATENCY_FACTOR),
+        bytes_per_s=near(links.bytes_per_s, _BANDWIDTH_UNIT, _BANDWIDTH_FACTOR),
+        local_latency_s=near(links.local_latency_s, _LATENCY_UNIT_S, _LATENCY_FACTOR),
+        local_bytes_per_s=near(links.local_bytes_per_s, _BANDWIDTH_UNIT, _BANDWIDTH_FACTOR),
+    )
+
+
+def survey(group: Group) -> Survey:
+    """Measure, and return what every rank has found, on every rank. Collective.
+
+    Raises:
+        PeerLost: A rank is gone.
+        DeadlineExceededError: A rank did not take part in time.
+    """
+    begin = time.monotonic()
+    hosts = selector_of(group).hosts_of(group.ranks)
+    neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank]]
+    leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    several = max(hosts.count(host) for host in hosts) > 1
+    local_latency_s = latency_s = local_bytes_per_s = bytes_per_s = 0.0
+    if several:
+        local_latency_s = _latency(group, neighbours)
+        local_bytes_per_s = _bandwidth(group, neighbours, _LOCAL_STREAM_S, "local")
+    if len(leaders) > 1:
+        latency_s = _latency(group, leaders)
+        bytes_per_s = _bandwidth(group, leaders, _STREAM_S, "between")
+    found = torch.zeros(group.world_size, 5, dtype=torch.float64)
+    mine = [latency_s, bytes_per_s, local_latency_s, local_bytes_per_s, time.monotonic() - begin]
+    found[group.rank] = torch.tensor(mine, dtype=torch.float64)
+    group.allreduce(found, name="probe.found", op=ReduceOp.MAX).wait()
+    columns = [tuple(column) for column in found.T.tolist()]
+    return Survey(hosts, columns[0], columns[1], columns[2], columns[3], max(columns[4]))
+
+
+def _latency(group: Group, line: Sequence[int]) -> float:
+    """Seconds from this rank to the next of a line (not from the last one: it has none); every second pair at a time."""
+    if group.rank not in line:
+        return 0.0
+    place = line.index(group.rank)
+    found = 0.0
+    for parity in (0, 1):
+        first = place if place % 2 == parity else place - 1
+        if first < 0 or first + 1 >= len(line):
+            continue
+        seconds = _round_trips(group.subgroup((line[first], line[first + 1]), name="probe"), leads=first == place)
+        if first == place:
+            found = seconds
+    return found
+
+
+def _round_trips(pair: Group, *, leads: bool) -> float:
+    """One way, in seconds: a broadcast to the other one, whose consent comes back. The leader says when to stop."""
+    more = torch.ones(1, dtype=torch.uint8)
+    took: list[float] = []
+    begin = time.monotonic()
+    while True:
+        now = time.monotonic()
+        if leads:
+            enough = len(took) > _ROUND_TRIPS_MIN and now - begin > _LATENCY_S
+            more.fill_(0 if enough or len(took) >= _ROUND_TRIPS_MAX else 1)
+        pair.broadcast(more, root=0, name="probe.latency", schedule="chain")
+        took.append(time.monotonic() - now)
+        if not more.item():
+            break
+    # The first one made the connection.
+    return median(took[1:]) / 2
+
+
+def _bandwidth(group: Group, ring: Sequence[int], enough_s: float, what: str) -> float:
+    """Bytes per second that this rank receives from the previous one of a ring. All ranks of the group take part."""
+    takes_part = group.rank in ring and len(ring) > 1
+    earlier = (0, 0.0)
+    size = _STREAM_BYTES_MIN
+    while True:
+        seconds = _stream(group, ring, size) if takes_part else 0.0
+        longest = torch.tensor([seconds], dtype=torch.float64)
+        group.allreduce(longest, name=f"probe.{what}", op=ReduceOp.MAX).wait()
+        enough = longest.item() >= (enough_s if earlier[0] else _STREAM_LONG_S)
+        if enough or size >= _STREAM_BYTES_MAX:
+            break
+        earlier = (size, seconds)
+        size *= _STREAM_GROWTH
+    if not takes_part:
+        return 0.0
+    # Beside what both streams share (latency, burst) the larger one takes its additional bytes' time; noise cannot make
+    # that more than twice what it says by itself.
+    longer_s = max(seconds - earlier[1], seconds / 2)
+    return (size - earlier[0]) / longer_s
+
+
+def _stream(group: Group, ring: Sequence[int], size: int) -> float:
+    place = ring.index(group.rank)
+    outgoing, incoming = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    begin = time.monotonic()
+    receiving = group.recv(incoming, src=ring[place - 1], tag=_TAG)
+    sending = group.send(outgoing, dst=ring[(place + 1) % len(ring)], tag=_TAG)
+    receiving.wait()
+    elapsed = time.monotonic() - begin
+    sending.wait()
+    return elapsed
+
+
+#: Of the streams' messages: nobody else's.
+_TAG = -(1 << 20)

@@ -1,0 +1,394 @@
+"""Messages of MPI, through ``mpi4py``: for machines where MPI knows the network best.
+
+Everything happens on a private duplicate of ``COMM_WORLD``, so the program's own messages are not disturbed. All calls
+return at once (``Isend``, ``Irecv``, ``Testsome``, ``Iallreduce``); nothing here blocks inside MPI.
+
+Who may call MPI is MPI's decision (see ``Communicator``). Importing this module imports ``mpi4py.MPI``, which
+initialises MPI and finalises it when the process ends; this module never finalises anything.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+
+from totalreduce.foundation.config import TcpConfig
+from totalreduce.foundation.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    RendezvousError,
+    TotalReduceError,
+)
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.transports.base import NativeCollectives
+from totalreduce.transports.native import check_tensor, reduction_for
+from totalreduce.transports.passing import HEAD_BYTES, PassingTransport, Wire, WireError
+
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:  # RuntimeError: there is mpi4py, but no MPI library
+    raise ConfigurationError(
+        f"transport 'mpi' needs mpi4py and the MPI library it is built for ({error}): `pip install 'totalreduce[mpi]'` "
+        "beside your cluster's MPI, or `pip install mpi4py mpich` where there is none"
+    ) from error
+__all__ = ["Communicator", "MpiTransport", "join", "standing"]
+
+_log = logging.getLogger("totalreduce")
+
+_HEAD_TAG, _BODY_TAG = 1, 2
+#: Longest description of a rank's settings.
+_DOCUMENT_BYTES = 16 * 1024
+_PAUSE_MAX_S = 1e-3
+#: MPI is the process's, not a group's: below THREAD_MULTIPLE all groups' calls exclude each other.
+_SERIAL = threading.RLock()
+
+
+def standing() -> tuple[int, int]:
+    """Rank of this process in ``COMM_WORLD``, and its size."""
+    return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+
+
+@final
+class Communicator:
+    """A private communicator, and who may call MPI on it.
+
+    ``THREAD_MULTIPLE`` (what mpi4py asks for): every thread. ``THREAD_SERIALIZED``: every thread, one at a time; this
+    module sees to it among its own calls, the program must for its own. Less: only the thread that initialised MPI,
+    so messages move only while that thread waits for an operation; that is said once in the log.
+    """
+
+    def __init__(self, handle: MPI.Intracomm) -> None:
+        """Use ``join``."""
+        self.handle = handle
+        self.rank, self.world_size = handle.Get_rank(), handle.Get_size()
+        level = MPI.Query_thread()
+        self.funnelled = level < MPI.THREAD_SERIALIZED
+        self.lock = threading.RLock() if level >= MPI.THREAD_MULTIPLE else _SERIAL
+        if self.funnelled:
+            _log.warning(
+                "rank %d: this MPI may be called by its first thread only: messages move only while that thread waits "
+                "for an operation, and nothing overlaps with computation",
+                self.rank,
+            )
+
+    def usable(self) -> bool:
+        """Whether the calling thread may call MPI now."""
+        return not MPI.Is_finalized() and (not self.funnelled or MPI.Is_thread_main())
+
+    def finish(self, request: MPI.Request, timeout_s: float) -> bool:
+        """Wait for a request without blocking inside MPI; whether it is done in time."""
+        deadline = time.monotonic() + timeout_s
+        pause_s = 0.0
+        while True:
+            with self.lock:
+                if request.Test():
+                    return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s + 1e-6, _PAUSE_MAX_S)
+
+    def exchange(self, document: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+        """Every rank's JSON document, by rank. Collective.
+
+        Raises:
+            RendezvousError: Somebody did not come in time.
+        """
+        text = json.dumps(document).encode()
+        if len(text) > _DOCUMENT_BYTES:
+            raise ConfigurationError(f"the description of rank {self.rank} has more than {_DOCUMENT_BYTES} bytes")
+        mine = bytearray(text.ljust(_DOCUMENT_BYTES))
+        everybodys = bytearray(_DOCUMENT_BYTES * self.world_size)
+        with self.lock:
+            request = self.handle.Iallgather([mine, MPI.BYTE], [everybodys, MPI.BYTE])
+        if not self.finish(request, timeout_s):
+            raise _absent(self.rank, timeout_s)
+        begins = range(0, len(everybodys), _DOCUMENT_BYTES)
+        return [json.loads(everybodys[begin : begin + _DOCUMENT_BYTES]) for begin in begins]
+
+
+def join(timeout_s: float) -> Communicator:
+    """A private communicator of all ranks. Collective.
+
+    Raises:
+        RendezvousError: Somebody did not come in time.
+    """
+    world = MPI.COMM_WORLD
+    handle, request = world.Idup()
+    deadline = time.monotonic() + timeout_s
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise _absent(world.Get_rank(), timeout_s)
+        time.sleep(_PAUSE_MAX_S)
+    handle.Set_errhandler(MPI.ERRORS_RETURN)
+    return Communicator(handle)
+
+
+def _absent(rank: int, timeout_s: float) -> RendezvousError:
+    return RendezvousError(
+        f"rank {rank}: not every rank of MPI's COMM_WORLD came to init within {timeout_s:g} s; "
+        "all must call it, in the same order if there are several groups"
+    )
+
+
+@final
+class _MpiWire(Wire):
+    """See ``Wire``. One message to a peer at a time; one head and one body from a peer at a time."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        """Be ready for a head from every peer."""
+        self.rank, self.world_size = communicator.rank, communicator.world_size
+        self._communicator, self._lock = communicator, communicator.lock
+        #: What MPI has in hand, and what it is: "head", "body" (arriving) or "sent", and the peer.
+        self._requests: list[MPI.Request] = []
+        self._owners: list[tuple[str, int]] = []
+        self._statuses: list[MPI.Status] = []
+        self._buffers = [memoryview(bytearray(HEAD_BYTES)) for _ in range(self.world_size)]
+        self._heads: dict[int, memoryview] = {}
+        self._received: set[int] = set()
+        #: By peer: requests of the messages that are leaving, and whether one of them is a body.
+        self._leaving: dict[int, tuple[int, bool]] = {}
+        self._left: dict[int, int] = {}
+        self._failures: list[tuple[int, str]] = []
+        with self._lock:
+            for peer in range(self.world_size):
+                if peer != self.rank:
+                    self._post("head", peer, self._receive(self._buffers[peer], peer, _HEAD_TAG))
+
+    @property
+    def beats(self) -> bool:
+        """Not where only one thread may look."""
+        return not self._communicator.funnelled
+
+    def usable(self) -> bool:
+        """Whether the calling thread may call MPI now."""
+        return self._communicator.usable()
+
+    def poll(self) -> bool:
+        """Ask MPI which requests are done; that is also when MPI moves what is not."""
+        if not self.usable():
+            return False
+        with self._lock:
+            statuses = self._statuses
+            while len(statuses) < len(self._requests):
+                statuses.append(MPI.Status())
+            try:
+                done = MPI.Request.Testsome(self._requests, statuses)
+            except MPI.Exception as error:
+                self._sort_out(_reason(error))
+                return True
+            if not done:
+                return False
+            for place, index in enumerate(done):
+                self._done(*self._owners[index], statuses[place])
+            self._forget(set(done))
+            return True
+
+    def _sort_out(self, reason: str) -> None:
+        """Some requests have ended, at least one of them badly, and MPI does not say which: find out."""
+        ended = {index for index, request in enumerate(self._requests) if request == MPI.REQUEST_NULL}
+        for index in ended:
+            kind, peer = self._owners[index]
+            wanted = (peer, _BODY_TAG if kind == "body" else _HEAD_TAG, MPI.SUCCESS)
+            good = [s for s in self._statuses if (s.Get_source(), s.Get_tag(), s.Get_error()) == wanted]
+            if good and kind != "sent":
+                self._done(kind, peer, good[0])
+            elif kind != "sent" or len(ended) == 1:
+                self._failures.append((peer, reason))
+            else:
+                self._done(kind, peer, self._statuses[0])  # if it was this one, the next message will tell
+        self._forget(ended)
+
+    def _done(self, kind: str, peer: int, status: MPI.Status) -> None:
+        if kind == "head":
+            self._heads[peer] = self._buffers[peer][: status.Get_count(MPI.BYTE)]
+        elif kind == "body":
+            self._received.add(peer)
+        else:
+            requests, with_body = self._leaving[peer]
+            if requests > 1:
+                self._leaving[peer] = requests - 1, with_body
+            else:
+                del self._leaving[peer]
+                self._left[peer] = self._left.get(peer, 0) + with_body
+        status.Set_source(MPI.PROC_NULL)  # it has been read (see _sort_out)
+
+    def _forget(self, done: set[int]) -> None:
+        kept = [index for index in range(len(self._requests)) if index not in done]
+        self._requests = [self._requests[index] for index in kept]
+        self._owners = [self._owners[index] for index in kept]
+
+    def _post(self, kind: str, peer: int, request: MPI.Request) -> None:
+        self._requests.append(request)
+        self._owners.append((kind, peer))
+
+    def _receive(self, view: memoryview, peer: int, tag: int) -> MPI.Request:
+        try:
+            return self._communicator.handle.Irecv([view, MPI.BYTE], peer, tag)
+        except MPI.Exception as error:
+            raise WireError(_reason(error)) from error
+
+    def failures(self) -> list[tuple[int, str]]:
+        """Peers of failed requests."""
+        with self._lock:
+            failures, self._failures = self._failures, []
+        return failures
+
+    def may_send(self, peer: int) -> bool:
+        """Whether the last message to ``peer`` has left."""
+        return peer not in self._leaving
+
+    def send(self, peer: int, head: bytes, body: memoryview | None) -> None:
+        """Begin to send."""
+        handle = self._communicator.handle
+        with self._lock:
+            requests, with_body = self._leaving.get(peer, (0, False))
+            try:
+                self._post("sent", peer, handle.Isend([head, MPI.BYTE], peer, _HEAD_TAG))
+                self._leaving[peer] = requests + 1, with_body
+                if body is not None:
+                    self._post("sent", peer, handle.Isend([body, MPI.BYTE], peer, _BODY_TAG))
+                    self._leaving[peer] = requests + 2, True
+            except MPI.Exception as error:
+                raise WireError(_reason(error)) from error
+
+    def bodies_left(self, peer: int) -> int:
+        """How many bodies have left since the last call."""
+        return self._left.pop(peer, 0)
+
+    def busy(self, peer: int) -> bool:
+        """Whether something has not left."""
+        return peer in self._leaving
+
+    def head(self, peer: int) -> memoryview | None:
+        """The head from ``peer``."""
+        return self._heads.get(peer)
+
+    def receive(self, peer: int, view: memoryview) -> None:
+        """Begin to receive a body, straight into ``view``."""
+        with self._lock:
+            self._post("body", peer, self._receive(view, peer, _BODY_TAG))
+
+    def received(self, peer: int) -> bool:
+        """Whether the body is complete."""
+        return peer in self._received
+
+    def release(self, peer: int) -> None:
+        """Be ready for the next head."""
+        with self._lock:
+            del self._heads[peer]
+            self._received.discard(peer)
+            self._post("head", peer, self._receive(self._buffers[peer], peer, _HEAD_TAG))
+
+    def close(self, timeout_s: float) -> None:
+        """Take back what was posted for messages that will not come; free the communicator if nothing is left."""
+        if not self.usable():
+            return  # MPI_Finalize does it; the memory stays alive with this object's requests
+        with self._lock:
+            for request, (kind, _) in zip(self._requests, self._owners, strict=True):
+                if kind != "sent":
+                    request.Cancel()
+        deadline = time.monotonic() + timeout_s
+        while self._requests and (self.poll() or time.monotonic() < deadline):
+            time.sleep(1e-4)
+        if self._requests:
+            peers = sorted({peer for _, peer in self._owners})
+            _log.warning("rank %d: MPI does not let go of messages from or to rank(s) %s", self.rank, peers)
+        else:
+            with self._lock:
+                self._communicator.handle.Free()
+
+
+@final
+class _MpiCollectives:
+    """See ``base.NativeCollectives``. CPU tensors; float16 and bfloat16 are reduced as float32."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        """On the transport's communicator: MPI keeps collectives and messages apart by itself."""
+        self._communicator = communicator
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp, *, timeout_s: float) -> None:
+        """Reduce in place."""
+        check_tensor(tensor, on_cpu=True)
+        reduction = reduction_for(tensor, op, self._communicator.world_size, wider=_WIDER)
+        array, mpi_op = reduction.tensor.detach().numpy(), _OPS[reduction.op]
+        self._run("Iallreduce", lambda comm: comm.Iallreduce(MPI.IN_PLACE, array, mpi_op), timeout_s)
+        reduction.finish()
+
+    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout_s: float) -> None:
+        """Copy the root's tensor."""
+        check_tensor(tensor, on_cpu=True)
+        data = _bytes(tensor)
+        self._run("Ibcast", lambda comm: comm.Ibcast([data, MPI.BYTE], root), timeout_s)
+
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor, *, timeout_s: float) -> None:
+        """Gather equal parts."""
+        check_tensor(tensor, on_cpu=True)
+        check_tensor(output, on_cpu=True)
+        if output.dtype != tensor.dtype or output.numel() != self._communicator.world_size * tensor.numel():
+            raise ConfigurationError(
+                f"{output.numel()} elements of {output.dtype} do not hold {tensor.numel()} of {tensor.dtype} from each "
+                f"of {self._communicator.world_size} ranks"
+            )
+        part, whole = _bytes(tensor), _bytes(output)
+        self._run("Iallgather", lambda comm: comm.Iallgather([part, MPI.BYTE], [whole, MPI.BYTE]), timeout_s)
+
+    def _run(self, what: str, begin: Callable[[MPI.Intracomm], MPI.Request], timeout_s: float) -> None:
+        communicator = self._communicator
+        try:
+            with communicator.lock:
+                request = begin(communicator.handle)
+            done = communicator.finish(request, timeout_s)
+        except MPI.Exception as error:
+            raise TotalReduceError(f"rank {communicator.rank}: MPI's {what} failed: {_reason(error)}") from error
+        if not done:
+            raise DeadlineExceededError(
+                f"rank {communicator.rank}: MPI's {what} has not ended within {timeout_s:g} s; did every rank call it?"
+            )
+
+
+@final
+class MpiTransport(PassingTransport):
+    """Messages of MPI.
+
+    MPI cannot be told to put the rest of a body elsewhere: where an operation fails while one of its bodies arrives,
+    that body still lands in the operation's tensor, but never after ``close``.
+    """
+
+    def __init__(self, communicator: Communicator, config: TcpConfig) -> None:
+        """Take over a communicator from ``join``."""
+        super().__init__(_MpiWire(communicator), config)
+        self._native = _MpiCollectives(communicator)
+
+    @property
+    def native(self) -> NativeCollectives:
+        """MPI's own collectives."""
+        return self._native
+
+
+_OPS = {
+    ReduceOp.SUM: MPI.SUM,
+    ReduceOp.MIN: MPI.MIN,
+    ReduceOp.MAX: MPI.MAX,
+    ReduceOp.PRODUCT: MPI.PROD,
+    ReduceOp.BAND: MPI.BAND,
+    ReduceOp.BOR: MPI.BOR,
+    ReduceOp.BXOR: MPI.BXOR,
+}
+
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    """A tensor's memory as bytes, without copying."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
+
+
+def _reason(error: MPI.Exception) -> str:
+    return f"MPI says: {error.Get_error_string()}"

@@ -1,0 +1,83 @@
+"""What the native collectives of borrowed libraries have in common: tensors those libraries know, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from totalreduce.foundation.errors import UnsupportedError
+from totalreduce.foundation.types import DType, ReduceOp
+from totalreduce.kernels import supports
+
+__all__ = ["Reduction", "check_tensor", "reduction_for"]
+
+#: What a reduction of ``bool`` means for bytes that are 0 or 1.
+_OF_BYTES = {
+    ReduceOp.SUM: ReduceOp.MAX,
+    ReduceOp.MAX: ReduceOp.MAX,
+    ReduceOp.BOR: ReduceOp.MAX,
+    ReduceOp.PRODUCT: ReduceOp.MIN,
+    ReduceOp.MIN: ReduceOp.MIN,
+    ReduceOp.BAND: ReduceOp.MIN,
+    ReduceOp.BXOR: ReduceOp.BXOR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A reduction as a library can do it.
+
+    Attributes:
+        tensor: What the library reduces in place: the caller's memory, or a wider copy.
+        op: How; neither ``AVG`` nor a reduction of ``bool``.
+        finish: To be called afterwards; the caller's tensor then has the result.
+    """
+
+    tensor: torch.Tensor
+    op: ReduceOp
+    finish: Callable[[], None]
+
+
+def check_tensor(tensor: torch.Tensor, *, on_cpu: bool) -> None:
+    """Refuse what is not one piece of memory.
+
+    Raises:
+        UnsupportedError: The tensor is not contiguous, not strided, or not on the CPU where it must be.
+    """
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise UnsupportedError("native collectives take contiguous tensors: call .contiguous() first")
+    if on_cpu and tensor.device.type != "cpu":
+        raise UnsupportedError(f"this library reads CPU memory, and the tensor is on {tensor.device}")
+
+
+def reduction_for(
+    tensor: torch.Tensor, op: ReduceOp, world_size: int, *, wider: Mapping[torch.dtype, torch.dtype]
+) -> Reduction:
+    """Say how to reduce ``tensor`` with a library that has neither averages nor ``bool``.
+
+    Args:
+        tensor: Contiguous.
+        op: What is wanted.
+        world_size: For averages.
+        wider: Element types that the library does not have, and what they are reduced as.
+
+    Raises:
+        UnsupportedError: This reduction of this element type is not defined.
+    """
+    name = str(tensor.dtype).removeprefix("torch.").upper()
+    dtype = DType.__members__.get(name)
+    if dtype is None or op is ReduceOp.NONE or not supports(dtype, op):
+        raise UnsupportedError(f"{op.name} of {tensor.dtype} is not defined")
+    if dtype is DType.BOOL:
+        return Reduction(tensor.view(torch.uint8), _OF_BYTES[op], lambda: None)
+    work = tensor.to(wider.get(tensor.dtype, tensor.dtype))
+
+    def finish() -> None:
+        if op is ReduceOp.AVG:
+            work.div_(world_size, rounding_mode=None if dtype.is_floating_point else "trunc")
+        if work is not tensor:
+            tensor.copy_(work)
+
+    return Reduction(work, ReduceOp.SUM if op is ReduceOp.AVG else op, finish)

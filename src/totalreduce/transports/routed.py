@@ -1,0 +1,96 @@
+"""Two transports as one: shared memory for the ranks of this host, a network for all others.
+
+Each of the two is offered the same endpoint, but sees only its own peers as ready; everything else passes through. Who
+waits, waits for both: both have an epoll object, and epoll objects nest.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Collection
+from typing import final
+
+from totalreduce.transports.base import Endpoint, Transport
+from totalreduce.transports.shm import ShmTransport
+from totalreduce.transports.tcp import TcpTransport
+
+__all__ = ["RoutedTransport"]
+
+#: The network's own timers (retries, verdicts) are looked at this often at least.
+_TIMERS_S = 0.05
+
+
+@final
+class _Side:
+    """The endpoint as one of the transports sees it: with its own peers."""
+
+    def __init__(self, endpoint: Endpoint, peers: Collection[int]) -> None:
+        self._all_ready, self._peers = endpoint.ready_peers, frozenset(peers)
+        # Bound once: a message shall not cost a second call.
+        self.next_message, self.message_sent = endpoint.next_message, endpoint.message_sent
+        self.may_receive, self.accept, self.delivered = endpoint.may_receive, endpoint.accept, endpoint.delivered
+        self.peer_lost = endpoint.peer_lost
+
+    def ready_peers(self) -> Collection[int]:
+        """The ready ones among its own."""
+        return self._peers.intersection(self._all_ready())
+
+
+@final
+class RoutedTransport(Transport):
+    """Local peers by ``local``, all others by ``remote``. One thread at a time but for ``wait`` and ``wake``."""
+
+    def __init__(self, local: ShmTransport, remote: TcpTransport) -> None:
+        """Join two transports of one rank; which peers are local is what ``local`` says."""
+        self.rank, self.world_size = local.rank, local.world_size
+        self.counters = remote.counters = local.counters  # counted together from now on
+        self._local, self._remote = local, remote
+        self._epoll = select.epoll()
+        self._epoll.register(local.fileno(), select.EPOLLIN)
+        self._epoll.register(remote.fileno(), select.EPOLLIN)
+
+    @property
+    def ranks_per_host(self) -> int:
+        """How many ranks share memory with this one, itself included."""
+        return self._local.ranks_per_host
+
+    def attach(self, endpoint: Endpoint) -> None:
+        """Say who asks and answers."""
+        members = self._local.members
+        self._local.attach(_Side(endpoint, members))
+        self._remote.attach(_Side(endpoint, set(range(self.world_size)).difference(members)))
+
+    def progress(self) -> bool:
+        """A round of each; what came from afar may have made something ready for a neighbour."""
+        more = self._local.progress()
+        more = self._remote.progress() or more
+        return more or self._local.can_send()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for either."""
+        if not self._local.fall_asleep():
+            return
+        try:
+            self._epoll.poll(min(timeout_s, _TIMERS_S))
+        finally:
+            self._local.wake_up()
+
+    def wake(self) -> None:
+        """End a ``wait``: the local side's bell is enough, because everybody who waits listens to it."""
+        self._local.wake()
+
+    def connected_peers(self) -> Collection[int]:
+        """Of both."""
+        return {*self._local.connected_peers(), *self._remote.connected_peers()}
+
+    def idle(self) -> bool:
+        """Whether no message is half-way out."""
+        return self._local.idle() and self._remote.idle()
+
+    def close(self, timeout_s: float) -> None:
+        """Close both: the network first, because there something may still be on its way."""
+        deadline = time.monotonic() + timeout_s
+        self._remote.close(timeout_s)
+        self._local.close(max(0.0, deadline - time.monotonic()))
+        self._epoll.close()

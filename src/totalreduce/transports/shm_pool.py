@@ -1,0 +1,139 @@
+"""Where bodies wait for their receivers: pieces of this rank's outbox, written once, read by one peer or by several.
+
+A piece is free again when every peer that was sent it has given it back, which each says in a word of its own outbox.
+The piece that came back last is taken first: it is still in the cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from typing import Any, final
+
+import numpy as np
+
+from totalreduce.transports.shm_memory import Layout
+
+__all__ = ["Piece", "StagingPool"]
+
+
+@final
+class Piece:
+    """One piece of the pool and who has still to read it.
+
+    Attributes:
+        number: Its place in the layout.
+        use: How often it has been filled. A peer gives back a use, not the piece.
+        out: Whether somebody may still have to read it.
+        keepable: Whether a receiver may keep it while it waits for other messages.
+        readers: For each, its words and the place of the one that will be equal to ``use``.
+    """
+
+    __slots__ = ("array", "keepable", "key", "large", "number", "out", "readers", "use")
+
+    def __init__(self, number: int, array: np.ndarray[Any, Any], *, large: bool) -> None:
+        """A piece that was never used."""
+        self.number, self.array, self.large = number, array, large
+        self.use = 0
+        self.out = False
+        self.keepable = False
+        self.key: Hashable = None
+        self.readers: list[tuple[memoryview, int]] = []
+
+    @property
+    def released(self) -> bool:
+        """Whether every reader has given it back."""
+        use = self.use
+        return all(words[place] == use for words, place in self.readers)
+
+
+@final
+class StagingPool:
+    """The pieces of one outbox. Used by whoever moves messages.
+
+    Why this cannot deadlock: a message is only taken while a large piece is free (``has_room``). At most half of the
+    large pieces are out as *keepable*; the others come back after a computation that waits for nothing.
+    """
+
+    def __init__(self, memory: memoryview, layout: Layout) -> None:
+        """All pieces free."""
+        pieces = []
+        for number in range(layout.pieces):
+            start, length = layout.piece(number)
+            array = np.frombuffer(memory[start : start + length], np.uint8)
+            pieces.append(Piece(number, array, large=number >= layout.small_pieces))
+        self.large_bytes, self._small_bytes = layout.large_bytes, layout.small_bytes
+        self._small = [piece for piece in pieces if not piece.large]
+        self._large = [piece for piece in pieces if piece.large]
+        self._out: deque[Piece] = deque()
+        self._shared: dict[Hashable, Piece] = {}
+        self._keepable = {False: layout.small_pieces // 2, True: layout.large_pieces // 2}
+
+    def has_room(self) -> bool:
+        """Whether a body of any length (or a part of it) can be staged."""
+        return bool(self._large) or self._collect()
+
+    def stage(self, body: memoryview, key: Hashable, words: memoryview, came_back_at: int) -> Piece:
+        """A piece with the bytes of ``body``, at most ``large_bytes``; only after ``has_room``.
+
+        Args:
+            body: Copied, unless a piece with an equal ``key`` still has it.
+            key: See ``Outgoing.share_key``.
+            words: Of the peer that it is for.
+            came_back_at: Place of the word in which this peer gives back piece 0.
+        """
+        if key is not None:
+            shared = self._shared.get(key)
+            if shared is not None and all(words is not other for other, _ in shared.readers):
+                if not shared.out:  # it has come back meanwhile, but nothing else was written to it
+                    (self._large if shared.large else self._small).remove(shared)
+                    self._take(shared)
+                shared.readers.append((words, came_back_at + shared.number))
+                return shared
+        out = self._out
+        while out and out[0].released:
+            self._free(out.popleft())
+        length = len(body)
+        piece = (self._small if length <= self._small_bytes and self._small else self._large).pop()
+        if piece.key is not None and self._shared.get(piece.key) is piece:
+            del self._shared[piece.key]
+        piece.key = key
+        if key is not None:
+            self._shared[key] = piece
+        np.copyto(piece.array[:length], np.frombuffer(body, np.uint8))  # releases the GIL
+        self._take(piece)
+        piece.readers.append((words, came_back_at + piece.number))
+        return piece
+
+    def _take(self, piece: Piece) -> None:
+        piece.out = True
+        piece.use += 1
+        piece.keepable = self._keepable[piece.large] > 0
+        self._keepable[piece.large] -= piece.keepable
+        self._out.append(piece)
+
+    def _free(self, piece: Piece) -> None:
+        piece.out = False
+        piece.readers.clear()
+        self._keepable[piece.large] += piece.keepable
+        (self._large if piece.large else self._small).append(piece)
+
+    def _collect(self) -> bool:
+        """Look at all pieces that are out; returns whether a large one is free now."""
+        staying: deque[Piece] = deque()
+        for piece in self._out:
+            if piece.released:
+                self._free(piece)
+            else:
+                staying.append(piece)
+        self._out = staying
+        return bool(self._large)
+
+    def has_come_back(self) -> bool:
+        """Whether ``has_room`` may say yes by now. Changes nothing; any thread."""
+        return bool(self._large) or any(piece.released for piece in tuple(self._out) if piece.large)
+
+    def forget(self, words: memoryview) -> None:
+        """A reader is gone: its pieces count as given back."""
+        for piece in self._out:
+            piece.readers = [reader for reader in piece.readers if reader[0] is not words]

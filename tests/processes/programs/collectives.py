@@ -1,0 +1,161 @@
+"""Runs the conformance suite's cases over the transport named as argument, and compares with torch's own arithmetic.
+
+Run by every rank: ``mpirun -n 4 python collectives.py mpi``. Prints one line per rank: how many results were right.
+"""
+
+import os
+import sys
+import time
+
+import torch
+
+import totalreduce as tr
+from totalreduce.foundation.types import DType, OpKind
+from totalreduce.testing.conformance import expected, make_input
+from totalreduce.testing.conformance_cases import cases_for
+
+
+def compare(result, reference, what):
+    """Equal, or say where not."""
+    if not torch.equal(result, reference):
+        raise AssertionError(f"{what}: {result} is not {reference}")
+    return 1
+
+
+def run_cases(transport):
+    """All cases; several groups live at the same time, one per configuration of the engine."""
+    groups, compared = {}, 0
+    world = tr.init(transport, timeout_s=60.0)
+    for case in cases_for(world.world_size):
+        key = repr(case.engine)
+        group = groups.get(key)
+        if group is None:
+            name = f"engine {len(groups)}"
+            group = groups[key] = tr.init(transport, name=name, engine=case.engine, timeout_s=60.0)
+        time.sleep(case.delay_s(group.rank, 0))
+        works = []
+        for collective in case.order(group.rank, 0):
+            name, tensor = f"{case.name}/{collective.name}", make_input(collective, group.rank, group.world_size)
+            match collective.kind:
+                case OpKind.ALLREDUCE:
+                    work = group.allreduce(tensor, name=name, op=collective.reduction, priority=collective.priority)
+                    works.append((collective, work))
+                case OpKind.BROADCAST:
+                    work = group.broadcast(tensor, name=name, root=collective.root, async_op=True)
+                    works.append((collective, work))
+                case OpKind.BARRIER:
+                    group.barrier()
+                case _:  # see run_others
+                    continue
+        for collective, work in works:
+            if collective.rough:
+                work.wait()  # its bits are compared elsewhere: torch adds in another order
+                continue
+            inputs = [make_input(collective, rank, group.world_size) for rank in range(group.world_size)]
+            compared += compare(work.wait(), expected(collective, inputs), f"{case.name}: {collective.name}")
+    compared += run_large(world)
+    compared += sum(run_others(world, size) for size in (7, 60_000))
+    compared += run_native(world)
+    for group in (world, *groups.values()):
+        group.close()
+    return compared
+
+
+def run_large(group):
+    """Bodies that travel as messages of their own, in both directions at once."""
+    size, compared = 700_001, 0
+    base = torch.arange(size, dtype=torch.float64)
+    tensors = [base * (group.rank + 1) + index for index in range(4)]
+    works = [group.allreduce(tensor, name=f"large {index}") for index, tensor in enumerate(tensors)]
+    total = group.world_size * (group.world_size + 1) // 2
+    for index, work in enumerate(works):
+        compared += compare(work.wait(), base * total + index * group.world_size, f"large {index}")
+    return compared
+
+
+def run_others(group, size):
+    """Every other collective, and messages, with ``size`` elements of every pair of ranks."""
+    rank, world_size, compared = group.rank, group.world_size, 0
+    ranks = range(world_size)
+
+    def part(source, target):
+        """What ``source`` has for ``target``; sizes differ."""
+        return torch.arange(size + target, dtype=torch.float64) + 100 * source + target
+
+    got = [torch.zeros(size + rank, dtype=torch.float64) for _ in ranks]
+    group.alltoall(got, [part(rank, target) for target in ranks]).wait()
+    for source in ranks:
+        compared += compare(got[source], part(source, rank), f"alltoall from {source}")
+    got = [torch.zeros(size + source, dtype=torch.float64) for source in ranks]
+    group.allgather(got, part(rank, rank)).wait()
+    for source in ranks:
+        compared += compare(got[source], part(source, source), f"allgather from {source}")
+    root = world_size - 1
+    got = [torch.zeros(size + source, dtype=torch.float64) for source in ranks] if rank == root else None
+    group.gather(got, part(rank, rank), root=root).wait()
+    for source in ranks if got is not None else ():
+        compared += compare(got[source], part(source, source), f"gather from {source}")
+    mine = torch.zeros(size + rank, dtype=torch.float64)
+    group.scatter(mine, [part(0, target) for target in ranks] if rank == 0 else None).wait()
+    compared += compare(mine, part(0, rank), "scatter")
+    group.reduce_scatter(mine, [part(rank, target) for target in ranks]).wait()
+    total = sum(part(source, rank) for source in ranks)
+    compared += compare(mine, total, "reduce_scatter")
+    whole = part(rank, 0)
+    group.reduce(whole, root=root).wait()
+    compared += compare(whole, sum(part(source, 0) for source in ranks) if rank == root else part(rank, 0), "reduce")
+    if world_size > 1:
+        right, left = (rank + 1) % world_size, (rank - 1) % world_size
+        sent = group.send(part(rank, right), dst=right, tag=3)
+        group.recv(mine, src=left, tag=3).wait()
+        sent.wait()
+        compared += compare(mine, part(left, rank), "send and recv")
+        half = group.subgroup(range(rank % 2, world_size, 2))
+        whole = part(rank, 0)
+        half.allreduce(whole).wait()
+        compared += compare(whole, sum(part(source, 0) for source in half.ranks), "allreduce of every other rank")
+        half.close()
+    return compared
+
+
+def run_native(group):
+    """What the library underneath does by itself."""
+    native, size, compared = group._runner.transport.native, group.world_size, 0
+    assert native is not None
+    for dtype in DType:
+        for op in (tr.ReduceOp.SUM, tr.ReduceOp.AVG, tr.ReduceOp.MAX, tr.ReduceOp.BXOR):
+            element = getattr(torch, dtype.name.lower())
+            inputs = [(torch.arange(37) * (rank + 1) % 5).to(element) for rank in range(size)]
+            tensor = inputs[group.rank].clone()
+            try:
+                native.allreduce(tensor, op, timeout_s=30.0)
+            except tr.UnsupportedError:
+                bitwise_of_floats = op is tr.ReduceOp.BXOR and dtype.is_floating_point
+                assert bitwise_of_floats or (op is tr.ReduceOp.AVG and dtype is DType.BOOL), (dtype, op)
+                continue
+            reference = inputs[0].clone()
+            for other in inputs[1:]:
+                match op:
+                    case tr.ReduceOp.MAX:
+                        reference = torch.maximum(reference, other)
+                    case tr.ReduceOp.BXOR:
+                        reference = reference ^ other
+                    case _:
+                        reference = reference + other
+            if op is tr.ReduceOp.AVG:
+                reference = torch.div(reference, size, rounding_mode=None if dtype.is_floating_point else "trunc")
+            compared += compare(tensor, reference.to(element), f"native {op.name} of {dtype.name}")
+        part = torch.full((5,), group.rank + 1).to(element)
+        whole = torch.zeros(5 * size, dtype=element)
+        native.allgather(whole, part, timeout_s=30.0)
+        wanted = torch.arange(1, size + 1).repeat_interleave(5).to(element)
+        compared += compare(whole, wanted, f"native allgather of {dtype.name}")
+        native.broadcast(part, size - 1, timeout_s=30.0)
+        compared += compare(part, torch.full((5,), size).to(element), f"native broadcast of {dtype.name}")
+    return compared
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    count = run_cases(sys.argv[1])
+    os.write(1, f"compared {count}\n".encode())

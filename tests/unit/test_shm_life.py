@@ -1,0 +1,425 @@
+"""Meeting, sleeping, dying: ranks of one host in one thread."""
+
+import fcntl
+import os
+import select
+import socket
+from types import SimpleNamespace
+
+import pytest
+from shm_desk import IDENTITY, PIECE, Host, message
+
+import totalreduce.transports.shm as shm_module
+from totalreduce.foundation.config import TcpConfig
+from totalreduce.foundation.errors import ConfigurationError, ProtocolError
+from totalreduce.transports import shm_memory
+from totalreduce.transports.handshake import JobIdentity
+from totalreduce.transports.shm import listen, shm_available
+from totalreduce.transports.shm_memory import SLEEP_WORD, Layout, Mapping, Outbox
+from totalreduce.transports.shm_sleep import ASLEEP, WANTS_ROOM
+
+SMALL = Layout.choose(2, PIECE, 4 * PIECE)
+
+
+def stranger(name: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect("\0" + name.removeprefix("@"))
+    return sock
+
+
+def asleep(host: Host, rank: int) -> int:
+    return host.ranks[rank]._outbox.words[SLEEP_WORD] & (ASLEEP | WANTS_ROOM)
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+def test_the_parts_of_an_outbox_do_not_overlap() -> None:
+    for local_ranks in (1, 2, 3, 8, 64):
+        layout = Layout.choose(local_ranks, 1 << 20, 16 << 20)
+        used: list[tuple[int, int]] = [(8 * SLEEP_WORD, 8), (8 * shm_memory.BEAT_WORD, 8)]
+        peers = [peer for peer in range(local_ranks) if peer != 0]
+        for peer in peers:
+            first = 8 * layout.block(0, peer)
+            used.append((first, 8 * (shm_memory.GIVEN_BACK + layout.pieces)))
+            for slot in range(layout.slots):
+                entry = layout.entry(0, peer, slot)
+                assert entry < 8 * layout.entry_word(0, peer, slot) < layout.entry_body(0, peer, slot)
+                assert layout.entry_body(0, peer, slot) + layout.inline_bytes == entry + layout.entry_bytes
+                used.append((entry, layout.entry_bytes))
+        used += [layout.piece(number) for number in range(layout.pieces)]
+        used.sort()
+        for (start, length), (following, _) in zip(used, used[1:], strict=False):
+            assert start + length <= following
+        assert used[-1][0] + used[-1][1] == layout.total_bytes
+        assert layout.inline_bytes >= 1024
+        assert layout.total_bytes < 24 << 20
+
+
+@pytest.mark.parametrize(("body", "pool"), [(1, 1), (PIECE, 1 << 20), (64 << 20, 16 << 20)])
+def test_any_sizes_give_at_least_four_large_pieces(body: int, pool: int) -> None:
+    layout = Layout.choose(2, body, pool)
+    assert layout.large_pieces >= 4
+    assert layout.large_bytes <= max(4096, pool // 4)
+
+
+def test_a_memory_file_cannot_be_shrunk_by_its_owner() -> None:
+    outbox = Outbox(SMALL)
+    with pytest.raises(PermissionError):
+        os.ftruncate(outbox.fd, 4096)
+    mapping = Mapping(outbox.fd, SMALL)
+    outbox.words[5] = 77
+    assert mapping.words[5] == 77
+    assert mapping.view.readonly
+    outbox.close()
+
+
+def test_a_memory_file_that_is_not_sealed_or_too_short_is_refused() -> None:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, SMALL.total_bytes)
+    with pytest.raises(ProtocolError, match="sealed"):
+        Mapping(fd, SMALL)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    Mapping(fd, SMALL)
+    with pytest.raises(ProtocolError, match="bytes with seals"):
+        Mapping(fd, Layout.choose(3, PIECE, 4 * PIECE))
+    os.close(fd)
+    read, write = os.pipe()
+    with pytest.raises(ProtocolError, match="cannot be mapped"):
+        Mapping(read, SMALL)
+    os.close(read)
+    os.close(write)
+
+
+def test_the_reason_why_there_is_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shm_available() is None
+
+    def refuse(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        assert "No space left on device" in str(shm_available())
+        assert 'transport="tcp"' in str(shm_available())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", refuse)
+        assert "memfd_create" in str(shm_available())
+    with monkeypatch.context() as patch:
+        patch.setattr(shm_memory.platform, "machine", lambda: "sparc64")
+        patch.setattr(shm_memory.ctypes, "CDLL", refuse)
+        assert "shared memory on sparc64 needs libatomic" in str(shm_available())
+    with monkeypatch.context() as patch:
+        patch.setattr(shm_memory.sys, "platform", "darwin")
+        assert "needs Linux" in str(shm_available())
+
+
+def test_messages_with_the_fences_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(shm_memory.platform, "machine", lambda: "aarch64")
+
+    class Fence:
+        def __call__(self, order: int) -> None:
+            calls.append(order)
+
+    monkeypatch.setattr(shm_memory.ctypes, "CDLL", lambda _: SimpleNamespace(atomic_thread_fence=Fence()))
+    with Host(2) as host:
+        before = len(calls)
+        host.desks[0].put(1, message(b"abc"), message(bytes(PIECE), step=1))
+        host.move()
+        assert host.desks[1].received == [(0, 0, b"abc"), (0, 1, bytes(PIECE))]
+    assert set(calls) == {5}
+    assert len(calls) - before >= 8
+
+
+# ----------------------------------------------------------------------------------------------------------- meeting
+
+
+def test_all_ranks_meet_once() -> None:
+    with Host(5) as host:
+        assert [rank.counters.connections for rank in host.ranks] == [4] * 5
+        assert host.ranks[2].ranks_per_host == 5
+        assert [set(rank.connected_peers()) for rank in host.ranks] == [set(range(5)) - {r} for r in range(5)]
+        assert [desk.lost for desk in host.desks] == [[]] * 5
+
+
+def test_a_wrong_key_is_noticed_on_both_sides() -> None:
+    other = JobIdentity(bytes(32), "job/default", 0)
+    with Host(2, meet=False, identities=[IDENTITY, other]) as host:
+        host.move(until=lambda: host.desks[0].lost)
+        host.move()
+        assert host.desks[0].lost == [(1, "the process at rank 1's address does not know the job's key")]
+        assert host.ranks[1].counters.refused_connections == 1
+        assert not host.ranks[1].connected_peers()
+
+
+def test_other_sizes_are_noticed_on_both_sides() -> None:
+    with Host(2, meet=False) as host, Host(2, meet=False, max_body_bytes=2 * PIECE, pool_bytes=1 << 20) as other:
+        host.ranks[1], other.ranks[1] = other.ranks[1], host.ranks[1]
+        host.ranks[0]._reception._addresses[1] = other.names[1]
+        host.move(until=lambda: host.ranks[1].counters.refused_connections or host.desks[0].lost)
+        host.move()
+        assert host.ranks[1].counters.refused_connections == 1
+        assert not host.ranks[0].connected_peers()
+        assert not host.ranks[1].connected_peers()
+
+
+def test_strangers_are_refused_and_counted_and_who_only_asks_is_not() -> None:
+    with Host(2) as host:
+        stranger(host.names[1]).close()
+        host.move()
+        assert host.ranks[1].counters.refused_connections == 0
+        babbler = stranger(host.names[1])
+        babbler.sendall(bytes(200))
+        host.move()
+        assert host.ranks[1].counters.refused_connections == 1
+        assert babbler.recv(1) == b""
+        babbler.close()
+        host.desks[0].put(1, message(b"x"))
+        host.move()
+        assert host.desks[1].received == [(0, 0, b"x")]
+
+
+def test_many_idle_strangers_do_not_keep_a_peer_out() -> None:
+    with Host(2, meet=False, config=TcpConfig(pending_handshakes_max=4)) as host:
+        idlers = [stranger(host.names[1]) for _ in range(9)]
+        host.move(until=lambda: host.ranks[0].connected_peers() and host.ranks[1].connected_peers())
+        assert host.ranks[1].counters.refused_connections >= 5
+        for idler in idlers:
+            idler.close()
+
+
+def test_a_peer_that_does_not_listen_is_lost_when_it_is_needed() -> None:
+    with Host(2, meet=False) as host:
+        host.close(1)
+        host.move()
+        assert host.desks[0].lost == []
+        host.desks[0].put(1, message(b"x"))
+        host.move()
+        assert len(host.desks[0].lost) == 1
+        assert "cannot connect to @totalreduce-" in host.desks[0].lost[0][1]
+        assert not host.desks[0].outbox[1] or host.move() or not host.desks[0].outbox[1]
+
+
+def test_a_lower_rank_that_does_not_come_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(shm_module, "time", clock)
+    with Host(2, meet=False) as host:
+        host.desks[1].put(0, message(b"x"))
+        host.move(only=[1])
+        clock.now += 1.0
+        host.move(only=[1])
+        assert host.desks[1].lost == []  # it listens
+        host.close(0)
+        clock.now += 1.0
+        host.move(only=[1])
+        assert [peer for peer, _ in host.desks[1].lost] == [0]
+        assert "cannot connect" in host.desks[1].lost[0][1]
+
+
+def test_a_lower_rank_that_never_comes_is_lost_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(shm_module, "time", clock)
+    with Host(2, meet=False, config=TcpConfig(connect_timeout_s=3.0)) as host:
+        host.desks[1].put(0, message(b"x"))
+        host.move(only=[1])
+        clock.now += 3.5
+        host.move(only=[1])
+        assert host.desks[1].lost == [(0, "no connection within 3.0 s")]
+
+
+# ------------------------------------------------------------------------------------------------------------- dying
+
+
+def test_what_was_published_is_read_before_the_end_is_told() -> None:
+    with Host(2) as host:
+        host.desks[0].put(1, *(message(bytes([step]) * 9000, step=step) for step in range(10)))
+        host.move(only=[0])
+        host.close(0)
+        host.move()
+        assert host.desks[1].received == [(0, step, bytes([step]) * 9000) for step in range(10)]
+        assert host.desks[1].lost == [(0, "its connection ended (the connection was closed by the other end)")]
+        host.desks[1].put(0, message(b"for nobody"))
+        host.move()
+        assert not host.desks[1].outbox[0]
+        assert len(host.desks[1].lost) == 1
+
+
+def test_a_rank_that_goes_unused_is_no_loss_until_it_is_needed() -> None:
+    with Host(3) as host:
+        host.close(2)
+        host.move()
+        assert host.desks[0].lost == []
+        assert set(host.ranks[0].connected_peers()) == {1}
+        host.desks[0].put(2, message(b"x"))
+        host.move()
+        assert host.desks[0].lost == [(2, "its connection ended (the connection was closed by the other end)")]
+
+
+def test_pieces_of_a_dead_reader_come_back() -> None:
+    with Host(3) as host:
+        host.desks[1].keeps = True
+        host.desks[0].put(1, *(message(bytes(PIECE), step=step) for step in range(4)))
+        host.move()
+        host.desks[0].put(2, message(b"waits for room"))
+        host.move()
+        assert host.desks[2].received == []
+        host.close(1)
+        host.move()
+        assert host.desks[2].received == [(0, 0, b"waits for room")]
+        assert bytes(host.desks[1].leases[0].body) == bytes(PIECE)  # still readable, and may still be given back
+        host.desks[1].leases[0].release()
+
+
+def test_who_talks_on_the_silent_socket_is_lost() -> None:
+    with Host(2) as host:
+        host.desks[0].put(1, message(b"x"))
+        host.move()
+        host.ranks[0]._links[1].sock.send(b"?")
+        host.move(only=[1])
+        assert host.desks[1].lost == [(0, "its connection ended (it sent what it must not)")]
+
+
+def test_a_heartbeat_that_stands_still_is_a_frozen_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(shm_module, "time", clock)
+    with Host(2) as host:
+        for _ in range(100):  # ten seconds of nothing but heartbeats
+            clock.now += 0.1
+            host.move(1)
+        assert host.desks[0].lost == []
+        for _ in range(22):
+            clock.now += 0.1
+            host.move(1, only=[0])
+        assert [peer for peer, _ in host.desks[0].lost] == [1]
+        assert host.desks[0].lost[0][1].startswith("silent for 2.")
+        assert host.desks[0].lost[0][1].endswith("s (stopped, frozen or cut off from the network)")
+
+
+def test_who_was_stopped_himself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(shm_module, "time", clock)
+    with Host(2) as host:
+        clock.now += 60.0
+        host.move(1, only=[0])  # rank 1 has not moved either: its heartbeat stands where it stood
+        assert host.desks[0].lost == []
+        host.move(1)
+        clock.now += 1.0
+        host.move(1)
+        assert [desk.lost for desk in host.desks] == [[], []]
+
+
+# ---------------------------------------------------------------------------------------------------------- sleeping
+
+
+def readable(host: Host, rank: int) -> bool:
+    return bool(select.select([host.ranks[rank].fileno()], [], [], 0)[0])
+
+
+def test_a_sleeper_is_woken_once_per_sleep() -> None:
+    with Host(2) as host:
+        assert host.ranks[1].fall_asleep()
+        assert asleep(host, 1) == ASLEEP
+        assert not readable(host, 1)
+        host.desks[0].put(1, message(b"a"), message(b"b", step=1))
+        host.move(only=[0])
+        assert readable(host, 1)
+        host.ranks[1].wake_up()
+        assert asleep(host, 1) == 0
+        host.move()
+        assert len(host.desks[1].received) == 2
+        assert not readable(host, 1)
+        host.desks[0].put(1, message(b"c", step=2))
+        host.move(only=[0])
+        assert not readable(host, 1)  # nobody slept
+        assert not host.ranks[1].fall_asleep()  # it is seen without a bell
+
+
+def test_two_threads_asleep_and_one_awake_count_as_asleep() -> None:
+    with Host(2) as host:
+        assert host.ranks[1].fall_asleep()
+        assert host.ranks[1].fall_asleep()
+        host.ranks[1].wake_up()
+        assert asleep(host, 1) == ASLEEP
+        host.desks[0].put(1, message(b"a"))
+        host.move(only=[0])
+        assert readable(host, 1)
+        host.ranks[1].wake_up()
+        assert asleep(host, 1) == 0
+
+
+def test_who_waits_for_room_is_woken_by_what_is_given_back() -> None:
+    with Host(2) as host:
+        host.desks[1].keeps = True
+        host.desks[0].put(1, *(message(bytes(PIECE), step=step) for step in range(5)))
+        host.move()
+        assert host.ranks[0].fall_asleep()
+        assert asleep(host, 0) == ASLEEP | WANTS_ROOM
+        host.desks[1].leases[3].release()
+        assert readable(host, 0)
+        host.ranks[0].wake_up()
+        assert not host.ranks[0].fall_asleep()
+        host.move()
+        assert len(host.desks[1].received) == 5
+
+
+def test_who_waits_for_a_full_ring_is_woken_when_it_is_read() -> None:
+    with Host(2) as host:
+        host.desks[0].put(1, *(message(b"x", step=step) for step in range(40)))
+        host.move(only=[0], rounds=30)
+        assert host.ranks[0].fall_asleep()
+        assert asleep(host, 0) == ASLEEP | WANTS_ROOM
+        host.move(1, only=[1])
+        assert readable(host, 0)
+        host.ranks[0].wake_up()
+
+
+def test_wake_ends_the_next_wait_and_a_wait_that_has_begun() -> None:
+    with Host(2) as host:
+        host.ranks[0].wake()
+        assert not host.ranks[0].fall_asleep()
+        assert host.ranks[0].fall_asleep()
+        host.ranks[0].wake()
+        assert readable(host, 0)
+        host.ranks[0].wake_up()
+
+
+def test_wake_after_close_does_nothing() -> None:
+    host = Host(2)
+    with host:
+        pass
+    host.ranks[0].wake()
+
+
+def test_closing_leaves_no_descriptor_behind() -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with Host(3):
+        pass
+    before = count()
+    for _ in range(3):
+        with Host(3) as host:
+            host.desks[0].put(1, message(bytes(PIECE)))
+            host.move()
+    assert count() == before
+
+
+def test_out_of_memory_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(ConfigurationError, match="no shared memory of 1 MiB: Cannot allocate memory"):
+        Outbox(Layout.choose(2, 4096, 4096))
+
+
+def test_an_address_is_a_random_name() -> None:
+    (first, one), (second, two) = listen(), listen()
+    assert one != two
+    assert one.startswith("@totalreduce-")
+    first.close()
+    second.close()
