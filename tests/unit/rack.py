@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from totalreduce.engine.engine import Computation, Delivery, Engine, OutgoingMessage
-from totalreduce.engine.operation import Operation
+from totalreduce.engine.operation import AnyReceive, Operation
 from totalreduce.engine.runner import carry_out
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import Frame, Header
@@ -35,6 +36,7 @@ def broadcast(*shape: int, root: int, dtype: DType = DType.FLOAT64) -> Signature
     return Signature(OpKind.BROADCAST, dtype, ReduceOp.NONE, root, shape)
 
 
+MESSAGE = Signature(OpKind.SEND_RECV, DType.FLOAT64, ReduceOp.NONE, 0, ())
 BARRIER = Signature(OpKind.BARRIER, DType.UINT8, ReduceOp.NONE, 0, (0,))
 
 
@@ -45,7 +47,7 @@ class Rack:
         config = replace(config, **changes) if changes else config
         self.config, self.world_size, self.now = config, world_size, 0.0
         self.engines = [Engine(rank, world_size, config) for rank in range(world_size)]
-        self.completed: list[list[Operation]] = [[] for _ in range(world_size)]
+        self.completed: list[list[Operation | AnyReceive]] = [[] for _ in range(world_size)]
 
     def submit(
         self,
@@ -61,6 +63,46 @@ class Rack:
         data = bytearray(array.tobytes())[: signature.num_elements * signature.dtype.itemsize]
         data.extend(bytes(signature.num_elements * signature.dtype.itemsize - len(data)))
         operation = self.engines[rank].submit(name, signature, [memoryview(data)], priority=priority, now=self.now)
+        self.collect(rank)
+        return operation
+
+    def send(self, source: int, target: int, values: object, *, tag: int = 0, priority: int = 0) -> Operation:
+        """Send float64 ``values``."""
+        buffers = [memoryview(bytearray(np.asarray(values, np.float64).tobytes()))]
+        return self._message(source, source, target, buffers, tag, priority)
+
+    def receive(self, source: int, target: int, count: int, *, tag: int = 0) -> Operation:
+        """Receive ``count`` float64 values, filled with -1 before."""
+        return self._message(target, source, target, [_blank(count)], tag, 0)
+
+    def receive_any(self, target: int, count: int, *, tag: int = 0) -> AnyReceive:
+        """The same from whoever sends first; what it becomes is in ``completed`` and has it as its owner."""
+        candidates = {rank: _message_name(rank, target, tag) for rank in range(self.world_size) if rank != target}
+        receive = AnyReceive(candidates, MESSAGE, _blank(count), "", 0, owner=None)
+        receive.owner = receive
+        self.engines[target].receive_any(receive, self.now)
+        self.collect(target)
+        return receive
+
+    def _message(
+        self, here: int, source: int, target: int, buffers: list[memoryview], tag: int, priority: int
+    ) -> Operation:
+        operation = self.engines[here].submit(
+            _message_name(source, target, tag),
+            MESSAGE,
+            buffers,
+            ranks=(source, target),
+            repeats=True,
+            priority=priority,
+            now=self.now,
+        )
+        self.collect(here)
+        return operation
+
+    def blocks(self, rank: int, name: str, signature: Signature, counts: Sequence[int | None]) -> Operation:
+        """Submit blocks of so many float64 values, filled with -1; ``None`` where this rank has none."""
+        buffers = [None if count is None else _blank(count) for count in counts]
+        operation = self.engines[rank].submit(name, signature, buffers, now=self.now)
         self.collect(rank)
         return operation
 
@@ -146,6 +188,14 @@ class Rack:
         self.completed[rank] += self.engines[rank].pop_completed()
 
 
+def _blank(count: int) -> memoryview:
+    return memoryview(bytearray(np.full(count, -1.0).tobytes()))
+
+
+def _message_name(source: int, target: int, tag: int) -> str:
+    return f"{source} to {target}, tag {tag}"
+
+
 def drain(rack: Rack, source: int, target: int) -> deque[Message]:
     """Everything that may leave now."""
     messages: deque[Message] = deque()
@@ -154,6 +204,6 @@ def drain(rack: Rack, source: int, target: int) -> deque[Message]:
     return messages
 
 
-def values_of(operation: Operation) -> list[float]:
-    """The result as float64 numbers."""
-    return np.frombuffer(operation.buffers[0], np.float64).tolist()
+def values_of(operation: Operation, block: int = 0) -> list[float]:
+    """The result, or one of its blocks, as float64 numbers."""
+    return np.frombuffer(operation.buffers[block], np.float64).tolist()

@@ -12,7 +12,7 @@ from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.shm import ShmTransport, listen
 
 IDENTITY = JobIdentity(bytes(range(32)), "job/default", 0)
-PIECE = 64 * 1024
+PIECE = 128 * 1024
 
 
 def message(body: bytes | bytearray = b"", *, frame: Frame = Frame.DATA, step: int = 0, key: object = None):

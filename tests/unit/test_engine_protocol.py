@@ -151,7 +151,7 @@ def test_what_is_remembered_of_strange_operations_is_bounded(monkeypatch: pytest
             rack.give(0, 1, (Header(frame, 0, index, body_bytes=len(body)), body))
     engine = rack.engines[1]
     tables = [engine._early.posted, engine._early.requested, engine._early.described]
-    tables += [engine._peer_names, engine._peer_descriptions]
+    tables += [engine._early.names, engine._early.descriptions]
     assert [len(table) for table in tables] == [10] * 5
 
 

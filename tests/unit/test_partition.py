@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from totalreduce.engine.layout import OperationLayout
@@ -42,6 +42,7 @@ configs = st.builds(
 HOSTS = ((0,), (0, 1), (0, 0, 1), (0, 0, 1, 1), (0, 1, 2, 0, 1, 2, 0, 1, 2), (0, 0, 0, 0, 1, 1, 1, 1))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 3000), st.sampled_from(HOSTS), st.sampled_from(DType), configs)
 @pytest.mark.parametrize("algorithm", algorithms_of(OpKind.ALLREDUCE))
 def test_chunks_of_lanes_tile_the_tensor(
@@ -82,6 +83,7 @@ def test_chunks_of_lanes_tile_the_tensor(
 BLOCK_KINDS = (OpKind.ALLGATHER, OpKind.REDUCE_SCATTER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=6), st.sampled_from(DType), configs)
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
 def test_sender_and_receiver_cut_a_block_alike(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from totalreduce.c10d.errors import as_torch_error
@@ -84,7 +83,7 @@ def _others(
     """Process groups for devices with other back ends, by device, and what ends them."""
     if not wanted:
         return {}, lambda: None
-    c10d = dist.distributed_c10d
+    c10d: Any = dist.distributed_c10d
     name = f"{options.group_id}/others"
     # A tag of its own, so that nobody who looks for a group of these ranks finds this half of one.
     other, _ = c10d._new_process_group_helper(

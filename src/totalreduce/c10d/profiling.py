@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -18,15 +18,17 @@ class Record:
     def __init__(self, title: str, tensors: Sequence[torch.Tensor]) -> None:
         """Begin."""
         self.ended = threading.Event()
-        self._event = torch._C._profiler._RecordFunctionFast(title, list(tensors))
-        self._event.__enter__()
+        handle = torch._C._autograd._record_function_with_args_enter(title, *tensors)
+        # Through a future, because that alone carries the profiler's state over to the thread where the event ends.
+        self._future: Any = torch.futures.Future()
+        torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(handle, self._future)
 
     def end(self) -> None:
         """End; called once."""
-        self._event.__exit__(None, None, None)
+        self._future.set_result(None)
         self.ended.set()
 
 
 def begin(title: str, tensors: Sequence[torch.Tensor]) -> Record | None:
     """Begin an event if somebody profiles."""
-    return Record(title, tensors) if torch.autograd._profiler_enabled() else None
+    return Record(title, tensors) if torch._C._autograd._profiler_enabled() else None

@@ -1,8 +1,8 @@
 """Makes ``init_process_group("totalreduce")`` work, without importing torch for those who do not need it.
 
-``import totalreduce`` calls ``install``. Where ``torch.distributed`` is there already, the back end is registered at once;
-else a finder waits on ``sys.meta_path`` for its import, registers right after it, and is gone. An installed totalreduce
-is also an entry point of ``torch.backends``: then torch calls ``install`` by itself and scripts need no import at all.
+``import totalreduce`` calls ``install``. Where ``torch.distributed`` is there already, the back end is registered at
+once; else a finder waits on ``sys.meta_path`` for its import, registers right after it, and is gone. An installed
+totalreduce is also an entry point of ``torch.backends``: then torch calls ``install``, and scripts need no import.
 """
 
 from __future__ import annotations
@@ -96,10 +96,11 @@ def _open_monitored_barrier(c10d: Any) -> None:
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         chosen = c10d.GroupMember.WORLD if group is None else group
         if getattr(chosen, "backend_of_totalreduce", False):
-            return chosen.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
-        return original(group, timeout, wait_all_ranks)
+            chosen.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+        else:
+            original(group, timeout, wait_all_ranks)
 
     c10d.monitored_barrier = monitored_barrier
-    package = sys.modules.get("torch.distributed")
-    if package is not None and getattr(package, "monitored_barrier", None) is original:
+    package: Any = sys.modules.get("torch.distributed")
+    if getattr(package, "monitored_barrier", None) is original:
         package.monitored_barrier = monitored_barrier

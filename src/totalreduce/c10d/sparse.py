@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from typing import final
 
 import torch
 
 from totalreduce.groups.group import Group
 from totalreduce.groups.work import Work
 
-__all__ = ["allreduce_sparse"]
+__all__ = ["SparseSum", "allreduce_sparse"]
 
 
-def allreduce_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> tuple[list[Work], Callable[[], None]]:
+def allreduce_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> tuple[list[Work], SparseSum]:
     """Submit the sum of a sparse tensor over all ranks; blocks only until the numbers of values are known.
 
     Args:
@@ -21,7 +22,7 @@ def allreduce_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> tu
         timeout_s: Deadline of the exchange of numbers.
 
     Returns:
-        The operations, and what turns their outcome into the result, to be called once they are done.
+        The operations, and what turns their outcome into the result.
     """
     own = tensor.detach().coalesce()
     counts = torch.zeros(group.world_size, dtype=torch.int64)
@@ -29,13 +30,26 @@ def allreduce_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> tu
     indices = [torch.empty(own.sparse_dim(), int(count), dtype=torch.int64) for count in counts]
     values = [own.values().new_empty(int(count), *own.values().shape[1:]) for count in counts]
     works = [group.allgather(indices, own.indices().contiguous()), group.allgather(values, own.values().contiguous())]
+    return works, SparseSum(tensor, indices, values)
 
-    def finish() -> None:
-        if not indices:
-            return  # somebody waited before
-        total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), tensor.shape, check_invariants=False)
-        with torch.no_grad():
-            tensor.copy_(total.coalesce())
-        indices.clear()
 
-    return works, finish
+@final
+class SparseSum:
+    """The local sum that ends an allreduce of sparse tensors."""
+
+    def __init__(self, tensor: torch.Tensor, indices: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        """Keep what the exchange fills."""
+        self._tensor, self._indices, self._values = tensor, indices, values
+        self._lock = threading.Lock()
+        self._finished = False
+
+    def finish(self, *, blocking: bool) -> None:  # noqa: ARG002
+        """Add up, once."""
+        with self._lock:
+            if self._finished:
+                return
+            self._finished = True
+            indices, values = torch.cat(self._indices, 1), torch.cat(self._values)
+            total = torch.sparse_coo_tensor(indices, values, self._tensor.shape, check_invariants=False)
+            with torch.no_grad():
+                self._tensor.copy_(total.coalesce())

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from totalreduce.c10d.profiling import Record
     from totalreduce.groups.work import Work as GroupWork
 
-__all__ = ["OperationWork"]
+__all__ = ["Finish", "OperationWork"]
+
+
+class Finish(Protocol):
+    """The last part of an operation, which happens on this rank only."""
+
+    def finish(self, *, blocking: bool) -> None:
+        """Do it, unless it is done; with ``blocking=False`` the current CUDA stream may be left waiting for it."""
 
 
 @final
@@ -40,7 +47,7 @@ class OperationWork(Work):
         timeout_s: float,
         callbacks: Callbacks,
         record: Record | None = None,
-        finish: Callable[[], None] | None = None,
+        staged: Finish | None = None,
     ) -> None:
         """Watch over operations that have been submitted.
 
@@ -51,7 +58,7 @@ class OperationWork(Work):
             timeout_s: Deadline in seconds from now.
             callbacks: Where futures are completed.
             record: The profiler's event, ended when the operation is done.
-            finish: Called by ``wait`` when all is well (CUDA: makes the current stream wait for the last copy).
+            staged: What is left to be done here when the operations are done.
         """
         super().__init__()
         self._works, self._result, self._title = works, result, title
@@ -59,14 +66,14 @@ class OperationWork(Work):
         self._deadline = time.monotonic() + timeout_s
         self._callbacks = callbacks
         self._record = record
-        self._finish = finish
+        self._staged = staged
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._future: Any = None
         if record is not None:
             self._when_done(lambda: callbacks.run(record.end))
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is done.
 
         Args:
@@ -91,8 +98,7 @@ class OperationWork(Work):
             raise self._error from error.__cause__
         if self._record is not None:
             self._record.ended.wait(max(0.0, end - time.monotonic()))
-        if self._finish is not None:
-            self._finish()
+        self.synchronize()
         return True
 
     def is_completed(self) -> bool:
@@ -103,7 +109,7 @@ class OperationWork(Work):
         """Whether it is done and well."""
         return self.is_completed() and self.exception() is None
 
-    def exception(self) -> BaseException | None:  # type: ignore[override]
+    def exception(self) -> BaseException | None:
         """The error of an operation that failed."""
         if self._error is None:
             for work in self._works:
@@ -118,9 +124,9 @@ class OperationWork(Work):
         return list(_flat(self._result))
 
     def synchronize(self) -> None:
-        """Nothing is left to be done for CPU tensors; for CUDA ones the current stream waits for the last copy."""
-        if self._finish is not None:
-            self._finish()
+        """For a work that is done: with CUDA tensors, have the current stream wait for the copies of the results."""
+        if self._staged is not None:
+            self._staged.finish(blocking=False)
 
     def block_current_stream(self) -> None:
         """As ``wait``."""
@@ -140,7 +146,7 @@ class OperationWork(Work):
         with self._lock:
             if self._future is None:
                 # An error can only be put into a future by a callback that raises it.
-                gate = torch.futures.Future()  # type: ignore[var-annotated]
+                gate: torch.futures.Future[None] = torch.futures.Future()
                 self._future = gate.then(lambda _: self._outcome())
                 if all(work.done() for work in self._works):
                     gate.set_result(None)
@@ -184,8 +190,8 @@ class OperationWork(Work):
         error = self.exception()
         if error is not None:
             raise error
-        if self._finish is not None:
-            self._finish()
+        if self._staged is not None:
+            self._staged.finish(blocking=True)
         return self._result
 
     def _late(self, cause: DeadlineExceededError | None) -> BaseException:

@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "run": ("totalreduce.cli.run", "run", {"allow_interspersed_args": False}),
     "demo": ("totalreduce.cli.demo", "demo", {}),
     "bench": ("totalreduce.cli.bench", "bench_app", {}),
+    "doctor": ("totalreduce.cli.doctor", "doctor", {}),
 }
 """Name, where it is (a function or a Typer application), and its settings."""
 

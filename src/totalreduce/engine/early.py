@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-from totalreduce.foundation.errors import MismatchError
+from totalreduce.foundation.errors import MismatchError, PeerLost
 
 __all__ = ["REMEMBERED_MAX", "BoundedTable", "EarlyNews"]
 
@@ -49,7 +49,7 @@ class EarlyNews:
         """Know nothing."""
         self.posted: BoundedTable[_Key, set[int]] = BoundedTable()
         self.requested: BoundedTable[_Key, set[int]] = BoundedTable()
-        self.poisoned: BoundedTable[_Key, MismatchError] = BoundedTable()
+        self.poisoned: BoundedTable[_Key, MismatchError | PeerLost] = BoundedTable()
         self.urgent: BoundedTable[_Key, bool] = BoundedTable()
         self.described: BoundedTable[_Key, dict[int, bytes]] = BoundedTable()
         self.names: BoundedTable[int, str] = BoundedTable()

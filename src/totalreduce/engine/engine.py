@@ -46,7 +46,7 @@ from totalreduce.foundation.errors import (
 )
 from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header, unpack_signature
 from totalreduce.foundation.observer import Observer
-from totalreduce.foundation.types import Algorithm, ReduceOp, Signature
+from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp, Signature
 from totalreduce.schedules import program_for
 from totalreduce.schedules.actions import Mode, Program, Receive, Send, translate
 from totalreduce.schedules.select import LinkModel, Selector
@@ -56,6 +56,8 @@ __all__ = ["CONTROL_BYTES_MAX", "Computation", "Delivery", "Engine", "OutgoingMe
 
 #: The longest body of a control frame that is accepted.
 CONTROL_BYTES_MAX = 16 * 1024
+#: Kinds in which a rank may be done, and leave, before others have begun: its part is here, or it is missed.
+_ENDS_EARLY = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER, OpKind.SEND_RECV})
 #: In control frames that are about no operation.
 _NO_KEY = (0, 0)
 
@@ -161,6 +163,7 @@ class Engine:
         priority: int = 0,
         now: float,
         owner: Any = None,
+        becoming: bool = False,
     ) -> Operation:
         """Put an operation on the message list ("when a new gradient is ready").
 
@@ -175,6 +178,7 @@ class Engine:
             priority: Smaller is more urgent; 32 bits signed.
             now: Seconds.
             owner: Kept in the operation for the caller.
+            becoming: It was a receive from anybody.
 
         Raises:
             ValueError: The name is in flight already.
@@ -186,10 +190,11 @@ class Engine:
         record = self._names.record(scope, name)
         op_id = record.op_id
         key = (op_id, record.next_iteration)
-        for peer, reason in self._departed.items():
-            if peer in ranks:
-                self._tell_of_departure(key, peer, reason, ranks)
-                raise PeerLost(peer, reason)
+        if signature.kind not in _ENDS_EARLY:
+            for peer, reason in self._departed.items():
+                if peer in ranks:
+                    self._tell_of_departure(key, peer, reason, ranks)
+                    raise PeerLost(peer, reason)
         if (
             name is not None
             and not repeats
@@ -226,6 +231,10 @@ class Engine:
         if not operation.finished:
             for lane in operation.lanes:
                 self._advance(operation, lane, now)
+        for peer in self._departed:
+            self._fail_if_needed(operation, peer, now)
+        if repeats and not becoming:  # a message that had overtaken this one may have waited for its turn
+            self._match_any(ranks[0], (op_id, record.next_iteration), now)
         return operation
 
     def promote(self, operation: Operation, now: float) -> None:
@@ -250,15 +259,14 @@ class Engine:
             GroupClosed: This rank closed the group.
         """
         self._check_usable()
-        for peer, reason in self._departed.items():
-            if peer in receive.candidates:
-                raise PeerLost(peer, reason)
         for peer, name in receive.candidates.items():
             record = self._names.record(receive.scope, name)
-            key = (record.op_id, record.next_iteration)
-            if key in self.floating or key in self._early.requested or key in self._early.described:
+            if self._is_announced((record.op_id, record.next_iteration)):
                 self._become(receive, peer, now)
                 return
+        for peer in receive.candidates:
+            if all(candidate in self._departed for candidate in receive.candidates):
+                raise PeerLost(peer, self._departed[peer])
         self._any_receives.append(receive)
 
     def pop_completed(self) -> list[Operation | AnyReceive]:
@@ -477,18 +485,9 @@ class Engine:
 
     def peer_departed(self, peer: int, reason: str, now: float) -> None:
         """A rank closed the group in good order: only what still needs it fails."""
-        if peer in self._departed:
-            return
-        self._departed[peer] = reason
+        self._departed.setdefault(peer, reason)  # perhaps another rank has told of it, who did not get all of its messages
         for operation in list(self._active.values()):
-            waits = any(
-                source == peer and index not in lane.arrivals and index >= lane.position
-                for lane in operation.lanes
-                for (source, _), index in operation.program.receives.items()
-            )
-            if waits:
-                self._tell_of_departure(operation.key, peer, reason, operation.ranks)
-                self._finish(operation, now, PeerLost(peer, reason))
+            self._fail_if_needed(operation, peer, now)
         self._end_any_receives(lambda receive: set(receive.candidates) <= set(self._departed), PeerLost(peer, reason))
 
     # --------------------------------------------------------------------------------------------------- watching
@@ -537,6 +536,13 @@ class Engine:
             raise GroupClosed(f"rank {self.rank} has closed the group; make a new one with init()")
         if self._lost is not None:
             raise PeerLost(self._lost.rank, self._lost.reason)
+
+    def _fail_if_needed(self, operation: Operation, peer: int, now: float) -> None:
+        """Fail an operation that still has something to get from, or to give to, a rank that has left."""
+        if not operation.finished and operation.needs(peer):
+            reason = self._departed[peer]
+            self._tell_of_departure(operation.key, peer, reason, operation.ranks)
+            self._finish(operation, now, PeerLost(peer, reason))
 
     def _tell_of_departure(self, key: tuple[int, int], peer: int, reason: str, ranks: Sequence[int]) -> None:
         """Tell those who wait for this rank's part of an operation that it will not come, and why."""
@@ -760,8 +766,9 @@ class Engine:
         """Whether a message from another peer, which is not here yet, comes before receive ``index``."""
         actions = operation.program.actions
         return any(
-            isinstance(action, Receive) and action.peer != actions[index].peer and place not in lane.arrivals
-            for place, action in enumerate(actions[lane.position : index], lane.position)
+            isinstance(action, Receive) and action.peer != actions[index].peer and earlier not in lane.arrivals
+            for earlier, action in enumerate(actions[lane.position : index], lane.position)
+            if lane.places[earlier] is not None
         )
 
     def _floating_delivered(self, message: FloatingMessage, now: float) -> None:
@@ -1010,9 +1017,13 @@ class Engine:
         if operation is not None:
             self._finish(operation, now, error)
         elif not self._names.is_past(key):
-            self._drop_floating(self.floating.claim(key))
-            self._early.described.pop(key, None)
-            self._early.poisoned[key] = error
+            self._poison(key, error)
+
+    def _poison(self, key: tuple[int, int], error: MismatchError | PeerLost) -> None:
+        """An operation that was not submitted here fails as soon as it is."""
+        self._drop_floating(self.floating.claim(key))
+        self._early.described.pop(key, None)
+        self._early.poisoned[key] = error
 
     def _on_lost(self, peer: int, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
         lost = document.get("rank")
@@ -1026,6 +1037,8 @@ class Engine:
             operation = self._active.get(key)
             if operation is not None:
                 self._finish(operation, now, PeerLost(lost, reason))
+            elif not self._names.is_past(key):
+                self._poison(key, PeerLost(lost, reason))
 
     def _on_status_request(self, peer: int, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
         waited_s = document.get("waited_s", 0.0)
@@ -1070,14 +1083,21 @@ class Engine:
 
     def _match_any(self, peer: int, key: tuple[int, int], now: float) -> None:
         """``peer`` has sent something that was not submitted here: perhaps a receive waits for anybody."""
-        for receive in self._any_receives:
-            name = receive.candidates.get(peer)
-            if name is not None:
-                record = self._names.record(receive.scope, name)
-                if key == (record.op_id, record.next_iteration):
-                    self._any_receives.remove(receive)
-                    self._become(receive, peer, now)
-                    return
+        while self._is_announced(key):  # the next ones of this peer may be here too, if they have overtaken this one
+            for receive in self._any_receives:
+                name = receive.candidates.get(peer)
+                record = self._names.record(receive.scope, name) if name is not None else None
+                if record is not None and key == (record.op_id, record.next_iteration):
+                    break
+            else:
+                return
+            self._any_receives.remove(receive)
+            self._become(receive, peer, now)
+            key = (key[0], key[1] + 1)
+
+    def _is_announced(self, key: tuple[int, int]) -> bool:
+        """Whether a peer has sent, or wants to send, something of an operation."""
+        return key in self.floating or key in self._early.requested or key in self._early.described
 
     def _become(self, receive: AnyReceive, peer: int, now: float) -> None:
         self.submit(
@@ -1090,6 +1110,7 @@ class Engine:
             priority=receive.priority,
             now=now,
             owner=receive.owner,
+            becoming=True,
         )
 
     def _end_any_receives(self, ended: Callable[[AnyReceive], bool], error: TotalReduceError) -> None:

@@ -162,6 +162,16 @@ class Operation:
         """Element type of a segment on the wire."""
         return self.layout.partial_dtype if partial else self.layout.dtype
 
+    def needs(self, peer: int) -> bool:
+        """Whether there is still something to get from a peer, or to give to it."""
+        if peer in self.held or any(not message.taken for message in self.queued.get(peer, ())):
+            return True
+        return any(
+            action.peer == peer and lane.places[index] is not None and index not in lane.arrivals
+            for lane in self.lanes
+            for index, action in enumerate(self.layout.program.actions[lane.position :], lane.position)
+        )
+
     def segment(self, place: Place, *, partial: bool = False) -> memoryview:
         """The bytes of a place: of the partial sums if ``partial`` and they are kept apart."""
         if partial and self.layout.keeps_partials:

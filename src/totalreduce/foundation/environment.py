@@ -21,6 +21,7 @@ KNOWN_NAMES = frozenset(
     for suffix in (
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDRESS", "MASTER_PORT", "JOB_ID"),
         *("JOB_KEY", "JOB_KEY_FILE", "TIMEOUT_S", "TIMELINE", "ADDRESS", "INTERFACE", "PEER_TIMEOUT_S", "COMPUTE"),
+        "LINKS",
         *("LOG", "DEBUG", "TLS_CERT", "TLS_KEY", "TLS_CA"),
     )
 )
@@ -41,6 +42,7 @@ class Settings:
         interface: Network interface whose address to advertise.
         peer_timeout_s: Silence after which a peer counts as lost.
         compute: One of ``COMPUTE_MODES``: whether additions have their own thread.
+        links: What messages cost: ``auto``, ``measure``, ``off``, or a file with the numbers (``groups.probe``).
         log_level: One of ``LOG_LEVELS``.
         debug: Whether the command line shows tracebacks.
         tls: Certificate, key and authority of the TCP transport.
@@ -53,6 +55,7 @@ class Settings:
     interface: str | None
     peer_timeout_s: float | None
     compute: str | None
+    links: str | None
     log_level: str | None
     debug: bool
     tls: Tls | None
@@ -124,6 +127,7 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
         interface=env.get("TOTALREDUCE_INTERFACE"),
         peer_timeout_s=_seconds(env, "TOTALREDUCE_PEER_TIMEOUT_S"),
         compute=compute,
+        links=env.get("TOTALREDUCE_LINKS"),
         log_level=level.lower() if level else None,
         debug=env.get("TOTALREDUCE_DEBUG", "0").lower() not in ("0", "false", "no"),
         tls=_tls(env),

@@ -520,8 +520,8 @@ class Group:
         ranks: tuple[int, ...] | None = None,
         repeats: bool = False,
     ) -> Work:
-        if self._closed:
-            raise GroupClosed(f"rank {self.rank} has closed the group {self.name!r}")
+        if self._closed and self._parent is not None:  # of the whole group the engine says it
+            raise GroupClosed(f"rank {self.rank} has closed the subgroup {self.name!r}; make a new one with subgroup()")
         patience = self._patience(timeout_s)
         handle = self._runner.submit(
             name,

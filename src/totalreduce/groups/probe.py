@@ -11,8 +11,8 @@ Streams grow fourfold until one takes long enough; the last two are compared, so
 bucket's burst (256 KiB, say, that pass at once) counts as bandwidth. Between hosts in different cities that ends early.
 
 All ranks then know what every rank has measured, because one allreduce tells them, and compute the same ``LinkModel``
-from it: a disagreement is impossible. The slowest rank counts. The model's numbers are rounded (``rounded``), so that two
-runs on the same network mostly choose the same schedules and get the same bits; a stored file makes that certain.
+from it: a disagreement is impossible. The slowest rank counts. The model's numbers are rounded (``rounded``), so that
+two runs on the same network mostly choose the same schedules and get the same bits; a stored file makes that certain.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ __all__ = [
     "LinkPolicy",
     "Survey",
     "apply",
+    "combined",
     "measure",
     "read_links",
     "resolve",
@@ -150,8 +151,8 @@ def read_links(path: Path) -> LinkModel:
         numbers = {name: float(document[name]) for name in _numbers(LinkModel())}
     except OSError as error:
         raise ConfigurationError(
-            f"cannot read the links {path}: {error.strerror}; `totalreduce doctor --store {path}` writes them, and every "
-            "rank needs the file"
+            f"cannot read the links {path}: {error.strerror}; `totalreduce doctor --store {path}` writes them, and "
+            "every rank needs the file"
         ) from error
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(
@@ -179,7 +180,7 @@ def _numbers(links: LinkModel) -> dict[str, float]:
     return {each.name: values[each.name] for each in fields(links) if each.name != "source"}
 
 
-# ------------------------------------------------------------------------------------------------------------- measuring
+# ------------------------------------------------------------------------------------------------------------ measuring
 
 
 def apply(group: Group, policy: LinkPolicy) -> None:
@@ -258,7 +259,7 @@ def survey(group: Group) -> Survey:
 
 
 def _latency(group: Group, line: Sequence[int]) -> float:
-    """Seconds from this rank to the next of a line (not from the last one: it has none); every second pair at a time."""
+    """Seconds from this rank to the next of a line (the last one has none); every second pair at a time."""
     if group.rank not in line:
         return 0.0
     place = line.index(group.rank)
@@ -327,3 +328,19 @@ def _stream(group: Group, ring: Sequence[int], size: int) -> float:
 
 #: Of the streams' messages: nobody else's.
 _TAG = -(1 << 20)
+
+
+def combined(surveys: Sequence[Survey]) -> Survey:
+    """The median of every number of several surveys: less noise than one of them."""
+
+    def medians(name: str) -> tuple[float, ...]:
+        return tuple(map(median, zip(*(getattr(each, name) for each in surveys), strict=True)))
+
+    return Survey(
+        surveys[0].hosts,
+        medians("latency_s"),
+        medians("bytes_per_s"),
+        medians("local_latency_s"),
+        medians("local_bytes_per_s"),
+        median(each.seconds for each in surveys),
+    )

@@ -45,8 +45,9 @@ def pieces(world_size: int, num_bytes: int, piece_bytes_min: int) -> int:
     return max(1, min(16 * max(1, world_size - 2), num_bytes // piece_bytes_min))
 
 
-def cost(world_size: int, num_bytes: int, num_pieces: int = 1) -> Cost:
+def cost(world_size: int, num_bytes: int, num_pieces: int = 1, *, consent: bool = True) -> Cost:
     """n-1 hops for the first piece (and n-1 for the consent); the other pieces follow one after the other."""
     if world_size == 1:
         return Cost(0, 0.0)
-    return Cost(2 * (world_size - 1), num_bytes * (num_pieces + world_size - 2) / num_pieces)
+    hops = world_size - 1
+    return Cost(2 * hops if consent else hops, num_bytes * (num_pieces + hops - 1) / num_pieces, num_pieces - 1)

@@ -27,8 +27,6 @@ __all__ = [
 
 #: Steps that a rank of an alltoall may be ahead.
 WINDOW = 2
-#: What handling one more message costs, as a share of a message's latency.
-_PER_MESSAGE = 0.2
 
 
 def alltoall(rank: int, world_size: int) -> Schedule:
@@ -112,9 +110,10 @@ def direct_allreduce(rank: int, world_size: int) -> Schedule:
 
 def cost(world_size: int, num_bytes: int) -> Cost:
     """An allreduce: two hops, but 2(n-1) messages on every rank; as many bytes as a ring."""
-    return Cost(2 + _PER_MESSAGE * 2 * (world_size - 1), 2 * (world_size - 1) * num_bytes / world_size)
+    half = half_cost(world_size, num_bytes)
+    return Cost(2 * half.steps, 2 * half.bytes_sent, 2 * half.messages)
 
 
 def half_cost(world_size: int, num_bytes: int) -> Cost:
     """One hop, n-1 messages: ``num_bytes`` is everything one rank has to send, its own block included."""
-    return Cost(1 + _PER_MESSAGE * (world_size - 1), (world_size - 1) * num_bytes / world_size)
+    return Cost(1, (world_size - 1) * num_bytes / world_size, max(0, world_size - 2))

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from totalreduce.schedules.actions import Cost, Mode, Receive, Schedule, Send
 
-__all__ = ["cost", "hierarchical_allreduce", "num_chunks", "span_max"]
+__all__ = ["cost", "hierarchical_allreduce", "inside_cost", "num_chunks", "span_max"]
 
 _GIVE, _SPREAD, _RING = 0, 1, 2
 
@@ -104,7 +104,13 @@ def _ring_over_hosts(place: int, ring: Sequence[int], members: Sequence[Sequence
 
 
 def cost(hosts: Sequence[int], num_bytes: int) -> Cost:
-    """What a host's link carries, shared by its ranks; memory inside the host counts as free."""
+    """What a host's link carries, shared by its ranks: a ring over hosts."""
     num_hosts = len(set(hosts))
     steps = 2 * (num_hosts - 1)
-    return Cost(steps + 2, steps * num_bytes / num_hosts)
+    return Cost(steps, steps * num_bytes / num_hosts)
+
+
+def inside_cost(hosts: Sequence[int], num_bytes: int) -> Cost:
+    """What a rank of the largest host pays inside it, before and after: as a direct allreduce there."""
+    most = max(map(len, _members(hosts)))
+    return Cost(2, 2 * (most - 1) * num_bytes / most, 2 * max(0, most - 2))

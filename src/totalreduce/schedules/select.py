@@ -7,11 +7,14 @@ always wins.
 
 from __future__ import annotations
 
+import functools
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from totalreduce.foundation.types import Algorithm, OpKind
-from totalreduce.schedules import chain, direct, halving_doubling, hierarchical, ring, star, tree
+from totalreduce.schedules import chain, direct, dissemination, halving_doubling, hierarchical, ring, star, tree
+from totalreduce.schedules.actions import NOTHING, Cost, Send
 
 __all__ = ["LinkModel", "Selector", "candidates"]
 
@@ -36,60 +39,136 @@ class LinkModel:
 
 
 def candidates(kind: OpKind, num_bytes: int, hosts: Sequence[int], links: LinkModel) -> dict[Algorithm, float]:
-    """Estimated seconds of every schedule that can carry the operation out.
+    """Estimated seconds of every schedule that is worth considering.
 
     Args:
         kind: Which collective.
-        num_bytes: Of the tensor; of all blocks together where there are blocks.
+        num_bytes: Of the tensor; of all blocks of one rank together where there are blocks.
         hosts: Host of every rank of the group.
         links: What messages cost.
     """
-    size = len(hosts)
-    one_host = len(set(hosts)) == 1
-    shared = max(sum(1 for other in hosts if other == host) for host in set(hosts))
-    latency_s = links.local_latency_s if one_host else links.latency_s
-    bytes_per_s = links.local_bytes_per_s if one_host else links.bytes_per_s
-
-    costs = {}
+    size, counts = len(hosts), Counter(hosts)
+    one_host = len(counts) == 1
+    pieces = max(1, num_bytes // (2 * _TREE_PIECE_BYTES))
+    costs: dict[Algorithm, Cost] = {}
     match kind:
         case OpKind.ALLREDUCE:
             costs = {
                 Algorithm.RING: ring.cost(size, num_bytes),
                 Algorithm.STAR: star.cost(size, num_bytes),
-                Algorithm.TREE: tree.cost(size, num_bytes),
+                Algorithm.TREE: tree.cost(size, num_bytes, pieces),
                 Algorithm.HALVING_DOUBLING: halving_doubling.cost(size, num_bytes),
             }
             if one_host:
                 costs[Algorithm.DIRECT] = direct.cost(size, num_bytes)
         case OpKind.REDUCE | OpKind.BROADCAST:
+            consent = kind is OpKind.BROADCAST
             num_pieces = chain.pieces(size, num_bytes, _PIECE_BYTES_MIN)
             costs = {
-                Algorithm.CHAIN: chain.cost(size, num_bytes, num_pieces),
-                Algorithm.TREE: tree.binomial_cost(size, num_bytes),
+                Algorithm.CHAIN: chain.cost(size, num_bytes, num_pieces, consent=consent),
+                Algorithm.TREE: tree.binomial_cost(size, num_bytes, consent=consent),
             }
         case OpKind.ALLGATHER | OpKind.REDUCE_SCATTER:
             costs = {Algorithm.RING: ring.half_cost(size, num_bytes)}
             if one_host:
                 costs[Algorithm.DIRECT] = direct.half_cost(size, num_bytes)
         case OpKind.BARRIER:
-            return {Algorithm.DISSEMINATION: (size - 1).bit_length() * latency_s}
-        case _:
-            return {Algorithm.DIRECT: direct.half_cost(size, num_bytes).seconds(latency_s, bytes_per_s)}
+            costs = {Algorithm.DISSEMINATION: dissemination.cost(size, num_bytes)}
+        case OpKind.SEND_RECV:
+            costs = {Algorithm.DIRECT: Cost(1, float(num_bytes))}
+        case OpKind.ALLTOALL | OpKind.GATHER | OpKind.SCATTER:
+            costs = {Algorithm.DIRECT: direct.half_cost(size, num_bytes)}
     seconds = {}
     for algorithm, cost in costs.items():
-        # A ring crosses every host's link once in each direction; whoever pairs up over any distance shares it with the
-        # other ranks of the host, and the switch with everybody.
-        scattered = algorithm in _SCATTERED and not one_host
-        seconds[algorithm] = cost.seconds(latency_s, bytes_per_s / (_DETOUR * shared) if scattered else bytes_per_s)
-    if kind is OpKind.ALLREDUCE and not one_host and shared > 1:
-        inside_s = 2 * links.local_latency_s + 2 * num_bytes / links.local_bytes_per_s
-        seconds[Algorithm.HIERARCHICAL] = hierarchical.cost(hosts, num_bytes).seconds(latency_s, bytes_per_s) + inside_s
+        if one_host:
+            seconds[algorithm] = cost.seconds(links.local_latency_s, links.local_bytes_per_s)
+        else:
+            seconds[algorithm] = _route(kind, algorithm, tuple(hosts)).seconds(cost, num_bytes, links)
+    if kind is OpKind.ALLREDUCE and not one_host and max(counts.values()) > 1:
+        between_s = hierarchical.cost(hosts, num_bytes).seconds(links.latency_s, links.bytes_per_s)
+        inside = hierarchical.inside_cost(hosts, num_bytes)
+        inside_s = inside.seconds(links.local_latency_s, links.local_bytes_per_s)
+        seconds[Algorithm.HIERARCHICAL] = between_s + inside_s
     return seconds
 
 
 _PIECE_BYTES_MIN = 64 * 1024
+_TREE_PIECE_BYTES = 256 * 1024
+#: What it costs that messages between any two ranks meet at the switch.
 _DETOUR = 1.1
-_SCATTERED = frozenset({Algorithm.TREE, Algorithm.HALVING_DOUBLING, Algorithm.STAR})
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Which of a schedule's messages leave a host.
+
+    Attributes:
+        remote_share: Of all bytes that its messages carry, the share that does.
+        link_load: Tensors (all blocks together) that cross the busiest host's link in its busier direction.
+    """
+
+    remote_share: float
+    link_load: float
+
+    def seconds(self, cost: Cost, num_bytes: int, links: LinkModel) -> float:
+        """Seconds of a schedule that takes no notice of hosts: its busiest rank's or its busiest link's time."""
+        far, near = self.remote_share, 1 - self.remote_share
+        latency_s = far * links.latency_s + near * links.local_latency_s
+        far_bytes = max(far * cost.bytes_sent, self.link_load * num_bytes)
+        carried_s = far_bytes / links.bytes_per_s + near * cost.bytes_sent / links.local_bytes_per_s
+        return Cost(cost.steps, 0.0, cost.messages).seconds(latency_s, 1.0) + carried_s
+
+
+@functools.lru_cache(maxsize=1024)
+def _route(kind: OpKind, algorithm: Algorithm, hosts: tuple[int, ...]) -> _Route:
+    """The route of a schedule; of a rooted one as if rank 0 were the root."""
+    size, most = len(hosts), max(Counter(hosts).values())
+    elsewhere = (size - most) / max(1, size - 1)  # share of a rank's possible partners
+    match kind, algorithm:
+        case _, Algorithm.RING | Algorithm.CHAIN:
+            # Every edge of the ring carries as much.
+            leaving = Counter(host for place, host in enumerate(hosts) if hosts[(place + 1) % size] != host)
+            edges = max(leaving.values(), default=0)
+            carried = 1.0 if algorithm is Algorithm.CHAIN else (size - 1) / size
+            return _Route(sum(leaving.values()) / size, edges * carried * (2 if kind is OpKind.ALLREDUCE else 1))
+        case _, Algorithm.TREE | Algorithm.HALVING_DOUBLING:
+            return _counted(kind, algorithm, hosts)
+        case _, Algorithm.STAR:
+            return _Route(elsewhere, 2 * (size - hosts.count(hosts[0])))
+        case OpKind.SEND_RECV, _:
+            return _Route(1.0, 1.0)
+        case OpKind.GATHER | OpKind.SCATTER, _:
+            return _Route(elsewhere, (size - hosts.count(hosts[0])) / size)
+        case _:
+            return _Route(elsewhere, max(each * (size - each) for each in Counter(hosts).values()) / size)
+
+
+def _counted(kind: OpKind, algorithm: Algorithm, hosts: tuple[int, ...]) -> _Route:
+    """The route of a schedule of few messages per rank, by looking at all of them."""
+    size = len(hosts)
+    remote, total = 0.0, 0.0
+    out: defaultdict[int, float] = defaultdict(float)
+    into: defaultdict[int, float] = defaultdict(float)
+    for rank in range(size):
+        if algorithm is Algorithm.HALVING_DOUBLING:
+            chunks, schedule = (
+                halving_doubling.num_chunks(size),
+                halving_doubling.halving_doubling_allreduce(rank, size),
+            )
+        elif kind is OpKind.ALLREDUCE:
+            chunks, schedule = 2, tree.double_tree_allreduce(rank, size)
+        else:
+            chunks, schedule = 1, tree.binomial_broadcast(rank, size, 0)
+        for action in schedule:
+            if isinstance(action, Send) and action.chunk != NOTHING:
+                carried = action.span / chunks
+                total += carried
+                if hosts[rank] != hosts[action.peer]:
+                    remote += carried
+                    out[hosts[rank]] += carried
+                    into[hosts[action.peer]] += carried
+    busiest = max([*out.values(), *into.values()], default=0)
+    return _Route(remote / max(1.0, total), _DETOUR * busiest)
 
 
 @dataclass(slots=True)
@@ -117,9 +196,13 @@ class Selector:
         if algorithm is None:
             if len(self._chosen) >= _REMEMBERED_MAX:
                 self._chosen.clear()
-            estimates = candidates(kind, num_bytes, self.hosts_of(ranks), self.links)
+            estimates = self.estimates(kind, num_bytes, ranks)
             algorithm = self._chosen[key] = min(estimates, key=lambda each: (estimates[each], each))
         return algorithm
+
+    def estimates(self, kind: OpKind, num_bytes: int, ranks: tuple[int, ...]) -> dict[Algorithm, float]:
+        """What ``choose`` compares: seconds by schedule."""
+        return candidates(kind, num_bytes, self.hosts_of(ranks), self.links)
 
     def hosts_of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Hosts of some ranks, in their order."""

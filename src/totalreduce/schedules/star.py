@@ -27,5 +27,5 @@ def star_allreduce(rank: int, world_size: int, root: int) -> Schedule:
 
 
 def cost(world_size: int, num_bytes: int) -> Cost:
-    """Two steps; the root's bytes."""
-    return Cost(2, float((world_size - 1) * num_bytes))
+    """Two steps; the root receives everybody's tensor, and then sends as much."""
+    return Cost(2, 2.0 * (world_size - 1) * num_bytes, max(0, world_size - 2))

@@ -65,10 +65,10 @@ def binomial_broadcast(rank: int, world_size: int, root: int) -> Schedule:
         yield Send(parent, 1, NOTHING)
 
 
-def binomial_cost(world_size: int, num_bytes: int) -> Cost:
-    """ceil(log2 n) rounds; the root sends (or receives) the tensor in every one of them."""
+def binomial_cost(world_size: int, num_bytes: int, *, consent: bool = False) -> Cost:
+    """ceil(log2 n) rounds (and as many for the consent); the root sends (or receives) the tensor in every one."""
     rounds = (world_size - 1).bit_length()
-    return Cost(rounds, float(rounds * num_bytes))
+    return Cost(2 * rounds if consent else rounds, float(rounds * num_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,13 @@ def double_tree_allreduce(rank: int, world_size: int) -> Schedule:
             yield Send(child, 2 + which, which)
 
 
-def cost(world_size: int, num_bytes: int) -> Cost:
-    """Up and down both trees; an inner rank of one tree has two children there and is a leaf of the other."""
-    if world_size == 1:
+def cost(world_size: int, num_bytes: int, num_pieces: int = 1) -> Cost:
+    """Up and down both trees; an inner rank of one tree has two children there and is a leaf of the other.
+
+    A level of a tree takes the time of two halves of the tensor, and the pieces follow each other from level to level.
+    """
+    depth = world_size.bit_length() - 1
+    if depth == 0:
         return Cost(0, 0.0)
-    return Cost(2 * (world_size.bit_length()), 2.0 * num_bytes if world_size > 2 else float(num_bytes))
+    num_bytes_up = num_bytes / 2 if world_size == 2 else num_bytes * (num_pieces + depth - 1) / num_pieces
+    return Cost(2 * depth, 2.0 * num_bytes_up, depth + num_pieces - 1)

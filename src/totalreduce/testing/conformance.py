@@ -41,6 +41,7 @@ __all__ = [
     "Record",
     "check_case",
     "check_record",
+    "make_submission",
     "run_on",
     "simulated",
     "threaded",
@@ -374,29 +375,37 @@ _Submitted = list[tuple[Collective, Tensors, Submission]]
 def _submissions(cluster: SimulatedCluster, case: Case, rank: int, run: int) -> _Submitted:
     mine: _Submitted = []
     for order, collective in enumerate(case.order(rank, run)):
-        members = case.members(collective)
-        place = members.index(rank)
-        tensors = make_tensors(collective, place, len(members))
-        request = _request(collective, tensors, place, len(members))
-        assert request.finalise is None
-        name, candidates = collective.name, None
-        if collective.kind is OpKind.SEND_RECV:
-            name = f"{collective.name} from {members[0]}"
-            if collective.any_source and tensors.outputs:
-                others = [other for other in range(case.world_size) if other != rank]
-                candidates = {other: f"{collective.name} from {other}" for other in others}
-        submission = Submission(
-            name,
-            request.signature,
-            request.buffers,
-            at_s=case.delay_s(rank, run) + 1e-5 * order,
-            priority=collective.priority,
-            ranks=members,
-            candidates=candidates,
-        )
+        at_s = case.delay_s(rank, run) + 1e-5 * order
+        tensors, submission = make_submission(collective, rank, case.world_size, at_s=at_s)
         cluster.submit(rank, submission)
         mine.append((collective, tensors, submission))
     return mine
+
+
+def make_submission(
+    collective: Collective, rank: int, world_size: int, *, at_s: float = 0.0
+) -> tuple[Tensors, Submission]:
+    """What a rank that takes part submits to a simulated cluster, and its tensors."""
+    members = collective.members or tuple(range(world_size))
+    place = members.index(rank)
+    tensors = make_tensors(collective, place, len(members))
+    request = _request(collective, tensors, place, len(members))
+    assert request.finalise is None
+    name, candidates = collective.name, None
+    if collective.kind is OpKind.SEND_RECV:
+        name = f"{collective.name} from {members[0]}"
+        if collective.any_source and tensors.outputs:
+            candidates = {other: f"{collective.name} from {other}" for other in range(world_size) if other != rank}
+    submission = Submission(
+        name,
+        request.signature,
+        request.buffers,
+        at_s=at_s,
+        priority=collective.priority,
+        ranks=members,
+        candidates=candidates,
+    )
+    return tensors, submission
 
 
 def _request(collective: Collective, tensors: Tensors, place: int, size: int) -> Request:

@@ -26,6 +26,8 @@ __all__ = ["RankTransport", "TransportFactory", "make_groups", "run_ranks"]
 
 Result = TypeVar("Result")
 RankTransport = Literal["inproc", "shm", "tcp"]
+#: Making shared memory and mapping it in every rank is most of what a short test takes.
+_POOL_BYTES = 4 * 1024 * 1024
 #: From the world size to the connected transports of all ranks.
 TransportFactory = Callable[[int], Sequence[Transport]]
 
@@ -116,7 +118,7 @@ def _transports(
         names = [name for _, name in doors]
         body_bytes = 2 * engine.segment_bytes  # partial sums of half types travel as float32
         return [
-            ShmTransport(rank, names, door, identity, tcp, max_body_bytes=body_bytes)
+            ShmTransport(rank, names, door, identity, tcp, max_body_bytes=body_bytes, pool_bytes=_POOL_BYTES)
             for rank, (door, _) in enumerate(doors)
         ]
     listeners = [listen("127.0.0.1") for _ in range(world_size)]

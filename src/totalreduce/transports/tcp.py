@@ -118,8 +118,9 @@ class TcpTransport(Transport):
         self._gone: set[int] = set()
         self._endpoint: Endpoint | None = None
         self._events: deque[tuple[int, int]] = deque()
-        #: Why a connection was last refused, and whether certificates were the reason anywhere.
+        #: Why a connection to this rank was last refused.
         self._last_refusal = ""
+        #: Whether this rank and another one, as far as it is one, could not agree on their certificates.
         self._distrust = False
         #: Connections with a message half-way out that the socket takes again.
         self._unblocked: list[Connection] = []
@@ -331,10 +332,10 @@ class TcpTransport(Transport):
                 self._choose_congestion(connection)
             connection.advance_handshake()
         except AuthenticationError as error:
-            self._distrust = self._credentials is not None
             if not connection.refuse() or connection.outgoing or connection.drain(_LINGER_READS_MAX):
                 self._drop(connection)
             if connection.outgoing:
+                self._distrust = self._credentials is not None
                 self._lose(connection.peer, str(error))
             else:
                 self._refused(str(error))

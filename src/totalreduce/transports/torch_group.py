@@ -199,7 +199,7 @@ class _GlooWire(Wire):
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Be ready for heads from every peer."""
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._lock = threading.Lock()
         self._pairs = {peer: _Pair(group, peer) for peer in range(self.world_size) if peer != self.rank}
         self._failures: list[tuple[int, str]] = []
@@ -285,8 +285,10 @@ class _GlooWire(Wire):
             for pair in self._pairs.values():
                 with contextlib.suppress(*_ENDED):
                     pair.flush(max(0.01, deadline - time.monotonic()))
-            _destroy(self._group)
             self._pairs.clear()
+            group, self._group = self._group, None
+            if group is not None:
+                _destroy(group)
 
 
 @final

@@ -5,13 +5,12 @@ Run by every rank: ``mpirun -n 4 python collectives.py mpi``. Prints one line pe
 
 import os
 import sys
-import time
 
 import torch
 
 import totalreduce as tr
-from totalreduce.foundation.types import DType, OpKind
-from totalreduce.testing.conformance import expected, make_input
+from totalreduce.foundation.types import DType
+from totalreduce.testing.conformance import check_record, run_on
 from totalreduce.testing.conformance_cases import cases_for
 
 
@@ -23,41 +22,18 @@ def compare(result, reference, what):
 
 
 def run_cases(transport):
-    """All cases; several groups live at the same time, one per configuration of the engine."""
-    groups, compared = {}, 0
-    world = tr.init(transport, timeout_s=60.0)
-    for case in cases_for(world.world_size):
-        key = repr(case.engine)
-        group = groups.get(key)
-        if group is None:
-            name = f"engine {len(groups)}"
-            group = groups[key] = tr.init(transport, name=name, engine=case.engine, timeout_s=60.0)
-        time.sleep(case.delay_s(group.rank, 0))
-        works = []
-        for collective in case.order(group.rank, 0):
-            name, tensor = f"{case.name}/{collective.name}", make_input(collective, group.rank, group.world_size)
-            match collective.kind:
-                case OpKind.ALLREDUCE:
-                    work = group.allreduce(tensor, name=name, op=collective.reduction, priority=collective.priority)
-                    works.append((collective, work))
-                case OpKind.BROADCAST:
-                    work = group.broadcast(tensor, name=name, root=collective.root, async_op=True)
-                    works.append((collective, work))
-                case OpKind.BARRIER:
-                    group.barrier()
-                case _:  # see run_others
-                    continue
-        for collective, work in works:
-            if collective.rough:
-                work.wait()  # its bits are compared elsewhere: torch adds in another order
-                continue
-            inputs = [make_input(collective, rank, group.world_size) for rank in range(group.world_size)]
-            compared += compare(work.wait(), expected(collective, inputs), f"{case.name}: {collective.name}")
-    compared += run_large(world)
-    compared += sum(run_others(world, size) for size in (7, 60_000))
-    compared += run_native(world)
-    for group in (world, *groups.values()):
-        group.close()
+    """All cases, each with a group of its own beside one that lives all the time."""
+    compared = 0
+    with tr.init(transport, timeout_s=60.0) as world:
+        for number, case in enumerate(cases_for(world.world_size)):
+            with tr.init(transport, name=f"case {number}", engine=case.engine, timeout_s=60.0) as group:
+                if case.hosts:
+                    group._runner.transport.place(case.hosts)
+                compared += check_record(case, group.rank, run_on(group, case), where=case.name)
+                group.barrier()
+        compared += run_large(world)
+        compared += sum(run_others(world, size) for size in (7, 60_000))
+        compared += run_native(world)
     return compared
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from totalreduce.cli.bench.allreduce import bench_allreduce
+from totalreduce.cli.bench.collectives import bench_collectives
 from totalreduce.cli.bench.launching import BenchmarkFailedError
 from totalreduce.cli.bench.replay import bench_replay
 from totalreduce.cli.bench.step import bench_step
@@ -49,6 +50,14 @@ _register(
     bench_allreduce,
     "totalreduce bench allreduce -n 2 --against gloo",
     "totalreduce bench allreduce --emulate-hosts 8 --sizes 4MiB,64MiB --against gloo --json out.json",
+    "totalreduce bench allreduce -n 4 --against gloo,openmpi,mpich --mpirun mpich=/opt/mpich/bin/mpirun",
+)
+_register(
+    "collectives",
+    bench_collectives,
+    "totalreduce bench collectives --emulate-hosts 8 --against gloo",
+    "totalreduce bench collectives --emulate-hosts 2 --ranks-per-host 4 --kinds allreduce --schedule all",
+    "totalreduce bench collectives -n 4 --sizes 4KiB,1MiB,16MiB --against gloo,openmpi",
 )
 _register(
     "urgent",

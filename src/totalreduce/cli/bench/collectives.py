@@ -75,7 +75,8 @@ def bench_collectives(
         str, typer.Option(help="Bytes of the tensor, or of all blocks of one rank together; separated by commas.")
     ] = "16MiB",
     schedule: Annotated[
-        str, typer.Option(help="Schedules to measure beside the selector's choice, separated by commas; all: every one.")
+        str,
+        typer.Option(help="Schedules to measure beside the selector's choice, separated by commas; all: every one."),
     ] = "auto",
     ranks: RanksOption = None,
     emulate_hosts: HostsOption = 0,

@@ -50,9 +50,7 @@ def interface_of(address: str) -> str:
     raise ConfigurationError(f"no network interface has the address {address}")
 
 
-def ring_goodput(
-    *, rank: int, members: Sequence[int], address: str, exchange: Exchange, seconds: float = 1.0
-) -> float:
+def ring_goodput(*, rank: int, members: Sequence[int], address: str, exchange: Exchange, seconds: float = 1.0) -> float:
     """Bits per second of payload that this rank receives from its neighbour while all members send.
 
     Args:

@@ -57,8 +57,8 @@ class MpiRank:
         self.version = hello["version"]
         if not self.version.startswith(signature_of(self._peer)) or hello["size"] != world_size:
             raise TotalReduceError(
-                f"{self._peer}'s mpirun started rank {hello['rank']} of {hello['size']} of {self.version!r}: its mpi4py "
-                "belongs to another MPI. Say with --mpirun which mpirun belongs to the mpi4py beside it"
+                f"{self._peer}'s mpirun started rank {hello['rank']} of {hello['size']} of {self.version!r}: its "
+                "mpi4py belongs to another MPI. Say with --mpirun which mpirun belongs to the mpi4py beside it"
             )
 
     def sample(self, kind: str, count: int, times: int, dtype: str) -> float:
@@ -71,7 +71,9 @@ class MpiRank:
         self._stream.write(json.dumps(request) + "\n")
         self._stream.flush()
         line = self._stream.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": explain(self._folder, self._peer) or "it ended"}
+        answer: dict[str, Any] = (
+            json.loads(line) if line else {"error": explain(self._folder, self._peer) or "it ended"}
+        )
         if "error" in answer:
             raise TotalReduceError(f"{self._peer}'s rank {self._rank}: {answer['error']}")
         return float(answer["seconds"])

@@ -1,0 +1,53 @@
+"""Train with Lightning.
+
+totalreduce run -n 2 examples/lightning_fit.py --model gpt
+torchrun --nproc-per-node 2 examples/lightning_fit.py --backend gloo
+"""
+
+import os
+
+import pytorch_lightning as lightning
+from pytorch_lightning.strategies import DDPStrategy
+from torch.utils.data import DataLoader
+from torch_tasks import Record, loss_of, make_task, parse_options
+
+import totalreduce  # noqa: F401  (brings the back end)
+
+options = parse_options(__doc__)
+task = make_task(options)
+record = Record()
+
+
+class Module(lightning.LightningModule):
+    """The model, and what a step is."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = task.model
+
+    def training_step(self, batch, _):
+        inputs, targets = batch
+        return loss_of(self.model(inputs), targets)
+
+    def configure_optimizers(self):
+        return task.optimizer(self.model.parameters())
+
+    def on_train_batch_end(self, outputs, *_):
+        record.step(outputs["loss"])
+
+    def on_train_end(self):
+        record.finish(options)
+
+
+trainer = lightning.Trainer(
+    accelerator="cpu",
+    devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+    num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
+    strategy=DDPStrategy(process_group_backend=options.backend),
+    max_steps=options.steps,
+    max_epochs=-1,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+)
+trainer.fit(Module(), DataLoader(task.data, batch_size=options.batch, shuffle=True, drop_last=True))

@@ -1,0 +1,97 @@
+"""CUDA tensors and a network that reads host memory: copies through pinned memory, on a stream beside the computation.
+
+The wire cannot read a GPU's memory. So what a rank contributes is copied into pinned memory first, and results are
+copied back, both on a side stream: the copies of one operation overlap with the wire time of another one and with the
+kernels that are queued on the current stream. Pinned memory comes from torch's caching allocator, which reuses it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+__all__ = ["Staged", "Stager"]
+
+
+@final
+class Stager:
+    """Makes ``Staged`` operations; keeps one side stream per device. Usable from any thread."""
+
+    def __init__(self) -> None:
+        """Touch no device yet."""
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._lock = threading.Lock()
+
+    def stage(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Staged | None:
+        """Host memory for the tensors of one operation; ``None`` if all of them are in host memory.
+
+        Returns when what is to be read is there: the caller's thread waits for the kernels that compute it, the
+        device does not.
+
+        Args:
+            reads: What the operation reads.
+            writes: What it writes; a tensor may be in both.
+        """
+        device = next((tensor.device for tensor in (*reads, *writes) if tensor.is_cuda), None)
+        if device is None:
+            return None
+        with self._lock:
+            stream = self._streams.get(device)
+            if stream is None:
+                stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return Staged(stream, reads, writes)
+
+
+@final
+class Staged:
+    """The tensors of one operation, and their counterparts in pinned memory."""
+
+    def __init__(
+        self, stream: torch.cuda.Stream, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
+        """Copy what is read; made by ``Stager``."""
+        self._stream = stream
+        self._writes = [tensor for tensor in writes if tensor.is_cuda]
+        self._hosts: dict[int, torch.Tensor] = {}
+        for tensor in (*reads, *writes):
+            if tensor.is_cuda and id(tensor) not in self._hosts:
+                self._hosts[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._lock = threading.Lock()
+        self._copied: torch.cuda.Event | None = None
+        outgoing = {id(tensor): tensor for tensor in reads if tensor.is_cuda}
+        if outgoing:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            with torch.cuda.stream(stream), torch.no_grad():
+                for tensor in outgoing.values():
+                    self.host(tensor).copy_(tensor, non_blocking=True)
+                    tensor.record_stream(stream)
+                arrived = stream.record_event()
+            arrived.synchronize()
+        else:
+            # What is only written may still be in use by kernels that were queued before.
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+    def host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor's counterpart in host memory; the tensor itself if it is there already."""
+        return self._hosts.get(id(tensor), tensor)
+
+    def finish(self, *, blocking: bool) -> None:
+        """Copy the results back; to be called once the operation is done, as often as one likes.
+
+        Args:
+            blocking: Return when they are there. Otherwise the current stream waits for them, and this thread does not.
+        """
+        with self._lock:
+            if self._copied is None:
+                with torch.cuda.stream(self._stream), torch.no_grad():
+                    for tensor in self._writes:
+                        tensor.copy_(self.host(tensor), non_blocking=True)
+                        tensor.record_stream(self._stream)
+                    self._copied = self._stream.record_event()
+        if blocking:
+            self._copied.synchronize()
+        else:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._copied)

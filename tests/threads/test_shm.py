@@ -1,0 +1,157 @@
+"""The shared-memory transport under real engines, ranks as threads: conformance, pressure, mixed with TCP."""
+
+import secrets
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from totalreduce.foundation.config import EngineConfig, TcpConfig
+from totalreduce.foundation.errors import PeerLost
+from totalreduce.groups.group import Group
+from totalreduce.testing import check_transport, run_ranks
+from totalreduce.testing.conformance_cases import WORLD_SIZES
+from totalreduce.testing.ranks import make_groups
+from totalreduce.transports import shm, tcp
+from totalreduce.transports.base import Transport
+from totalreduce.transports.handshake import JobIdentity
+from totalreduce.transports.routed import RoutedTransport
+
+
+def tight(world_size: int) -> list[Transport]:
+    """Hardly any memory: every ring and every pool is full at some time, and bodies travel in parts."""
+    identity = JobIdentity(secrets.token_bytes(32), "test", 0)
+    doors = [shm.listen() for _ in range(world_size)]
+    names = [name for _, name in doors]
+    return [
+        shm.ShmTransport(rank, names, door, identity, TcpConfig(), max_body_bytes=4096, pool_bytes=4 * 4096)
+        for rank, (door, _) in enumerate(doors)
+    ]
+
+
+def hosts_of(ranks_per_host: int, world_size: int) -> list[Transport]:
+    """Shared memory between neighbours, TCP between hosts."""
+    identity = JobIdentity(secrets.token_bytes(32), "test", 0)
+    doors = [shm.listen() for _ in range(world_size)]
+    listeners = [tcp.listen("127.0.0.1") for _ in range(world_size)]
+    addresses = [listener.getsockname()[:2] for listener in listeners]
+    transports: list[Transport] = []
+    for rank in range(world_size):
+        host = rank // ranks_per_host
+        names = [name if peer // ranks_per_host == host else None for peer, (_, name) in enumerate(doors)]
+        local = shm.ShmTransport(rank, names, doors[rank][0], identity, TcpConfig())
+        remote = tcp.TcpTransport(rank, addresses, listeners[rank], identity, TcpConfig())
+        transports.append(RoutedTransport(local, remote))
+    return transports
+
+
+def two_per_host(world_size: int) -> Sequence[Transport]:
+    return hosts_of(2, world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_conformance(world_size: int) -> None:
+    assert check_transport("shm", world_sizes=(world_size,)) >= 100 * world_size
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_conformance_across_hosts(world_size: int) -> None:
+    assert check_transport(two_per_host, world_sizes=(world_size,)) >= 100 * world_size
+
+
+@pytest.mark.parametrize("compute", ["inline", "thread"])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_large_tensors_through_hardly_any_memory(world_size: int, compute: str) -> None:
+    config = EngineConfig(segment_bytes=64 * 1024, scratch_segments=2, timeout_s=60)
+
+    def body(group: Group) -> None:
+        for turn in range(3):
+            tensors = [torch.arange(70_001, dtype=torch.float64) + group.rank + turn + place for place in range(4)]
+            works = [group.allreduce(tensor, name=f"t{place}") for place, tensor in enumerate(tensors)]
+            for place, work in enumerate(works):
+                work.wait()
+                expected = torch.arange(70_001, dtype=torch.float64) + turn + place
+                ranks = sum(range(group.world_size))
+                assert torch.equal(tensors[place], expected * group.world_size + ranks)
+
+    run_ranks(world_size, body, transport=tight, engine=config, compute=compute)  # type: ignore[arg-type]
+
+
+def test_kept_leases_of_all_peers_do_not_stop_anybody() -> None:
+    """Ranks that begin in turn: what floats is copied, what waits keeps at most half of every pool."""
+    config = EngineConfig(segment_bytes=32 * 1024, scratch_segments=2, timeout_s=60)
+
+    def body(group: Group) -> list[float]:
+        tensors = [torch.full((50_000,), float(group.rank + place)) for place in range(6)]
+        order = range(6) if group.rank % 2 else reversed(range(6))
+        works = [group.allreduce(tensors[place], name=f"t{place}") for place in order]
+        for work in works:
+            work.wait()
+        return [float(tensor[-1]) for tensor in tensors]
+
+    results = run_ranks(4, body, transport="shm", engine=config)
+    assert results == [[6.0 + 4 * place for place in range(6)]] * 4
+
+
+def test_a_waiting_rank_is_woken_by_a_submission_of_its_own_thread() -> None:
+    def body(group: Group) -> bool:
+        late = torch.ones(100)
+
+        def submit() -> None:
+            group.allreduce(late, name="late").wait()
+
+        thread = threading.Thread(target=submit)
+        first = group.allreduce(torch.ones(10), name="early")
+        thread.start()
+        first.wait()
+        thread.join(20)
+        return bool((late == group.world_size).all())
+
+    assert run_ranks(3, body, transport="shm") == [True] * 3
+
+
+@pytest.mark.parametrize("transport", ["shm", two_per_host], ids=["shm", "routed"])
+def test_a_rank_that_leaves_is_named(transport: object) -> None:
+    groups = make_groups(4, transport=transport)  # type: ignore[arg-type]
+    ready = threading.Barrier(4)
+    seen: dict[int, int] = {}
+
+    def work(group: Group) -> None:
+        group.allreduce(torch.ones(5), name="first").wait()
+        ready.wait(20)
+        if group.rank == 2:
+            group.close(2.0)
+            return
+        try:
+            group.allreduce(torch.ones(5), name="second").wait()
+        except PeerLost as error:
+            seen[group.rank] = error.rank
+        group.close(2.0)
+
+    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert seen == {0: 2, 1: 2, 3: 2}
+
+
+def test_a_routed_rank_knows_its_neighbours_and_counts_both_ways() -> None:
+    links = hosts_of(2, 4)
+    groups = make_groups(4, transport=lambda _: links)
+    assert [link.ranks_per_host for link in links] == [2] * 4
+    threads = [threading.Thread(target=group.barrier) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    # The barrier of four talks to the ranks one and two further; one of the four neighbours is on the same host.
+    assert [rank ^ 1 in link.connected_peers() for rank, link in enumerate(links)] == [True] * 4
+    assert [(rank + 2) % 4 in link.connected_peers() for rank, link in enumerate(links)] == [True] * 4
+    assert all(link.counters.connections >= 2 for link in links)
+    closers = [threading.Thread(target=group.close, args=(2.0,)) for group in groups]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(20)

@@ -1,0 +1,424 @@
+"""Messages between two ranks, receives from anybody, and collectives whose ranks know only their own blocks."""
+
+import pytest
+from rack import MESSAGE, Rack, values_of
+
+from totalreduce.engine.operation import AnyReceive, Operation
+from totalreduce.foundation.errors import GroupClosed, MismatchError, PeerLost
+from totalreduce.foundation.header import Frame
+from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
+
+GATHER = Signature(OpKind.GATHER, DType.FLOAT64, ReduceOp.NONE, 0, ())
+SCATTER = Signature(OpKind.SCATTER, DType.FLOAT64, ReduceOp.NONE, 0, ())
+ALLTOALL = Signature(OpKind.ALLTOALL, DType.FLOAT64, ReduceOp.NONE, 0, ())
+
+
+def allgather(*sizes: int, algorithm: Algorithm = Algorithm.DIRECT) -> Signature:
+    return Signature(OpKind.ALLGATHER, DType.FLOAT64, ReduceOp.NONE, 0, (), sizes, algorithm)
+
+
+def received(rack: Rack, receive: AnyReceive) -> Operation:
+    """What a receive from anybody has become."""
+    [operation] = [each for rank in rack.completed for each in rank if each.owner is receive]
+    assert isinstance(operation, Operation)
+    return operation
+
+
+# ------------------------------------------------------------------------------------------------------------ messages
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 100])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_message_arrives(count: int, early: bool) -> None:
+    rack = Rack(3)
+    if early:
+        sent = rack.send(1, 2, range(count))
+        rack.run()
+        got = rack.receive(1, 2, count)
+    else:
+        got = rack.receive(1, 2, count)
+        rack.run()
+        sent = rack.send(1, 2, range(count))
+    rack.run()
+    assert sent.error is got.error is None
+    assert sent.finished
+    assert values_of(got) == [float(index) for index in range(count)]
+    assert not any(rack.completed[0])
+
+
+def test_the_nth_send_meets_the_nth_receive_of_its_tag() -> None:
+    rack = Rack(2)
+    sent = [rack.send(0, 1, [10.0 * tag + number], tag=tag) for number in range(3) for tag in (1, 2)]
+    got = {tag: [rack.receive(0, 1, 1, tag=tag) for _ in range(3)] for tag in (2, 1)}
+    rack.run()
+    assert [values_of(operation)[0] for operation in got[1]] == [10.0, 11.0, 12.0]
+    assert [values_of(operation)[0] for operation in got[2]] == [20.0, 21.0, 22.0]
+    assert all(operation.finished for operation in sent)
+
+
+def test_an_urgent_message_does_not_take_the_place_of_an_earlier_one() -> None:
+    rack = Rack(2)
+    for _ in range(2):  # the second time nothing is described any more: the urgent one really comes first
+        rack.send(0, 1, [1.0], priority=5)
+        rack.send(0, 1, [2.0], priority=0)
+        rack.run()
+        first, second = rack.receive(0, 1, 1), rack.receive(0, 1, 1)
+        rack.run()
+        assert values_of(first) + values_of(second) == [1.0, 2.0]
+
+
+def test_a_send_is_done_when_it_has_left_and_a_large_one_when_it_is_wanted() -> None:
+    rack = Rack(2, eager_bytes=128)
+    small, large = rack.send(0, 1, [1.0]), rack.send(0, 1, [2.0] * 100, tag=1)
+    rack.run()
+    assert small.finished
+    assert not large.finished
+    got = rack.receive(0, 1, 100, tag=1)
+    rack.run()
+    assert large.finished
+    assert values_of(got) == [2.0] * 100
+
+
+def test_messages_of_different_lengths_are_a_mismatch_and_the_next_ones_meet() -> None:
+    rack = Rack(2)
+    rack.send(0, 1, [1.0, 2.0])
+    wrong = rack.receive(0, 1, 3)
+    rack.run()
+    assert isinstance(wrong.error, MismatchError)
+    assert dict(zip(wrong.error.ranks, wrong.error.values, strict=True)) == {
+        0: "send_recv of float64[2]",
+        1: "send_recv of float64[3]",
+    }
+    assert values_of(wrong) == [-1.0] * 3
+    rack.send(0, 1, [7.0])
+    right = rack.receive(0, 1, 1)
+    rack.run()
+    assert values_of(right) == [7.0]
+    assert rack.engines[1].floating.total_bytes == 0
+
+
+# -------------------------------------------------------------------------------------------------------- from anybody
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_receive_takes_from_whoever_sends_first(early: bool) -> None:
+    rack = Rack(4)
+    if early:
+        rack.send(2, 0, [20.0])
+        rack.run()
+    receives = [rack.receive_any(0, 1) for _ in range(3)]
+    if not early:
+        rack.send(2, 0, [20.0])
+        rack.run()
+    rack.send(1, 0, [10.0])
+    rack.run()
+    rack.send(2, 0, [21.0])
+    rack.run()
+    operations = [received(rack, receive) for receive in receives]
+    assert [operation.ranks for operation in operations] == [(2, 0), (1, 0), (2, 0)]
+    assert [values_of(operation) for operation in operations] == [[20.0], [10.0], [21.0]]
+
+
+def test_other_tags_are_left_alone() -> None:
+    rack = Rack(3)
+    receive = rack.receive_any(0, 1, tag=1)
+    rack.send(1, 0, [1.0], tag=2)
+    rack.run()
+    assert rack.completed[0] == []
+    rack.send(2, 0, [5.0], tag=1)
+    rack.run()
+    assert values_of(received(rack, receive)) == [5.0]
+
+
+def test_a_message_that_waits_for_its_receiver_is_found_by_its_question() -> None:
+    rack = Rack(3, eager_bytes=8, floating_bytes_max=64)
+    sent = rack.send(2, 0, [3.0] * 50)
+    rack.run()
+    assert rack.engines[0].floating.total_bytes == 0
+    receive = rack.receive_any(0, 50)
+    rack.run()
+    assert sent.finished
+    assert values_of(received(rack, receive)) == [3.0] * 50
+
+
+def test_a_receive_from_one_rank_takes_its_first_message_before_one_from_anybody() -> None:
+    """Whoever posts first: here the receive from anybody has found nobody yet when the other one is posted."""
+    rack = Rack(3)
+    anybody = rack.receive_any(0, 1)
+    named = rack.receive(1, 0, 1)
+    rack.send(1, 0, [1.0])
+    rack.send(1, 0, [2.0])
+    rack.run()
+    assert values_of(named) == [1.0]
+    assert values_of(received(rack, anybody)) == [2.0]
+
+
+def test_messages_that_overtook_an_earlier_one_are_found() -> None:
+    """The second send of a rank may come first, and waits for the first one: its turn must not be missed."""
+    rack = Rack(2)
+    warm_up = rack.receive_any(0, 1)
+    rack.send(1, 0, [0.0])
+    rack.run()  # from now on the messages are not described any more
+    assert values_of(received(rack, warm_up)) == [0.0]
+    receives = [rack.receive_any(0, 1) for _ in range(3)]
+    rack.send(1, 0, [1.0], priority=9)
+    rack.send(1, 0, [2.0], priority=5)
+    rack.send(1, 0, [3.0], priority=0)
+    rack.run()
+    assert [values_of(received(rack, receive)) for receive in receives] == [[1.0], [2.0], [3.0]]
+
+
+def test_a_message_whose_turn_comes_by_a_receive_from_its_sender_is_found() -> None:
+    rack = Rack(2)
+    rack.send(1, 0, [0.0])
+    rack.run()
+    rack.receive(1, 0, 1)
+    rack.run()
+    rack.send(1, 0, [1.0], priority=9)
+    rack.send(1, 0, [2.0], priority=0)
+    overtaking = rack.take_data(1, 0)
+    rack.give(1, 0, overtaking)
+    anybody = rack.receive_any(0, 1)
+    rack.receive(1, 0, 1)
+    rack.run()
+    assert values_of(received(rack, anybody)) == [2.0]
+
+
+def test_a_length_that_does_not_fit_is_a_mismatch_for_one_from_anybody_too() -> None:
+    rack = Rack(3)
+    receive = rack.receive_any(0, 2)
+    rack.send(1, 0, [1.0])
+    rack.run()
+    assert isinstance(received(rack, receive).error, MismatchError)
+    assert received(rack, receive).error.ranks in ((0, 1), (1, 0))
+
+
+def test_receives_from_anybody_end_with_the_group() -> None:
+    rack = Rack(2)
+    receive = rack.receive_any(0, 1)
+    rack.engines[0].close(rack.now, tell=[])
+    rack.collect(0)
+    assert rack.completed[0] == [receive]
+    assert isinstance(receive.error, GroupClosed)
+
+
+def test_receives_from_anybody_end_with_a_loss() -> None:
+    rack = Rack(3)
+    receive = rack.receive_any(0, 1)
+    rack.engines[0].peer_lost(2, "its connection ended", rack.now)
+    rack.collect(0)
+    assert rack.completed[0] == [receive]
+    assert isinstance(receive.error, PeerLost)
+    assert receive.error.rank == 2
+
+
+def test_receives_from_anybody_go_on_while_somebody_is_left() -> None:
+    rack = Rack(3)
+    pending = rack.receive_any(0, 1)
+    rack.engines[1].close(rack.now, tell=[0, 2])
+    rack.run()
+    later = rack.receive_any(0, 1)
+    assert rack.completed[0] == []
+    for value in (1.0, 2.0):
+        rack.send(2, 0, [value])
+    rack.run()
+    assert values_of(received(rack, pending)) + values_of(received(rack, later)) == [1.0, 2.0]
+    last = rack.receive_any(0, 1)
+    rack.engines[2].close(rack.now, tell=[0])
+    rack.run()
+    assert isinstance(last.error, PeerLost)
+    with pytest.raises(PeerLost):
+        rack.receive_any(0, 1)
+
+
+# ------------------------------------------------------------------------------------------- blocks of different sizes
+
+
+def test_every_pair_of_an_alltoall_has_its_own_size() -> None:
+    rack = Rack(3)
+    counts = [[1, 50, 0], [3, 2, 17], [40, 0, 4]]  # from, to
+    operations = [
+        rack.blocks(rank, "w", ALLTOALL, [*counts[rank], *(counts[source][rank] for source in range(3))])
+        for rank in range(3)
+    ]
+    for rank, operation in enumerate(operations):
+        for target in range(3):
+            operation.buffers[target][:] = bytes([10 * rank + target]) * (8 * counts[rank][target])
+    rack.run()
+    for rank, operation in enumerate(operations):
+        assert operation.error is None
+        for source in range(3):
+            if source != rank:
+                got = bytes(operation.buffers[3 + source])
+                assert got == bytes([10 * source + rank]) * (8 * counts[source][rank])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_a_pair_that_disagrees_is_a_mismatch_on_every_rank(order: tuple[int, ...]) -> None:
+    """Even where everything else of the operation would have been exchanged."""
+    rack = Rack(3)
+    counts = {rank: [4] * 6 for rank in range(3)}
+    counts[2][3 + 1] = 5  # rank 2 expects five elements of rank 1
+    operations = {}
+    for rank in order:
+        operations[rank] = rack.blocks(rank, "w", ALLTOALL, counts[rank])
+        rack.run()
+    for rank in (1, 2):
+        error = operations[rank].error
+        assert isinstance(error, MismatchError)
+        assert dict(zip(error.ranks, error.values, strict=True)) == {
+            1: "alltoall of float64[4]",
+            2: "alltoall of float64[5]",
+        }
+    error = operations[0].error
+    assert error is None or isinstance(error, MismatchError)
+    again = [rack.blocks(rank, "w", ALLTOALL, [4] * 6) for rank in range(3)]
+    rack.run()
+    assert all(operation.finished and operation.error is None for operation in again)
+
+
+def test_one_who_has_given_its_small_block_may_leave_while_large_ones_are_on_their_way() -> None:
+    """Lanes that only the large block has do not wait for the small one."""
+    rack = Rack(3)
+    operations = [rack.blocks(rank, "w", allgather(1, 1, 200), [1, 1, 200]) for rank in range(3)]
+    for source, target in ((1, 0), (1, 2), (0, 1), (2, 1)):
+        while rack.move(source, target):
+            pass
+    assert [operation.finished for operation in operations] == [False, True, False]
+    rack.engines[1].close(rack.now, tell=[0, 2])
+    rack.run()
+    assert [operation.error for operation in operations] == [None] * 3
+
+
+def test_a_block_without_lanes_is_not_waited_for() -> None:
+    """What comes early goes into bounded scratch memory, unless somebody else's message has to come before it."""
+    rack = Rack(3, lanes_min=1)
+    signature = Signature(OpKind.REDUCE_SCATTER, DType.FLOAT64, ReduceOp.SUM, 0, (), (200, 0, 200), Algorithm.DIRECT)
+    for rank in range(3):
+        rack.blocks(rank, "w", signature, [200, 0, 200, [200, 0, 200][rank]])
+    rack.run()
+    for rank in range(3):
+        [operation] = rack.completed[rank]
+        assert operation.error is None
+        assert values_of(operation, 3) == [-3.0] * (200 if rank != 1 else 0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_wrong_lengths_are_noticed_by_the_root_of_a_gather(world_size: int) -> None:
+    rack = Rack(world_size)
+    operations = [rack.blocks(0, "w", GATHER, [3] * world_size)]
+    for rank in range(1, world_size):
+        counts = [None] * world_size
+        counts[rank] = 3 + (rank == 1)
+        operations.append(rack.blocks(rank, "w", GATHER, counts))
+    rack.run()
+    assert isinstance(operations[0].error, MismatchError)
+    assert set(operations[0].error.ranks) == {0, 1}
+    assert all(engine.scratch.in_use == engine.floating.total_bytes == 0 for engine in rack.engines)
+
+
+# -------------------------------------------------------------------------------------------------------------- leaving
+
+
+@pytest.mark.parametrize("count", [1, 100])
+def test_who_sends_to_one_who_has_left_learns_of_it(count: int) -> None:
+    """A small message is gone; one that waits for its receiver must not wait for ever."""
+    rack = Rack(2, eager_bytes=64)
+    sent = rack.send(0, 1, [1.0] * count)
+    rack.run()
+    rack.engines[1].close(rack.now, tell=[0])
+    rack.run()
+    assert sent.finished
+    assert (sent.error is None) == (count == 1)
+    if count > 1:
+        assert isinstance(sent.error, PeerLost)
+        assert sent.error.rank == 1
+
+
+@pytest.mark.parametrize("signature", [GATHER, SCATTER], ids=["gather", "scatter"])
+def test_what_waits_for_one_who_has_left_fails(signature: Signature) -> None:
+    rack = Rack(3, eager_bytes=16)
+    counts = [[50, 50, 50], [None, 50, None], [None, None, 50]]
+    present = (1, 2) if signature is GATHER else (0, 1)
+    first, second = (rack.blocks(rank, "w", signature, counts[rank]) for rank in present)
+    rack.run()
+    leaving = 0 if signature is GATHER else 2
+    rack.engines[leaving].close(rack.now, tell=[rank for rank in range(3) if rank != leaving])
+    rack.run()
+    waiting = (first, second) if signature is GATHER else (first,)
+    for operation in waiting:
+        assert isinstance(operation.error, PeerLost), operation.error
+        assert operation.error.rank == leaving
+
+
+def test_what_one_who_has_left_has_sent_before_is_still_received() -> None:
+    """Its sends were done: it may go, as after the last message of a job."""
+    rack = Rack(2)
+    sent = rack.send(1, 0, [1.0, 2.0])
+    rack.run()
+    assert sent.finished
+    rack.engines[1].close(rack.now, tell=[0])
+    rack.run()
+    got = rack.receive(1, 0, 2)
+    rack.run()
+    assert got.error is None
+    assert values_of(got) == [1.0, 2.0]
+    assert "rank 1 is lost: it has closed the group" in str(rack.receive(1, 0, 2).error)
+
+
+def test_a_gather_succeeds_after_those_who_have_given_their_part_have_left() -> None:
+    rack = Rack(3)
+    for rank in (1, 2):
+        counts: list[int | None] = [None] * 3
+        counts[rank] = 2
+        operation = rack.blocks(rank, "w", GATHER, counts)
+        operation.buffers[rank][:] = bytes([rank]) * 16
+        rack.run()
+        assert operation.finished
+        rack.engines[rank].close(rack.now, tell=[other for other in range(3) if other != rank])
+        rack.run()
+    root = rack.blocks(0, "w", GATHER, [2, 2, 2])
+    rack.run()
+    assert root.error is None
+    assert [bytes(root.buffers[rank]) for rank in (1, 2)] == [bytes([1]) * 16, bytes([2]) * 16]
+
+
+def test_a_goodbye_counts_although_another_rank_has_told_of_it() -> None:
+    """The other one tells about an operation of its own; this rank's may need the one who left as well."""
+    rack = Rack(3)
+    theirs, mine = rack.submit(1, "theirs"), rack.submit(0, "mine")
+    rack.engines[2].close(rack.now, tell=[0, 1])
+    while rack.move(2, 1) or rack.move(1, 0):
+        pass
+    assert isinstance(theirs.error, PeerLost)
+    assert mine.error is None
+    rack.run()
+    assert isinstance(mine.error, PeerLost)
+    assert mine.error.rank == 2
+
+
+def test_a_rank_that_submits_after_the_others_have_learnt_of_a_departure_learns_of_it_too() -> None:
+    """It has nothing to do with the one who left, and would wait for a sum that nobody can send."""
+    reduce = Signature(OpKind.REDUCE, DType.FLOAT64, ReduceOp.SUM, 0, (2,), algorithm=Algorithm.CHAIN)
+    rack = Rack(4)
+    rack.engines[3].close(rack.now, tell=[0, 1, 2])
+    rack.run()
+    waiting = rack.submit(2, "w", (), reduce)
+    rack.run()
+    late = [rack.submit(rank, "w", (), reduce) for rank in (1, 0)]
+    for operation in (waiting, *late):
+        assert isinstance(operation.error, PeerLost)
+        assert operation.error.rank == 3
+
+
+def test_descriptions_travel_once_for_repeated_messages() -> None:
+    rack = Rack(2)
+    described = 0
+    for _ in range(3):
+        rack.send(0, 1, [1.0])
+        rack.receive(0, 1, 1)
+        while (message := rack.take(0, 1)) is not None:
+            described += message[0].frame is Frame.DESCRIBE
+            rack.give(0, 1, message)
+    assert described == 1
+    assert MESSAGE.describe() == "send_recv of float64[]"
