@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 from totalreduce.cli.bench import bench_app
 from totalreduce.cli.bench.launching import BenchmarkFailedError, Setting, run_benchmark
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.types import OpKind
 from totalreduce.launch.emulate import EmulatedNetwork
+from totalreduce.schedules import algorithms_of
 
 TWO_RANKS = Setting(ranks=2, hosts=0, rate="1gbit", against=(), rounds=1)
 TRACE = {
@@ -48,6 +50,31 @@ def test_allreduce_reports_every_size_and_peer(tmp_path):
     assert len(document["raw"]) == 2
     assert len(document["raw"][1]["sizes"][0]["seconds"]["gloo"]) == 3
     assert document["environment"]["torch"] == torch.__version__
+
+
+def test_every_collective_is_timed_and_checked_by_every_schedule_and_peer(tmp_path):
+    pytest.importorskip("mpi4py", reason="the MPI side needs mpi4py")
+    out = tmp_path / "out.json"
+    found = run(
+        *("collectives", "-n", 3, "--sizes", "30KiB", "--rounds", 2, "--schedule", "all", "--json", out),
+        *("--against", "gloo,fifo,mpich"),
+    )
+    document = json.loads(out.read_text())
+    by_kind = {}
+    for figure in document["figures"]:
+        by_kind.setdefault(figure["kind"], []).append(figure)
+        assert figure["size"] == 30 * 1024
+        assert 0 < figure["seconds"]["median"] < 30
+        assert figure["share_of_rate"] is None
+        assert (figure["chosen"] == "") == (figure["peer"] in ("gloo", "mpich"))
+    assert set(by_kind) == {kind.name.lower() for kind in OpKind if kind is not OpKind.BARRIER}
+    for kind, figures in by_kind.items():
+        assert [figure["peer"] for figure in figures][-3:] == ["gloo", "fifo", "mpich"]
+        explicit = {figure["schedule"] for figure in figures} - {"auto"}
+        expected = {algorithm.name.lower() for algorithm in algorithms_of(OpKind[kind.upper()])}
+        assert explicit == (set() if kind in ("gather", "scatter", "alltoall", "send_recv") else expected)
+    assert document["environment"]["mpi"]["mpich"].startswith("MPICH")
+    assert "3 ranks on one host" in found.stdout
 
 
 def test_urgent_operations_meet_the_bulk_in_flight(tmp_path):
@@ -173,7 +200,14 @@ def test_a_failed_check_ends_the_command_with_exit_code_1(monkeypatch):
     [
         (("allreduce", "--sizes", "big"), "not a size"),
         (("allreduce", "--dtype", "int3"), "--dtype is one of"),
-        (("allreduce", "--against", "nccl"), "gloo and fifo"),
+        (("allreduce", "--against", "nccl"), "gloo, fifo, openmpi, mpich, not nccl"),
+        (("allreduce", "--against", "mpich", "--emulate-hosts", "2"), "one host only"),
+        (("allreduce", "--against", "mpich", "--dtype", "bfloat16"), "MPI has no bfloat16"),
+        (("allreduce", "--against", "mpich", "--mpirun", "mpich=/nonesuch"), "/nonesuch is no mpirun of it"),
+        (("collectives", "--kinds", "allsum"), "not allsum"),
+        (("collectives", "--schedule", "butterfly"), "not butterfly"),
+        (("collectives", "--ranks-per-host", "2"), "goes with --emulate-hosts"),
+        (("urgent", "--against", "mpich"), "nothing to compare with mpich"),
         (("allreduce", "-n", "3", "--emulate-hosts", "2"), "multiple of --emulate-hosts"),
         (("allreduce", "-n", "2", "--rounds", "0"), "--rounds"),
         (("urgent", "--against", "gloo"), "knows no priorities"),
@@ -189,6 +223,26 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(arguments, compla
     found = CliRunner().invoke(bench_app, list(arguments))
     assert isinstance(found.exception, ConfigurationError)
     assert complaint in str(found.exception)
+
+
+@pytest.mark.hosts
+def test_a_collectives_share_is_that_of_a_hosts_link(tmp_path):
+    try:
+        EmulatedNetwork(1)
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+    out = tmp_path / "out.json"
+    run(
+        *("collectives", "--emulate-hosts", 2, "--ranks-per-host", 2, "--emulate-rate", "200mbit", "--rounds", 2),
+        *("--kinds", "allreduce,alltoall,broadcast", "--sizes", "4MiB", "--json", out),
+    )
+    document = json.loads(out.read_text())
+    # One stream per host's link: the ranks that do not stream report the others' mean.
+    assert all(1.4e8 < sample < 2.1e8 for rank in document["raw"] for sample in rank["goodput_bits_per_s"])
+    for figure in document["figures"]:
+        # The bucket's burst of 256 KiB may pass at once, a tenth of what a broadcast sends.
+        assert 0.2 < figure["share_of_rate"] < 1.1
+        assert figure["share_of_rate"] < figure["share_of_tcp"]
 
 
 @pytest.mark.hosts

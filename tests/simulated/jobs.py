@@ -5,25 +5,36 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-import numpy as np
+import torch
 
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import PeerLost
-from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
+from totalreduce.foundation.types import Algorithm, OpKind
+from totalreduce.schedules import algorithms_of
+from totalreduce.testing.conformance import make_submission
+from totalreduce.testing.conformance_oracle import Collective, Tensors, expected, make_tensors
 from totalreduce.testing.simulation import SimulatedCluster, Submission
 from totalreduce.transports.simulated import LinkModel, SimulatedNetwork
 
 SILENCE_S = 2.0
+ROOTED = (OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER)
 
 
 @dataclass
 class Job:
-    """What happened. ``culprits``: who may be named as lost; empty where nothing went wrong."""
+    """What happened.
+
+    Attributes:
+        tensors: By rank and name: what was submitted.
+        expected: By rank and name: what must be in the outputs in the end.
+        culprits: Who may be named as lost; empty where nothing went wrong.
+    """
 
     seed: int
     cluster: SimulatedCluster
     submissions: dict[tuple[int, str], Submission] = field(default_factory=dict)
-    expected: dict[str, bytes] = field(default_factory=dict)
+    tensors: dict[tuple[int, str], Tensors] = field(default_factory=dict)
+    expected: dict[tuple[int, str], list[torch.Tensor]] = field(default_factory=dict)
     culprits: tuple[int, ...] = ()
     dead: tuple[int, ...] = ()
     fault_at_s: float = 0.0
@@ -33,12 +44,18 @@ class Job:
         return self.cluster.network.trace
 
 
-def make_job(seed: int, *, fault: str | None = None, world_size: int | None = None, num_tensors: int = 6) -> Job:
-    """Prepare a job. ``fault``: ``"crash"`` or ``"cut"``. Beside the tensors: one allreduce, broadcast, barrier."""
+def make_job(
+    seed: int,
+    *,
+    fault: str | None = None,
+    world_size: int | None = None,
+    collectives: list[Collective] | None = None,
+) -> Job:
+    """Prepare a job. ``fault``: ``"crash"`` or ``"cut"``. By default several allreduces and one of everything else."""
     generator = random.Random(seed)
     size = world_size or generator.choice([1, 2, 3, 4, 5, 7, 8])
     config = EngineConfig(
-        segment_bytes=generator.choice([64, 4096]),  # the larger sends small tensors by way of a root
+        segment_bytes=generator.choice([64, 4096]),
         segment_bytes_min=16,
         lanes_min=generator.choice([1, 2, 4]),
         eager_bytes=generator.choice([32, 128, 4096]),
@@ -48,11 +65,19 @@ def make_job(seed: int, *, fault: str | None = None, world_size: int | None = No
     )
     link = LinkModel(jitter_s=generator.choice([0.0, 1e-3]), latency_s=1e-4, bytes_per_s=1e6)
     network = SimulatedNetwork(size, seed=seed, default=link, silence_s=SILENCE_S)
-    cluster = SimulatedCluster(network, config, validates=size <= 8, compute_jitter=1.0)
+    hosts = tuple(generator.randrange(2) for _ in range(size))
+    cluster = SimulatedCluster(network, config, validates=size <= 8, compute_jitter=1.0, hosts=hosts)
     job = Job(seed, cluster)
-    for rank, order in enumerate(_orders(generator, size, num_tensors)):
-        for place, (name, kind, count) in enumerate(order):
-            _submit(job, rank, name, kind, count, generator, place)
+    chosen = collectives if collectives is not None else _collectives(generator, size)
+    for collective in chosen:
+        _expect(job, collective, size)
+    for rank in range(size):
+        mine = [collective for collective in chosen if rank in (collective.members or range(size))]
+        for place, collective in enumerate(generator.sample(mine, len(mine))):
+            at_s = generator.random() * 0.01 + place * 1e-4
+            tensors, submission = make_submission(collective, rank, size, at_s=at_s)
+            job.tensors[rank, collective.name], job.submissions[rank, collective.name] = tensors, submission
+            cluster.submit(rank, submission)
     if fault == "crash" and size > 1:
         _crash(job, generator)
     elif fault == "cut" and size > 1:
@@ -70,7 +95,8 @@ def run_job(job: Job) -> Job:
         if rank in job.dead and submission.done_at_s is None:
             continue
         if submission.error is None:
-            assert submission.data == job.expected[name], where
+            got, wanted = job.tensors[rank, name].outputs, job.expected[rank, name]
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), where
         else:
             assert isinstance(submission.error, PeerLost), f"{where}: {submission.error!r}"
             assert submission.error.rank in job.culprits, f"{where}: {submission.error}"
@@ -83,35 +109,55 @@ def run_job(job: Job) -> Job:
     return job
 
 
-def _orders(generator: random.Random, size: int, num_tensors: int) -> list[list[tuple[str, OpKind, int]]]:
-    counts = [generator.choice([0, 1, size - 1, size, size + 1, 17, 101]) for _ in range(num_tensors)]
-    counts.append(2 * size + 1)
-    operations = [(f"tensor {index}", OpKind.ALLREDUCE, count) for index, count in enumerate(counts)]
-    operations.append(("broadcast", OpKind.BROADCAST, generator.choice([0, 1, 40])))
-    operations.append(("barrier", OpKind.BARRIER, 0))
-    return [generator.sample(operations, len(operations)) for _ in range(size)]
+def _collectives(generator: random.Random, size: int) -> list[Collective]:
+    """Some of everything; schedules, sizes, roots and members at random."""
+
+    def schedule(kind: OpKind) -> Algorithm:
+        return generator.choice([Algorithm.AUTO, *algorithms_of(kind)]) if len(algorithms_of(kind)) > 1 else Algorithm.AUTO
+
+    def count() -> int:
+        return generator.choice([0, 1, size - 1, size, size + 1, 17, 101])
+
+    def subset() -> tuple[int, ...]:
+        return tuple(generator.sample(range(size), generator.randint(1, size)))
+
+    chosen = [
+        Collective(
+            name=f"tensor {index}",
+            num_elements=count() if index else 2 * size + 1,
+            schedule=schedule(OpKind.ALLREDUCE),
+            priority=generator.randrange(3),
+            members=subset() if index == 1 else (),
+        )
+        for index in range(5)
+    ]
+    for kind in OpKind:
+        if kind is OpKind.ALLREDUCE or (kind is OpKind.SEND_RECV and size == 1):
+            continue
+        members = tuple(generator.sample(range(size), 2)) if kind is OpKind.SEND_RECV else ()
+        if kind not in (OpKind.SEND_RECV, OpKind.BARRIER) and generator.random() < 0.3:
+            members = subset()
+        chosen.append(
+            Collective(
+                name=kind.name.lower(),
+                kind=kind,
+                num_elements=count(),
+                uneven=generator.random() < 0.5,
+                root=generator.randrange(len(members) or size) if kind in ROOTED else 0,
+                schedule=schedule(kind),
+                priority=generator.randrange(3),
+                members=members,
+                any_source=generator.random() < 0.5,
+            )
+        )
+    return chosen
 
 
-def _submit(job: Job, rank: int, name: str, kind: OpKind, count: int, generator: random.Random, place: int) -> None:
-    size = job.cluster.network.world_size
-    values = np.arange(count) * size + rank
-    root = job.seed % size if kind is OpKind.BROADCAST else 0
-    if kind is OpKind.ALLREDUCE:
-        total = np.arange(count) * size * size + size * (size - 1) / 2
-        signature = Signature(kind, DType.FLOAT64, ReduceOp.SUM, 0, (count,))
-    else:
-        total = np.arange(count) * size + root
-        signature = Signature(kind, DType.FLOAT64, ReduceOp.NONE, root, (count,))
-    job.expected[name] = total.astype(np.float64).tobytes()
-    submission = Submission(
-        name,
-        signature,
-        bytearray(values.astype(np.float64).tobytes()),
-        at_s=generator.random() * 0.01 + place * 1e-4,
-        priority=generator.randrange(3),
-    )
-    job.submissions[rank, name] = submission
-    job.cluster.submit(rank, submission)
+def _expect(job: Job, collective: Collective, size: int) -> None:
+    members = collective.members or tuple(range(size))
+    brought = [make_tensors(collective, place, len(members)) for place in range(len(members))]
+    for rank, outputs in zip(members, expected(collective, brought), strict=True):
+        job.expected[rank, collective.name] = outputs
 
 
 def _crash(job: Job, generator: random.Random) -> None:

@@ -3,9 +3,12 @@
 import time
 
 import pytest
-from jobs import make_job, run_job
+from jobs import ROOTED, make_job, run_job
 
 from totalreduce.foundation.errors import PeerLost
+from totalreduce.foundation.types import Algorithm, OpKind
+from totalreduce.schedules import algorithms_of
+from totalreduce.testing.conformance_oracle import Collective
 
 FAULTS = (None, None, "crash", "cut")
 
@@ -30,6 +33,33 @@ def test_the_same_seed_gives_the_same_events(seed: int) -> None:
 
 def test_other_seeds_give_other_events() -> None:
     assert len({repr(run_job(make_job(seed, world_size=3)).trace) for seed in range(5)}) == 5
+
+
+KINDS = [(kind, algorithm) for kind in OpKind if kind is not OpKind.SEND_RECV for algorithm in algorithms_of(kind)]
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), KINDS, ids=lambda value: value.name.lower())
+def test_a_loss_in_the_middle_of_a_collective_is_named_on_every_survivor(kind: OpKind, algorithm: Algorithm) -> None:
+    """Many of one kind in flight, so that the crash hits them at every stage; nobody hangs, nobody names another."""
+    lost = 0
+    for seed in range(6):
+        several = len(algorithms_of(kind)) > 1
+        collectives = [
+            Collective(
+                name=f"{index}",
+                kind=kind,
+                num_elements=0 if kind is OpKind.BARRIER else 200 * (index + 1),
+                uneven=bool(index % 2),
+                root=(seed + index) % 4 if kind in ROOTED else 0,
+                schedule=algorithm if several else Algorithm.AUTO,
+            )
+            for index in range(5)
+        ]
+        job = run_job(make_job(seed, fault="crash", world_size=4, collectives=collectives))
+        after = [s for (rank, _), s in job.submissions.items() if rank not in job.dead and s.at_s > job.fault_at_s + 0.1]
+        assert all(isinstance(submission.error, PeerLost) for submission in after)
+        lost += sum(s.error is not None for (rank, _), s in job.submissions.items() if rank not in job.dead)
+    assert lost > 6
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
@@ -57,7 +87,12 @@ def test_a_cut_link_is_noticed_within_the_silence() -> None:
 
 def test_a_large_ring_completes() -> None:
     begin = time.process_time()
-    job = run_job(make_job(1, world_size=256, num_tensors=0))
+    collectives = [
+        Collective(name="ring", num_elements=513, schedule=Algorithm.RING),
+        Collective(name="chain", kind=OpKind.BROADCAST, num_elements=40, root=7, schedule=Algorithm.CHAIN),
+        Collective(name="barrier", kind=OpKind.BARRIER),
+    ]
+    job = run_job(make_job(1, world_size=256, collectives=collectives))
     assert len(job.submissions) == 3 * 256
     assert all(submission.error is None for submission in job.submissions.values())
     print(f"256 ranks, {len(job.trace)} events: {time.process_time() - begin:.1f} s of processor time")

@@ -97,6 +97,7 @@ def _others(
         pg_tag=name,
         device_id=caller.get("device_id"),
     )
+    other._set_default_backend(c10d.Backend.backend_type_map[next(iter(wanted.values()))])
     c10d._world.pg_group_ranks[other] = {rank: index for index, rank in enumerate(ranks)}
 
     def close() -> None:

@@ -26,7 +26,7 @@ def as_torch_error(error: BaseException, what: str = "") -> BaseException:
         return error
     text = str(error)
     if isinstance(error, DeadlineExceededError):
-        text = f"{what}: Timed out {text}" if what else text
+        text = f"{what}: Timed out ({text})" if what else text
     translated = dist.DistBackendError(text)
     if isinstance(error, PeerLost):
         translated.rank = error.rank  # type: ignore[attr-defined]

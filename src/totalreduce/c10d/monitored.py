@@ -16,6 +16,9 @@ from totalreduce.groups.group import Group
 
 __all__ = ["monitored_barrier"]
 
+#: Rank 0 knows who is missing when its time is up; the others wait a little longer, to hear it.
+_GRACE_S = 1.0
+
 
 def monitored_barrier(group: Group, tag: int, timeout_s: float, *, wait_all_ranks: bool) -> None:
     """Return when every rank is here.
@@ -69,7 +72,7 @@ def _report(group: Group, tag: int, timeout_s: float) -> None:
     verdict = torch.zeros(group.world_size, dtype=torch.uint8)
     try:
         group.send(torch.ones(1, dtype=torch.uint8), dst=0, tag=tag)
-        group.recv(verdict, src=0, tag=tag).wait(timeout_s)
+        group.recv(verdict, src=0, tag=tag).wait(timeout_s + _GRACE_S)
         missing = verdict.nonzero().flatten().tolist()
         reason = _failed(missing) if missing else ""
         cause = None

@@ -189,19 +189,22 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:  # noqa: A002
         """Each rank gets its share of the sum of one tensor."""
+        if other := self._other(input):
+            return other.reduce_scatter_single(output, input, _options(opts, c10d.ReduceScatterOptions))
         return self._reduce_scatter_singles([output], [input], opts, output)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         """``reduce_scatter_single`` of several tensors."""
-        return self._reduce_scatter_singles(list(outputs), list(inputs), opts, list(outputs))
+        received, sent = list(outputs), list(inputs)
+        if other := self._other(sent[0]):
+            return other.reduce_scatter_single_coalesced(received, sent, _options(opts, c10d.ReduceScatterOptions))
+        return self._reduce_scatter_singles(received, sent, opts, received)
 
     def _reduce_scatter_singles(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any, result: Any
     ) -> Any:
-        if other := self._other(inputs[0]):
-            return other.reduce_scatter_single_coalesced(outputs, inputs, _options(opts, c10d.ReduceScatterOptions))
         op = reduction_of(_reduce_op(opts))
         for output, tensor in zip(outputs, inputs, strict=True):
             if tensor.numel() != self.group.world_size * output.numel():
@@ -266,19 +269,22 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:  # noqa: A002
         """Every rank's tensor on every rank, one after the other in one tensor."""
+        if other := self._other(input):
+            return other.all_gather_single(output, input, _options(opts, c10d.AllgatherOptions))
         return self._all_gather_singles([output], [input], opts, output)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         """``all_gather_single`` of several tensors."""
-        return self._all_gather_singles(list(outputs), list(inputs), opts, list(outputs))
+        received, sent = list(outputs), list(inputs)
+        if other := self._other(sent[0]):
+            return other.all_gather_single_coalesced(received, sent, _options(opts, c10d.AllgatherOptions))
+        return self._all_gather_singles(received, sent, opts, received)
 
     def _all_gather_singles(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any, result: Any
     ) -> Any:
-        if other := self._other(inputs[0]):
-            return other.all_gather_single_coalesced(outputs, inputs, _options(opts, c10d.AllgatherOptions))
         for output, tensor in zip(outputs, inputs, strict=True):
             if output.dtype != tensor.dtype:
                 raise TypeError("output tensor must have the same type as input tensor")

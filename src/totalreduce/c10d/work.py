@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Finish", "OperationWork"]
 
+#: What torch says in place of the number of a backward pass where there is none.
+_NO_BACKWARD = -1
+
 
 class Finish(Protocol):
     """The last part of an operation, which happens on this rank only."""
@@ -85,17 +88,18 @@ class OperationWork(Work):
         end = self._deadline
         if timeout is not None and timeout:
             end = min(end, time.monotonic() + timeout.total_seconds())
+        failure: BaseException | None = None
         try:
             for work in self._works:
                 work.wait(max(0.0, end - time.monotonic()))
         except DeadlineExceededError as error:
-            late = self._late(error)
+            failure = self._late(error)
             if end == self._deadline:
-                self._error = late
-            raise late from error
+                self._error = failure
         except Exception as error:
-            self._error = as_torch_error(error, self._title)
-            raise self._error from error.__cause__
+            failure = self._error = as_torch_error(error, self._title)
+        if failure is not None:
+            raise failure
         if self._record is not None:
             self._record.ended.wait(max(0.0, end - time.monotonic()))
         self.synchronize()
@@ -142,7 +146,13 @@ class OperationWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """A ``torch.futures.Future`` of the outputs; completes, at the deadline at the latest, though nobody waits."""
+        """A ``torch.futures.Future`` of the outputs; completes, at the deadline at the latest, though nobody waits.
+
+        Within a backward pass it is DistributedDataParallel that asks, to wait in C++ when the pass ends; an error of a
+        future is a bare ``RuntimeError`` there. A wait of ours, ahead of that one, raises what it really is.
+        """
+        if torch._C._current_graph_task_id() != _NO_BACKWARD:
+            torch.autograd.Variable._execution_engine.queue_callback(self.block_current_stream)
         with self._lock:
             if self._future is None:
                 # An error can only be put into a future by a callback that raises it.

@@ -17,7 +17,7 @@ import totalreduce as tr
 from totalreduce.cli.bench.goodput import interface_of
 from totalreduce.foundation import environment
 from totalreduce.foundation.config import TcpConfig
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.groups import probe
 from totalreduce.launch.address import choose_address
 from totalreduce.launch.links import TransportName
@@ -88,8 +88,12 @@ def _read(path: str) -> str:
 
 
 def main(path: str, transport: str) -> None:
-    """Examine; rank 0 writes the document."""
-    document = examine(transport)
+    """Examine; rank 0 writes the document. What prevents it is one line on standard error and exit code 2."""
+    try:
+        document = examine(transport)
+    except TotalReduceError as error:
+        print(f"rank {environment.read_world().rank}: {error}", file=sys.stderr)
+        sys.exit(2)
     if document is not None:
         Path(path).write_text(json.dumps(document), encoding="utf-8")
 

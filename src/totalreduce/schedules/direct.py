@@ -108,10 +108,15 @@ def direct_allreduce(rank: int, world_size: int) -> Schedule:
     yield from direct_allgather(rank, world_size)
 
 
-def cost(world_size: int, num_bytes: int) -> Cost:
-    """An allreduce: two hops, but 2(n-1) messages on every rank; as many bytes as a ring."""
+def cost(world_size: int, num_bytes: int, *, shared: bool = False) -> Cost:
+    """An allreduce: two hops, but 2(n-1) messages on every rank; as many bytes as a ring.
+
+    With ``shared`` memory the second half's messages carry one body, which is put there once: of the two times that
+    other bytes pass through memory (in, and added or out) only the second remains.
+    """
     half = half_cost(world_size, num_bytes)
-    return Cost(2 * half.steps, 2 * half.bytes_sent, 2 * half.messages)
+    again = (half.bytes_sent + num_bytes / world_size) / 2 if shared and world_size > 1 else half.bytes_sent
+    return Cost(2 * half.steps, half.bytes_sent + again, 2 * half.messages)
 
 
 def half_cost(world_size: int, num_bytes: int) -> Cost:

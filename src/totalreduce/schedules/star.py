@@ -26,6 +26,11 @@ def star_allreduce(rank: int, world_size: int, root: int) -> Schedule:
         yield Send(peer, 1, 0)
 
 
-def cost(world_size: int, num_bytes: int) -> Cost:
-    """Two steps; the root receives everybody's tensor, and then sends as much."""
-    return Cost(2, 2.0 * (world_size - 1) * num_bytes, max(0, world_size - 2))
+def cost(world_size: int, num_bytes: int, *, shared: bool = False) -> Cost:
+    """Two steps; the root receives everybody's tensor, and then sends as much.
+
+    With ``shared`` memory the others put their tensors there, and take the result out, all at the same time: bytes pass
+    once for each of these, n-1 times where the root adds, and once for the result.
+    """
+    passes = (world_size + 2) / 2 if shared and world_size > 1 else 2 * (world_size - 1)
+    return Cost(2, float(passes * num_bytes), max(0, world_size - 2))

@@ -91,8 +91,7 @@ class _Rank:
     def after_event(self) -> None:
         """Collect what finished, start the next computation, check the invariants."""
         for operation in self.engine.pop_completed():
-            if isinstance(operation, Operation):
-                self._cluster.completed(operation)
+            self._cluster.completed(operation)
         if self._cluster.validates:
             self.engine.validate()
         if not self._computing:

@@ -79,6 +79,15 @@ class Wire(ABC):
             WireError: The peer cannot be reached.
         """
 
+    def beat(self, peer: int, head: bytes) -> None:
+        """Send a heartbeat, if there is room; notice if the peer cannot be reached.
+
+        Raises:
+            WireError: It cannot.
+        """
+        if self.may_send(peer):
+            self.send(peer, head, None)
+
     @abstractmethod
     def bodies_left(self, peer: int) -> int:
         """How many bodies to ``peer`` have left since the last call."""
@@ -149,8 +158,8 @@ class PassingTransport(Transport):
         self._endpoint = endpoint
 
     def connected_peers(self) -> Collection[int]:
-        """Peers that something was exchanged with."""
-        return set(self._heard_at) - self._gone
+        """Everybody who is there: messages need no connection, and each peer will be told when this rank goes."""
+        return set(self._peers) - self._gone
 
     def idle(self) -> bool:
         """Whether no message is half-way out."""
@@ -332,13 +341,15 @@ class PassingTransport(Transport):
             silence = now - heard_at
             if away > 2 * beat:  # this process itself was stopped or starved: nobody can be blamed for the gap
                 self._heard_at[peer] = min(now, heard_at + away)
+            elif peer not in self._arriving and self._wire.head(peer) is not None:
+                self._heard_at[peer] = now  # it has said something that this rank could not hear yet
             elif silence > self._patience_s(peer):
                 self._lose(peer, f"silent for {silence:.1f} s (stopped, frozen or cut off from the network)")
-            elif now - self._spoke_at[peer] >= beat and self._wire.may_send(peer):
+            if peer not in self._gone and now - self._spoke_at[peer] >= beat:
                 self._spoke_at[peer] = now
                 self.counters.heartbeats_sent += 1
                 try:
-                    self._wire.send(peer, self._heartbeat, None)
+                    self._wire.beat(peer, self._heartbeat)
                 except WireError as error:
                     self._lose(peer, str(error))
 

@@ -242,6 +242,17 @@ class _GlooWire(Wire):
             except _ENDED as error:
                 raise WireError(_reason(error)) from error
 
+    def beat(self, peer: int, head: bytes) -> None:
+        """Send a heartbeat; while the peer is not done with earlier messages, counters: gloo tells only who sends."""
+        if self.may_send(peer):
+            self.send(peer, head, None)
+            return
+        with self._lock:
+            try:
+                self._pairs[peer].send_slot(b"", _COUNTERS)
+            except _ENDED as error:
+                raise WireError(_reason(error)) from error
+
     def bodies_left(self, peer: int) -> int:
         """How many bodies the peer has received since the last call."""
         pair = self._pairs[peer]

@@ -60,7 +60,6 @@ class Tensors:
 # The victim is rank 1: it is once the root and once not.
 COLLECTIVES = {
     "allreduce": lambda t: dist.all_reduce(t.whole, async_op=True),
-    "allreduce_coalesced": lambda t: dist.all_reduce_coalesced(t.inputs, async_op=True),
     "broadcast from 0": lambda t: dist.broadcast(t.whole, 0, async_op=True),
     "broadcast from 1": lambda t: dist.broadcast(t.whole, 1, async_op=True),
     "reduce to 0": lambda t: dist.reduce(t.whole, 0, async_op=True),

@@ -83,11 +83,13 @@ def mpi_jobs(peers: Sequence[str], places: Mapping[str, Path], num_ranks: int, f
 
 def _launcher(peer: str, place: Path | None) -> Path:
     _, words, names = _KNOWN[peer]
-    found = [place] if place is not None else [Path(path) for path in map(shutil.which, names) if path is not None]
-    for path in found:
+    # First beside this Python: an MPI that pip has installed is there, whether or not that is on PATH.
+    folders = (str(Path(sys.executable).parent), None)
+    everywhere = [shutil.which(name, path=folder) for folder in folders for name in names]
+    for path in [place] if place is not None else [Path(path) for path in everywhere if path is not None]:
         if any(word.lower() in _ask([str(path), "--version"]).lower() for word in words):
             return path
-    where = f"{place} is no mpirun of it" if place is not None else f"no {' or '.join(names)} of it is on PATH"
+    where = f"{place} is no mpirun of it" if place is not None else f"there is no {' or '.join(names)} of it on PATH"
     raise ConfigurationError(
         f"--against {peer}: {where}. Install it, for example in a virtual environment with "
         f"`pip install {peer} mpi4py numpy`, and say --mpirun {peer}=PATH"

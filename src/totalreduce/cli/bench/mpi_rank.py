@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -31,6 +32,7 @@ class MpiRank:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / f"{peer}.{rank}"))
         self._listener.listen(1)
+        self._connection: socket.socket | None = None
         self._stream: Any = None
 
     def meet(self, world_size: int) -> None:
@@ -39,27 +41,30 @@ class MpiRank:
         Raises:
             TotalReduceError: It did not come, or is a rank of another MPI than its name says.
         """
+        with self._listener:
+            self._connection = self._accept()
+        self._connection.settimeout(_SAMPLE_S)
+        self._stream = self._connection.makefile("rw")
+        hello = json.loads(self._stream.readline())
+        self.version = hello["version"]
+        if not self.version.startswith(signature_of(self._peer)) or hello["size"] != world_size:
+            self.close()
+            raise TotalReduceError(
+                f"{self._peer}'s mpirun started rank {hello['rank']} of {hello['size']} of {self.version!r}: its "
+                "mpi4py belongs to another MPI. Say with --mpirun which mpirun belongs to the mpi4py beside it"
+            )
+
+    def _accept(self) -> socket.socket:
         deadline = time.monotonic() + _PATIENCE_S
         self._listener.settimeout(0.2)
-        while self._stream is None:
+        while True:
             try:
-                connection, _ = self._listener.accept()
+                return self._listener.accept()[0]
             except TimeoutError as error:
                 reason = explain(self._folder, self._peer)
                 if reason is not None or time.monotonic() > deadline:
                     why = reason or f"did not come within {_PATIENCE_S:.0f} s"
                     raise TotalReduceError(f"{self._peer}'s rank {self._rank}: {why}") from error
-            else:
-                connection.settimeout(_SAMPLE_S)
-                self._stream = connection.makefile("rw")
-        self._listener.close()
-        hello = json.loads(self._stream.readline())
-        self.version = hello["version"]
-        if not self.version.startswith(signature_of(self._peer)) or hello["size"] != world_size:
-            raise TotalReduceError(
-                f"{self._peer}'s mpirun started rank {hello['rank']} of {hello['size']} of {self.version!r}: its "
-                "mpi4py belongs to another MPI. Say with --mpirun which mpirun belongs to the mpi4py beside it"
-            )
 
     def sample(self, kind: str, count: int, times: int, dtype: str) -> float:
         """Seconds of one operation, averaged over ``times``, on this rank; checked by the MPI's side.
@@ -67,19 +72,28 @@ class MpiRank:
         Raises:
             TotalReduceError: A result was wrong, or the MPI job ended.
         """
-        request = {"kind": kind, "count": count, "times": times, "dtype": dtype}
-        self._stream.write(json.dumps(request) + "\n")
-        self._stream.flush()
-        line = self._stream.readline()
-        answer: dict[str, Any] = (
-            json.loads(line) if line else {"error": explain(self._folder, self._peer) or "it ended"}
-        )
+        try:
+            self._say({"kind": kind, "count": count, "times": times, "dtype": dtype})
+            line = self._stream.readline()
+        except OSError:
+            line = ""
+        if not line:
+            why = explain(self._folder, self._peer) or f"ended, or took longer than {_SAMPLE_S:.0f} s"
+            raise TotalReduceError(f"{self._peer}'s rank {self._rank}: {why}")
+        answer = json.loads(line)
         if "error" in answer:
             raise TotalReduceError(f"{self._peer}'s rank {self._rank}: {answer['error']}")
         return float(answer["seconds"])
 
     def close(self) -> None:
         """Let the MPI rank finish."""
-        self._stream.write("null\n")
+        if self._connection is not None:
+            with contextlib.suppress(OSError):  # it has gone already
+                self._say(None)
+            with contextlib.suppress(OSError):
+                self._stream.close()
+            self._connection.close()
+
+    def _say(self, document: dict[str, Any] | None) -> None:
+        self._stream.write(json.dumps(document) + "\n")
         self._stream.flush()
-        self._stream.close()
