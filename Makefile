@@ -4,12 +4,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint soak bench clean
+.PHONY: demo test torch-suite lint soak bench clean
 demo: $(STAMP)
 	$(BIN)/totalreduce demo $(ARGS)
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+# PyTorch's own tests of torch.distributed, at world sizes 2, 3 and 4: what gloo passes must pass.
+torch-suite: $(STAMP)
+	$(BIN)/python tests/torch_suite/run.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests examples

@@ -7,7 +7,9 @@ torchrun --nproc-per-node 2 examples/lightning_fit.py --backend gloo
 import os
 
 import pytorch_lightning as lightning
+import torch
 from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_tasks import Record, loss_of, make_task, parse_options
 
@@ -21,21 +23,21 @@ record = Record()
 class Module(lightning.LightningModule):
     """The model, and what a step is."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.model = task.model
 
-    def training_step(self, batch, _):
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         inputs, targets = batch
         return loss_of(self.model(inputs), targets)
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return task.optimizer(self.model.parameters())
 
-    def on_train_batch_end(self, outputs, *_):
+    def on_train_batch_end(self, outputs: dict[str, Tensor], *_: object) -> None:
         record.step(outputs["loss"])
 
-    def on_train_end(self):
+    def on_train_end(self) -> None:
         record.finish(options)
 
 

@@ -1,15 +1,18 @@
-"""Deliberately wrong transports and schedules. The conformance suite must reject every one of them."""
+"""Deliberately wrong transports, schedules and selectors. The conformance suite must reject every one of them."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 
+from totalreduce.foundation.errors import ProtocolError
 from totalreduce.foundation.header import Frame, Header
-from totalreduce.foundation.types import DType, OpKind, ReduceOp
-from totalreduce.schedules import program_for, star_program_for
-from totalreduce.schedules.actions import Mode, Program, Receive, Schedule, Send, compile_program
+from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp
+from totalreduce.schedules import program_for
+from totalreduce.schedules.actions import Action, Mode, Program, Receive, Schedule, Send, compile_program
+from totalreduce.schedules.select import Selector
 from totalreduce.transports.base import Transport
 from totalreduce.transports.inproc import InprocNetwork
 from totalreduce.transports.simulated import SimulatedNetwork
@@ -126,89 +129,239 @@ def tamper_simulated(fault: Fault) -> Callable[[SimulatedNetwork], None]:
     return prepare
 
 
+# ------------------------------------------------------------------------------------------------------------- leases
+
+
+class Loan:
+    """A body that lies in memory of the transport. This one is right; the others are not."""
+
+    may_be_kept = True
+
+    def __init__(self, body: bytes, before: bytes) -> None:
+        self._lent = self.lent(body, before)
+        self._memory = bytearray(self._lent)
+        self.body = memoryview(self._memory)
+        self.taken = self.written = False
+        self.released = 0
+
+    def lent(self, body: bytes, before: bytes) -> bytes:
+        return body
+
+    def refused(self, view: memoryview, body: bytes) -> None:
+        """The endpoint wants a copy."""
+        view[:] = body
+
+    def handed_over(self) -> None:
+        """The endpoint has been told, and has taken the loan."""
+
+    def release(self) -> None:
+        self.released += 1
+        self.written = self._memory != self._lent
+        self._memory[:] = b"\xa5" * len(self._memory)  # whoever reads it now reads garbage
+
+
+class LoanUsedAgain(Loan):
+    """Its memory is used for the next message before it was given back."""
+
+    def handed_over(self) -> None:
+        self._memory[:] = b"\xa5" * len(self._memory)
+
+
+class LoanOfAnother(Loan):
+    """The memory of the message before, if that was equally long."""
+
+    def lent(self, body: bytes, before: bytes) -> bytes:
+        return before if len(before) == len(body) else body
+
+
+class LoanNotCopied(Loan):
+    """Who does not take the loan gets nothing."""
+
+    def refused(self, view: memoryview, body: bytes) -> None:
+        pass
+
+
+class Lending:
+    """``SimulatedNetwork._deliver`` of a network that lends bodies."""
+
+    def __init__(self, kind: type[Loan]) -> None:
+        self.kind = kind
+        self.loans: list[Loan] = []
+        self.before = b""
+
+    def deliver(self, network: SimulatedNetwork, source: int, target: int) -> None:
+        link, endpoint = network._links[source, target], network._endpoints[target]
+        while link.inbox and endpoint.may_receive():
+            packed, body = link.inbox.popleft()
+            header = Header.unpack(packed)
+            # Control frames are read at once, right or not, whoever lends them.
+            loan = (self.kind if header.frame is Frame.DATA else Loan)(body, self.before)
+            self.before = body
+            try:
+                delivery = endpoint.accept(source, header, loan)
+                loan.taken = delivery.lease is loan
+                if not loan.taken:
+                    loan.refused(delivery.view, body)
+                else:
+                    self.loans.append(loan)
+                endpoint.delivered(delivery)
+                if loan.taken:
+                    loan.handed_over()
+            except ProtocolError as error:
+                network._end(target, source, f"protocol violation: {error}")
+                return
+        if not link.inbox:
+            network._unread[target].discard(source)
+        for peer in sorted(endpoint.ready_peers()):
+            network._start(target, peer)
+
+
 # --------------------------------------------------------------------------------------------------------- schedules
 
-
-def skips_last_step(rank: int, world_size: int) -> Schedule:
-    yield from list(_ring(rank, world_size))[:-2]
-
-
-def counts_twice(rank: int, world_size: int) -> Schedule:
-    for action in _ring(rank, world_size):
-        if isinstance(action, Receive) and action.mode is Mode.REPLACE:
-            yield Receive(action.peer, action.step, action.chunk, Mode.COMBINE_LAST)
-        else:
-            yield action
+#: Changes one rank's actions: (actions, rank, world size, root).
+Change = Callable[[list[Action], int, int, int], list[Action]]
 
 
-def replaces_instead_of_adding(rank: int, world_size: int) -> Schedule:
-    for action in _ring(rank, world_size):
-        if isinstance(action, Receive) and action.step == 0:
-            yield Receive(action.peer, action.step, action.chunk, Mode.REPLACE)
-        else:
-            yield action
+def changed(kind: OpKind, algorithm: Algorithm, change: Change, **settings: bool) -> Callable[..., Program]:
+    """``program_for`` with one schedule changed, on groups of three ranks and more."""
 
-
-def wrong_chunk(rank: int, world_size: int) -> Schedule:
-    for action in _ring(rank, world_size):
-        if isinstance(action, Receive) and action.step == 2 * (world_size - 1) - 1:
-            yield Receive(action.peer, action.step, (action.chunk + 1) % world_size)
-        else:
-            yield action
-
-
-def barrier_that_lets_through(rank: int, world_size: int) -> Schedule:
-    yield from ()
-
-
-def broadcast_without_tail(rank: int, world_size: int, root: int) -> Schedule:
-    """The last rank of the chain is forgotten."""
-    position, last = (rank - root) % world_size, world_size - 2
-    if 0 < position <= last:
-        yield Receive((rank - 1) % world_size, position - 1, 0)
-    if position < last:
-        yield Send((rank + 1) % world_size, position, 0)
-
-
-def star_that_forgets_one(rank: int, world_size: int, root: int) -> Program:
-    """The root replaces its partial sum where it should go on adding to it."""
-    actions = star_program_for(rank, world_size, root).actions
-    forgetful = (replace(a, onto_partial=False) if isinstance(a, Receive) else a for a in actions)
-    return compile_program(forgetful, 1, partial_sums=True)
-
-
-def _ring(rank: int, world_size: int) -> Schedule:
-    yield from program_for(OpKind.ALLREDUCE, rank, world_size, 0).actions
-
-
-def with_allreduce(schedule: Callable[[int, int], Schedule]) -> Callable[..., Program]:
-    """``program_for`` with another allreduce."""
-
-    def programs(kind: OpKind, rank: int, world_size: int, root: int) -> Program:
-        if kind is OpKind.ALLREDUCE and world_size > 1:
-            return compile_program(schedule(rank, world_size), world_size)
-        return program_for(kind, rank, world_size, root)
+    def programs(
+        of: OpKind, by: Algorithm, rank: int, world_size: int, root: int = 0, hosts: tuple[int, ...] = ()
+    ) -> Program:
+        program = program_for(of, by, rank, world_size, root, hosts)
+        if (of, by) != (kind, algorithm) or world_size < 3:
+            return program
+        actions = change(list(program.actions), rank, world_size, root)
+        # What may come at any time is found again: it depends on the other actions.
+        plain = (replace(a, anytime=False) if isinstance(a, Receive) else a for a in actions)
+        return compile_program(
+            plain,
+            program.num_chunks,
+            layout=program.layout,
+            partial_sums=program.partial_sums,
+            preserves=settings.get("preserves", program.preserves),
+            span_max=program.span_max,
+        )
 
     return programs
 
 
-def with_barrier(schedule: Callable[[int, int], Schedule]) -> Callable[..., Program]:
-    """``program_for`` with another barrier."""
-
-    def programs(kind: OpKind, rank: int, world_size: int, root: int) -> Program:
-        if kind is OpKind.BARRIER:
-            return compile_program(schedule(rank, world_size), 1)
-        return program_for(kind, rank, world_size, root)
-
-    return programs
+def skips_last_step(actions: list[Action], rank: int, world_size: int, root: int) -> list[Action]:
+    return actions[:-2]
 
 
-def with_broadcast(schedule: Callable[[int, int, int], Schedule]) -> Callable[..., Program]:
-    """``program_for`` with another broadcast."""
+def counts_twice(actions: list[Action], rank: int, world_size: int, root: int) -> list[Action]:
+    return [
+        replace(action, mode=Mode.COMBINE_LAST)
+        if isinstance(action, Receive) and action.mode is Mode.REPLACE
+        else action
+        for action in actions
+    ]
 
-    def programs(kind: OpKind, rank: int, world_size: int, root: int) -> Program:
-        if kind is OpKind.BROADCAST:
-            return compile_program(schedule(rank, world_size, root), 1)
-        return program_for(kind, rank, world_size, root)
 
-    return programs
+def replaces_instead_of_adding(actions: list[Action], rank: int, world_size: int, root: int) -> list[Action]:
+    return [
+        replace(action, mode=Mode.REPLACE) if isinstance(action, Receive) and action.step == 0 else action
+        for action in actions
+    ]
+
+
+def wrong_chunk(actions: list[Action], rank: int, world_size: int, root: int) -> list[Action]:
+    *others, last = actions
+    return [*others, replace(last, chunk=(last.chunk + 1) % world_size)]
+
+
+def nothing_at_all(actions: list[Action], rank: int, world_size: int, root: int) -> list[Action]:
+    """A barrier that lets through; a collective that leaves everything as it was."""
+    return []
+
+
+def forgets_a_pair(actions: list[Action], rank: int, world_size: int, root: int) -> list[Action]:
+    """Ranks 1 and 2 have nothing to say to each other."""
+    pair = {1: 2, 2: 1}
+    return [action for action in actions if rank not in pair or action.peer != pair[rank]]
+
+
+def forgets_partial_sums(actions: list[Action], rank: int, world_size: int, root: int) -> list[Action]:
+    """Every contribution is added to this rank's own, and what was added before is lost."""
+    return [replace(action, onto_partial=False) if isinstance(action, Receive) else action for action in actions]
+
+
+def combines_a_rank_twice(actions: list[Action], rank: int, world_size: int, root: int) -> list[Action]:
+    """Rank 0 is sent the contribution of its left neighbour again."""
+    left, step = world_size - 1, 1000
+    if rank == left:
+        return [*actions, Send(0, step, 0)]
+    if rank == 0:
+        last = actions.pop()
+        assert isinstance(last, Receive)
+        return [*actions, Receive(left, step, 0, Mode.COMBINE, onto_partial=True), last]
+    return actions
+
+
+def swaps_two_blocks(actions: list[Action], rank: int, world_size: int, root: int) -> list[Action]:
+    """On rank 0 the blocks of ranks 1 and 2 change places as they come in."""
+    swapped = {1: 2, 2: 1, world_size + 1: world_size + 2, world_size + 2: world_size + 1}
+    return [
+        replace(action, chunk=swapped.get(action.chunk, action.chunk))
+        if rank == 0 and isinstance(action, Receive)
+        else action
+        for action in actions
+    ]
+
+
+def gives_another_ranks_block(actions: list[Action], rank: int, world_size: int, root: int) -> list[Action]:
+    sends = [action for action in actions if isinstance(action, Send)]
+    if len(sends) < 2:
+        return actions
+    chunks = [action.chunk for action in sends]
+    return [replace(send, chunk=chunk) for send, chunk in zip(sends, chunks[1:] + chunks[:1], strict=True)]
+
+
+def loses_a_subtree(actions: list[Action], rank: int, world_size: int, root: int) -> list[Action]:
+    """The children of a binomial tree that have nothing to add but themselves are not asked."""
+    position = (rank - root) % world_size
+    if position % 2:
+        return []
+    return [action for action in actions if not (isinstance(action, Receive) and not action.partial)]
+
+
+def stops_before_spreading(actions: list[Action], rank: int, world_size: int, root: int) -> list[Action]:
+    """Of the two trees the second is not gone down again."""
+    return [action for action in actions if action.step != 3]
+
+
+def keeps_the_wrong_half(actions: list[Action], rank: int, world_size: int, root: int) -> list[Action]:
+    """What is given and what is kept change places in the first exchange, on all ranks alike."""
+    exchanged = [action.chunk for action in actions if action.step == 2]
+    if len(exchanged) != 2:
+        return actions
+    other = dict(zip(exchanged, exchanged[::-1], strict=True))
+    return [replace(a, chunk=other[a.chunk]) if a.step == 2 else a for a in actions]
+
+
+def unchanged(actions: list[Action], rank: int, world_size: int, root: int) -> list[Action]:
+    return actions
+
+
+def forgets_the_root(actions: list[Action], rank: int, world_size: int, root: int) -> list[Action]:
+    """A broadcast whose tail gets nothing: the last rank of the chain is forgotten."""
+    position, last = (rank - root) % world_size, world_size - 1
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    if position == last:
+        return []
+    return [action for action in actions if position != last - 1 or action.peer != right or left == right]
+
+
+# ---------------------------------------------------------------------------------------------------------- selectors
+
+
+def quarrelling_selectors(*choices: dict[OpKind, Algorithm]) -> Callable[..., Selector]:
+    """Selectors that choose differently on every rank, as if the links had been measured by everybody for himself."""
+    numbers: Iterator[int] = count()
+
+    def make(links: object, hosts: tuple[int, ...], overrides: object) -> Selector:
+        mine = choices[next(numbers) % len(choices)]
+        return Selector(links, hosts, mine)
+
+    return make

@@ -57,7 +57,8 @@ def on_root(tensor, function):
         function(tensor.clone(), group), [])[1]
 
 R = dist.ReduceOp
-dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8]
+dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+dtypes += [torch.int32, torch.int64, torch.uint8, torch.int8]
 for dtype, shape in itertools.product(dtypes, [(0,), (), (7,), (3, 5), (1000,)]):
     own, last = values(shape, dtype, rank), size - 1
     for op in (R.SUM, R.MIN, R.MAX, R.PRODUCT):
@@ -100,9 +101,8 @@ if True:
     rows = values((sum(sizes), 2), torch.float32, rank)
     compare("all_to_all_single, uneven", lambda g: (
         out := torch.empty(sum(sizes), 2), dist.all_to_all_single(out, rows, sizes, sizes, group=g))[:1])
-    pieces = list(rows.split(sizes))
     compare("all_to_all", lambda g: (
-        out := [torch.empty_like(p) for p in pieces], dist.all_to_all(out, [p.clone() for p in pieces], group=g))[0])
+        out := [torch.empty(4, 3) for _ in blocks], dist.all_to_all(out, [b.clone() for b in blocks], group=g))[0])
     transposed = values((5, 4), torch.float32, rank).t()
     compare("not contiguous", lambda g: (
         out := transposed.clone(memory_format=torch.preserve_format), dist.all_reduce(out, group=g))[:1])
@@ -119,6 +119,38 @@ def test_results_are_gloos(run, size):
     assert said[0]["count"] > 280
 
 
+STAGED = """
+class Staged:
+    # As for CUDA tensors, but from host memory to host memory: what is not read is not there.
+
+    def __init__(self, reads, writes):
+        self.writes = list(writes)
+        self.hosts = {id(tensor): torch.full_like(tensor, 77) for tensor in (*reads, *writes)}
+        for tensor in reads:
+            self.host(tensor).copy_(tensor)
+
+    def host(self, tensor):
+        return self.hosts.get(id(tensor), tensor)
+
+    def finish(self, *, blocking):
+        for tensor in self.writes:
+            tensor.copy_(self.host(tensor))
+        self.writes.clear()
+
+class Stager:
+    stage = staticmethod(Staged)
+"""
+
+
+def test_staged_tensors_are_copied_in_and_out(run):
+    begin = "ours, gloo = dist.group.WORLD"
+    assert begin in COLLECTIVES
+    source = STAGED + COLLECTIVES.replace(begin, f"dist.group.WORLD._stager = Stager()\n{begin}")
+    said = run(3, source)
+    assert [facts["differences"] for facts in said] == [[]] * 3
+    assert said[0]["count"] > 280
+
+
 def test_what_gloo_does_not_have(run):
     source = """
     start()
@@ -127,6 +159,8 @@ def test_what_gloo_does_not_have(run):
     dist.all_reduce(mean, dist.ReduceOp.AVG)
     uneven = [torch.empty(r + 1) for r in range(size)]
     dist.all_gather(uneven, torch.full((rank + 1,), float(rank)))
+    received = [torch.empty(rank + r) for r in range(size)]
+    dist.all_to_all(received, [torch.full((rank + r,), float(rank)) for r in range(size)])
     shorts = torch.full((3,), rank, dtype=torch.int16)
     dist.all_reduce(shorts)
     eights = torch.full((3,), 1.5 * rank).to(torch.float8_e4m3fn)
@@ -137,12 +171,14 @@ def test_what_gloo_does_not_have(run):
     pg.allreduce(bare := torch.ones(2)).wait()
     pg.allreduce([listed := torch.ones(2)], dist.ReduceOp.MAX).wait()
     say("result", mean=mean.tolist(), uneven=[t.tolist() for t in uneven], shorts=shorts.tolist(),
-        eights=eights.float().tolist(), objects=[sorted(o["set"]) for o in objects], bare=bare.tolist(),
+        received=[t.tolist() for t in received], eights=eights.float().tolist(),
+        objects=[sorted(o["set"]) for o in objects], bare=bare.tolist(),
         listed=listed.tolist(), name=pg.name(), backend=dist.get_backend(), group=pg.group_name != "")
     dist.destroy_process_group()
     """
-    for facts in run(3, _dedent(source)):
+    for rank, facts in enumerate(run(3, _dedent(source))):
         assert facts["mean"] == [1.0] * 5
+        assert facts["received"] == [[float(r)] * (rank + r) for r in range(3)]
         assert facts["uneven"] == [[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]]
         assert facts["shorts"] == [3] * 3
         assert facts["eights"] == [3.0] * 3
@@ -317,7 +353,9 @@ def test_a_group_beside_another_back_end_meets_in_the_store(run):
     assert [facts["everybody"] for facts in said] == [3.0] * 3
 
 
-@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:totalreduce", "cuda:totalreduce,cpu:gloo", "cpu:totalreduce,meta:gloo"])
+@pytest.mark.parametrize(
+    "backend", ["cpu:gloo,cuda:totalreduce", "cuda:totalreduce,cpu:gloo", "cpu:totalreduce,meta:gloo"]
+)
 def test_other_back_ends_for_other_devices(run, backend):
     """There is no GPU here, so gloo stands for NCCL, and for two of the cases our device is the one not used."""
     source = f"""
@@ -461,6 +499,60 @@ def test_a_process_can_begin_anew_and_be_alone(run):
     for facts in run(2, _dedent(source)):
         assert facts["sums"] == [2.0] * 3
         assert facts["alone"] == 1.0
+
+
+def test_sharded_models_and_tensors(run):
+    source = """
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    start()
+    size = dist.get_world_size()
+
+    def model():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.GELU(), torch.nn.Linear(33, 16))
+
+    def losses(trained):
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+        generator = torch.Generator().manual_seed(rank)
+        found = []
+        for _ in range(5):
+            inputs = torch.randn(8, 16, generator=generator)
+            loss = ((trained(inputs) - inputs) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    gloo = dist.new_group(backend="gloo")
+    reference = losses(DistributedDataParallel(model(), process_group=gloo))
+    data_parallel = losses(DistributedDataParallel(model()))
+    meshes = [init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("r", "s"))]
+    sharded = []
+    for mesh in meshes:
+        trained = model()
+        fully_shard(trained[0], mesh=mesh)
+        fully_shard(trained, mesh=mesh)
+        sharded.append(losses(trained))
+    spread = distribute_tensor(torch.arange(12.0).reshape(6, 2), meshes[0], [Shard(0)])
+    turned = spread.redistribute(meshes[0], [Shard(1)]).redistribute(meshes[0], [Replicate()]).to_local()
+    summed = functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+    exchanged = functional.all_to_all_single(torch.arange(float(size)), None, None, dist.group.WORLD)
+    say("result", reference=reference, data_parallel=data_parallel, sharded=sharded,
+        turned=turned.flatten().tolist(), summed=summed.tolist(), exchanged=exchanged.tolist())
+    dist.destroy_process_group()
+    """
+    for rank, facts in enumerate(run(4, _dedent(source), 100.0)):
+        for losses in (facts["data_parallel"], *facts["sharded"]):
+            assert losses == pytest.approx(facts["reference"], rel=1e-5)
+        assert facts["turned"] == [float(number) for number in range(12)]
+        assert facts["summed"] == [4.0, 4.0]
+        assert facts["exchanged"] == [float(rank)] * 4
 
 
 def test_operations_appear_in_a_profile(run):

@@ -28,8 +28,13 @@ SMALL = EngineConfig(
 Message = tuple[Header, bytes]
 
 
-def allreduce(*shape: int, dtype: DType = DType.FLOAT64, reduction: ReduceOp = ReduceOp.SUM) -> Signature:
-    return Signature(OpKind.ALLREDUCE, dtype, reduction, 0, shape)
+def allreduce(
+    *shape: int,
+    dtype: DType = DType.FLOAT64,
+    reduction: ReduceOp = ReduceOp.SUM,
+    algorithm: Algorithm = Algorithm.AUTO,
+) -> Signature:
+    return Signature(OpKind.ALLREDUCE, dtype, reduction, 0, shape, algorithm=algorithm)
 
 
 def broadcast(*shape: int, root: int, dtype: DType = DType.FLOAT64) -> Signature:

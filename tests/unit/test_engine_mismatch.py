@@ -3,9 +3,10 @@
 import pytest
 from rack import BARRIER, Rack, allreduce, broadcast, values_of
 
+from totalreduce.engine.operation import Operation
 from totalreduce.foundation.errors import MismatchError
 from totalreduce.foundation.header import Frame
-from totalreduce.foundation.types import DType, ReduceOp, Signature
+from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
 
 ODD = [
     (allreduce(4), allreduce(4, dtype=DType.FLOAT32), "allreduce(sum) of float32[4]"),
@@ -143,3 +144,53 @@ def _check_usable(rack: Rack) -> None:
                 assert values_of(operation) == [float(sum(range(rack.world_size)))] * 4
     assert all(engine.scratch.in_use == 0 for engine in rack.engines)
     assert all(engine.floating.total_bytes == 0 for engine in rack.engines)
+
+
+def rooted(kind: OpKind, root: int) -> Signature:
+    reduction = ReduceOp.SUM if kind is OpKind.REDUCE else ReduceOp.NONE
+    return Signature(kind, DType.FLOAT64, reduction, root, (2,) if kind is OpKind.REDUCE else ())
+
+
+def submit_rooted(rack: Rack, rank: int, kind: OpKind, root: int) -> Operation:
+    if kind is OpKind.REDUCE:
+        return rack.submit(rank, "w", [1.0, 1.0], rooted(kind, root))
+    return rack.blocks(rank, "w", rooted(kind, root), [2 if rank in (root, i) else None for i in range(rack.world_size)])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("roots", [(0, 0, 1), (0, 0, 2), (0, 1, 2), (1, 2, 0), (1, 1, 0), (2, 0, 0)])
+@pytest.mark.parametrize("kind", [OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER])
+def test_nobody_waits_for_ever_when_roots_differ(kind: OpKind, roots: tuple[int, ...], order: tuple[int, ...]) -> None:
+    """Ranks that only give something may be done at once, but whoever waits must learn of it."""
+    rack = Rack(3)
+    for _ in range(2):
+        operations = {}
+        for rank in order:
+            operations[rank] = submit_rooted(rack, rank, kind, roots[rank])
+            rack.run()
+        assert all(operation.finished for operation in operations.values())
+        errors = [operation.error for operation in operations.values() if operation.error is not None]
+        assert errors
+        assert all(isinstance(error, MismatchError) and error.tensor == "w" for error in errors)
+    again = [submit_rooted(rack, rank, kind, 0) for rank in range(3)]
+    rack.run()
+    assert all(operation.finished and operation.error is None for operation in again)
+    _check_usable(rack)
+
+
+def test_what_comes_late_of_a_failed_operation_is_no_second_disagreement() -> None:
+    rack = Rack(3)
+    rack.submit(0, "w", (), allreduce(4))
+    rack.submit(1, "w", (), allreduce(5))
+    rack.submit(2, "w", (), allreduce(4))
+    rack.run()
+    assert sum(engine.counters.mismatches for engine in rack.engines) <= 2
+
+
+def test_a_name_that_means_something_else_the_next_time_is_no_disagreement() -> None:
+    rack = Rack(3)
+    for size in (2, 40, 2):
+        operations = [rack.submit(rank, None, [1.0] * size) for rank in (2, 0, 1)]
+        rack.run()
+        assert all(operation.error is None for operation in operations)
+    assert sum(engine.counters.mismatches for engine in rack.engines) == 0

@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from totalreduce.foundation.errors import ProtocolError
-from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header, pack_signature, unpack_signature, with_count
+from totalreduce.foundation.header import (
+    HEADER_BYTES,
+    Flag,
+    Frame,
+    Header,
+    pack_signature,
+    unpack_schedule,
+    unpack_signature,
+    with_count,
+)
 from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature, operation_id
 
 
@@ -109,6 +118,16 @@ def test_sizes_of_blocks_show() -> None:
         for sizes in ((1, 2, 3), (3, 2, 1), (6,), (6, 0), (0, 6), (2, 2, 2))
     }
     assert len(packed) == 6
+
+
+def test_the_schedule_that_was_chosen_shows() -> None:
+    """A different choice is a disagreement, although both ranks have asked for the same."""
+    signature = Signature(OpKind.ALLREDUCE, DType.FLOAT32, ReduceOp.SUM, 0, (3,))
+    ring, tree = (pack_signature(signature, algorithm) for algorithm in (Algorithm.RING, Algorithm.TREE))
+    assert ring != tree
+    assert unpack_signature(ring) == unpack_signature(tree) == "allreduce(sum) of float32[3]"
+    assert (unpack_schedule(ring), unpack_schedule(tree)) == ("ring", "tree")
+    assert unpack_schedule(b"\xff" * 24) == "an unknown schedule (4294967295)"
 
 
 def test_the_count_of_a_pair_replaces_the_number_of_elements() -> None:

@@ -31,7 +31,7 @@ from totalreduce.engine.counters import Counters
 from totalreduce.engine.early import EarlyNews
 from totalreduce.engine.floating import FloatingMessage, FloatingStore, floating_cost
 from totalreduce.engine.layout import OperationLayout, Place
-from totalreduce.engine.names import NAME_BYTES_MAX, UNNAMED, NameRecord, NameTable
+from totalreduce.engine.names import NAME_BYTES_MAX, NameRecord, NameTable
 from totalreduce.engine.operation import AnyReceive, Arrival, Lane, Operation
 from totalreduce.engine.scratch import ScratchPool
 from totalreduce.engine.sendqueue import QueuedMessage, SendQueue
@@ -44,7 +44,7 @@ from totalreduce.foundation.errors import (
     ProtocolError,
     TotalReduceError,
 )
-from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header, unpack_signature
+from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header, unpack_schedule, unpack_signature
 from totalreduce.foundation.observer import Observer
 from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp, Signature
 from totalreduce.schedules import program_for
@@ -206,7 +206,7 @@ class Engine:
             )
         layout = self._layout(record, signature, ranks, buffers)
         record.next_iteration = (record.next_iteration + 1) & 0xFFFFFFFF
-        shown = name if name is not None else f"{UNNAMED}#{key[1]}"
+        shown = record.shown(key[1])
         operation = Operation(
             shown, key, layout, buffers, priority=priority, sequence=self._sequence, now=now, owner=owner
         )
@@ -582,9 +582,15 @@ class Engine:
             record.layout = None
 
     def _announce(self, operation: Operation, record: NameRecord) -> None:
-        """Tell targets what the operation is (once per signature) and sources that it is posted (if it is large)."""
+        """Tell targets what the operation is (once per signature) and sources that it is posted (if it is large).
+
+        A rank without targets tells its sources what it is.
+        """
         key, layout = operation.key, operation.layout
-        for peer in layout.program.targets:
+        told = layout.program.targets
+        if not told and layout.signature.kind is not OpKind.SEND_RECV:
+            told = layout.program.sources  # or two ranks that both take themselves for the root would wait for ever
+        for peer in told:
             signature = layout.signature_to(peer)
             if record.described.get(peer) != signature:
                 record.described[peer] = signature
@@ -721,6 +727,7 @@ class Engine:
 
     def _accept_unknown(self, peer: int, header: Header, key: tuple[int, int], now: float) -> Delivery:
         if self._names.is_past(key) or key in self._early.poisoned:
+            self._check_past(peer, key, header.signature)
             return self._sink(peer, header)
         if not header.flags & Flag.EAGER:
             raise ProtocolError(
@@ -903,6 +910,7 @@ class Engine:
             record = self._names.get(operation.key[0])
             if record is not None:
                 record.described.clear()
+                record.layout = None  # what still comes of this operation is nobody's disagreement (see _check_past)
         if operation.computing and isinstance(error, MismatchError):
             self._unsettled.append(operation)  # the group goes on, and the tensor may be used again at once
         else:
@@ -998,7 +1006,9 @@ class Engine:
         if operation is not None:
             if signature != operation.layout.signature_from(peer):
                 self._mismatch(operation, peer, signature, now)
-        elif not self._names.is_past(key) and key not in self._early.poisoned:
+        elif self._names.is_past(key):
+            self._check_past(peer, key, signature)
+        elif key not in self._early.poisoned:
             described = self._early.described.get(key)
             if described is None:
                 self._early.described[key] = {peer: signature}
@@ -1061,17 +1071,34 @@ class Engine:
 
     def _mismatch(self, operation: Operation, peer: int, theirs: bytes, now: float) -> None:
         """Two ranks disagree: the operation fails here, and everybody is told what both wanted."""
-        described = self._early.descriptions.get((peer, operation.key[0]))
+        self._finish(operation, now, self._disagreement(operation.name, operation.key, operation.layout, peer, theirs))
+
+    def _check_past(self, peer: int, key: tuple[int, int], theirs: bytes) -> None:
+        """An operation that was done here early was another one elsewhere: those who still wait are to learn it."""
+        record = self._names.get(key[0])
+        if record is None or record.layout is None or key[1] != record.next_iteration - 1:
+            return  # what it was is not known any more
+        if theirs != record.layout.signature_from(peer):
+            self._disagreement(record.shown(key[1]), key, record.layout, peer, theirs)
+
+    def _disagreement(
+        self, name: str, key: tuple[int, int], layout: OperationLayout, peer: int, theirs: bytes
+    ) -> MismatchError:
+        """Tell everybody what this rank and ``peer`` wanted."""
+        described = self._early.descriptions.get((peer, key[0]))
         value = described if described is not None else unpack_signature(theirs)
-        mine = operation.layout.describe(peer, outgoing=False)
-        error = MismatchError(operation.name, (self.rank, peer), (mine, value))
-        document = {"tensor": operation.name, "ranks": error.ranks, "values": error.values}
+        mine = layout.describe(peer, outgoing=False)
+        if mine == value:
+            mine += f", carried out by {unpack_schedule(layout.packed)}"
+            value += f", carried out by {unpack_schedule(theirs)}"
+        error = MismatchError(name, (self.rank, peer), (mine, value))
+        document = {"tensor": name, "ranks": error.ranks, "values": error.values}
         body = json.dumps(document).encode()
         self.counters.mismatches += 1
-        for other in operation.ranks:
+        for other in layout.ranks:
             if other != self.rank and other not in self._departed:
-                self._control(other, Frame.MISMATCH, key=operation.key, body=body)
-        self._finish(operation, now, error)
+                self._control(other, Frame.MISMATCH, key=key, body=body)
+        return error
 
     def _publish(self, report: StallReport, now: float) -> None:
         self.counters.stalls += 1

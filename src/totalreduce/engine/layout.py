@@ -89,7 +89,7 @@ class OperationLayout:
     ) -> None:
         """Cut the buffers into lanes."""
         self.signature, self.program, self.ranks, self.sizes = signature, program, ranks, list(sizes)
-        self.packed = pack_signature(signature)
+        self.packed = pack_signature(signature, program.algorithm)
         dtype = self.dtype = signature.dtype
         self.itemsize = dtype.itemsize
         widen = dtype.is_half and config.half_accumulation == "float32" and program.partial_sums

@@ -38,6 +38,10 @@ class NameRecord:
     layout: OperationLayout | None = None
     described: dict[int, bytes] = field(default_factory=dict)
 
+    def shown(self, iteration: int) -> str:
+        """The name for people; ``unnamed#3`` for operations without a name."""
+        return self.name if self.text.endswith(f"n:{self.name}") else f"{UNNAMED}#{iteration}"
+
 
 class NameTable:
     """All names that were submitted here."""

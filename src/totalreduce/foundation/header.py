@@ -18,7 +18,7 @@ Layout, little endian::
     26     1     flags
     27     1     reserved, 0
     28     4     body bytes
-    32     16    signature: kind, dtype, reduction, algorithm if explicit, root (4), shape digest (4), 0 (4)
+    32     16    signature: kind, dtype, reduction, algorithm if explicit, root (4), shape digest (4), algorithm (4)
     48     8     signature: number of elements; of this pair of ranks, where only they know it
     56     4     priority of the sender (signed)
     60     4     reserved, 0
@@ -36,7 +36,16 @@ from typing import Final
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
 
-__all__ = ["HEADER_BYTES", "Flag", "Frame", "Header", "pack_signature", "unpack_signature", "with_count"]
+__all__ = [
+    "HEADER_BYTES",
+    "Flag",
+    "Frame",
+    "Header",
+    "pack_signature",
+    "unpack_schedule",
+    "unpack_signature",
+    "with_count",
+]
 
 HEADER_BYTES = 64
 MAGIC = 0x5452
@@ -143,8 +152,11 @@ _DATA = int(Frame.DATA)
 _FRAMES = {int(frame): frame for frame in Frame}
 
 
-def pack_signature(signature: Signature) -> bytes:
-    """The 24 bytes of a signature as they stand in the header."""
+def pack_signature(signature: Signature, carried_out_by: Algorithm = Algorithm.AUTO) -> bytes:
+    """The 24 bytes of a signature as they stand in the header, with the schedule that the selector has chosen.
+
+    Should two ranks ever choose differently, their messages must not be taken for parts of one schedule.
+    """
     return _SIGNATURE.pack(
         signature.kind,
         signature.dtype,
@@ -152,7 +164,7 @@ def pack_signature(signature: Signature) -> bytes:
         signature.algorithm,
         signature.root,
         signature.shape_digest,
-        0,
+        carried_out_by,
         signature.num_elements,
     )
 
@@ -160,6 +172,15 @@ def pack_signature(signature: Signature) -> bytes:
 def with_count(packed: bytes, num_elements: int) -> bytes:
     """A packed signature with another number of elements: what two ranks exchange in a pairwise collective."""
     return packed[:-8] + num_elements.to_bytes(8, "little")
+
+
+def unpack_schedule(data: bytes) -> str:
+    """Name of the schedule that carries an operation out, from its packed signature."""
+    number = _SIGNATURE.unpack(data)[6]
+    try:
+        return Algorithm(number).name.lower()
+    except ValueError:
+        return f"an unknown schedule ({number})"
 
 
 def unpack_signature(data: bytes) -> str:

@@ -343,10 +343,13 @@ class Group:
             request = requests.message(tensor, name, writes=True)
             ranks = (self.ranks[src], self.ranks[self.rank])
             return self._submit(request, name, priority, timeout_s, ranks=ranks, repeats=True)
+        self._check_open()
         request = requests.message(tensor, "a message from any rank", writes=True)
         candidates = {
             rank: _message_name(place, self.rank, tag) for place, rank in enumerate(self.ranks) if place != self.rank
         }
+        if not candidates:
+            raise ConfigurationError("there is no other rank in the group that could send")
         buffer = request.buffers[0]
         assert buffer is not None
         handle = self._runner.receive_any(
@@ -397,11 +400,12 @@ class Group:
             raise ConfigurationError(f"{list(members)} are not different ranks of a group of {self.world_size}")
         if self.rank not in members:
             raise ConfigurationError(f"rank {self.rank} is not among {list(members)}; only members make a subgroup")
+        shown, quoted = f"{self.name}/{name}", repr(name)
         if name is None:
-            name = f"{self._subgroups[members]}"
+            quoted = str(self._subgroups[members])  # without quotes, so that nobody's own name is the same
+            shown = f"{self.name}/{quoted}"
             self._subgroups[members] += 1
-        shown = f"{self.name}/{name}"
-        scope = f"{self._scope}{name}({','.join(map(str, members))})/"
+        scope = f"{self._scope}{quoted}({','.join(map(str, members))})/"
         return Group(self._runner, shown, parent=self, ranks=tuple(self.ranks[rank] for rank in members), scope=scope)
 
     # -------------------------------------------------------------------------------------------------------- plans
@@ -520,8 +524,7 @@ class Group:
         ranks: tuple[int, ...] | None = None,
         repeats: bool = False,
     ) -> Work:
-        if self._closed and self._parent is not None:  # of the whole group the engine says it
-            raise GroupClosed(f"rank {self.rank} has closed the subgroup {self.name!r}; make a new one with subgroup()")
+        self._check_open()
         patience = self._patience(timeout_s)
         handle = self._runner.submit(
             name,
@@ -535,6 +538,10 @@ class Group:
         )
         assert handle.operation is not None
         return Work(self, self._runner, handle, request.results, handle.operation.name, patience)
+
+    def _check_open(self) -> None:
+        if self._closed and self._parent is not None:  # of the whole group the engine says it
+            raise GroupClosed(f"rank {self.rank} has closed the subgroup {self.name!r}; make a new one with subgroup()")
 
     def _patience(self, timeout_s: float | None) -> float:
         if timeout_s is not None and timeout_s <= 0:

@@ -7,8 +7,9 @@ Collective. Three things are measured, by all ranks at the same time, because th
 * the bandwidth of one host's link: the first rank of every host streams to the next host's, all at once;
 * the bandwidth inside a host: every rank streams to the next one of its host.
 
-Streams grow fourfold until one takes long enough; the last two are compared, so that neither the latency nor a token
-bucket's burst (256 KiB, say, that pass at once) counts as bandwidth. Between hosts in different cities that ends early.
+Streams grow fourfold until one takes long enough, which is repeated; it is compared with the one before, so that
+neither the latency nor a token bucket's burst (256 KiB, say, that pass at once) counts as bandwidth. Between hosts in
+different cities that ends early.
 
 All ranks then know what every rank has measured, because one allreduce tells them, and compute the same ``LinkModel``
 from it: a disagreement is impossible. The slowest rank counts. The model's numbers are rounded (``rounded``), so that
@@ -60,12 +61,31 @@ _FILE_BYTES_MAX = 64 * 1024
 _ROUND_TRIPS_MIN = 2
 _ROUND_TRIPS_MAX = 15
 _LATENCY_S = 0.003
-#: Streams, in bytes: the first one, the factor, and the largest; and how long one must take to be the last one.
-_STREAM_BYTES_MIN = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Streams:
+    """How bandwidth is measured.
+
+    Attributes:
+        bytes_min: The first stream.
+        bytes_max: The longest one. Streams grow fourfold.
+        enough_s: One that takes as long, and is not the first, counts.
+        repeat_s: It is repeated unless that takes longer: what disturbs a stream makes it longer, never shorter.
+    """
+
+    bytes_min: int
+    bytes_max: int
+    enough_s: float
+    repeat_s: float
+
+
+#: At 1 Gbit/s 1 MiB counts, four times a usual burst.
+_BETWEEN_HOSTS = _Streams(64 * 1024, 16 << 20, 0.005, 0.1)
+#: Shorter ones measure how long it takes to wake each other.
+_INSIDE_HOST = _Streams(512 * 1024, 2 << 20, 0.005, 0.02)
 _STREAM_GROWTH = 4
-_STREAM_BYTES_MAX = 16 << 20
-_STREAM_S = 0.02
-_LOCAL_STREAM_S = 0.002
+_REPETITIONS = 3
 #: A stream this long may be the first one: the next would take more than a second.
 _STREAM_LONG_S = 0.3
 
@@ -246,10 +266,10 @@ def survey(group: Group) -> Survey:
     local_latency_s = latency_s = local_bytes_per_s = bytes_per_s = 0.0
     if several:
         local_latency_s = _latency(group, neighbours)
-        local_bytes_per_s = _bandwidth(group, neighbours, _LOCAL_STREAM_S, "local")
+        local_bytes_per_s = _bandwidth(group, neighbours, _INSIDE_HOST)
     if len(leaders) > 1:
         latency_s = _latency(group, leaders)
-        bytes_per_s = _bandwidth(group, leaders, _STREAM_S, "between")
+        bytes_per_s = _bandwidth(group, leaders, _BETWEEN_HOSTS)
     found = torch.zeros(group.world_size, 5, dtype=torch.float64)
     mine = [latency_s, bytes_per_s, local_latency_s, local_bytes_per_s, time.monotonic() - begin]
     found[group.rank] = torch.tensor(mine, dtype=torch.float64)
@@ -292,31 +312,42 @@ def _round_trips(pair: Group, *, leads: bool) -> float:
     return median(took[1:]) / 2
 
 
-def _bandwidth(group: Group, ring: Sequence[int], enough_s: float, what: str) -> float:
+def _bandwidth(group: Group, ring: Sequence[int], how: _Streams) -> float:
     """Bytes per second that this rank receives from the previous one of a ring. All ranks of the group take part."""
     takes_part = group.rank in ring and len(ring) > 1
-    earlier = (0, 0.0)
-    size = _STREAM_BYTES_MIN
-    while True:
-        seconds = _stream(group, ring, size) if takes_part else 0.0
-        longest = torch.tensor([seconds], dtype=torch.float64)
-        group.allreduce(longest, name=f"probe.{what}", op=ReduceOp.MAX).wait()
-        enough = longest.item() >= (enough_s if earlier[0] else _STREAM_LONG_S)
-        if enough or size >= _STREAM_BYTES_MAX:
-            break
-        earlier = (size, seconds)
+
+    def seconds_of(size: int) -> tuple[float, float]:
+        """On this rank, and on the slowest one."""
+        mine = _stream(group, ring, size) if takes_part else 0.0
+        longest = torch.tensor([mine], dtype=torch.float64)
+        group.allreduce(longest, name="probe.longest", op=ReduceOp.MAX).wait()
+        return mine, longest.item()
+
+    earlier_size, earlier_s, size = 0, 0.0, how.bytes_min
+    mine, longest = seconds_of(size)
+    if longest >= _STREAM_LONG_S:
+        mine, longest = seconds_of(size)  # a rank may have been away for a moment
+    while longest < (how.enough_s if earlier_size else _STREAM_LONG_S) and size < how.bytes_max:
+        earlier_size, earlier_s = size, mine
         size *= _STREAM_GROWTH
+        mine, longest = seconds_of(size)
+    spent_s = longest
+    for _ in range(_REPETITIONS - 1):
+        if spent_s >= how.repeat_s:
+            break
+        again, longest = seconds_of(size)
+        mine, spent_s = min(mine, again), spent_s + longest
     if not takes_part:
         return 0.0
-    # Beside what both streams share (latency, burst) the larger one takes its additional bytes' time; noise cannot make
+    # Beside what both streams share (latency, burst) the longer one takes its additional bytes' time; noise cannot make
     # that more than twice what it says by itself.
-    longer_s = max(seconds - earlier[1], seconds / 2)
-    return (size - earlier[0]) / longer_s
+    return (size - earlier_size) / max(mine - earlier_s, mine / 2)
 
 
 def _stream(group: Group, ring: Sequence[int], size: int) -> float:
     place = ring.index(group.rank)
-    outgoing, incoming = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    # Written to before: the kernel's making of memory is not to be measured.
+    outgoing, incoming = torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     begin = time.monotonic()
     receiving = group.recv(incoming, src=ring[place - 1], tag=_TAG)
     sending = group.send(outgoing, dst=ring[(place + 1) % len(ring)], tag=_TAG)

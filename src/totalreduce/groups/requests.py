@@ -103,6 +103,7 @@ def _listed(blocks: Blocks, size: int, name: str, what: str) -> list[torch.Tenso
 
 def _one_dtype(blocks: Sequence[torch.Tensor], tensor: torch.Tensor, name: str) -> None:
     for index, block in enumerate(blocks):
+        tensors.moved_dtype_of(block, f"{name}, block {index}")
         if block.dtype is not tensor.dtype:
             raise ConfigurationError(f"{name!r}: block {index} is {block.dtype}, but the tensor is {tensor.dtype}")
 
@@ -132,9 +133,10 @@ def reduction(
 def broadcast(tensor: torch.Tensor, name: str, *, root: int, algorithm: Algorithm, writes: bool) -> Request:
     """Broadcast."""
     dtype = tensors.moved_dtype_of(tensor, name)
-    signature = Signature(
-        OpKind.BROADCAST, dtype, ReduceOp.NONE, root, tuple(tensor.shape), algorithm=Algorithm(algorithm)
-    )
+    shape = tuple(tensor.shape)
+    if dtype.itemsize != tensor.element_size():
+        shape = (*shape, tensor.element_size())  # it travels as bytes
+    signature = Signature(OpKind.BROADCAST, dtype, ReduceOp.NONE, root, shape, algorithm=Algorithm(algorithm))
     view, finalise = tensors.as_bytes(tensor, name, writes=writes)
     return Request(signature, [view], finalise, tensor)
 
@@ -228,9 +230,9 @@ def scatter(tensor: torch.Tensor, inputs: Blocks | None, name: str, *, rank: int
 def alltoall(outputs: Blocks, inputs: Blocks, name: str, *, rank: int, size: int) -> Request:
     """Alltoall, with blocks of any sizes that sender and receiver know."""
     sent, received = _listed(inputs, size, name, "inputs"), _listed(outputs, size, name, "outputs")
+    dtype = tensors.moved_dtype_of(sent[0], name)
     _one_dtype([*sent, *received], sent[0], name)
     _same_count(received[rank], sent[rank], name, f"inputs[{rank}] and outputs[{rank}] must be equally large")
-    dtype = tensors.moved_dtype_of(sent[0], name)
     views = _Views(name)
     buffers = [views.add(block, writes=False) for block in sent]
     buffers += [views.add(block, writes=True) for block in received]

@@ -30,6 +30,9 @@ _WIRE_VERSION = 1
 #: 10.1 ms a rank instead of 11.5), and half a millisecond is all that one holds up. Only where no EngineConfig is
 #: given.
 _ONE_HOST_SEGMENT_BYTES = 1024 * 1024
+#: There is no wire to keep busy while adding, so small chunks need no second lane: half the messages (2 ranks, 1 MiB:
+#: 0.70 ms instead of 0.99; 4 ranks: 2.6 ms instead of 4.2).
+_ONE_HOST_SEGMENT_BYTES_MIN = 512 * 1024
 
 
 def init(
@@ -94,7 +97,9 @@ def init(
         )
     )
     if engine is None and 1 < world_size == link.ranks_per_host:
-        engine_config = dataclasses.replace(engine_config, segment_bytes=_ONE_HOST_SEGMENT_BYTES)
+        engine_config = dataclasses.replace(
+            engine_config, segment_bytes=_ONE_HOST_SEGMENT_BYTES, segment_bytes_min=_ONE_HOST_SEGMENT_BYTES_MIN
+        )
     observers: list[Observer] = [] if recorder is None else [recorder]
     core = Engine(rank, world_size, engine_config, observers=observers, hosts=link.hosts)
     mode = compute or cast("ComputeMode", settings.compute or "auto")

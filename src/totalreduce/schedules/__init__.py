@@ -5,6 +5,7 @@ Invariant: a schedule never sees a transport, a buffer, a length or a clock, and
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -126,4 +127,4 @@ def program_for(
         raise ConfigurationError(
             f"{kind.name.lower()} has no schedule {algorithm.name.lower()!r}; there is {known}, and auto"
         )
-    return maker(rank, world_size, root, hosts)
+    return dataclasses.replace(maker(rank, world_size, root, hosts), algorithm=algorithm)

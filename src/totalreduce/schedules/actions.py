@@ -24,6 +24,8 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from totalreduce.foundation.types import Algorithm
+
 __all__ = [
     "NOTHING",
     "Action",
@@ -137,6 +139,7 @@ class Program:
         preserves: Partial sums must not be kept in the tensor, because it is not this rank's to change.
         sources: The peers this rank receives from, in order of first use.
         targets: The peers this rank sends to.
+        algorithm: Which schedule it is.
     """
 
     actions: tuple[Action, ...]
@@ -148,6 +151,7 @@ class Program:
     preserves: bool
     sources: tuple[int, ...]
     targets: tuple[int, ...]
+    algorithm: Algorithm = Algorithm.AUTO
 
 
 def compile_program(

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from totalreduce.foundation.partition import lane_count
 from totalreduce.foundation.types import Algorithm, OpKind
 from totalreduce.schedules import chain, direct, dissemination, halving_doubling, hierarchical, ring, star, tree
 from totalreduce.schedules.actions import NOTHING, Cost, Send
@@ -49,7 +50,8 @@ def candidates(kind: OpKind, num_bytes: int, hosts: Sequence[int], links: LinkMo
     """
     size, counts = len(hosts), Counter(hosts)
     one_host = len(counts) == 1
-    pieces = max(1, num_bytes // (2 * _TREE_PIECE_BYTES))
+    # As many lanes as the engine's default settings give each half of the tensor.
+    pieces = lane_count(num_bytes // 2, segment_bytes=512 * 1024, segment_bytes_min=128 * 1024, lanes_min=2)
     costs: dict[Algorithm, Cost] = {}
     match kind:
         case OpKind.ALLREDUCE:
@@ -93,7 +95,6 @@ def candidates(kind: OpKind, num_bytes: int, hosts: Sequence[int], links: LinkMo
 
 
 _PIECE_BYTES_MIN = 64 * 1024
-_TREE_PIECE_BYTES = 256 * 1024
 #: What it costs that a rank of halving and doubling sends nothing while it adds, and that its messages, up to half of
 #: the tensor, meet those of others at the switch. Measured: 1 MiB, 8 hosts at 1 Gbit/s: 1.5; larger ones less.
 _UNPIPELINED = 1.3

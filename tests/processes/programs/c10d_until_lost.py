@@ -7,6 +7,7 @@ With the variable LINK set to tcp, ranks of one host share no memory. Prints lin
 """
 
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -15,14 +16,16 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import totalreduce  # noqa: F401  (brings the back end)
 from totalreduce.transports import shm
 
-NUMBERS = 3 << 20
-"""Elements of the largest tensor: 12 MiB, milliseconds on any wire; a multiple of the world size, 3."""
-MOVED_BYTES = 1 << 20
+NUMBERS = 3 << 19
+"""Elements of the largest tensor: 6 MiB, milliseconds on any wire; a multiple of the world size, 3."""
+MOVED_BYTES = 1 << 19
 """When so much has been sent or received, a collective counts as under way."""
 
 
@@ -38,9 +41,26 @@ class Tensors:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.whole = torch.ones(NUMBERS)
         self.part = torch.ones(NUMBERS // self.size)
-        self.inputs = [torch.ones(NUMBERS) for _ in range(self.size)]
-        self.outputs = [torch.ones(NUMBERS) for _ in range(self.size)]
         self.after, self.before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+
+    @functools.cached_property
+    def inputs(self):
+        return [torch.ones(NUMBERS) for _ in range(self.size)]
+
+    @functools.cached_property
+    def outputs(self):
+        return [torch.ones(NUMBERS) for _ in range(self.size)]
+
+    @functools.cached_property
+    def replica(self):
+        layers = [torch.nn.Linear(512, 512) for _ in range(6)]
+        return DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=1)
+
+    @functools.cached_property
+    def slices(self):
+        mesh = init_device_mesh("cpu", (self.size,))
+        layers = [fully_shard(torch.nn.Linear(512, 512), mesh=mesh) for _ in range(6)]
+        return fully_shard(torch.nn.Sequential(*layers), mesh=mesh)
 
     def gather(self, root):
         return dist.gather(self.whole, self.outputs if self.rank == root else None, root, async_op=True)
@@ -48,12 +68,10 @@ class Tensors:
     def scatter(self, root):
         return dist.scatter(self.whole, self.inputs if self.rank == root else None, root, async_op=True)
 
-    def train(self):
-        """DistributedDataParallel: raises out of ``backward``, so there is nothing to wait for."""
-        if not hasattr(self, "model"):
-            layers = [torch.nn.Linear(512, 512) for _ in range(12)]
-            self.model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=2)
-        self.model(torch.ones(4, 512)).sum().backward()
+    @staticmethod
+    def train(model):
+        """Errors come out of the passes; there is nothing to wait for."""
+        model(torch.ones(4, 512)).sum().backward()
         return []
 
 
@@ -77,7 +95,8 @@ COLLECTIVES = {
     "send and recv": lambda t: [dist.irecv(t.outputs[0], t.before), dist.isend(t.whole, t.after)],
     "recv from anybody": lambda t: [dist.irecv(t.outputs[0]), dist.isend(t.whole, t.after)],
     "barrier": lambda _: dist.barrier(async_op=True),
-    "ddp": Tensors.train,
+    "ddp": lambda t: t.train(t.replica),
+    "fsdp": lambda t: t.train(t.slices),
 }
 
 

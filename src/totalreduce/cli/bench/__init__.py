@@ -11,6 +11,7 @@ import typer
 
 from totalreduce.cli.bench.allreduce import bench_allreduce
 from totalreduce.cli.bench.collectives import bench_collectives
+from totalreduce.cli.bench.ddp import bench_ddp
 from totalreduce.cli.bench.launching import BenchmarkFailedError
 from totalreduce.cli.bench.replay import bench_replay
 from totalreduce.cli.bench.step import bench_step
@@ -76,6 +77,12 @@ _register(
     bench_step,
     "totalreduce bench step --against gloo --no-communication",
     "totalreduce bench step --model gpt --overlap iterations --emulate-hosts 4 --against gloo",
+)
+_register(
+    "ddp",
+    bench_ddp,
+    "totalreduce bench ddp -n 2",
+    "totalreduce bench ddp --script torch_fsdp --model gpt --emulate-hosts 4 -- --batch 4",
 )
 _register(
     "trace",

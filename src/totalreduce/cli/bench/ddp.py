@@ -1,0 +1,215 @@
+"""``totalreduce bench ddp``: unmodified torch.distributed scripts, on this back end and on gloo.
+
+What runs is a script of ``examples/``, started as a user would start it, once per back end and round. Nothing of it is
+known here but its options ``--backend``, ``--model``, ``--steps`` and ``--json``, so any script that has them will do.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import math
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+import totalreduce
+from totalreduce.cli.bench.launching import BenchmarkFailedError, Setting
+from totalreduce.cli.bench.options import (
+    HostsOption,
+    JsonOption,
+    RanksOption,
+    RanksPerHostOption,
+    RateOption,
+    RoundsOption,
+    make_setting,
+)
+from totalreduce.cli.bench.report import duration, print_progress, print_table, times, write_json
+from totalreduce.cli.bench.sampling import Estimate, estimate, ratio_estimate
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.launch.emulate import EmulateOptions
+from totalreduce.launch.local import run_workers
+
+__all__ = ["DdpFigure", "bench_ddp", "measure_ddp", "summarise"]
+
+#: DistributedDataParallel makes its buckets anew after the first step.
+_WARMUP_STEPS = 3
+_TOLERANCE = 1e-3
+_LAUNCH_LIMIT_S = 900.0
+_EXAMPLES = Path(__file__).parents[4] / "examples"
+
+
+@dataclass(frozen=True, slots=True)
+class DdpFigure:
+    """One back end.
+
+    Attributes:
+        backend: Its name in torch.distributed.
+        seconds: Time of a step: averaged over ranks, median over a launch's steps, estimated over launches.
+        ratio: Total Reduce's step time divided by this back end's, round by round; ``None`` for Total Reduce's own.
+        difference: The largest relative difference of any step's loss from Total Reduce's.
+    """
+
+    backend: str
+    seconds: Estimate
+    ratio: Estimate | None
+    difference: float
+
+
+def bench_ddp(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="More options for the script, after --.", show_default=False)
+    ] = None,
+    *,
+    script: Annotated[
+        str, typer.Option(help="torch_ddp, torch_fsdp, lightning_fit, accelerate_fit, or a file with their options.")
+    ] = "torch_ddp",
+    model: Annotated[str, typer.Option(help="cnn or gpt.")] = "cnn",
+    steps: Annotated[int, typer.Option(help="Timed steps of a launch, after three untimed ones.")] = 20,
+    ranks: RanksOption = None,
+    emulate_hosts: HostsOption = 0,
+    ranks_per_host: RanksPerHostOption = None,
+    emulate_rate: RateOption = "1gbit",
+    rounds: RoundsOption = 6,
+    json: JsonOption = None,
+) -> None:
+    """Time an unmodified DDP or FSDP2 script on this back end and on gloo.
+
+    The two take turns, one launch after the other. Every step's loss must agree, or there is no figure.
+    """
+    setting = make_setting(ranks, emulate_hosts, emulate_rate, ("gloo",), rounds, ranks_per_host=ranks_per_host)
+    if steps < 1:
+        raise ConfigurationError(f"--steps must be at least 1, not {steps}")
+    options = ["--model", model, "--steps", str(_WARMUP_STEPS + steps), *(arguments or [])]
+    path = _find(script)
+    launches = measure_ddp(setting, path, options)
+    figures = summarise(launches)
+    _print(setting, f"{path.stem} {model}", figures)
+    raw = [{"environment": _environment(), "options": options, "launches": launches}]
+    write_json(json, "ddp", setting, [asdict(figure) for figure in figures], raw)
+
+
+def measure_ddp(setting: Setting, script: Path, options: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """Launch the script once per back end and round; who is first changes from round to round.
+
+    Args:
+        setting: Where, and against which back ends.
+        script: Takes ``--backend`` and ``--json``.
+        options: Further ones.
+
+    Returns:
+        What the script wrote, by back end and in the order of rounds: ``losses`` and ``step_s`` of every step.
+
+    Raises:
+        BenchmarkFailedError: A launch failed; names the rank that failed first.
+        ConfigurationError: The setting cannot be run here, for example because of missing rights.
+    """
+    launches: dict[str, list[dict[str, Any]]] = {backend: [] for backend in setting.peers}
+    for index in range(setting.rounds):
+        for backend in setting.peers if index % 2 == 0 else reversed(setting.peers):
+            launches[backend].append(_launch(setting, [str(script), *options], backend))
+            step_ms = 1000 * median(launches[backend][-1]["step_s"][_WARMUP_STEPS:])
+            print_progress(f"ddp: round {index + 1} of {setting.rounds}: {backend} {step_ms:.1f} ms")
+    return launches
+
+
+def summarise(launches: dict[str, list[dict[str, Any]]]) -> list[DdpFigure]:
+    """From every launch's losses and times to figures. Pure.
+
+    Raises:
+        BenchmarkFailedError: The losses differ by more than rounding explains.
+    """
+    seconds = {
+        backend: [median(launch["step_s"][_WARMUP_STEPS:]) for launch in several]
+        for backend, several in launches.items()
+    }
+    ours = launches["totalreduce"][0]["losses"]
+    figures = []
+    for backend, several in launches.items():
+        difference = max(_difference(launch["losses"], ours) for launch in several)
+        if difference > _TOLERANCE:
+            raise BenchmarkFailedError(
+                f"losses on {backend} differ from the first launch on totalreduce by {difference:.1e} of their value; "
+                f"rounding explains {_TOLERANCE:.0e}"
+            )
+        ratio = None if backend == "totalreduce" else ratio_estimate(seconds["totalreduce"], seconds[backend])
+        figures.append(DdpFigure(backend, estimate(seconds[backend]), ratio, difference))
+    return figures
+
+
+def _difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest relative one; infinite if a loss is not a number."""
+    differences = [abs(loss - wanted) / abs(wanted) for loss, wanted in zip(losses, reference, strict=True)]
+    return max(math.inf if math.isnan(value) else value for value in differences)
+
+
+def _launch(setting: Setting, command: Sequence[str], backend: str) -> dict[str, Any]:
+    emulate = None
+    if setting.hosts:
+        per_host = setting.ranks // setting.hosts
+        emulate = EmulateOptions(num_hosts=setting.hosts, rate=setting.rate, ranks_per_host=per_host)
+    with tempfile.TemporaryDirectory(prefix="totalreduce-bench-") as folder:
+        out = Path(folder) / "out.json"
+        outcome = run_workers(
+            [sys.executable, *command, "--backend", backend, "--json", str(out)],
+            num_workers=setting.ranks,
+            emulate=emulate,
+            output="capture",
+            timeout_s=_LAUNCH_LIMIT_S,
+        )
+        if outcome.interrupted_by is not None:
+            raise BenchmarkFailedError(f"stopped by {outcome.interrupted_by}", outcome.exit_code)
+        if outcome.timed_out:
+            raise BenchmarkFailedError(f"not finished after {_LAUNCH_LIMIT_S:.0f} s; ask for fewer --steps")
+        failure = outcome.first_failure
+        # torch's gloo sometimes aborts in its destructors after all work is done.
+        is_afterwards = out.exists() and all(
+            worker.exit_code == 0 or worker.signal == "SIGABRT" for worker in outcome.workers
+        )
+        if failure is not None and not (is_afterwards and backend == "gloo"):
+            lines = "\n".join(failure.last_errors)
+            raise BenchmarkFailedError(f"on {backend} rank {failure.rank} failed: {failure.describe()}\n{lines}")
+        if not out.exists():
+            raise BenchmarkFailedError(f"{command[0]} did not write its --json file")
+        document: dict[str, Any] = json_format.loads(out.read_text(encoding="utf-8"))
+    return document
+
+
+def _find(script: str) -> Path:
+    for path in (Path(script), _EXAMPLES / f"{script}.py"):
+        if path.is_file():
+            return path.resolve()
+    raise ConfigurationError(
+        f"there is neither a file {script} nor {_EXAMPLES / script}.py; the examples are in the source distribution, "
+        "--script takes the path of one"
+    )
+
+
+def _environment() -> dict[str, Any]:
+    """Versions and machine, for the JSON document; without loading torch into the launcher."""
+    return {
+        "totalreduce": totalreduce.__version__,
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def _print(setting: Setting, what: str, figures: list[DdpFigure]) -> None:
+    rows = [(figure.backend, duration(figure.seconds), times(figure.ratio)) for figure in figures]
+    difference = max(figure.difference for figure in figures)
+    print_table(
+        f"step of {what}, {setting.describe()}",
+        ("back end", "step (95 %)", "totalreduce / this"),
+        rows,
+        f"The same script with another --backend. All losses agree to {difference:.1e} of their value.",
+    )

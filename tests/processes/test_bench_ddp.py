@@ -1,0 +1,45 @@
+"""``totalreduce bench ddp`` once, tiny: both back ends are launched, and mistakes are refused."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from totalreduce.cli.bench import bench_app
+from totalreduce.cli.bench.ddp import measure_ddp
+from totalreduce.cli.bench.launching import BenchmarkFailedError, Setting
+from totalreduce.foundation.errors import ConfigurationError
+
+
+def test_a_script_is_timed_on_both_back_ends(tmp_path):
+    out = tmp_path / "out.json"
+    tiny = ("--", "--width", "4", "--batch", "2", "--examples", "32")
+    arguments = ("ddp", "-n", "2", "--steps", "2", "--rounds", "1", "--json", str(out), *tiny)
+    found = CliRunner().invoke(bench_app, arguments)
+    assert found.exit_code == 0, found.output
+    assert "step of torch_ddp cnn, 2 ranks on one host" in found.stdout
+    document = json.loads(out.read_text())
+    assert [figure["backend"] for figure in document["figures"]] == ["totalreduce", "gloo"]
+    launches = document["raw"][0]["launches"]
+    for backend, figure in zip(("totalreduce", "gloo"), document["figures"], strict=True):
+        (launch,) = launches[backend]
+        assert (launch["backend"], launch["world_size"], len(launch["losses"])) == (backend, 2, 5)
+        assert figure["seconds"]["median"] == sum(launch["step_s"][3:]) / 2
+        assert figure["difference"] < 1e-5
+
+
+def test_a_script_that_fails_is_quoted(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nsys.exit(f'no luck for {sys.argv[3]}' if os.environ['RANK'] == '0' else 0)")
+    setting = Setting(ranks=2, hosts=0, rate="1gbit", against=("gloo",), rounds=1)
+    with pytest.raises(BenchmarkFailedError, match=r"(?s)on totalreduce rank 0 failed.*no luck for --backend"):
+        measure_ddp(setting, script, ["--steps", "5"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"), [(("--script", "nonesuch"), "neither a file nonesuch"), (("--steps", "0"), "--steps")]
+)
+def test_what_makes_no_sense_is_refused(arguments, complaint):
+    found = CliRunner().invoke(bench_app, ["ddp", *arguments])
+    assert isinstance(found.exception, ConfigurationError)
+    assert complaint in str(found.exception)

@@ -1,0 +1,86 @@
+"""The examples for torch.distributed, Lightning and Accelerate, unmodified, on our back end and on gloo; their page.
+
+An example runs as it is: in a process of its own, as ``__main__``, with its own command line.
+"""
+
+import importlib.util
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PAGE = ROOT / "docs" / "torch.md"
+
+SOURCE = """
+import runpy
+sys.argv = {argv!r}
+sys.path.insert(0, {folder!r})
+runpy.run_path({argv!r}[0], run_name="__main__")
+"""
+TINY = {
+    "cnn": ("--width", "4", "--batch", "4", "--examples", "64"),
+    "gpt": ("--width", "32", "--layers", "2", "--batch", "4", "--examples", "64"),
+}
+NEEDS = {"lightning_fit": "pytorch_lightning", "accelerate_fit": "accelerate"}
+STEPS = 6
+
+
+def train(fleet, tmp_path, example, model, ranks):
+    """Losses by back end; both jobs run at the same time."""
+    jobs = {}
+    for backend in ("totalreduce", "gloo"):
+        out = tmp_path / f"{example}-{backend}.json"
+        options = ("--backend", backend, "--model", model, "--steps", str(STEPS), *TINY[model], "--json", str(out))
+        argv = [str(EXAMPLES / f"{example}.py"), *options]
+        jobs[backend] = out, fleet.start(ranks, SOURCE.format(argv=argv, folder=str(EXAMPLES)))
+    losses = {}
+    for backend, (out, workers) in jobs.items():
+        # torch's gloo sometimes aborts in its destructors after all work is done.
+        good = (0,) if backend == "totalreduce" else (0, -signal.SIGABRT)
+        for worker in workers:
+            assert worker.wait(90) in good, worker.errors()
+        facts = json.loads(out.read_text())
+        assert (facts["backend"], facts["model"], facts["world_size"]) == (backend, model, ranks)
+        assert len(facts["losses"]) == len(facts["step_s"]) == STEPS
+        losses[backend] = facts["losses"]
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("example", "model", "ranks"),
+    [
+        ("torch_ddp", "cnn", 2),
+        ("torch_ddp", "gpt", 4),
+        ("torch_fsdp", "cnn", 2),
+        ("torch_fsdp", "gpt", 2),
+        ("lightning_fit", "gpt", 2),
+        ("accelerate_fit", "cnn", 2),
+    ],
+)
+def test_losses_are_those_on_gloo(fleet, tmp_path, example, model, ranks):
+    needed = NEEDS.get(example, "torch")
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    losses = train(fleet, tmp_path, example, model, ranks)
+    assert losses["totalreduce"] == pytest.approx(losses["gloo"], rel=1e-5)
+    assert len(set(losses["gloo"])) == STEPS  # something was learnt, or at least other examples were seen
+
+
+def test_slices_are_trained_like_replicas(fleet, tmp_path):
+    # The same data in the same order: DDP and FSDP2 differ in where the sums are made, not in what they are.
+    replicas = train(fleet, tmp_path, "torch_ddp", "gpt", 3)
+    slices = train(fleet, tmp_path, "torch_fsdp", "gpt", 3)
+    assert slices["totalreduce"] == pytest.approx(replicas["totalreduce"], rel=1e-4)
+
+
+def test_every_example_on_the_page_is_what_was_run():
+    blocks = re.findall(r"<!-- from (\S+) -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(re.findall("```python", PAGE.read_text())) == len(blocks)
+    for file, block in blocks:
+        assert block in (ROOT / file).read_text(), f"docs/torch.md has another text than {file}:\n{block}"
+    shown = {Path(file).stem for file, _ in blocks}
+    assert {"torch_ddp", "torch_fsdp", "lightning_fit", "accelerate_fit"} <= shown
