@@ -79,6 +79,7 @@ class Task:
 
 def make_task(options: argparse.Namespace) -> Task:
     """The task of ``--model``."""
+    dtype = getattr(torch, options.dtype)
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(1)
     if options.model == "cnn":
@@ -86,12 +87,14 @@ def make_task(options: argparse.Namespace) -> Task:
         targets = torch.randint(CLASSES, (options.examples,), generator=draw)
         prototypes = torch.randn(CLASSES, 3, 32, 32, generator=draw)
         inputs = prototypes[targets] + torch.randn(options.examples, 3, 32, 32, generator=draw)
-        return Task(model, TensorDataset(inputs, targets), lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9))
+        data = TensorDataset(inputs.to(dtype), targets)
+        return Task(model.to(dtype), data, lambda ps: torch.optim.SGD(ps, lr=0.002, momentum=0.9))
     model = SmallGPT(VOCABULARY, CONTEXT, width=options.width or 256, num_layers=options.layers, num_heads=4)
     first = torch.randint(VOCABULARY, (options.examples, 1), generator=draw)
     stride = torch.randint(1, 6, (options.examples, 1), generator=draw)
     tokens = (first + stride * torch.arange(CONTEXT + 1)) % VOCABULARY
-    return Task(model, TensorDataset(tokens[:, :-1], tokens[:, 1:]), lambda ps: torch.optim.AdamW(ps, lr=3e-4))
+    data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    return Task(model.to(dtype), data, lambda ps: torch.optim.AdamW(ps, lr=3e-4))
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -109,6 +112,7 @@ def parse_options(description: str | None) -> argparse.Namespace:
     parser.add_argument("--examples", type=int, default=1024, help="in the data set")
     parser.add_argument("--width", type=int, help="of the model; 32 for cnn, 256 for gpt")
     parser.add_argument("--layers", type=int, default=6, help="of gpt")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of the parameters")
     parser.add_argument("--json", type=Path, help="rank 0 writes losses and step times to this file")
     return parser.parse_args()
 

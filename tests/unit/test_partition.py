@@ -67,7 +67,8 @@ def test_chunks_of_lanes_tile_the_tensor(
                 _, last = layout.elements(action.chunk + action.span - 1, lane)
                 assert (where.start, where.stop) == (first * dtype.itemsize, last * dtype.itemsize)
                 wide = layout.partial_dtype.itemsize
-                assert (where.wide_start, where.wide_stop) == (first * wide, last * wide)
+                begin, _ = layout.elements(0, lane)  # an accumulator is one lane's
+                assert (where.wide_start, where.wide_stop) == ((first - begin) * wide, (last - begin) * wide)
                 assert where.body_bytes == (last - first) * (wide if action.partial else dtype.itemsize)
                 # What transports have room for; one element of every chunk goes even where that is more.
                 segments = 1 if action.span == 1 else 2

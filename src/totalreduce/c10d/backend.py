@@ -41,9 +41,9 @@ def create(options: Any, backend_options: Any, caller: Mapping[str, Any]) -> Pro
     default = dist.distributed_c10d._world.default_pg
     try:
         if isinstance(default, ProcessGroupTotalReduce):
-            group, owned = default.group.subgroup(ranks, name=options.group_id), False
+            group = default.group.subgroup(ranks, name=options.group_id)
         else:
-            group, owned = _connect(options), True
+            group = _connect(options)
     except TotalReduceError as error:
         if isinstance(error, ConfigurationError):
             raise
@@ -54,7 +54,6 @@ def create(options: Any, backend_options: Any, caller: Mapping[str, Any]) -> Pro
         group,
         options.store,
         options.timeout,
-        owned=owned,
         devices=list(devices),
         others=others,
         close_others=close_others,

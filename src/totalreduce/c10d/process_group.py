@@ -97,7 +97,6 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         store: c10d.Store,
         timeout: timedelta,
         *,
-        owned: bool,
         devices: Sequence[str],
         others: Mapping[str, dist.ProcessGroup],
         close_others: Callable[[], None],
@@ -108,7 +107,6 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
             group: Its ranks are those of the process group.
             store: What ``get_group_store`` returns.
             timeout: Deadline of operations that name none.
-            owned: Whether the group ends with the process group.
             devices: Types of devices that the process group is responsible for, the others' included.
             others: Process groups for some of them, which have other back ends.
             close_others: Called at the end.
@@ -117,7 +115,6 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         self.group = group
         self._store = store
         self._timeout = timeout
-        self._owned = owned
         self._devices = [torch.device(device) for device in devices]
         self._others = dict(others)
         self._close_others = close_others
@@ -490,10 +487,9 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------------------- ending
 
     def shutdown(self) -> None:
-        """End; what is pending fails."""
+        """End; what is pending fails. A subgroup leaves the connections to the default process group."""
         self._monitor.close()
-        if self._owned:
-            self.group.close()
+        self.group.close()
         self._callbacks.close()
         self._close_others()
 

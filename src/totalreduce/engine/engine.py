@@ -345,6 +345,8 @@ class Engine:
         self.counters.messages_sent += 1
         operation = queued.operation
         operation.unsent -= 1
+        if queued.action.partial and operation.layout.sends_partials_once:
+            operation.accumulators.pop((queued.place.buffer, queued.lane), None)
         for observer in self.observers:
             observer.sent(
                 operation.name,
@@ -394,7 +396,7 @@ class Engine:
         is_next = lane.position == index
         if action.mode is Mode.REPLACE and (is_next or action.anytime):
             arrival = Arrival(None)
-            view = operation.segment(place)
+            view = operation.segment(place, lane.index)
         elif lease is not None and (is_next or lease.may_be_kept):
             view = lease.body
             arrival = Arrival(view, lease=lease)
@@ -485,7 +487,9 @@ class Engine:
 
     def peer_departed(self, peer: int, reason: str, now: float) -> None:
         """A rank closed the group in good order: only what still needs it fails."""
-        self._departed.setdefault(peer, reason)  # perhaps another rank has told of it, who did not get all of its messages
+        self._departed.setdefault(
+            peer, reason
+        )  # perhaps another rank has told of it, who did not get all of its messages
         for operation in list(self._active.values()):
             self._fail_if_needed(operation, peer, now)
         self._end_any_receives(lambda receive: set(receive.candidates) <= set(self._departed), PeerLost(peer, reason))
@@ -675,7 +679,7 @@ class Engine:
 
     def _outgoing(self, queued: QueuedMessage, flags: int, now: float) -> OutgoingMessage:
         operation, action = queued.operation, queued.action
-        body = operation.segment(queued.place, partial=action.partial)
+        body = operation.segment(queued.place, queued.lane, partial=action.partial)
         if operation.promoted:
             flags |= Flag.URGENT
         if operation.first_byte_at is None:
@@ -876,9 +880,9 @@ class Engine:
                 lane,
                 lane.position,
                 mode,
-                local=operation.segment(place, partial=action.onto_partial),
+                local=operation.segment(place, lane.index, partial=action.onto_partial),
                 incoming=arrival.buffer,
-                destination=operation.segment(place, partial=True) if partial else operation.target(place),
+                destination=operation.segment(place, lane.index, partial=True) if partial else operation.target(place),
                 arrival=arrival,
                 local_partial=action.onto_partial,
                 incoming_partial=action.partial,
@@ -1086,8 +1090,9 @@ class Engine:
     ) -> MismatchError:
         """Tell everybody what this rank and ``peer`` wanted."""
         described = self._early.descriptions.get((peer, key[0]))
-        value = described if described is not None else unpack_signature(theirs)
         mine = layout.describe(peer, outgoing=False)
+        # A peer that is ahead may have described the next operation of this name already.
+        value = described if described is not None and described != mine else unpack_signature(theirs)
         if mine == value:
             mine += f", carried out by {unpack_schedule(layout.packed)}"
             value += f", carried out by {unpack_schedule(theirs)}"

@@ -33,7 +33,7 @@ class Place:
         buffer: Which buffer of the operation.
         start: First byte in the buffer.
         stop: Byte after the last one.
-        wide_start: First byte in the buffer's accumulator, whose elements may be wider.
+        wide_start: First byte in the accumulator of this lane of the buffer, whose elements may be wider.
         wide_stop: Byte after the last one there.
         body_bytes: Length of the message.
         into: Which buffer takes the finished sum; the same bytes there.
@@ -134,23 +134,40 @@ class OperationLayout:
         return found
 
     def _place(self, action: Action, lane: int) -> Place | None:
+        if action.once and lane > 0:
+            return None
         if action.chunk == NOTHING:
             return Place(0, 0, 0, 0, 0, 0, 0)
         buffer = 0 if self._cut else action.chunk
         if lane >= self._chunk_lanes[buffer]:
             return None
         start, stop = self.elements(action.chunk, lane, action.span)
+        first, _ = self._lane_elements(buffer, lane)
         width, wide = self.itemsize, self.partial_dtype.itemsize
         into = buffer
         if isinstance(action, Receive) and action.mode is Mode.COMBINE_LAST and action.into is not None:
             into = action.into
         body_bytes = (stop - start) * (wide if action.partial else width)
-        return Place(buffer, width * start, width * stop, wide * start, wide * stop, body_bytes, into)
+        wide_range = wide * (start - first), wide * (stop - first)
+        return Place(buffer, width * start, width * stop, *wide_range, body_bytes, into)
+
+    def accumulator_bytes(self, buffer: int, lane: int) -> int:
+        """How long the accumulator of one lane of a buffer is."""
+        start, stop = self._lane_elements(buffer, lane)
+        return (stop - start) * self.partial_dtype.itemsize
+
+    @property
+    def sends_partials_once(self) -> bool:
+        """Whether an accumulator has served its purpose when its contents have been sent."""
+        return not self._cut or self.program.num_chunks == 1
+
+    def _lane_elements(self, buffer: int, lane: int) -> tuple[int, int]:
+        return balanced_range(self.sizes[buffer] // self.itemsize, self._chunk_lanes[buffer], lane)
 
     def elements(self, chunk: int, lane: int, span: int = 1) -> tuple[int, int]:
         """Half-open element range, within its buffer, of one lane of ``span`` chunks."""
         buffer = 0 if self._cut else chunk
-        start, stop = balanced_range(self.sizes[buffer] // self.itemsize, self._chunk_lanes[buffer], lane)
+        start, stop = self._lane_elements(buffer, lane)
         if not self._cut:
             return start, stop
         first, _ = balanced_range(stop - start, self.program.num_chunks, chunk)

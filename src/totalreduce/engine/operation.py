@@ -65,7 +65,7 @@ class Operation:
         key: (operation id, iteration): equal on all ranks.
         layout: What it is and where the bytes of its messages are.
         buffers: The bytes of the tensor, input and output, or of every block (``None`` for blocks of others).
-        accumulators: By buffer: partial sums that are not kept in the tensor.
+        accumulators: By buffer and lane: partial sums that are not kept in the tensor.
         priority: Smaller is more urgent.
         sequence: Place in the order of submission on this rank.
         owner: Opaque to the engine; the runner's handle.
@@ -120,7 +120,7 @@ class Operation:
         self.name, self.key, self.layout = name, key, layout
         self.priority, self.sequence, self.submitted_at = priority, sequence, now
         self.buffers, self.owner = buffers, owner
-        self.accumulators: dict[int, memoryview] = {}
+        self.accumulators: dict[tuple[int, int], memoryview] = {}
         self.lanes = [Lane(index, layout.places(index)) for index in range(layout.num_lanes)]
         self.lanes_left = layout.num_lanes
         self.unsent = 0
@@ -172,14 +172,14 @@ class Operation:
             for index, action in enumerate(self.layout.program.actions[lane.position :], lane.position)
         )
 
-    def segment(self, place: Place, *, partial: bool = False) -> memoryview:
+    def segment(self, place: Place, lane: int, *, partial: bool = False) -> memoryview:
         """The bytes of a place: of the partial sums if ``partial`` and they are kept apart."""
         if partial and self.layout.keeps_partials:
-            accumulator = self.accumulators.get(place.buffer)
+            # Lane by lane and only for as long as needed: memory that was never used before costs more than adding.
+            accumulator = self.accumulators.get((place.buffer, lane))
             if accumulator is None:
-                width, wide = self.layout.itemsize, self.layout.partial_dtype.itemsize
-                accumulator = memoryview(bytearray(self.layout.sizes[place.buffer] // width * wide))
-                self.accumulators[place.buffer] = accumulator
+                accumulator = memoryview(bytearray(self.layout.accumulator_bytes(place.buffer, lane)))
+                self.accumulators[place.buffer, lane] = accumulator
             return accumulator[place.wide_start : place.wide_stop]
         buffer = self.buffers[place.buffer]
         assert buffer is not None, f"{self.name!r}: block {place.buffer} is not on this rank"

@@ -15,7 +15,9 @@ from totalreduce.foundation.config import EngineConfig, TcpConfig, Tls
 from totalreduce.foundation.environment import Settings
 from totalreduce.foundation.errors import DeadlineExceededError, PeerLost, RendezvousError
 from totalreduce.foundation.observer import Observer
+from totalreduce.groups import probe
 from totalreduce.groups.group import Group
+from totalreduce.groups.probe import LinkPolicy
 from totalreduce.launch.links import LinkRequest, TransportName, connect, standing
 from totalreduce.launch.rendezvous import Place
 from totalreduce.observe import Timeline, rank_path
@@ -45,6 +47,7 @@ def init(
     tls: Tls | None = None,
     timeline: str | Path | None = None,
     compute: ComputeMode | None = None,
+    links: LinkPolicy | str | Path | None = None,
     place: Place | None = None,
 ) -> Group:
     """Join the job this process was started for, and return its group when every rank has answered.
@@ -65,6 +68,9 @@ def init(
         timeline: Where to write a Chrome trace at the end: a folder, or a file name that each rank adds its number to.
         compute: Whether additions have their own thread (``"thread"``) or not (``"inline"``); ``"auto"``, the default
             or ``TOTALREDUCE_COMPUTE``: if there are two cores per rank of this host.
+        links: What messages cost, for the choice of schedules: ``"auto"`` measures it at start (some ten milliseconds)
+            where the job spans several hosts, ``"measure"`` always, ``"off"`` never; or a file that ``totalreduce
+            doctor --store`` wrote (``TOTALREDUCE_LINKS``). Equal on all ranks.
         place: A store that is open already, and this process's rank among those who meet in it; instead of what
             ``torch.distributed`` or the environment say.
 
@@ -84,6 +90,8 @@ def init(
     tls = tls or settings.tls
     wire = {"wire version": _WIRE_VERSION, "transport": transport, "TLS": "on" if tls else "off"}
     wire["engine"] = "given" if engine else "default"
+    policy = probe.resolve(links, settings.links)
+    wire["links"] = probe.wire_setting(policy)
     link = connect(
         LinkRequest(
             transport=transport,
@@ -107,6 +115,7 @@ def init(
     if recorder is not None:
         group.at_close(recorder.close)
     _meet(group, engine_config.timeout_s)
+    probe.apply(group, policy)
     return group
 
 

@@ -64,7 +64,8 @@ class Layout(enum.Enum):
 class Send:
     """Send the lane's part of ``chunk`` (of ``span`` chunks from there on, if they are cut) to ``peer``.
 
-    ``partial``: the segment is an unfinished sum (it may be wider than the result on the wire).
+    ``partial``: the segment is an unfinished sum (it may be wider than the result on the wire). ``once``: only the first
+    lane does it.
     """
 
     peer: int
@@ -72,6 +73,7 @@ class Send:
     chunk: int
     partial: bool = False
     span: int = 1
+    once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class Receive:
     into: int | None = None
     anytime: bool = False
     span: int = 1
+    once: bool = False
 
 
 Action = Send | Receive

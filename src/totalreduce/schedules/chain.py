@@ -5,8 +5,8 @@ has everything after S+n-2 piece times: N(S+n-2)/(SB) seconds for N bytes at B b
 one transfer, whatever the number of ranks. Source: the survey's pipelined broadcast; also van de Geijn, "On global
 combine operations", J. Parallel Distrib. Comput. 22 (1994), DOI 10.1006/jpdc.1994.1091.
 
-Behind a broadcast an empty message, the consent, runs back from the end of the chain. Without it the root would be
-done, and tell its user so, before a rank that submitted something else under the same name had said a word.
+Behind a broadcast's first piece an empty message, the consent, runs back from the end of the chain. Without it the root
+would be done, and tell its user so, before a rank that submitted something else under the same name had said a word.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def chain_broadcast(rank: int, world_size: int, root: int) -> Schedule:
         yield Receive(left, position - 1, 0)
     if position < last:
         yield Send(right, position, 0)
-        yield Receive(right, 2 * last - 1 - position, NOTHING)
+        yield Receive(right, 2 * last - 1 - position, NOTHING, once=True)
     if position > 0:
-        yield Send(left, 2 * last - position, NOTHING)
+        yield Send(left, 2 * last - position, NOTHING, once=True)
 
 
 def chain_reduce(rank: int, world_size: int, root: int) -> Schedule:

@@ -60,9 +60,9 @@ def binomial_broadcast(rank: int, world_size: int, root: int) -> Schedule:
     for child in children:
         yield Send(child, 0, 0)
     for child in children:
-        yield Receive(child, 1, NOTHING)
+        yield Receive(child, 1, NOTHING, once=True)
     if position:
-        yield Send(parent, 1, NOTHING)
+        yield Send(parent, 1, NOTHING, once=True)
 
 
 def binomial_cost(world_size: int, num_bytes: int, *, consent: bool = False) -> Cost:
