@@ -11,7 +11,7 @@ from totalreduce.foundation.errors import ProtocolError
 from totalreduce.foundation.header import Frame, Header
 from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp
 from totalreduce.schedules import program_for
-from totalreduce.schedules.actions import Action, Mode, Program, Receive, Schedule, Send, compile_program
+from totalreduce.schedules.actions import Action, Mode, Program, Receive, Send, compile_program
 from totalreduce.schedules.select import Selector
 from totalreduce.transports.base import Transport
 from totalreduce.transports.inproc import InprocNetwork

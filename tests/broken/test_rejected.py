@@ -126,7 +126,7 @@ CHOICES = [
 def test_ranks_that_choose_different_schedules(pair: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     selectors = faults.quarrelling_selectors(*(CHOICES[index] for index in pair))
     monkeypatch.setattr("totalreduce.engine.engine.Selector", selectors)
-    with pytest.raises(ConformanceError, match="rank . submitted .*, carried out by .*; rank . submitted .*, carried"):
+    with pytest.raises(ConformanceError, match=r"rank . submitted .*, carried out by .*; rank . submitted .*, carried"):
         check_simulated(world_sizes=(4,))
 
 
@@ -147,7 +147,7 @@ def test_no_two_schedules_are_taken_for_one(
         monkeypatch.setattr("totalreduce.engine.engine.Selector", selectors)
         collective = Collective(name="w", kind=kind, num_elements=num_elements)
         case = Case(name="quarrel", world_size=world_size, collectives=(collective,))
-        with pytest.raises(ConformanceError, match="rank . submitted .*, carried out by "):
+        with pytest.raises(ConformanceError, match=r"rank . submitted .*, carried out by "):
             check_case(case, simulated())
 
 

@@ -29,13 +29,13 @@ NEEDS = {"lightning_fit": "pytorch_lightning", "accelerate_fit": "accelerate"}
 STEPS = 6
 
 
-def train(fleet, tmp_path, example, model, ranks):
-    """Losses by back end; both jobs run at the same time."""
+def train(fleet, tmp_path, example, model, ranks, dtype, backends=("totalreduce", "gloo")):
+    """Losses by back end; the jobs run at the same time."""
     jobs = {}
-    for backend in ("totalreduce", "gloo"):
+    for backend in backends:
         out = tmp_path / f"{example}-{backend}.json"
-        options = ("--backend", backend, "--model", model, "--steps", str(STEPS), *TINY[model], "--json", str(out))
-        argv = [str(EXAMPLES / f"{example}.py"), *options]
+        options = ("--backend", backend, "--model", model, "--dtype", dtype, "--steps", str(STEPS), *TINY[model])
+        argv = [str(EXAMPLES / f"{example}.py"), *options, "--json", str(out)]
         jobs[backend] = out, fleet.start(ranks, SOURCE.format(argv=argv, folder=str(EXAMPLES)))
     losses = {}
     for backend, (out, workers) in jobs.items():
@@ -51,30 +51,33 @@ def train(fleet, tmp_path, example, model, ranks):
 
 
 @pytest.mark.parametrize(
-    ("example", "model", "ranks"),
+    ("example", "model", "ranks", "dtype", "tolerance"),
     [
-        ("torch_ddp", "cnn", 2),
-        ("torch_ddp", "gpt", 4),
-        ("torch_fsdp", "cnn", 2),
-        ("torch_fsdp", "gpt", 2),
-        ("lightning_fit", "gpt", 2),
-        ("accelerate_fit", "cnn", 2),
+        ("torch_ddp", "cnn", 2, "float64", 1e-13),
+        ("torch_ddp", "cnn", 4, "float64", 1e-13),
+        ("torch_ddp", "gpt", 4, "float32", 1e-5),
+        ("torch_fsdp", "cnn", 2, "float64", 1e-13),
+        ("torch_fsdp", "gpt", 2, "float32", 1e-5),
+        ("lightning_fit", "gpt", 2, "float32", 1e-5),
+        ("accelerate_fit", "cnn", 2, "float64", 1e-13),
     ],
 )
-def test_losses_are_those_on_gloo(fleet, tmp_path, example, model, ranks):
+def test_losses_are_those_on_gloo(fleet, tmp_path, example, model, ranks, dtype, tolerance):
     needed = NEEDS.get(example, "torch")
     if importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
-    losses = train(fleet, tmp_path, example, model, ranks)
-    assert losses["totalreduce"] == pytest.approx(losses["gloo"], rel=1e-5)
+    losses = train(fleet, tmp_path, example, model, ranks, dtype)
+    assert losses["totalreduce"] == pytest.approx(losses["gloo"], rel=tolerance)
     assert len(set(losses["gloo"])) == STEPS  # something was learnt, or at least other examples were seen
 
 
 def test_slices_are_trained_like_replicas(fleet, tmp_path):
     # The same data in the same order: DDP and FSDP2 differ in where the sums are made, not in what they are.
-    replicas = train(fleet, tmp_path, "torch_ddp", "gpt", 3)
-    slices = train(fleet, tmp_path, "torch_fsdp", "gpt", 3)
-    assert slices["totalreduce"] == pytest.approx(replicas["totalreduce"], rel=1e-4)
+    replicas, slices = (
+        train(fleet, tmp_path, example, "gpt", 3, "float64", backends=("totalreduce",))
+        for example in ("torch_ddp", "torch_fsdp")
+    )
+    assert slices["totalreduce"] == pytest.approx(replicas["totalreduce"], rel=1e-12)
 
 
 def test_every_example_on_the_page_is_what_was_run():

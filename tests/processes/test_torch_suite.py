@@ -35,6 +35,7 @@ def runner():
     return module
 
 
+@pytest.mark.timeout(300)
 def test_some_of_what_gloo_passes(runner):
     assert set(SOME) <= set(runner.gloo_passes(2))
     outcomes = runner.run_suite("totalreduce", 2, SOME, quiet=True)

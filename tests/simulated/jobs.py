@@ -113,7 +113,9 @@ def _collectives(generator: random.Random, size: int) -> list[Collective]:
     """Some of everything; schedules, sizes, roots and members at random."""
 
     def schedule(kind: OpKind) -> Algorithm:
-        return generator.choice([Algorithm.AUTO, *algorithms_of(kind)]) if len(algorithms_of(kind)) > 1 else Algorithm.AUTO
+        return (
+            generator.choice([Algorithm.AUTO, *algorithms_of(kind)]) if len(algorithms_of(kind)) > 1 else Algorithm.AUTO
+        )
 
     def count() -> int:
         return generator.choice([0, 1, size - 1, size, size + 1, 17, 101])

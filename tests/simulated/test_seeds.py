@@ -56,7 +56,9 @@ def test_a_loss_in_the_middle_of_a_collective_is_named_on_every_survivor(kind: O
             for index in range(5)
         ]
         job = run_job(make_job(seed, fault="crash", world_size=4, collectives=collectives))
-        after = [s for (rank, _), s in job.submissions.items() if rank not in job.dead and s.at_s > job.fault_at_s + 0.1]
+        after = [
+            s for (rank, _), s in job.submissions.items() if rank not in job.dead and s.at_s > job.fault_at_s + 0.1
+        ]
         assert all(isinstance(submission.error, PeerLost) for submission in after)
         lost += sum(s.error is not None for (rank, _), s in job.submissions.items() if rank not in job.dead)
     assert lost > 6

@@ -130,7 +130,10 @@ BAD = {
     ),
     "an expanded output": (lambda g: g.scatter(ONE.expand(3), [ONE.expand(3)] * 2), "several elements share memory"),
     "fewer inputs": (lambda g: g.reduce_scatter(ONE, [ONE] * 3), "inputs must be 2 tensors, one per rank, not 3"),
-    "inputs of another size": (lambda g: g.reduce_scatter(TWO, [ONE, ONE]), r"inputs\[0\] and the tensor must be equal"),
+    "inputs of another size": (
+        lambda g: g.reduce_scatter(TWO, [ONE, ONE]),
+        r"inputs\[0\] and the tensor must be equal",
+    ),
     "a sum of complex numbers": (
         lambda g: g.reduce_scatter(ONE.to(torch.complex64), [ONE.to(torch.complex64)] * 2),
         "has dtype torch.complex64; it must be one of",
@@ -147,7 +150,10 @@ BAD = {
     "a message to nobody": (lambda g: g.send(ONE, dst=2), "2 is not another rank than 0 of a group of 2"),
     "a message from nobody": (lambda g: g.recv(ONE, src=5), "5 is not another rank"),
     "a schedule nobody knows": (lambda g: g.allreduce(ONE, schedule="carrier pigeon"), "'carrier pigeon' is not known"),
-    "another kind's schedule": (lambda g: g.reduce(ONE, schedule="ring"), "reduce has no schedule 'ring'; there is chain"),
+    "another kind's schedule": (
+        lambda g: g.reduce(ONE, schedule="ring"),
+        "reduce has no schedule 'ring'; there is chain",
+    ),
     "a number as schedule": (lambda g: g.allreduce(ONE, schedule=1), "schedule 1 is not known"),
     "no time": (lambda g: g.alltoall([ONE, ONE], [ONE, ONE], timeout_s=-1.0), "timeout_s must be positive"),
     "a priority out of range": (lambda g: g.recv(ONE, src=None, priority=2**31), "does not fit into 32 bits"),

@@ -44,7 +44,9 @@ def run_suite(backend, world_size, names=(), *, quiet=False):
         environment = {name: text for name, text in os.environ.items() if not name.startswith(foreign)}
         log = Path(folder) / "log"
         with log.open("w") as stream:
-            subprocess.run(command, check=True, env=environment, stderr=stream if quiet else None)
+            done = subprocess.run(command, check=False, env=environment, stderr=stream if quiet else None)
+        if done.returncode:
+            raise RuntimeError(f"the suite ended with exit code {done.returncode}\n{log.read_text()[-4000:]}")
         return json.loads(output.read_text())
 
 

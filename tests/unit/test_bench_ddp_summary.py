@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from totalreduce.cli.bench.ddp import summarise
+from totalreduce.cli.bench.ddp import differences_of, summarise
 from totalreduce.cli.bench.launching import BenchmarkFailedError
 
 LOSSES = [4.0, 3.5, 3.0, 2.5, 2.25]
@@ -34,10 +34,17 @@ def test_the_largest_difference_of_any_launch_is_reported():
     assert theirs.difference == pytest.approx(2e-4)
 
 
-@pytest.mark.parametrize("wrong", [LOSSES[0] * 1.01, math.nan])
+@pytest.mark.parametrize("wrong", [LOSSES[0] * 1.2, math.nan])
 @pytest.mark.parametrize("backend", ["totalreduce", "gloo"])
 def test_other_losses_are_no_figure(backend, wrong):
     launches = {"totalreduce": [launch(1.0)] * 2, "gloo": [launch(1.0)] * 2}
     launches[backend] = [launch(1.0), launch(1.0, [wrong, *LOSSES[1:]])]
     with pytest.raises(BenchmarkFailedError, match=f"losses on {backend} differ"):
         summarise(launches)
+
+
+def test_the_tolerance_is_what_was_asked_for():
+    losses = {"totalreduce": [LOSSES], "gloo": [[loss * (1 + 1e-9) for loss in LOSSES]]}
+    assert differences_of(losses, 1e-8)["gloo"] == pytest.approx(1e-9)
+    with pytest.raises(BenchmarkFailedError, match="rounding explains 1e-10"):
+        differences_of(losses, 1e-10)

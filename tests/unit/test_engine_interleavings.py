@@ -7,15 +7,17 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from rack import SMALL, Rack, values_of
+from rack import SMALL, Rack, allreduce, values_of
 
 from totalreduce.engine.engine import Computation, Delivery, OutgoingMessage
 from totalreduce.engine.operation import Operation
+from totalreduce.foundation.types import Algorithm
 
 RANKS = (0, 1, 2)
 PAIRS = tuple((source, target) for source in RANKS for target in RANKS if source != target)
-NAMES = ("a", "b", "c")
-SIZES = {"a": 1, "b": 13, "c": 40}
+NAMES = ("a", "b", "c", "d")
+SIZES = {"a": 1, "b": 13, "c": 40, "d": 9}
+SCHEDULES = {"a": Algorithm.STAR, "b": Algorithm.HALVING_DOUBLING, "c": Algorithm.RING, "d": Algorithm.DIRECT}
 ROUNDS = 3
 
 
@@ -34,7 +36,8 @@ class Interleavings(RuleBasedStateMachine):
         mine = self.submitted[rank, name]
         if len(mine) < ROUNDS and not (mine and not mine[-1].finished):
             values = self.input(rank, name, len(mine))
-            mine.append(self.rack.submit(rank, name, values, priority=priority))
+            signature = allreduce(SIZES[name], algorithm=SCHEDULES[name])
+            mine.append(self.rack.submit(rank, name, values, signature, priority=priority))
 
     @rule(rank=st.sampled_from(RANKS), name=st.sampled_from(NAMES))
     def promote(self, rank: int, name: str) -> None:

@@ -154,7 +154,9 @@ def rooted(kind: OpKind, root: int) -> Signature:
 def submit_rooted(rack: Rack, rank: int, kind: OpKind, root: int) -> Operation:
     if kind is OpKind.REDUCE:
         return rack.submit(rank, "w", [1.0, 1.0], rooted(kind, root))
-    return rack.blocks(rank, "w", rooted(kind, root), [2 if rank in (root, i) else None for i in range(rack.world_size)])
+    return rack.blocks(
+        rank, "w", rooted(kind, root), [2 if rank in (root, i) else None for i in range(rack.world_size)]
+    )
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])

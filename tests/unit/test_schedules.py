@@ -73,7 +73,9 @@ TOGETHER = [
 
 def roots_of(kind: OpKind, algorithm: Algorithm, world_size: int) -> range:
     rooted = kind in ROOTED or algorithm is Algorithm.STAR
-    return range(world_size) if rooted and world_size <= 9 else range(world_size - 1, world_size) if rooted else range(1)
+    return (
+        range(world_size) if rooted and world_size <= 9 else range(world_size - 1, world_size) if rooted else range(1)
+    )
 
 
 def programs_of(
@@ -93,7 +95,8 @@ class Execution:
         self.programs = programs
         size = len(programs)
         self.result = [
-            [initial(kind, rank, chunk, size, root) for chunk in range(programs[rank].num_chunks)] for rank in range(size)
+            [initial(kind, rank, chunk, size, root) for chunk in range(programs[rank].num_chunks)]
+            for rank in range(size)
         ]
         self.partial = [
             [Counter() for _ in held] if widened or program.preserves else held
@@ -353,7 +356,11 @@ def test_nobody_is_done_before_everybody_has_begun(kind: OpKind, algorithm: Algo
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(
     ("kind", "algorithm"),
-    [(kind, algorithm) for kind in (OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER) for algorithm in algorithms_of(kind)],
+    [
+        (kind, algorithm)
+        for kind in (OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER)
+        for algorithm in algorithms_of(kind)
+    ],
     ids=lambda value: value.name.lower(),
 )
 def test_the_root_is_not_done_before_everybody_has_begun(kind: OpKind, algorithm: Algorithm, world_size: int) -> None:
@@ -433,7 +440,9 @@ def sent_by(kind: OpKind, algorithm: Algorithm, world_size: int, rank: int) -> f
     """Share of the tensor (of all blocks together) that a rank sends."""
     program = program_for(kind, algorithm, rank, world_size)
     parts = program.num_chunks if program.layout is Layout.CUT else world_size
-    return sum(action.span for action in program.actions if isinstance(action, Send) and action.chunk != NOTHING) / parts
+    return (
+        sum(action.span for action in program.actions if isinstance(action, Send) and action.chunk != NOTHING) / parts
+    )
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -483,9 +492,7 @@ def test_a_hosts_link_carries_as_little_as_if_it_were_one_rank(hosts: tuple[int,
 def test_an_inner_rank_of_one_tree_is_a_leaf_of_the_other(world_size: int) -> None:
     for rank in range(world_size):
         actions = program_for(OpKind.ALLREDUCE, Algorithm.TREE, rank, world_size).actions
-        children = [
-            sum(isinstance(action, Receive) and action.step == which for action in actions) for which in (0, 1)
-        ]
+        children = [sum(isinstance(action, Receive) and action.step == which for action in actions) for which in (0, 1)]
         assert min(children) == 0 or world_size - 1 in (rank, (rank + 1) % world_size)
         assert max(children) <= 2
 

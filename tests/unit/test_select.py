@@ -162,6 +162,7 @@ def test_the_middle_of_a_star_depends_on_the_name() -> None:
 
 def test_other_links_are_used_for_the_next_operations() -> None:
     rack = Rack(8, schedules={})
+
     def chosen() -> set[Algorithm]:
         operations = [rack.submit(rank, "w", [1.0] * 100) for rank in range(8)]
         rack.run()

@@ -1091,11 +1091,12 @@ class Engine:
         """Tell everybody what this rank and ``peer`` wanted."""
         described = self._early.descriptions.get((peer, key[0]))
         mine = layout.describe(peer, outgoing=False)
-        # A peer that is ahead may have described the next operation of this name already.
-        value = described if described is not None and described != mine else unpack_signature(theirs)
-        if mine == value:
-            mine += f", carried out by {unpack_schedule(layout.packed)}"
-            value += f", carried out by {unpack_schedule(theirs)}"
+        value = described if described is not None else unpack_signature(theirs)
+        if value == mine:  # a peer that is ahead has described the next operation of this name, or a schedule differs
+            value = unpack_signature(theirs)
+            if value == unpack_signature(layout.signature_from(peer)):
+                value = f"{mine}, carried out by {unpack_schedule(theirs)}"
+                mine = f"{mine}, carried out by {unpack_schedule(layout.packed)}"
         error = MismatchError(name, (self.rank, peer), (mine, value))
         document = {"tensor": name, "ranks": error.ranks, "values": error.values}
         body = json.dumps(document).encode()

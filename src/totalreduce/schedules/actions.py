@@ -64,8 +64,8 @@ class Layout(enum.Enum):
 class Send:
     """Send the lane's part of ``chunk`` (of ``span`` chunks from there on, if they are cut) to ``peer``.
 
-    ``partial``: the segment is an unfinished sum (it may be wider than the result on the wire). ``once``: only the first
-    lane does it.
+    ``partial``: the segment is an unfinished sum (it may be wider than the result on the wire). ``once``: only the
+    first lane does it.
     """
 
     peer: int

@@ -7,8 +7,8 @@ compares. Add a transport and check it:
     >>> check_transport("inproc", world_sizes=(1, 2)) > 0
     True
 
-The oracle (see ``conformance_oracle``) is plain torch. Every element is another one on every rank and in every block, so
-that a segment that is lost, doubled or misplaced shows, and they are small integers, so that sums are exact in every
+The oracle (see ``conformance_oracle``) is plain torch. Every element is another one on every rank and in every block,
+so that a segment that is lost, doubled or misplaced shows, and they are small integers, so that sums are exact in every
 order and equality is the test. Outputs begin as garbage; what a collective only reads is compared too.
 """
 
@@ -174,7 +174,9 @@ def check_record(case: Case, rank: int, record: Record, *, where: str = "") -> i
         results = expected(collective, brought)[place]
         _compare(collective, record.results[collective.name], results, here, "has")
         read = brought[place].inputs
-        _compare(replace(collective, rough=False), record.read[collective.name], read, here, "changed its inputs and has")
+        _compare(
+            replace(collective, rough=False), record.read[collective.name], read, here, "changed its inputs and has"
+        )
         source = record.sources.get(collective.name)
         if source is not None and source != members[0]:
             raise ConformanceError(f"{here} was told that rank {source} has sent; it was rank {members[0]}")
@@ -314,9 +316,7 @@ def _start(group: Group, collective: Collective, tensors: Tensors) -> Work:
         case OpKind.ALLGATHER:
             return group.allgather(whole_output, inputs[0], name=name, schedule=schedule, priority=priority)
         case OpKind.REDUCE_SCATTER:
-            return group.reduce_scatter(
-                outputs[0], whole_input, name=name, op=op, schedule=schedule, priority=priority
-            )
+            return group.reduce_scatter(outputs[0], whole_input, name=name, op=op, schedule=schedule, priority=priority)
         case OpKind.GATHER:
             return group.gather(whole_output or None, inputs[0], root=root, name=name, priority=priority)
         case OpKind.SCATTER:
@@ -445,7 +445,9 @@ def _raise_first_failure(submitted: Sequence[_Submitted]) -> None:
         raise ConformanceError(f"{submission.name} failed on rank {rank} at {at_s:.6f} s: {submission.error}")
 
 
-def _record(cluster: SimulatedCluster, rank: int, submitted: Iterable[tuple[Collective, Tensors, Submission]]) -> Record:
+def _record(
+    cluster: SimulatedCluster, rank: int, submitted: Iterable[tuple[Collective, Tensors, Submission]]
+) -> Record:
     record = Record(floating_bytes_peak=cluster.ranks[rank].engine.floating.peak_bytes)
     for collective, tensors, submission in submitted:
         assert submission.done_at_s is not None

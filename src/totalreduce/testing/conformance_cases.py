@@ -259,9 +259,7 @@ def _blocks(world_size: int, *, thorough: bool) -> list[Case]:
     for kind in _BLOCK_KINDS:
         dtypes = list(DType) if thorough else [DType.INT32, DType.BFLOAT16, DType.BOOL]
         roots = range(world_size) if kind in _ROOTED else range(1)
-        combinations = list(
-            product(dtypes, roots, (False, True), (0, 1, world_size + 1, 101), _schedules(kind))
-        )
+        combinations = list(product(dtypes, roots, (False, True), (0, 1, world_size + 1, 101), _schedules(kind)))
         if not thorough:  # every root, every schedule and every size, but not all of them with each other
             combinations = combinations[:: 5 if kind in _ROOTED else 2]
         collectives = []
@@ -350,9 +348,7 @@ def _subgroups(world_size: int) -> Case:
                     members=members,
                 )
             )
-    return Case(
-        name="subgroups", world_size=world_size, collectives=tuple(collectives), engine=_TINY, shuffled=True
-    )
+    return Case(name="subgroups", world_size=world_size, collectives=tuple(collectives), engine=_TINY, shuffled=True)
 
 
 def _between_hosts(world_size: int) -> list[Case]:
