@@ -14,10 +14,10 @@ from totalreduce.foundation.errors import (
     ProtocolError,
     UnsupportedError,
 )
+from totalreduce.groups.encoding import decode, empty_tensors, encode
 from totalreduce.groups.group import Group
 from totalreduce.pytorch import broadcast
 from totalreduce.pytorch.broadcast import broadcast_optimizer_state, broadcast_parameters
-from totalreduce.groups.encoding import decode, empty_tensors, encode
 from totalreduce.testing import run_ranks
 
 

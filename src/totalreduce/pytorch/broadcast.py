@@ -14,8 +14,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.groups.agreement import broadcast_json
-from totalreduce.pytorch.consent import agree_or_refuse
 from totalreduce.groups.encoding import decode, empty_tensors, encode
+from totalreduce.pytorch.consent import agree_or_refuse
 from totalreduce.pytorch.facade import OptimizerFacade
 
 if TYPE_CHECKING:

@@ -135,6 +135,8 @@ class ShmTransport(Transport):
         if now >= self._next_timers:
             self._timers(now)
             more = more or self.can_send()  # word of a loss is not to wait
+        for link in tuple(self._links.values()):
+            link.outgoing.tell()
         return more
 
     def can_send(self) -> bool:

@@ -78,6 +78,7 @@ class OutgoingRing:
         self._consumed_at = layout.block(other, me) + CONSUMED
         self._given_back_at = layout.block(other, me) + GIVEN_BACK
         self._leaving: tuple[Outgoing, int] | None = None
+        self._unheard = False
 
     @property
     def has_room(self) -> bool:
@@ -148,7 +149,17 @@ class OutgoingRing:
         if self._order is not None:
             self._order()
         self._mine[self._published_at] = self.published
-        self._bell.ring(ASLEEP)
+        self._unheard = True
+
+    def tell(self) -> None:
+        """Wake the peer if it sleeps over what was published.
+
+        Not with every message: a peer that wakes may take the core of the one that wakes it, which then has not sent
+        the others theirs yet.
+        """
+        if self._unheard:
+            self._unheard = False
+            self._bell.ring(ASLEEP)
 
     def close(self) -> None:
         """Take back what the peer was lent, and drop what is half-way out."""
