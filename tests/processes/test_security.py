@@ -20,7 +20,7 @@ from totalreduce.engine.engine import Engine
 from totalreduce.foundation.config import EngineConfig, TcpConfig
 from totalreduce.foundation.errors import AuthenticationError, PeerLost, ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES, Frame, Header, unpack_signature
-from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
+from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
 from totalreduce.testing.ranks import make_groups
 from totalreduce.transports.handshake import Acceptor, Connector, JobIdentity
 
@@ -388,9 +388,22 @@ DOCUMENTS = st.fixed_dictionaries(
 )
 BODIES = DOCUMENTS.map(lambda value: json.dumps(value).encode()) | JSON.map(lambda v: json.dumps(v).encode())
 
+#: Kind, schedule, root, and how many blocks its 36 bytes are in.
+SUBMITTED = [
+    (OpKind.ALLREDUCE, Algorithm.RING, 0, 1),
+    (OpKind.ALLREDUCE, Algorithm.DIRECT, 0, 1),
+    (OpKind.ALLREDUCE, Algorithm.TREE, 0, 1),
+    (OpKind.ALLREDUCE, Algorithm.HALVING_DOUBLING, 0, 1),
+    (OpKind.BROADCAST, Algorithm.CHAIN, 1, 1),
+    (OpKind.REDUCE, Algorithm.TREE, 0, 1),
+    (OpKind.ALLGATHER, Algorithm.RING, 0, 3),
+    (OpKind.GATHER, Algorithm.DIRECT, 0, 3),
+]
+
 
 @settings(max_examples=120, deadline=None)
 @given(
+    st.sampled_from(SUBMITTED),
     st.lists(
         st.tuples(
             st.sampled_from([kind for kind in Frame if kind is not Frame.HEARTBEAT]),
@@ -402,16 +415,18 @@ BODIES = DOCUMENTS.map(lambda value: json.dumps(value).encode()) | JSON.map(lamb
             st.integers(0, 2),
         ),
         max_size=6,
-    )
+    ),
 )
-def test_an_engine_answers_any_frame_or_calls_it_a_violation(frames):
+def test_an_engine_answers_any_frame_or_calls_it_a_violation(submitted, frames):
     engine = Engine(0, 3, EngineConfig(floating_bytes_max=1 << 16), observers=[])
-    signature = Signature(OpKind.ALLREDUCE, DType.FLOAT32, ReduceOp.SUM, 0, (9,))
-    operation = engine.submit("known", signature, memoryview(bytearray(36)), now=0.0)
+    kind, algorithm, root, blocks = submitted
+    signature = Signature(kind, DType.FLOAT32, ReduceOp.SUM, root, (9,), algorithm=algorithm)
+    buffers = [memoryview(bytearray(36 // blocks)) for _ in range(blocks)]
+    operation = engine.submit("known", signature, buffers, now=0.0)
     unknown = struct.unpack("<Q", b"unknown!")[0]
     for number, (kind, body, which, iteration, lane, flags, step) in enumerate(frames):
         key = operation.key[0] if which == "known" else unknown
-        header = Header(kind, 0, key, iteration, lane, step, flags, len(body), operation.packed_signature)
+        header = Header(kind, 0, key, iteration, lane, step, flags, len(body), operation.layout.packed)
         with contextlib.suppress(ProtocolError):
             delivery = engine.accept(1, Header.unpack(header.pack()), float(number))
             delivery.view[:] = body

@@ -104,7 +104,7 @@ def init(
             place=place,
         )
     )
-    if engine is None and 1 < world_size == link.ranks_per_host:
+    if engine is None and world_size > 1 and len(set(link.hosts)) == 1:  # what all ranks agree on, not a guess
         engine_config = dataclasses.replace(
             engine_config, segment_bytes=_ONE_HOST_SEGMENT_BYTES, segment_bytes_min=_ONE_HOST_SEGMENT_BYTES_MIN
         )
