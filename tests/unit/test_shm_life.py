@@ -38,7 +38,9 @@ def asleep(host: Host, rank: int) -> int:
 def test_the_parts_of_an_outbox_do_not_overlap() -> None:
     for local_ranks in (1, 2, 3, 8, 64):
         layout = Layout.choose(local_ranks, 1 << 20, 16 << 20)
-        used: list[tuple[int, int]] = [(8 * SLEEP_WORD, 8), (8 * shm_memory.BEAT_WORD, 8)]
+        used: list[tuple[int, int]] = [
+            (8 * word, 8) for word in (SLEEP_WORD, shm_memory.BEAT_WORD, shm_memory.CPU_WORD)
+        ]
         peers = [peer for peer in range(local_ranks) if peer != 0]
         for peer in peers:
             first = 8 * layout.block(0, peer)
@@ -322,13 +324,13 @@ def readable(host: Host, rank: int) -> bool:
 
 def test_a_sleeper_is_woken_once_per_sleep() -> None:
     with Host(2) as host:
-        assert host.ranks[1].fall_asleep()
+        assert host.ranks[1].fall_asleep(eager=False)
         assert asleep(host, 1) == ASLEEP
         assert not readable(host, 1)
         host.desks[0].put(1, message(b"a"), message(b"b", step=1))
         host.move(only=[0])
         assert readable(host, 1)
-        host.ranks[1].wake_up()
+        host.ranks[1].wake_up(eager=False)
         assert asleep(host, 1) == 0
         host.move()
         assert len(host.desks[1].received) == 2
@@ -336,19 +338,19 @@ def test_a_sleeper_is_woken_once_per_sleep() -> None:
         host.desks[0].put(1, message(b"c", step=2))
         host.move(only=[0])
         assert not readable(host, 1)  # nobody slept
-        assert not host.ranks[1].fall_asleep()  # it is seen without a bell
+        assert not host.ranks[1].fall_asleep(eager=False)  # it is seen without a bell
 
 
 def test_two_threads_asleep_and_one_awake_count_as_asleep() -> None:
     with Host(2) as host:
-        assert host.ranks[1].fall_asleep()
-        assert host.ranks[1].fall_asleep()
-        host.ranks[1].wake_up()
+        assert host.ranks[1].fall_asleep(eager=False)
+        assert host.ranks[1].fall_asleep(eager=False)
+        host.ranks[1].wake_up(eager=False)
         assert asleep(host, 1) == ASLEEP
         host.desks[0].put(1, message(b"a"))
         host.move(only=[0])
         assert readable(host, 1)
-        host.ranks[1].wake_up()
+        host.ranks[1].wake_up(eager=False)
         assert asleep(host, 1) == 0
 
 
@@ -357,12 +359,12 @@ def test_who_waits_for_room_is_woken_by_what_is_given_back() -> None:
         host.desks[1].keeps = True
         host.desks[0].put(1, *(message(bytes(PIECE), step=step) for step in range(5)))
         host.move()
-        assert host.ranks[0].fall_asleep()
+        assert host.ranks[0].fall_asleep(eager=False)
         assert asleep(host, 0) == ASLEEP | WANTS_ROOM
         host.desks[1].leases[3].release()
         assert readable(host, 0)
-        host.ranks[0].wake_up()
-        assert not host.ranks[0].fall_asleep()
+        host.ranks[0].wake_up(eager=False)
+        assert not host.ranks[0].fall_asleep(eager=False)
         host.move()
         assert len(host.desks[1].received) == 5
 
@@ -371,21 +373,21 @@ def test_who_waits_for_a_full_ring_is_woken_when_it_is_read() -> None:
     with Host(2) as host:
         host.desks[0].put(1, *(message(b"x", step=step) for step in range(40)))
         host.move(only=[0], rounds=30)
-        assert host.ranks[0].fall_asleep()
+        assert host.ranks[0].fall_asleep(eager=False)
         assert asleep(host, 0) == ASLEEP | WANTS_ROOM
         host.move(1, only=[1])
         assert readable(host, 0)
-        host.ranks[0].wake_up()
+        host.ranks[0].wake_up(eager=False)
 
 
 def test_wake_ends_the_next_wait_and_a_wait_that_has_begun() -> None:
     with Host(2) as host:
         host.ranks[0].wake()
-        assert not host.ranks[0].fall_asleep()
-        assert host.ranks[0].fall_asleep()
+        assert not host.ranks[0].fall_asleep(eager=False)
+        assert host.ranks[0].fall_asleep(eager=False)
         host.ranks[0].wake()
         assert readable(host, 0)
-        host.ranks[0].wake_up()
+        host.ranks[0].wake_up(eager=False)
 
 
 def test_wake_after_close_does_nothing() -> None:

@@ -138,11 +138,11 @@ def test_data_without_memory_is_left_and_control_frames_are_not() -> None:
         host.move()
         assert [step for _, step, _ in host.desks[1].received] == [0]
         # What is left unread is no reason to stay awake; what comes after it is.
-        assert host.ranks[1].fall_asleep()
-        host.ranks[1].wake_up()
+        assert host.ranks[1].fall_asleep(eager=False)
+        host.ranks[1].wake_up(eager=False)
         host.desks[0].put(1, message(b"more", step=2))
         host.move(only=[0])
-        assert not host.ranks[1].fall_asleep()
+        assert not host.ranks[1].fall_asleep(eager=False)
         host.desks[1].open = True
         host.move()
         assert [step for _, step, _ in host.desks[1].received] == [0, 1, 2]

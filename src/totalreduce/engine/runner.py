@@ -389,7 +389,7 @@ class Runner:
                 raise
         self._settle()
         if not progress and not (handle is not None and handle.done):
-            self.transport.wait(timeout_s)
+            self.transport.wait(timeout_s, eager=handle is not None)
         with self._lock:
             self._sleepers -= 1
 

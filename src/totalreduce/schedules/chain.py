@@ -42,7 +42,7 @@ def chain_reduce(rank: int, world_size: int, root: int) -> Schedule:
 
 def pieces(world_size: int, num_bytes: int, piece_bytes_min: int) -> int:
     """How many pieces: so many that filling the pipeline (n-2 piece times) costs little, and none too small."""
-    return max(1, min(16 * max(1, world_size - 2), num_bytes // piece_bytes_min))
+    return max(1, min(24 * max(1, world_size - 2), num_bytes // piece_bytes_min))
 
 
 def cost(world_size: int, num_bytes: int, num_pieces: int = 1, *, consent: bool = True) -> Cost:

@@ -168,8 +168,13 @@ class Transport(ABC):
         """Move what can be moved without waiting; returns whether more can be moved. One thread at a time."""
 
     @abstractmethod
-    def wait(self, timeout_s: float) -> None:
-        """Wait until ``progress`` may have something to do, at most ``timeout_s``. Any thread, at any time."""
+    def wait(self, timeout_s: float, *, eager: bool = False) -> None:
+        """Wait until ``progress`` may have something to do, at most ``timeout_s``. Any thread, at any time.
+
+        Args:
+            timeout_s: In seconds.
+            eager: This process has nothing else to do: a shorter wait may cost processor time.
+        """
 
     @abstractmethod
     def wake(self) -> None:

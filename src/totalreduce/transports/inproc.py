@@ -104,7 +104,7 @@ class InprocTransport(Transport):
         self._report_dead(endpoint)
         return progress
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, *, eager: bool = False) -> None:  # noqa: ARG002  (the kernel waits well)
         """Wait for a message, for room, or for ``wake``."""
         network = self._network
         with network.lock:

@@ -192,7 +192,7 @@ class PassingTransport(Transport):
             self._pause_s = _PAUSE_MIN_S
         return moved
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, *, eager: bool = False) -> None:
         """Look again and again, at shorter and then at longer intervals."""
         now = time.monotonic()
         deadline = min(now + timeout_s, max(now, self._next_timers))
@@ -200,7 +200,7 @@ class PassingTransport(Transport):
             self._woken.wait(timeout_s)
             self._woken.clear()
             return
-        spin_until = now + _SPIN_S
+        spin_until = now + (_SPIN_S if eager else 0.0)
         while not self._woken.is_set() and not self._wire.poll():
             now = time.monotonic()
             if now >= deadline:
@@ -377,5 +377,5 @@ class PassingTransport(Transport):
                             self._lose(peer, str(error))
                 if self._gone.issuperset(self._peers):
                     break
-                self.wait(min(0.02, max(0.0, deadline - time.monotonic())))
+                self.wait(min(0.02, max(0.0, deadline - time.monotonic())), eager=True)
         wire.close(max(0.0, deadline - time.monotonic()))

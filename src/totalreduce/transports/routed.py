@@ -67,14 +67,14 @@ class RoutedTransport(Transport):
         more = self._remote.progress() or more
         return more or self._local.can_send()
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, *, eager: bool = False) -> None:
         """Wait for either."""
-        if not self._local.fall_asleep():
+        if not self._local.fall_asleep(eager=eager):
             return
         try:
             self._epoll.poll(min(timeout_s, _TIMERS_S))
         finally:
-            self._local.wake_up()
+            self._local.wake_up(eager=eager)
 
     def wake(self) -> None:
         """End a ``wait``: the local side's bell is enough, because everybody who waits listens to it."""

@@ -75,7 +75,7 @@ class ShmTransport(Transport):
         self._fences = Fences()
         self._outbox = Outbox(self._layout)
         self._pool = StagingPool(self._outbox.view, self._layout)
-        self._sleep = Sleep(self._outbox, self._fences, spins=len(os.sched_getaffinity(0)) >= len(members))
+        self._sleep = Sleep(rank, self._outbox, self._fences, spins=(os.cpu_count() or 1) >= len(members))
         ours = (self._outbox.fd, self._sleep.fd)
         self._reception = Reception(
             rank, addresses, listener, identity, config, self._layout, ours, self._sleep.epoll, self.counters
@@ -180,9 +180,9 @@ class ShmTransport(Transport):
 
     # ------------------------------------------------------------------------------------------------------ waiting
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, *, eager: bool = False) -> None:
         """Sleep until a peer or ``wake`` rings, or a socket has something to say."""
-        self._sleep.wait(min(timeout_s, self._next_timers - time.monotonic()))
+        self._sleep.wait(min(timeout_s, self._next_timers - time.monotonic()), eager=eager)
 
     def wake(self) -> None:
         """End a ``wait``."""
@@ -192,13 +192,13 @@ class ShmTransport(Transport):
         """Becomes readable when somebody rings or a socket has something to say. For whoever has more to wait for."""
         return self._sleep.epoll.fileno()
 
-    def fall_asleep(self) -> bool:
+    def fall_asleep(self, *, eager: bool) -> bool:
         """For whoever waits for ``fileno`` himself: true if he may, and then he calls ``wake_up``."""
-        return self._sleep.fall_asleep()
+        return self._sleep.fall_asleep(eager=eager)
 
-    def wake_up(self) -> None:
+    def wake_up(self, *, eager: bool) -> None:
         """The end of such a wait."""
-        self._sleep.wake_up()
+        self._sleep.wake_up(eager=eager)
         self._sleep.sockets_called = True  # or the epoll object would stay readable
 
     # ------------------------------------------------------------------------------------------- sockets and timers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import final
 
-from totalreduce.transports.shm_memory import BEAT_WORD, Fences, Layout, Mapping, Outbox
+from totalreduce.transports.shm_memory import BEAT_WORD, CPU_WORD, Fences, Layout, Mapping, Outbox
 from totalreduce.transports.shm_pool import StagingPool
 from totalreduce.transports.shm_rings import IncomingRing, OutgoingRing
 from totalreduce.transports.shm_sleep import Doorbell
@@ -63,6 +63,11 @@ class Link:
         """Whether ``progress`` could move something by now. Any thread."""
         outgoing = self.outgoing
         return self.incoming.has_news or (outgoing.blocked and outgoing.has_room)
+
+    @property
+    def cpu(self) -> int:
+        """Number of the processor that the peer last waited on, plus one; 0 if it never said."""
+        return self._words[CPU_WORD]
 
     def silent_s(self, now: float) -> float:
         """For how long the peer's heartbeat has not moved."""

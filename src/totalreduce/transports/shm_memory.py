@@ -3,7 +3,7 @@
 Every rank has one memory file, its *outbox*. Nobody but its owner writes to it, so what is shared needs no lock: every
 word has one writer, and counters only grow. From its begin:
 
-* words of the owner: is it asleep, its heartbeat;
+* words of the owner: is it asleep, its heartbeat, on which processor it waits;
 * one block of words per peer: how many entries the owner has published to this peer, how many of this peer's entries it
   has consumed, and by piece of this peer's pool the last use that it has given back;
 * one ring of entries per peer: a message's header, where its body is, and the body itself if it is small;
@@ -36,7 +36,7 @@ __all__ = ["CARD_BYTES", "Fences", "Layout", "Mapping", "Outbox", "shm_available
 _PAGE = 4096
 _LINE_WORDS = 8
 _CARD = struct.Struct("<8s7IQ")
-_MAGIC = b"TRshm\0\0\1"
+_MAGIC = b"TRshm\0\0\2"
 CARD_BYTES = _CARD.size
 #: ``F_SEAL_FUTURE_WRITE``, Linux 5.1: from now on nobody can map the file for writing.
 _F_SEAL_FUTURE_WRITE = 0x10
@@ -46,7 +46,7 @@ _STRONGLY_ORDERED = ("x86_64", "amd64", "i686", "i386")
 _SEQ_CST = 5
 
 #: Words of the owner, each in a cache line of its own.
-SLEEP_WORD, BEAT_WORD, _LINKS_WORD = 0, _LINE_WORDS, 2 * _LINE_WORDS
+SLEEP_WORD, BEAT_WORD, CPU_WORD, _LINKS_WORD = 0, _LINE_WORDS, 2 * _LINE_WORDS, 3 * _LINE_WORDS
 #: Within the block of a peer.
 PUBLISHED, CONSUMED, GIVEN_BACK = 0, 1, _LINE_WORDS
 #: Of an entry: the header, then two words (see ``Layout.entry_word``), then the body.

@@ -16,14 +16,16 @@ from collections.abc import Sequence
 from typing import Protocol, final
 
 from totalreduce.transports.shm_memory import SLEEP_WORD, Fences, Outbox
+from totalreduce.transports.shm_seat import Neighbour, Seat
 
 __all__ = ["ASLEEP", "WANTS_ROOM", "Doorbell", "Sleep"]
 
 #: Bits of the sleep word: anybody's message wakes; a piece or an entry given back does, too.
 ASLEEP, WANTS_ROOM = 1, 2
-#: How long to look again and again before sleeping, at most and at least, where every rank has a core of its own.
-#: Measured with 2 ranks on 2 cores, 4 KiB: 0.10 ms an allreduce instead of 0.24.
-_SPIN_S, _SPIN_S_MIN = 100e-6, 5e-6
+#: How long to look again and again before sleeping, at most and at least, where the processor is this rank's alone.
+#: Measured with 2 ranks on 2 cores, 4 KiB: 0.10 ms an allreduce instead of 0.24. Waking a halted virtual processor
+#: takes 0.1 ms and more, so a shorter limit keeps two ranks that sleep asleep.
+_SPIN_S, _SPIN_S_MIN = 300e-6, 5e-6
 #: How often to let others run before sleeping, where ranks share cores. 4 ranks on 2 cores, 4 KiB: 0.28 ms, not 0.35.
 _YIELDS = 8
 
@@ -56,7 +58,7 @@ class Doorbell:
             os.close(fd)
 
 
-class Watched(Protocol):
+class Watched(Neighbour, Protocol):
     """What may have something to do when nobody has rung; ``Link``."""
 
     @property
@@ -79,8 +81,8 @@ class Sleep:
         sockets_called: A socket had something to say. Whoever looks at the sockets clears it.
     """
 
-    def __init__(self, outbox: Outbox, fences: Fences, *, spins: bool) -> None:
-        """``spins``: every rank has a core of its own."""
+    def __init__(self, rank: int, outbox: Outbox, fences: Fences, *, spins: bool) -> None:
+        """``spins``: there are as many cores as ranks."""
         self.epoll = select.epoll()
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Edge-triggered: every ring is an event of its own, and nobody has to read the counter.
@@ -89,18 +91,19 @@ class Sleep:
         self.sockets_called = False
         self._words, self._fences, self._spins = outbox.words, fences, spins
         self._lock, self._sleepers, self._count = threading.Lock(), 0, 0
+        self._seat = Seat(rank, outbox)
         self._woken = False
         self._began, self._spin_s = 0.0, _SPIN_S
 
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until a peer or ``wake`` rings, or a socket has something to say."""
-        if self.fall_asleep():
+    def wait(self, timeout_s: float, *, eager: bool) -> None:
+        """Sleep until a peer or ``wake`` rings, or a socket has something to say; for ``eager`` see ``base``."""
+        if self.fall_asleep(eager=eager):
             try:
                 self._note(self.epoll.poll(max(0.0, timeout_s)))
             finally:
-                self.wake_up()
+                self.wake_up(eager=eager)
 
-    def fall_asleep(self) -> bool:
+    def fall_asleep(self, *, eager: bool) -> bool:
         """Look again for a moment, then tell the peers that this rank sleeps; false if there is something to do.
 
         Any thread; every true is followed by ``wake_up`` in the same thread.
@@ -108,22 +111,26 @@ class Sleep:
         if self._something_to_do():
             return False
         self._began = time.monotonic()
-        if self._rest():
+        if eager and self._rest():
             return False
         self._announce(1)
         self._fences.full()
         if self._something_to_do():
-            self.wake_up()
+            self.wake_up(eager=eager)
             return False
+        if eager:
+            self._seat.keep(self.watched)
         return True
 
-    def wake_up(self) -> None:
+    def wake_up(self, *, eager: bool) -> None:
         """The end of a sleep."""
+        self._seat.leave()
         self._announce(-1)
         self._woken = False
-        # Spin as long as that would have been the shorter way; not where other programs have the cores.
-        pays = time.monotonic() - self._began < 2 * _SPIN_S
-        self._spin_s = min(_SPIN_S, 2 * self._spin_s) if pays else max(_SPIN_S_MIN, self._spin_s / 2)
+        if eager:
+            # Spin as long as that would have been the shorter way; not where other programs have the cores.
+            pays = time.monotonic() - self._began < 2 * _SPIN_S
+            self._spin_s = min(_SPIN_S, 2 * self._spin_s) if pays else max(_SPIN_S_MIN, self._spin_s / 2)
 
     def wake(self) -> None:
         """End a sleep of this rank. Any thread."""
@@ -141,7 +148,7 @@ class Sleep:
 
     def _rest(self) -> bool:
         """What comes before sleeping; returns whether something came up."""
-        if not self._spins:
+        if not (self._seat.settle(self.watched) and self._spins):
             for _turn in range(_YIELDS):
                 os.sched_yield()
                 if self._something_to_do():

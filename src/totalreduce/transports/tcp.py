@@ -194,7 +194,7 @@ class TcpTransport(Transport):
         routes = (self._routes.get(peer) for peer in endpoint.ready_peers())
         return any(route is not None and route.established and route.writable for route in routes)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, *, eager: bool = False) -> None:  # noqa: ARG002  (the kernel waits well)
         """Wait for epoll to say something; ``progress`` looks at it."""
         timeout_s = min(timeout_s, max(0.0, self._next_timers - time.monotonic()))
         self._events.extend(self._epoll.poll(timeout_s))

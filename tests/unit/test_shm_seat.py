@@ -1,0 +1,93 @@
+"""Which processor a rank waits on: real threads, real processors."""
+
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from totalreduce.transports.shm_memory import CPU_WORD, Layout, Outbox
+from totalreduce.transports.shm_seat import Seat
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+
+
+def neighbours(*cpus_by_peer):
+    return [SimpleNamespace(peer=peer, cpu=cpu) for peer, cpu in cpus_by_peer]
+
+
+@pytest.fixture
+def outbox():
+    made = Outbox(Layout.choose(2, 4096, 4096))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def here():
+    """Two processors; the test's thread is on the first and may use both."""
+    before = os.sched_getaffinity(0)
+    first, second, *_ = sorted(before)
+    os.sched_setaffinity(0, {first})
+    os.sched_setaffinity(0, {first, second})
+    yield first, second
+    os.sched_setaffinity(0, before)
+
+
+def test_who_is_alone_stays_and_says_where(outbox, here):
+    first, second = here
+    assert Seat(1, outbox).settle(neighbours((0, second + 1)))
+    assert outbox.words[CPU_WORD] == first + 1
+    assert os.sched_getaffinity(0) == {first, second}
+
+
+def test_the_higher_rank_moves_away_and_may_still_use_everything(outbox, here):
+    first, second = here
+    assert Seat(1, outbox).settle(neighbours((0, first + 1)))
+    assert outbox.words[CPU_WORD] == second + 1
+    assert os.sched_getaffinity(0) == {first, second}
+
+
+def test_the_lower_rank_stays(outbox, here):
+    first, _ = here
+    assert not Seat(1, outbox).settle(neighbours((2, first + 1)))
+    assert outbox.words[CPU_WORD] == first + 1
+
+
+def test_where_all_processors_are_taken_nobody_moves(outbox, here):
+    first, second = here
+    assert not Seat(2, outbox).settle(neighbours((0, first + 1), (1, second + 1)))
+    assert outbox.words[CPU_WORD] == first + 1
+
+
+def test_a_sleeper_is_kept_off_its_neighbours_processors_until_it_wakes(outbox, here):
+    first, second = here
+    seat = Seat(1, outbox)
+    for _ in range(2):
+        seat.keep(neighbours((0, first + 1)))
+        assert os.sched_getaffinity(0) == {second}
+        seat.leave()
+        assert os.sched_getaffinity(0) == {first, second}
+    seat.keep(neighbours((0, 0)))  # it never said where it is
+    assert os.sched_getaffinity(0) == {first, second}
+    seat.leave()
+
+
+def test_every_thread_gets_its_own_processors_back(outbox, here):
+    first, second = here
+    seat = Seat(1, outbox)
+    found = []
+
+    def other():
+        os.sched_setaffinity(0, {second})
+        seat.keep(neighbours((0, first + 1)))
+        seat.leave()
+        found.append(os.sched_getaffinity(0))
+
+    seat.keep(neighbours((0, first + 1)))
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    seat.leave()
+    assert found == [{second}]
+    assert os.sched_getaffinity(0) == {first, second}
