@@ -31,10 +31,33 @@ def test_claimed_memory_counts_until_it_is_released() -> None:
     [message] = store.claim((0, 0))
     with pytest.raises(ProtocolError, match="its share is 1000"):
         store.accept(0, header(3))
-    store.release(0, message.cost)
+    store.release(message)
     assert store.total_bytes == floating_cost(100)
     assert store.accept(0, header(3)).body.nbytes == 100
     assert store.peak_bytes == 2 * floating_cost(100)
+
+
+class Loan:
+    """Memory of a transport."""
+
+    may_be_kept = True
+
+    def __init__(self) -> None:
+        self.body, self.released = memoryview(bytearray(100)), 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def test_memory_of_the_transport_counts_too_and_is_given_back() -> None:
+    store, loan = FloatingStore(1000), Loan()
+    message = store.accept(0, header(0), loan)
+    assert message.body is loan.body
+    assert store.total_bytes == floating_cost(100)
+    assert loan.released == 0
+    store.release(message)
+    assert loan.released == 1
+    assert store.total_bytes == 0
 
 
 def test_peers_do_not_take_each_others_share() -> None:

@@ -498,8 +498,8 @@ def test_an_inner_rank_of_one_tree_is_a_leaf_of_the_other(world_size: int) -> No
 
 
 def test_pieces_of_a_chain() -> None:
-    assert chain.pieces(2, 1 << 30, 65536) == 16
-    assert chain.pieces(10, 1 << 30, 65536) == 128
+    assert chain.pieces(2, 1 << 30, 65536) == 24
+    assert chain.pieces(10, 1 << 30, 65536) == 192
     assert chain.pieces(10, 200_000, 65536) == 3
     assert chain.pieces(10, 0, 65536) == chain.pieces(1, 0, 65536) == 1
 

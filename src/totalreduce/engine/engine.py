@@ -380,7 +380,7 @@ class Engine:
         key = (header.operation, header.iteration)
         operation = self._active.get(key)
         if operation is None:
-            return self._accept_unknown(peer, header, key, now)
+            return self._accept_unknown(peer, header, key, now, lease)
         if header.signature != operation.layout.signature_from(peer):
             self._mismatch(operation, peer, header.signature, now)
             return self._sink(peer, header)
@@ -636,7 +636,7 @@ class Engine:
                 continue  # its memory is in use until the body is here
             self.counters.dropped_messages += 1
             self.counters.dropped_bytes += message.header.body_bytes
-            self.floating.release(message.peer, message.cost)
+            self.floating.release(message)
             self._flush_credit(message.peer)
 
     # ------------------------------------------------------------------------------------------- sending, private
@@ -729,7 +729,9 @@ class Engine:
             self._owe(peer, floating_cost(header.body_bytes))
         return self._tracked(Delivery(peer, header, memoryview(bytearray(header.body_bytes))))
 
-    def _accept_unknown(self, peer: int, header: Header, key: tuple[int, int], now: float) -> Delivery:
+    def _accept_unknown(
+        self, peer: int, header: Header, key: tuple[int, int], now: float, lease: Lease | None
+    ) -> Delivery:
         if self._names.is_past(key) or key in self._early.poisoned:
             self._check_past(peer, key, header.signature)
             return self._sink(peer, header)
@@ -739,7 +741,9 @@ class Engine:
             )
         if header.body_bytes > min(4 * self.config.segment_bytes, self._share):
             raise ProtocolError(f"a floating message of {header.body_bytes} bytes from rank {peer}")
-        message = self.floating.accept(peer, header)
+        if lease is not None and not lease.may_be_kept:
+            lease = None
+        message = self.floating.accept(peer, header, lease)
         self.counters.floating_messages += 1
         if header.flags & Flag.URGENT:
             self._early.urgent[key] = True
@@ -747,7 +751,7 @@ class Engine:
             observer.floating(
                 self._name_of(header.operation), header.iteration, now, peer=peer, num_bytes=header.body_bytes
             )
-        delivery = self._tracked(Delivery(peer, header, message.body, floating=message))
+        delivery = self._tracked(Delivery(peer, header, message.body, floating=message, lease=lease))
         self._match_any(peer, key, now)
         return delivery
 
@@ -830,7 +834,7 @@ class Engine:
         if arrival.lease is not None:
             arrival.lease.release()
         elif arrival.floating is not None:
-            self.floating.release(arrival.floating.peer, arrival.floating.cost)
+            self.floating.release(arrival.floating)
             self._flush_credit(arrival.floating.peer)
         elif arrival.buffer is not None and not arrival.early:
             self.scratch.give(arrival.buffer)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.foundation.header import Header
+from totalreduce.transports.base import Lease
 
 __all__ = ["FloatingMessage", "FloatingStore", "floating_cost"]
 
@@ -25,7 +26,7 @@ def floating_cost(body_bytes: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class FloatingMessage:
-    """A message that nobody here has asked for yet."""
+    """A message that nobody here has asked for yet. ``lease``: the transport's memory that ``body`` is, if it is."""
 
     peer: int
     header: Header
@@ -33,6 +34,7 @@ class FloatingMessage:
     cost: int
     complete: bool = False
     dropped: bool = False  #: its operation failed while the body was arriving
+    lease: Lease | None = None
 
 
 class FloatingStore:
@@ -51,8 +53,8 @@ class FloatingStore:
         """How many messages float."""
         return sum(len(messages) for messages in self._messages.values())
 
-    def accept(self, peer: int, header: Header) -> FloatingMessage:
-        """Take memory for a message, which the sender has flagged as eager.
+    def accept(self, peer: int, header: Header, lease: Lease | None = None) -> FloatingMessage:
+        """Take memory for a message, which the sender has flagged as eager, or keep the transport's.
 
         Raises:
             ProtocolError: The peer has more floating here than its share.
@@ -61,7 +63,8 @@ class FloatingStore:
         held = self._held.get(peer, 0) + cost
         if held > self._share_bytes:
             raise ProtocolError(f"rank {peer} would have {held} floating bytes here; its share is {self._share_bytes}")
-        message = FloatingMessage(peer, header, memoryview(bytearray(header.body_bytes)), cost)
+        body = memoryview(bytearray(header.body_bytes)) if lease is None else lease.body
+        message = FloatingMessage(peer, header, body, cost, lease=lease)
         self._held[peer] = held
         self.total_bytes += cost
         self.peak_bytes = max(self.peak_bytes, self.total_bytes)
@@ -76,11 +79,13 @@ class FloatingStore:
         """Hand over the messages of an operation; their memory still counts until ``release``."""
         return self._messages.pop(key, [])
 
-    def release(self, peer: int, cost: int) -> None:
+    def release(self, message: FloatingMessage) -> None:
         """The memory of a floating message is free again; the peer is owed the credit."""
-        self._held[peer] -= cost
-        self.total_bytes -= cost
-        self.owe(peer, cost)
+        if message.lease is not None:
+            message.lease.release()
+        self._held[message.peer] -= message.cost
+        self.total_bytes -= message.cost
+        self.owe(message.peer, message.cost)
 
     def owe(self, peer: int, cost: int) -> None:
         """An eager message needed no floating memory, or needs it no more: the peer is owed the credit."""
