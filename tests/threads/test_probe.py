@@ -152,6 +152,13 @@ def test_nothing_is_measured_where_it_is_not_wanted(policy, hosts):
     assert links_after(policy, hosts) == LinkModel()
 
 
+@pytest.mark.parametrize(("cores", "latency_s"), [(2, LinkModel().local_latency_s), (1, 2e-4)])
+def test_where_ranks_take_turns_on_the_cores_messages_are_slower(monkeypatch, cores, latency_s):
+    monkeypatch.setattr(probe.os, "cpu_count", lambda: cores)
+    assert links_after("auto", (0, 0)) == LinkModel(local_latency_s=latency_s)
+    assert links_after("off", (0, 0)) == LinkModel()
+
+
 def test_measuring_on_one_host_if_asked_to():
     assert links_after("measure", (0, 0)).source == "measured"
 
