@@ -86,6 +86,7 @@ def test_ranks_of_one_host_exchange_directly(num_bytes: int) -> None:
         assert Algorithm.DIRECT in candidates(kind, num_bytes, (0,) * 4, LINKS)
         assert Algorithm.DIRECT not in candidates(kind, num_bytes, (0, 0, 1, 1), LINKS)
     assert choose(OpKind.ALLREDUCE, 16 * MIB, (0,) * 4) is Algorithm.DIRECT
+    assert choose(OpKind.ALLREDUCE, 256 * MIB, (0,) * 4) is Algorithm.RING
 
 
 @pytest.mark.parametrize("place", ["two hosts of four", "two hosts in turn", "uneven"])
