@@ -122,7 +122,8 @@ class Cost:
 
 
 #: What handling one more message costs, as a share of a message's latency, most of which is software too. Measured:
-#: with 0.5 the best allreduce schedule at 1 KiB is chosen with 4 ranks on a host and with 8 hosts; with 0.2 it is not. Source of the idea: Culler et al., "LogP: towards a realistic model of parallel computation" (1993), DOI
+#: with 0.5 the best allreduce schedule at 1 KiB is chosen with 4 ranks on a host and with 8 hosts; with 0.2 it is not.
+#: Source of the idea: Culler et al., "LogP: towards a realistic model of parallel computation" (1993), DOI
 #: 10.1145/155332.155333.
 _OVERHEAD = 0.5
 

@@ -83,7 +83,8 @@ def candidates(kind: OpKind, num_bytes: int, hosts: Sequence[int], links: LinkMo
     seconds = {}
     for algorithm, cost in costs.items():
         if one_host:
-            seconds[algorithm] = cost.seconds(links.local_latency_s, links.local_bytes_per_s)
+            slower = _UNPIPELINED if algorithm is Algorithm.HALVING_DOUBLING else 1.0
+            seconds[algorithm] = cost.seconds(links.local_latency_s, links.local_bytes_per_s / slower)
         else:
             seconds[algorithm] = _route(kind, algorithm, tuple(hosts)).seconds(cost, num_bytes, links)
     if kind is OpKind.ALLREDUCE and not one_host and max(counts.values()) > 1:
@@ -99,7 +100,8 @@ _PIECE_BYTES_MIN = 64 * 1024
 #: direct 60-70 ms, ring 61-75; 256 MiB direct 300-350, ring 245-310.
 _DIRECT_BYTES_MAX = 128 * 1024 * 1024
 #: What it costs that a rank of halving and doubling sends nothing while it adds, and that its messages, up to half of
-#: the tensor, meet those of others at the switch. Measured: 1 MiB, 8 hosts at 1 Gbit/s: 1.5; larger ones less.
+#: the tensor, meet those of others at the switch. Measured: 1 MiB, 8 hosts at 1 Gbit/s: 1.5; larger ones less; 256 MiB,
+#: 4 ranks on one host: 1.2.
 _UNPIPELINED = 1.3
 
 
