@@ -80,6 +80,16 @@ def test_large_tensors_go_down_a_chain() -> None:
         assert choose(kind, 256 * MIB, tuple(range(8))) is Algorithm.CHAIN
 
 
+@pytest.mark.parametrize("latency_s", [1.6e-4, 2.56e-3, 2e-2])
+@pytest.mark.parametrize("bytes_per_s", [6e7, 1.25e8, 2.5e8])
+def test_what_is_not_short_goes_in_pieces_whatever_latency_was_measured(latency_s: float, bytes_per_s: float) -> None:
+    """A latency measured on busy cores, or between cities, says nothing about what a piece costs."""
+    links = LinkModel(latency_s=latency_s, bytes_per_s=bytes_per_s)
+    for kind in (OpKind.BROADCAST, OpKind.REDUCE):
+        estimates = candidates(kind, 64 * MIB, tuple(range(8)), links)
+        assert min(estimates, key=estimates.__getitem__) is Algorithm.CHAIN
+
+
 @pytest.mark.parametrize("num_bytes", [4, KIB, MIB, 64 * MIB])
 def test_ranks_of_one_host_exchange_directly(num_bytes: int) -> None:
     for kind in (OpKind.ALLREDUCE, OpKind.ALLGATHER, OpKind.REDUCE_SCATTER):

@@ -117,8 +117,9 @@ class Cost:
     messages: float = 0.0
 
     def seconds(self, latency_s: float, bytes_per_s: float) -> float:
-        """Time by the latency-bandwidth model (Hockney, 1994), with LogP's overhead as a share of the latency."""
-        return (self.steps + _OVERHEAD * self.messages) * latency_s + self.bytes_sent / bytes_per_s
+        """Time by the latency-bandwidth model (Hockney, 1994), with LogP's overhead for further messages."""
+        overhead_s = min(_OVERHEAD * latency_s, _OVERHEAD_S_MAX)
+        return self.steps * latency_s + self.messages * overhead_s + self.bytes_sent / bytes_per_s
 
 
 #: What handling one more message costs, as a share of a message's latency, most of which is software too. Measured:
@@ -126,6 +127,9 @@ class Cost:
 #: Source of the idea: Culler et al., "LogP: towards a realistic model of parallel computation" (1993), DOI
 #: 10.1145/155332.155333.
 _OVERHEAD = 0.5
+#: Distance makes a message slow and not dear: between cities, or where the latency was measured while others had the
+#: cores, handling one takes no longer than here.
+_OVERHEAD_S_MAX = 1e-4
 
 
 @dataclass(frozen=True, slots=True, eq=False)

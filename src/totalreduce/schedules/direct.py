@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 #: Steps that a rank of an alltoall may be ahead.
-WINDOW = 2
+WINDOW = 4
 
 
 def alltoall(rank: int, world_size: int) -> Schedule:
