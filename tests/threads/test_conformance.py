@@ -16,7 +16,7 @@ def test_conformance(transport: str, world_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("transport", ["inproc", "tcp"])
+@pytest.mark.parametrize("transport", ["inproc", "tcp", "shm"])
 def test_conformance_of_every_combination(transport: str, world_size: int) -> None:
     compared = check_transport(transport, world_sizes=(world_size,), thorough=True, timeout_s=120.0)
     assert compared >= 300 * world_size
