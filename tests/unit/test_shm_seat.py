@@ -73,6 +73,16 @@ def test_a_sleeper_is_kept_off_its_neighbours_processors_until_it_wakes(outbox, 
     seat.leave()
 
 
+def test_what_somebody_else_decides_meanwhile_stands(outbox, here):
+    first, second = here
+    seat = Seat(1, outbox)
+    seat.keep(neighbours((0, first + 1)))
+    os.sched_setaffinity(threading.get_native_id(), {first})  # as taskset does
+    seat.leave()
+    assert os.sched_getaffinity(0) == {first}
+    os.sched_setaffinity(0, {first, second})
+
+
 def test_every_thread_gets_its_own_processors_back(outbox, here):
     first, second = here
     seat = Seat(1, outbox)

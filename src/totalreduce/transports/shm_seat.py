@@ -41,7 +41,7 @@ class Seat:
     def __init__(self, rank: int, outbox: Outbox) -> None:
         """Say nothing yet."""
         self._rank, self._words, self._getcpu = rank, outbox.words, _getcpu()
-        self._allowed: dict[int, set[int]] = {}
+        self._kept: dict[int, tuple[set[int], set[int]]] = {}  #: By thread: what it may use, and what for now.
 
     def settle(self, neighbours: Iterable[Neighbour]) -> bool:
         """Say where this thread is, away from lower ranks if possible; returns whether it is alone there."""
@@ -61,15 +61,17 @@ class Seat:
             allowed = os.sched_getaffinity(0)
             free = allowed.difference([neighbour.cpu - 1 for neighbour in neighbours])
             if free and len(free) < len(allowed):
-                self._allowed.setdefault(threading.get_ident(), allowed)
+                self._kept.setdefault(threading.get_ident(), (allowed, free))
                 os.sched_setaffinity(0, free)
 
     def leave(self) -> None:
-        """Undo ``keep``."""
-        allowed = self._allowed.pop(threading.get_ident(), None)
-        if allowed is not None:
+        """Undo ``keep``, unless somebody else has decided meanwhile what the thread may use."""
+        kept = self._kept.pop(threading.get_ident(), None)
+        if kept is not None:
+            allowed, free = kept
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, allowed)
+                if os.sched_getaffinity(0) == free:
+                    os.sched_setaffinity(0, allowed)
 
     def _report(self) -> int:
         mine = self._getcpu() + 1
