@@ -200,9 +200,11 @@ def test_ctrl_c_stops_everything(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
+        # Where the tests run in the background, Ctrl-C may be ignored, and what is ignored is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    watchdog = threading.Timer(90, process.kill)
+    watchdog = threading.Timer(90, process.send_signal, [signal.SIGABRT])  # says where it hangs
     watchdog.start()
     try:
         for line in process.stdout:
@@ -216,7 +218,7 @@ def test_ctrl_c_stops_everything(tmp_path):
         watchdog.cancel()
         process.kill()
         process.wait()
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert errors == "totalreduce demo: stopped by SIGINT\n"
     assert not list(temporary.glob("totalreduce*"))  # torch leaves an empty folder of its own
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
