@@ -142,3 +142,25 @@ def test_only_the_average_of_truth_values_is_undefined() -> None:
     assert [pair for pair in ((d, op) for d in DType for op in REDUCTIONS) if not supports(*pair)] == [
         (DType.BOOL, ReduceOp.AVG)
     ]
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32])
+def test_incoming_bytes_may_be_read_only(dtype: DType) -> None:
+    """As a peer's are in shared memory; torch would warn its users of that, once in a process."""
+    local, incoming = values(dtype, 1000, 1), values(dtype, 1000, 2)
+    wanted = torch.add(local.float(), incoming.float()).to(local.dtype)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        combine(
+            ReduceOp.SUM,
+            view(local),
+            view(incoming).toreadonly(),
+            view(local),
+            local_dtype=dtype,
+            incoming_dtype=dtype,
+            destination_dtype=dtype,
+        )
+    finally:
+        torch.set_warn_always(always)
+    assert_same(local, wanted)

@@ -8,6 +8,7 @@ The half types are widened: ``destination`` may be float32 while ``local`` is ha
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -124,13 +125,21 @@ def _combine_half(
         return  # torch.frombuffer refuses empty buffers
     operation = _TORCH_OP[op]
     mine = torch.frombuffer(local, dtype=_TORCH[local_dtype])
-    theirs = torch.frombuffer(incoming, dtype=_TORCH[incoming_dtype])
+    theirs = torch.frombuffer(_without_warning(incoming), dtype=_TORCH[incoming_dtype])
     out = torch.frombuffer(destination, dtype=_TORCH[destination_dtype])
     for a, b, c in zip(_blocks(mine), _blocks(theirs), _blocks(out), strict=True):
         total = operation(a.float(), b.float())
         if divisor != 1:
             total.div_(divisor)
         c.copy_(total)
+
+
+def _without_warning(body: memoryview) -> memoryview | ctypes.Array[ctypes.c_char]:
+    """Torch warns of memory that must only be read, such as a peer's; nothing is written to this."""
+    if not body.readonly:
+        return body
+    address: int = np.frombuffer(body, np.uint8).__array_interface__["data"][0]
+    return (ctypes.c_char * len(body)).from_address(address)
 
 
 def _blocks(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
