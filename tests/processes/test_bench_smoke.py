@@ -37,7 +37,9 @@ def test_allreduce_reports_every_size_and_peer(tmp_path):
     assert "2 ranks on one host" in found.stdout
     document = json.loads(out.read_text())
     figures = {(figure["size"], figure["peer"]): figure for figure in document["figures"]}
-    assert set(figures) == {(size, peer) for size in (4096, 307_200) for peer in ("totalreduce", "gloo", "fifo")}
+    assert set(figures) == {
+        (size, peer) for size in (4096, 307_200) for peer in ("totalreduce", "shared", "gloo", "fifo")
+    }
     for (size, peer), figure in figures.items():
         seconds = figure["seconds"]["median"]
         assert 0 < seconds < 30
@@ -47,6 +49,8 @@ def test_allreduce_reports_every_size_and_peer(tmp_path):
         # Two ranks send each byte once; headers add little.
         assert (figure["bytes_sent"] is None) == (peer == "gloo")
         assert peer == "gloo" or size <= figure["bytes_sent"] <= 1.05 * size
+        assert (figure["gain"] is None) == (figure["gain_shared"] is None) == (peer in ("totalreduce", "shared"))
+    assert "shared by" in found.stdout
     assert len(document["raw"]) == 2
     assert len(document["raw"][1]["sizes"][0]["seconds"]["gloo"]) == 3
     assert document["environment"]["torch"] == torch.__version__

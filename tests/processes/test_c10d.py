@@ -539,15 +539,27 @@ def test_sharded_models_and_tensors(run):
         fully_shard(trained[0], mesh=mesh)
         fully_shard(trained, mesh=mesh)
         sharded.append(losses(trained))
+    trained, allocated = fully_shard(model(), mesh=meshes[0]), []
+    trained.set_allocate_memory_from_process_group_for_comm(True)
+    kind = type(dist.group.WORLD)
+    allocate = kind.allocate_tensor
+    kind.allocate_tensor = lambda *given, **named: allocated.append(allocate(*given, **named)) or allocated[-1]
+    sharded.append(losses(trained))
+    shared = dist.group.WORLD.group.shares_memory
+    lengths = [len(tensor) for tensor in allocated[:3]]
     spread = distribute_tensor(torch.arange(12.0).reshape(6, 2), meshes[0], [Shard(0)])
     turned = spread.redistribute(meshes[0], [Shard(1)]).redistribute(meshes[0], [Replicate()]).to_local()
     summed = functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
     exchanged = functional.all_to_all_single(torch.arange(float(size)), None, None, dist.group.WORLD)
     say("result", reference=reference, data_parallel=data_parallel, sharded=sharded,
-        turned=turned.flatten().tolist(), summed=summed.tolist(), exchanged=exchanged.tolist())
+        turned=turned.flatten().tolist(), summed=summed.tolist(), exchanged=exchanged.tolist(),
+        shared=shared, lengths=lengths)
     dist.destroy_process_group()
     """
     for rank, facts in enumerate(run(4, _dedent(source), 100.0)):
+        assert facts["shared"]
+        # Gathered, what is to be reduced, and a quarter of that; every parameter is padded to a multiple of four rows.
+        assert facts["lengths"] == [36 * 16 + 36 + 16 * 33 + 16, 36 * 16 + 36 + 16 * 33 + 16, 289]
         for losses in (facts["data_parallel"], *facts["sharded"]):
             assert losses == pytest.approx(facts["reference"], rel=1e-5)
         assert facts["turned"] == [float(number) for number in range(12)]

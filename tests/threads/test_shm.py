@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from totalreduce.foundation.config import EngineConfig, TcpConfig
-from totalreduce.foundation.errors import PeerLost
+from totalreduce.foundation.errors import GroupClosed, PeerLost
 from totalreduce.groups.group import Group
+from totalreduce.pytorch.broadcast import broadcast_parameters
+from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.testing import check_transport, run_ranks
 from totalreduce.testing.conformance_cases import WORLD_SIZES
 from totalreduce.testing.ranks import make_groups
-from totalreduce.transports import shm, tcp
+from totalreduce.transports import shm, shm_memory, tcp
 from totalreduce.transports.base import Transport
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.routed import RoutedTransport
@@ -53,6 +55,14 @@ def two_per_host(world_size: int) -> Sequence[Transport]:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_conformance(world_size: int) -> None:
     assert check_transport("shm", world_sizes=(world_size,)) >= 100 * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_conformance_of_tensors_in_shared_memory(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing fits into an entry, so all segments are lent; where more are out than can be, they are staged."""
+    monkeypatch.setattr(shm_memory, "_INLINE_BYTES_MIN", 8)
+    monkeypatch.setattr(shm_memory, "_INLINE_BYTES_MAX", 8)
+    assert check_transport("shm", world_sizes=(world_size,), shared_memory=True) >= 100 * world_size
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
@@ -155,3 +165,90 @@ def test_a_routed_rank_knows_its_neighbours_and_counts_both_ways() -> None:
         closer.start()
     for closer in closers:
         closer.join(20)
+
+
+def lies_in_shared_memory(group: Group, tensor: torch.Tensor) -> bool:
+    transport = group._runner.transport
+    assert isinstance(transport, shm.ShmTransport)
+    return transport._outbox.arena.place_of(memoryview(tensor.detach().view(torch.uint8).numpy())) > 0
+
+
+def test_tensors_of_a_group_in_shared_memory() -> None:
+    def body(group: Group) -> None:
+        assert group.shares_memory
+        tensor = group.empty(3, 40_000, dtype=torch.bfloat16)
+        assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((3, 40_000), torch.bfloat16, True)
+        assert lies_in_shared_memory(group, tensor)
+        for turn in range(5):  # into the memory from which the others have just read
+            tensor.fill_(group.rank + turn)
+            group.allreduce(tensor).wait()
+            assert (tensor == 3 + 3 * turn).all()
+            group.broadcast(tensor[1], root=turn % 3)
+            group.allreduce(tensor[:, ::2], name="strided").wait()
+            assert (tensor[:, 1::2] == 3 + 3 * turn).all()
+            assert (tensor[:, ::2] == 9 + 9 * turn).all()
+        assert group.empty(0).shape == (0,)
+        assert group.empty().shape == ()
+        group.barrier()
+
+    run_ranks(3, body, transport="shm")
+
+
+def test_an_operation_is_done_when_the_others_have_read_its_tensor() -> None:
+    def body(group: Group) -> None:
+        tensor = group.empty(100_000).fill_(5.0)
+        usual = torch.full((100_000,), 5.0)
+        if group.rank == 0:
+            work = group.broadcast(tensor, root=0, name="lent", async_op=True)
+            group.broadcast(usual, root=0, name="staged", async_op=True).wait()
+            group.recv(torch.empty(1), src=1).wait()
+            assert not work.done()  # the other rank has the message, and has not submitted anything
+            group.send(torch.zeros(1), dst=1).wait()
+            work.wait()
+            tensor.zero_()
+        else:
+            group.broadcast(usual, root=0, name="staged")
+            group.send(torch.zeros(1), dst=0).wait()
+            group.recv(torch.empty(1), src=0).wait()
+            received = torch.zeros(100_000)
+            group.broadcast(received, root=0, name="lent")
+            assert (received == 5.0).all()
+
+    run_ranks(2, body, transport="shm")
+
+
+def test_without_shared_memory_it_is_usual_memory() -> None:
+    def body(group: Group) -> torch.Tensor:
+        assert not group.shares_memory
+        return group.empty(2, 3, dtype=torch.int8)
+
+    for tensor in run_ranks(2, body, transport="tcp"):
+        assert (tensor.shape, tensor.dtype) == ((2, 3), torch.int8)
+
+
+def test_a_closed_group_makes_no_tensors() -> None:
+    def body(group: Group) -> None:
+        tensor = group.empty(10).fill_(1.0)
+        group.close()
+        assert not group.shares_memory
+        with pytest.raises(GroupClosed, match="is closed"):
+            group.empty(10)
+        assert tensor.sum() == 10  # what there was, stays
+
+    run_ranks(2, body, transport="shm")
+
+
+def test_the_optimizers_gradients_are_not_staged() -> None:
+    def body(group: Group) -> None:
+        model = torch.nn.Linear(100, 200)
+        broadcast_parameters(model, group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, group=group)
+        model(torch.full((1, 100), float(group.rank))).sum().backward()
+        optimizer.step()
+        assert model.weight.grad is not None
+        assert lies_in_shared_memory(group, model.weight.grad)
+        assert (model.weight.grad == 1.0).all()  # the mean of 0, 1 and 2
+        assert (model.weight.grad.untyped_storage().nbytes()) == 4 * (100 * 200 + 200 + 2 + 1)
+        optimizer.close()
+
+    run_ranks(3, body, transport="shm")

@@ -44,7 +44,7 @@ def test_the_parts_of_an_outbox_do_not_overlap() -> None:
         peers = [peer for peer in range(local_ranks) if peer != 0]
         for peer in peers:
             first = 8 * layout.block(0, peer)
-            used.append((first, 8 * (shm_memory.GIVEN_BACK + layout.pieces)))
+            used.append((first, 8 * (shm_memory.GIVEN_BACK + layout.pieces + shm_memory.LOANS)))
             for slot in range(layout.slots):
                 entry = layout.entry(0, peer, slot)
                 assert entry < 8 * layout.entry_word(0, peer, slot) < layout.entry_body(0, peer, slot)

@@ -453,6 +453,16 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
             raise RuntimeError(f"No backend type associated with device type {kind}")
         return self
 
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether ``allocate_tensor`` has memory for a device; FSDP asks if told to allocate from the process group."""
+        return torch.device(device).type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor of shape ``(size,)`` that the ranks of this host read where it lies; see ``Group.empty``."""
+        if not self.supports_tensor_alloc(device):
+            raise RuntimeError(f"{BACKEND_NAME} allocates no tensors on {device}, only on the CPU")
+        return self.group.empty(size, dtype=dtype)
+
     @property
     def options(self) -> c10d.Backend.Options:
         """What torch reads the time-out from."""
@@ -470,10 +480,6 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Nothing to do: connections stand since the group was made."""
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:  # noqa: ARG002
-        """Whether torch should ask for memory here."""
-        return False
 
     def _has_hooks(self) -> bool:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import weakref
 from collections import Counter
@@ -442,6 +443,29 @@ class Group:
     def observers(self) -> list[Observer]:
         """Who is told what the engine does; append to watch."""
         return self._engine.observers
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ``empty`` makes tensors that other ranks read where they lie."""
+        return not self._closed and self._runner.transport.allocate(1) is not None
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Make a tensor that the other ranks of this host read where it lies, so that nothing is staged in between.
+
+        It is a CPU tensor like any other, and its elements are what the memory last held. An operation on it is done
+        when the others have read what they need of it. A child process shares the memory, as after
+        ``torch.Tensor.share_memory_``. Where ranks share no memory, or there is not enough, it is in usual memory.
+
+        Raises:
+            GroupClosed: This rank closed the group.
+        """
+        if self._closed:
+            raise GroupClosed(f"group {self.name!r} is closed")
+        num_bytes = math.prod(shape) * dtype.itemsize
+        memory = self._runner.transport.allocate(num_bytes) if num_bytes else None
+        if memory is None:
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_numpy(memory).view(dtype).view(shape)
 
     def statistics(self) -> Statistics:
         """Numbers since the group was made."""

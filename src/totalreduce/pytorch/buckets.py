@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -155,14 +156,21 @@ def plan_buckets(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> tupl
     )
 
 
+class Empty(Protocol):
+    """Makes a flat tensor."""
+
+    def __call__(self, num_elements: int, /, *, dtype: torch.dtype) -> torch.Tensor:
+        """With whatever is in its memory."""
+
+
 class _Memory:
     """One flat tensor and the views into it."""
 
-    def __init__(self, spec: BucketSpec, parameters: Sequence[ParameterSpec]) -> None:
+    def __init__(self, spec: BucketSpec, parameters: Sequence[ParameterSpec], empty: Empty) -> None:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         members = [parameters[member] for member in spec.members]
         tail = spec.num_elements + len(members)
-        self.flat = torch.zeros(tail + spec.num_flags, dtype=dtype)
+        self.flat = empty(tail + spec.num_flags, dtype=dtype).zero_()
         self.presence = self.flat[spec.num_elements : tail]
         self.flags = self.flat[tail:]
         self.views: list[torch.Tensor] = []
@@ -184,6 +192,7 @@ class Bucket:
         spec: Its place in the plan.
         parameters: The live parameters of the whole plan.
         parameter_specs: Their descriptions, in the same order.
+        empty: Makes flat tensors; ``Group.empty`` makes them where they need not be copied to be sent.
     """
 
     def __init__(
@@ -191,11 +200,13 @@ class Bucket:
         spec: BucketSpec,
         parameters: Sequence[torch.nn.Parameter],
         parameter_specs: Sequence[ParameterSpec],
+        empty: Empty,
     ) -> None:
         self.spec = spec
         self.parameters = [parameters[member] for member in spec.members]
         self._specs = parameter_specs
-        self._memory = _Memory(spec, parameter_specs)
+        self._empty = empty
+        self._memory = _Memory(spec, parameter_specs, empty)
         self._spare: _Memory | None = None
         #: The gradients as they were when last copied, ``None`` where there was none, and their versions
         #: then.
@@ -254,7 +265,7 @@ class Bucket:
             if grad is not None:
                 self._check(position, grad)
         if any(grad is not None and self._memory.contains(grad) for grad in self.local):
-            spare = self._spare or _Memory(self.spec, self._specs)
+            spare = self._spare or _Memory(self.spec, self._specs, self._empty)
             self._memory, self._spare = spare, self._memory
         memory = self._memory
         targets, sources, absent, missing = [], [], [], []

@@ -60,7 +60,7 @@ class Reducer:
         self.specs = specs
         #: Names of the operations. Timelines and stall reports show them, so they say whose gradients.
         self.names = [f"{name}.bucket{spec.index}[{_ends(spec, specs)}]" for spec in plan]
-        self.buckets = [Bucket(spec, parameters, specs) for spec in plan]
+        self.buckets = [Bucket(spec, parameters, specs, group.empty) for spec in plan]
         self.bucket_of = {member: spec.index for spec in plan for member in spec.members}
         self._works: list[Work | None] = [None] * len(plan)
         self._priorities = list(range(len(plan)))[::-1]

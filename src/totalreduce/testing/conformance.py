@@ -247,19 +247,22 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 # ----------------------------------------------------------------------------------------------------------- backends
 
 
-def threaded(transport: RankTransport | TransportFactory, *, timeout_s: float = 30.0) -> Backend:
+def threaded(
+    transport: RankTransport | TransportFactory, *, timeout_s: float = 30.0, shared_memory: bool = False
+) -> Backend:
     """Ranks as threads of this process over a real transport.
 
     Args:
         transport: Its name, or a function that makes the transports of all ranks.
         timeout_s: Deadline of every wait; what takes longer counts as a hang.
+        shared_memory: All tensors are made by ``Group.empty``.
     """
 
     def run(case: Case, number: int) -> list[Record]:
         engine = replace(case.engine, timeout_s=timeout_s)
         return run_ranks(
             case.world_size,
-            lambda group: run_on(group, case, number),
+            lambda group: run_on(group, case, number, shared_memory=shared_memory),
             transport=transport,
             engine=engine,
             hosts=case.hosts,
@@ -269,8 +272,12 @@ def threaded(transport: RankTransport | TransportFactory, *, timeout_s: float = 
     return Backend(transport if isinstance(transport, str) else "given transport", run)
 
 
-def run_on(group: Group, case: Case, run: int = 0) -> Record:
+def run_on(group: Group, case: Case, run: int = 0, *, shared_memory: bool = False) -> Record:
     """Do one rank's part of a case on a group; all ranks call it, each with its own group."""
+
+    def settle(tensor: torch.Tensor) -> torch.Tensor:
+        return group.empty(*tensor.shape, dtype=tensor.dtype).copy_(tensor) if shared_memory else tensor
+
     # Nobody signals a late rank: its being late is the circumstance, no condition is waited for.
     threading.Event().wait(case.delay_s(group.rank, run))
     record = Record()
@@ -278,7 +285,7 @@ def run_on(group: Group, case: Case, run: int = 0) -> Record:
     works: list[tuple[Collective, Work, Tensors]] = []
     for collective in case.order(group.rank, run):
         members = case.members(collective)
-        tensors = make_tensors(collective, members.index(group.rank), len(members))
+        tensors = make_tensors(collective, members.index(group.rank), len(members), settle)
         here = group
         if collective.members and collective.kind is not OpKind.SEND_RECV:
             if members not in subgroups:

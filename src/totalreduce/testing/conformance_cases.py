@@ -37,6 +37,7 @@ def check_transport(
     world_sizes: Sequence[int] = WORLD_SIZES,
     thorough: bool = False,
     timeout_s: float = 30.0,
+    shared_memory: bool = False,
 ) -> int:
     """Run the suite over a transport, ranks as threads; returns how many results were compared.
 
@@ -46,11 +47,12 @@ def check_transport(
         thorough: All reductions with all element types, sizes and schedules instead of a subset that covers each, and
             tensors of 16 MiB.
         timeout_s: What takes longer is a hang.
+        shared_memory: All tensors are made by ``Group.empty``.
 
     Raises:
         ConformanceError: At the first thing that is wrong.
     """
-    backend = threaded(transport, timeout_s=timeout_s)
+    backend = threaded(transport, timeout_s=timeout_s, shared_memory=shared_memory)
     compared = 0
     for world_size in world_sizes:
         compared += sum(check_case(case, backend) for case in _cases(world_size, thorough=thorough))

@@ -100,15 +100,20 @@ class Tensors:
     whole_output: torch.Tensor | list[torch.Tensor]
 
 
-def make_tensors(collective: Collective, place: int, size: int) -> Tensors:
-    """Fresh tensors of one rank; sums of them are exact unless the collective is ``rough``."""
+def make_tensors(
+    collective: Collective, place: int, size: int, settle: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
+) -> Tensors:
+    """Fresh tensors of one rank; sums of them are exact unless the collective is ``rough``.
+
+    ``settle``: gives every tensor the memory where it is to be.
+    """
     c, everybody = collective, range(size)
 
     def brought(source: int, target: int) -> torch.Tensor:
-        return _values(c, c.block_elements(source, target), source * size + target, size)
+        return settle(_values(c, c.block_elements(source, target), source * size + target, size))
 
     def garbage(source: int, target: int) -> torch.Tensor:
-        return _values(c, c.block_elements(source, target), size * size, size)
+        return settle(_values(c, c.block_elements(source, target), size * size, size))
 
     inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
@@ -136,9 +141,9 @@ def make_tensors(collective: Collective, place: int, size: int) -> Tensors:
     whole_output: torch.Tensor | list[torch.Tensor] = outputs
     if not c.uneven:
         if c.kind in (OpKind.REDUCE_SCATTER, OpKind.ALLTOALL):
-            inputs, whole_input = _together(inputs)
+            inputs, whole_input = _together(inputs, settle)
         if c.kind in (OpKind.ALLGATHER, OpKind.ALLTOALL):
-            outputs, whole_output = _together(outputs)
+            outputs, whole_output = _together(outputs, settle)
     return Tensors(inputs, outputs, whole_input, whole_output)
 
 
@@ -171,9 +176,11 @@ def expected(collective: Collective, brought: Sequence[Tensors]) -> list[list[to
             return [[] for _ in everybody]
 
 
-def _together(blocks: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+def _together(
+    blocks: Sequence[torch.Tensor], settle: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Equal blocks as parts of one tensor, and that tensor."""
-    whole = torch.cat(list(blocks))
+    whole = settle(torch.cat(list(blocks)))
     length = len(blocks[0])
     return [whole[length * index : length * (index + 1)] for index in range(len(blocks))], whole
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from totalreduce.foundation.header import Header
 from totalreduce.foundation.types import ReduceOp
@@ -158,6 +160,13 @@ class Transport(ABC):
         """Say which ranks share a host (see ``hosts``); whoever made the transport knows."""
         assert len(hosts) == self.world_size
         self._hosts = tuple(hosts)
+
+    def allocate(self, num_bytes: int) -> np.ndarray[Any, Any] | None:  # noqa: ARG002  (see the docstring)
+        """Memory of ``num_bytes`` bytes, of dtype uint8, that messages leave faster than other memory; any thread.
+
+        ``None`` where there is none, or not enough. It is the transport's again when the array has gone.
+        """
+        return None
 
     @abstractmethod
     def attach(self, endpoint: Endpoint) -> None:

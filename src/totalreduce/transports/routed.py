@@ -9,7 +9,9 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Collection
-from typing import final
+from typing import Any, final
+
+import numpy as np
 
 from totalreduce.transports.base import Endpoint, Transport
 from totalreduce.transports.shm import ShmTransport
@@ -60,6 +62,10 @@ class RoutedTransport(Transport):
         members = self._local.members
         self._local.attach(_Side(endpoint, members))
         self._remote.attach(_Side(endpoint, set(range(self.world_size)).difference(members)))
+
+    def allocate(self, num_bytes: int) -> np.ndarray[Any, Any] | None:
+        """Memory that the ranks of this host read where it lies."""
+        return self._local.allocate(num_bytes)
 
     def progress(self) -> bool:
         """A round of each; what came from afar may have made something ready for a neighbour."""

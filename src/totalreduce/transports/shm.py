@@ -17,7 +17,9 @@ import os
 import socket
 import time
 from collections.abc import Collection, Sequence
-from typing import final
+from typing import Any, final
+
+import numpy as np
 
 from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.errors import ProtocolError
@@ -107,7 +109,11 @@ class ShmTransport(Transport):
 
     def idle(self) -> bool:
         """Whether no message is half-way out."""
-        return not any(link.outgoing.busy for link in tuple(self._links.values()))
+        return not any(link.outgoing.busy or link.outgoing.lends for link in tuple(self._links.values()))
+
+    def allocate(self, num_bytes: int) -> np.ndarray[Any, Any] | None:
+        """Memory in this rank's arena."""
+        return self._outbox.arena.allocate(num_bytes)
 
     # ----------------------------------------------------------------------------------------------------- progress
 
@@ -122,6 +128,8 @@ class ShmTransport(Transport):
         for link in tuple(self._links.values()):
             outgoing = link.outgoing
             outgoing.blocked = False
+            if outgoing.lends:
+                outgoing.collect(endpoint)
             if outgoing.busy:  # nobody else says that there is something to send
                 more = self._send(link, endpoint) or more
             if link.incoming.has_mail or link.ended is not None:
@@ -143,7 +151,7 @@ class ShmTransport(Transport):
         """Whether a message became ready since ``progress`` that can leave."""
         assert self._endpoint is not None
         links = (self._links.get(peer) for peer in self._endpoint.ready_peers())
-        return any(link is not None and link.ended is None and not link.wants_room for link in links)
+        return any(link is not None and link.ended is None and not link.outgoing.blocked for link in links)
 
     def _receive(self, link: Link, endpoint: Endpoint) -> bool:
         try:

@@ -55,14 +55,14 @@ class Link:
 
     @property
     def wants_room(self) -> bool:
-        """Whether messages wait until the peer has read others. Any thread."""
-        return self.outgoing.blocked
+        """Whether something waits until the peer has read something. Any thread."""
+        return self.outgoing.blocked or self.outgoing.lends
 
     @property
     def has_something(self) -> bool:
         """Whether ``progress`` could move something by now. Any thread."""
         outgoing = self.outgoing
-        return self.incoming.has_news or (outgoing.blocked and outgoing.has_room)
+        return self.incoming.has_news or (outgoing.blocked and outgoing.has_room) or outgoing.repaid
 
     @property
     def cpu(self) -> int:

@@ -5,9 +5,10 @@ word has one writer, and counters only grow. From its begin:
 
 * words of the owner: is it asleep, its heartbeat, on which processor it waits;
 * one block of words per peer: how many entries the owner has published to this peer, how many of this peer's entries it
-  has consumed, and by piece of this peer's pool the last use that it has given back;
+  has consumed, and by piece of this peer's pool, then by loan, the last use that it has given back;
 * one ring of entries per peer: a message's header, where its body is, and the body itself if it is small;
-* the pool: pieces of two sizes for the other bodies.
+* the pool: pieces of two sizes for the other bodies;
+* the arena: tensors whose bytes are not staged but lent (``shm_arena.py``).
 
 A word is 64 bits and is read and written through ``memoryview.cast("Q")``, which is one machine instruction. x86 keeps
 stores in order, and loads; other machines need fences (``Fences``).
@@ -21,6 +22,7 @@ import fcntl
 import mmap
 import os
 import platform
+import resource
 import struct
 import sys
 import threading
@@ -28,15 +30,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
+
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES
+from totalreduce.transports.shm_arena import Arena
 
 __all__ = ["CARD_BYTES", "Fences", "Layout", "Mapping", "Outbox", "shm_available"]
 
 _PAGE = 4096
 _LINE_WORDS = 8
 _CARD = struct.Struct("<8s7IQ")
-_MAGIC = b"TRshm\0\0\2"
+_MAGIC = b"TRshm\0\0\3"
 CARD_BYTES = _CARD.size
 #: ``F_SEAL_FUTURE_WRITE``, Linux 5.1: from now on nobody can map the file for writing.
 _F_SEAL_FUTURE_WRITE = 0x10
@@ -49,11 +54,13 @@ _SEQ_CST = 5
 SLEEP_WORD, BEAT_WORD, CPU_WORD, _LINKS_WORD = 0, _LINE_WORDS, 2 * _LINE_WORDS, 3 * _LINE_WORDS
 #: Within the block of a peer.
 PUBLISHED, CONSUMED, GIVEN_BACK = 0, 1, _LINE_WORDS
-#: Of an entry: the header, then two words (see ``Layout.entry_word``), then the body.
+#: Of an entry: the header, then three words (see ``Layout.entry_word``), then the body.
 _BODY_AT = HEADER_BYTES + 64
 
 _RING_BYTES = 2 * 1024 * 1024
 _INLINE_BYTES_MIN, _INLINE_BYTES_MAX = 1024, 8192
+#: Bodies in the arena that one peer may have to read at the same time.
+LOANS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,7 @@ class Layout:
 
     @property
     def _block_words(self) -> int:
-        return GIVEN_BACK + _round_up(self.pieces, _LINE_WORDS)
+        return GIVEN_BACK + _round_up(self.pieces + LOANS, _LINE_WORDS)
 
     @property
     def entry_bytes(self) -> int:
@@ -112,7 +119,7 @@ class Layout:
 
     @property
     def total_bytes(self) -> int:
-        """Length of the file."""
+        """Length of all this; the rest of the file is the arena, as long as its owner could have it."""
         return self._pool_at + self.small_pieces * self.small_bytes + self.large_pieces * self.large_bytes
 
     def block(self, owner: int, peer: int) -> int:
@@ -124,7 +131,7 @@ class Layout:
         return self._rings_at + ((peer - (peer > owner)) * self.slots + slot) * self.entry_bytes
 
     def entry_word(self, owner: int, peer: int, slot: int) -> int:
-        """The first of an entry's two words: where the body is, and the use of the piece that it lies in."""
+        """The first of an entry's words: where the body is, the use of piece or loan, the place of what is lent."""
         return (self.entry(owner, peer, slot) + HEADER_BYTES) // 8
 
     def entry_body(self, owner: int, peer: int, slot: int) -> int:
@@ -210,7 +217,8 @@ class Outbox:
     Attributes:
         fd: To be given to the peers; sealed, so that nobody can shrink what they have mapped.
         view: All of it.
-        words: All of it, as words.
+        words: All but the arena, as words.
+        arena: Memory for tensors.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -227,10 +235,9 @@ class Outbox:
                 f'no shared memory: memfd_create: {error.strerror}; use transport="tcp" if this system forbids it'
             ) from error
         try:
-            os.ftruncate(self.fd, size)
+            memory = _grow(self.fd, size, layout.local_ranks)
             # Now and not at the first touch, where a lack of memory would be SIGBUS.
             os.posix_fallocate(self.fd, 0, size)
-            memory = mmap.mmap(self.fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             os.close(self.fd)
@@ -241,11 +248,34 @@ class Outbox:
         with contextlib.suppress(OSError):  # older kernels: the peers map it for reading anyway
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         self.view = memoryview(memory)
-        self.words = self.view.cast("Q")
+        np.frombuffer(self.view[:size], np.uint8)[::_PAGE] = 0  # map it now and not while messages wait
+        self.words = self.view[:size].cast("Q")
+        self.arena = Arena(self.fd, self.view, size)
 
     def close(self) -> None:
         """Close the file. The memory goes when the last view of it has gone."""
+        self.arena.close()
         os.close(self.fd)
+
+
+def _grow(fd: int, size: int, local_ranks: int) -> mmap.mmap:
+    """Make the file ``size`` bytes long plus an arena, and map it; without an arena where address space is limited."""
+    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    # A fair share: all arenas together, as each rank maps them, are as large as the machine's memory.
+    arena = 0 if limited else os.sysconf("SC_PHYS_PAGES") // local_ranks * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return _map(fd, size + arena, mmap.PROT_READ | mmap.PROT_WRITE, resize=True)
+    except OSError:
+        return _map(fd, size, mmap.PROT_READ | mmap.PROT_WRITE, resize=True)
+
+
+def _map(fd: int, size: int, protection: int, *, resize: bool = False) -> mmap.mmap:
+    if resize:
+        os.ftruncate(fd, size)
+    memory = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
+    with contextlib.suppress(OSError):  # other kernels: a core file is larger then
+        memory.madvise(mmap.MADV_DONTDUMP)
+    return memory
 
 
 @final
@@ -253,8 +283,8 @@ class Mapping:
     """A peer's memory, for reading.
 
     Attributes:
-        view: All of it.
-        words: All of it, as words.
+        view: All of it, the arena included.
+        words: All but the arena, as words.
     """
 
     def __init__(self, fd: int, layout: Layout) -> None:
@@ -266,13 +296,14 @@ class Mapping:
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             size = os.fstat(fd).st_size
-            if seals & _SEALS != _SEALS or size != layout.total_bytes:
+            if seals & _SEALS != _SEALS or size < layout.total_bytes:
                 raise ProtocolError(
                     f"a memory file of {size} bytes with seals {seals:#x}; {layout.total_bytes} sealed ones are "
                     "expected"
                 )
-            memory = mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+            memory = _map(fd, size, mmap.PROT_READ)
         except OSError as error:
             raise ProtocolError(f"the memory file cannot be mapped: {error.strerror}") from error
         self.view = memoryview(memory)
-        self.words = self.view.cast("Q")
+        np.frombuffer(self.view[: layout.total_bytes], np.uint8)[::_PAGE].sum()  # as for ``Outbox``
+        self.words = self.view[: layout.total_bytes].cast("Q")

@@ -1,7 +1,9 @@
 """The ring to one peer and the ring from it: how messages are published and read. The fast path.
 
-An entry is the header, two words and room for a small body. The first word says how many bytes of the body are in this
-entry and in which piece of the sender's pool they lie (or that they are here), the second which use of the piece it is.
+An entry is the header, three words and room for a small body. The first word says how many bytes of the body this
+entry is about and in which piece of the sender's pool they lie (or that they are here), the second which use of the
+piece it is. A body in the sender's arena is a *loan*: it has a number behind those of the pieces, is given back in the
+same way, and the third word says where in the file it is. Its message has left when the peer has given it back.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import numpy as np
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES, Frame, Header
 from totalreduce.transports.base import Delivery, Endpoint, Outgoing
-from totalreduce.transports.shm_memory import CONSUMED, GIVEN_BACK, PUBLISHED, Layout, Mapping, Outbox
+from totalreduce.transports.shm_memory import CONSUMED, GIVEN_BACK, LOANS, PUBLISHED, Layout, Mapping, Outbox
 from totalreduce.transports.shm_pool import StagingPool
 from totalreduce.transports.shm_sleep import ASLEEP, WANTS_ROOM, Doorbell
 
@@ -74,6 +76,10 @@ class OutgoingRing:
         self._mine, self._theirs = outbox.words, mapping.words
         self._slots, self._inline = layout.slots, layout.inline_bytes
         self._entries = _entries(layout, me, other, outbox.view)
+        self._arena = outbox.arena
+        self._loans: dict[int, tuple[int, Outgoing]] = {}
+        self._free_loans = list(range(layout.pieces, layout.pieces + LOANS))
+        self._uses = 0
         self._published_at = layout.block(me, other) + PUBLISHED
         self._consumed_at = layout.block(other, me) + CONSUMED
         self._given_back_at = layout.block(other, me) + GIVEN_BACK
@@ -84,6 +90,26 @@ class OutgoingRing:
     def has_room(self) -> bool:
         """Whether what stopped ``send`` may be over. Any thread."""
         return self.published - self._theirs[self._consumed_at] < self._slots and self._pool.has_come_back()
+
+    @property
+    def lends(self) -> bool:
+        """Whether the peer has still to read something in the arena. Any thread."""
+        return bool(self._loans)
+
+    @property
+    def repaid(self) -> bool:
+        """Whether it has read some of that. Any thread."""
+        words, at = self._theirs, self._given_back_at
+        return any(words[at + number] == use for number, (use, _) in tuple(self._loans.items()))
+
+    def collect(self, endpoint: Endpoint) -> None:
+        """Say of the messages whose bodies were read that they have left."""
+        words, at = self._theirs, self._given_back_at
+        for number, (use, message) in tuple(self._loans.items()):
+            if words[at + number] == use:
+                del self._loans[number]
+                self._free_loans.append(number)
+                endpoint.message_sent(message)
 
     def send(self, endpoint: Endpoint) -> bool:
         """Publish messages until there is none, no room, or the quantum is used; returns whether the last.
@@ -119,9 +145,21 @@ class OutgoingRing:
                 self._mine[word] = length
                 self._publish()
                 endpoint.message_sent(message)
+            elif self._free_loans and body is not None and (place := self._arena.place_of(body)):
+                self._lend(message, length, word, place)
             else:
                 self._send_part(endpoint, message, 0)
         return True
+
+    def _lend(self, message: Outgoing, length: int, word: int, place: int) -> None:
+        """Say where a body in the arena is."""
+        number = self._free_loans.pop()
+        self._uses += 1
+        self._loans[number] = self._uses, message
+        self._mine[word] = length | (number + 1) << _PIECE_SHIFT | _KEEPABLE
+        self._mine[word + 1] = self._uses
+        self._mine[word + 2] = place
+        self._publish()
 
     def _send_part(self, endpoint: Endpoint, message: Outgoing, done: int) -> None:
         """Stage a large body, or what of a very large one fits into one piece."""
@@ -164,11 +202,12 @@ class OutgoingRing:
     def close(self) -> None:
         """Take back what the peer was lent, and drop what is half-way out."""
         self._pool.forget(self._theirs)
+        self._loans.clear()
         self._leaving, self.busy = None, False
 
 
 class _Lease:
-    """A body in the peer's pool. Implements ``base.Lease``."""
+    """A body in the peer's pool or arena. Implements ``base.Lease``."""
 
     __slots__ = ("_place", "_ring", "_use", "body", "may_be_kept")
 
@@ -205,6 +244,7 @@ class IncomingRing:
         self._mine, self._theirs, self._view = outbox.words, mapping.words, mapping.view
         self._slots, self._inline = layout.slots, layout.inline_bytes
         self._entries = _entries(layout, other, me, mapping.view)
+        self._arena_at = layout.total_bytes
         self._pieces = [layout.piece(number) for number in range(layout.pieces)]
         self._published_at = layout.block(other, me) + PUBLISHED
         self._consumed_at = layout.block(me, other) + CONSUMED
@@ -247,7 +287,7 @@ class IncomingRing:
         packed, inline, place = self._entries[self.consumed % self._slots]
         word = self._theirs[place]
         if word & _CONTINUES:
-            self._receive_part(endpoint, word, self._theirs[place + 1])
+            self._receive_part(endpoint, place)
             return True
         length = word & _LENGTH_MASK
         header = Header.unpack(packed)
@@ -264,19 +304,18 @@ class IncomingRing:
             self._consume()
             endpoint.delivered(delivery)
         elif length == header.body_bytes:
-            self._receive_staged(endpoint, header, word, self._theirs[place + 1])
+            self._receive_staged(endpoint, header, place)
         elif length < header.body_bytes:
             self._arriving = endpoint.accept(self._peer, header), 0
-            self._receive_part(endpoint, word, self._theirs[place + 1])
+            self._receive_part(endpoint, place)
         else:
             raise ProtocolError(f"{length} bytes in a piece, {header.body_bytes} in its header")
         return True
 
-    def _receive_staged(self, endpoint: Endpoint, header: Header, word: int, use: int) -> None:
-        """A whole body in one piece: offer it as a lease, or copy it."""
-        number, body = self._staged(word)
-        place = self._given_back_at + number
-        lease = _Lease(self, body, place, use, may_be_kept=bool(word & _KEEPABLE))
+    def _receive_staged(self, endpoint: Endpoint, header: Header, entry: int) -> None:
+        """A whole body in one piece, or lent: offer it as a lease, or copy it."""
+        place, use, body = self._staged(entry)
+        lease = _Lease(self, body, place, use, may_be_kept=bool(self._theirs[entry] & _KEEPABLE))
         delivery = endpoint.accept(self._peer, header, lease)
         if delivery.lease is not lease:
             _copy(delivery.view, body)
@@ -284,30 +323,38 @@ class IncomingRing:
         self._consume()
         endpoint.delivered(delivery)
 
-    def _receive_part(self, endpoint: Endpoint, word: int, use: int) -> None:
+    def _receive_part(self, endpoint: Endpoint, entry: int) -> None:
         """A part of a body that is longer than a piece."""
         if self._arriving is None:
             raise ProtocolError("the continuation of nothing")
         delivery, done = self._arriving
-        number, body = self._staged(word)
+        place, use, body = self._staged(entry)
         view = delivery.view
         if done + len(body) > len(view):
             raise ProtocolError(f"{done + len(body)} bytes of a body of {len(view)}")
         _copy(view[done : done + len(body)], body)
-        self.give_back(self._given_back_at + number, use)
+        self.give_back(place, use)
         self._consume()
         done += len(body)
         self._arriving = None if done == len(view) else (delivery, done)
         if done == len(view):
             endpoint.delivered(delivery)
 
-    def _staged(self, word: int) -> tuple[int, memoryview]:
-        """Number of the piece and the bytes in it that an entry's word is about."""
+    def _staged(self, entry: int) -> tuple[int, int, memoryview]:
+        """Where to give a body back, which use that is, and the bytes, by the entry's words."""
+        word, use = self._theirs[entry], self._theirs[entry + 1]
         number, length = ((word >> _PIECE_SHIFT) & _PIECE_MASK) - 1, word & _LENGTH_MASK
-        if not 0 <= number < len(self._pieces) or not 0 < length <= self._pieces[number][1]:
+        pieces = self._pieces
+        if 0 <= number < len(pieces):
+            start, available = pieces[number]
+        elif number < len(pieces) + LOANS:
+            start = self._theirs[entry + 2]
+            available = len(self._view) - start if start >= self._arena_at else 0
+        else:
+            available = 0
+        if not 0 < length <= available:
             raise ProtocolError(f"{length} bytes in piece {number}, which the pool does not have")
-        start = self._pieces[number][0]
-        return number, self._view[start : start + length]
+        return self._given_back_at + number, use, self._view[start : start + length]
 
     def _consume(self) -> None:
         self.consumed += 1

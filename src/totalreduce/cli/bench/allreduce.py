@@ -27,6 +27,8 @@ from totalreduce.foundation.errors import ConfigurationError
 
 __all__ = ["AllreduceFigure", "bench_allreduce", "mean_goodput", "measure_allreduce", "summarise"]
 
+_SHARED = "shared"  # as in ``allreduce_worker.py``, which imports torch
+_OURS = ("totalreduce", _SHARED)
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 
 
@@ -37,13 +39,14 @@ class AllreduceFigure:
     Attributes:
         size: Bytes per rank.
         count: Elements per rank.
-        peer: Who was measured.
+        peer: Who was measured; ``shared`` is Total Reduce with tensors of ``Group.empty``.
         seconds: Time of one operation on the slowest rank.
         algorithm_bytes_per_s: ``size / seconds``.
         bus_bytes_per_s: ``algorithm_bytes_per_s * 2 (n - 1) / n``.
         share_of_rate: Of the nominal rate of the links; ``None`` where nothing is shaped.
         share_of_tcp: Of the goodput of plain TCP streams on the same links in the same run.
         gain: The peer's time divided by Total Reduce's, round by round: above 1, Total Reduce is faster.
+        gain_shared: The same beside ``shared``, where that was measured.
         bytes_sent: By the average rank for one operation, headers included; ``None`` where unknown.
     """
 
@@ -56,6 +59,7 @@ class AllreduceFigure:
     share_of_rate: float | None
     share_of_tcp: float
     gain: Estimate | None
+    gain_shared: Estimate | None
     bytes_sent: float | None
 
 
@@ -74,6 +78,9 @@ def bench_allreduce(
     json: JsonOption = None,
 ) -> None:
     """Time allreduce by size, beside gloo, Open MPI and MPICH if asked to.
+
+    Where ranks share memory, Total Reduce is measured a second time with tensors of Group.empty ("shared"), as
+    DistributedOptimizer uses them.
 
     Every timed result is checked on every rank; a wrong one ends the run without a figure.
     """
@@ -106,7 +113,8 @@ def measure_allreduce(
     if setting.mpi_peers and dtype in ("float16", "bfloat16"):
         raise ConfigurationError(f"MPI has no {dtype}; leave --against {', '.join(setting.mpi_peers)} out")
     results = run_benchmark("allreduce", {"sizes": sizes, "dtype": dtype}, setting)
-    return summarise(results, setting.peers, setting.rate_bits_per_s, setting.hosts), results
+    peers = list(results[0]["sizes"][0]["seconds"])
+    return summarise(results, peers, setting.rate_bits_per_s, setting.hosts), results
 
 
 def summarise(
@@ -141,7 +149,8 @@ def summarise(
                     algorithm * bus_factor(world_size),
                     None if nominal is None else nominal / seconds.median,
                     wire_limit_s(row["size"], num_links, goodput) / seconds.median,
-                    None if peer == "totalreduce" else ratio_estimate(slowest[peer], slowest["totalreduce"]),
+                    None if peer in _OURS else ratio_estimate(slowest[peer], slowest["totalreduce"]),
+                    ratio_estimate(slowest[peer], slowest[_SHARED]) if peer not in _OURS and _SHARED in peers else None,
                     sum(sent) / len(sent) if sent else None,
                 )
             )
@@ -155,6 +164,7 @@ def mean_goodput(results: list[dict[str, Any]]) -> float:
 
 
 def _print(setting: Setting, dtype: str, figures: list[AllreduceFigure], results: list[dict[str, Any]]) -> None:
+    shared = any(figure.peer == _SHARED for figure in figures)
     rows = [
         (
             format_bytes(figure.size),
@@ -168,6 +178,7 @@ def _print(setting: Setting, dtype: str, figures: list[AllreduceFigure], results
             share(figure.share_of_tcp),
             "" if figure.bytes_sent is None else format_bytes(figure.bytes_sent),
             times(figure.gain),
+            *([times(figure.gain_shared)] if shared else []),
         )
         for figure in figures
     ]
@@ -186,6 +197,7 @@ def _print(setting: Setting, dtype: str, figures: list[AllreduceFigure], results
             "of TCP",
             "sent",
             "Total Reduce faster by",
+            *(["shared by"] if shared else []),
         ),
         rows,
         f"Median of {setting.rounds} rounds of the slowest rank, all results checked. "

@@ -11,8 +11,10 @@ from totalreduce.cli.bench import values
 from totalreduce.cli.bench.arithmetic import format_bytes, repetitions
 from totalreduce.cli.bench.context import Context
 
-__all__ = ["measure"]
+__all__ = ["SHARED", "measure"]
 
+#: Among the peers: Total Reduce with tensors that the ranks of a host read where they lie.
+SHARED = "shared"
 _WARMUP_ROUNDS = 2
 
 
@@ -32,30 +34,37 @@ def measure(context: Context, parameters: dict[str, Any]) -> dict[str, Any]:
     """
     dtype = values.dtype_by_name(parameters["dtype"])
     goodput = [context.goodput()]
-    rows = [_measure_size(context, size, dtype) for size in parameters["sizes"]]
+    peers = list(context.peers)
+    if all(shares for (shares,) in context.exchange([context.group.shares_memory])):
+        peers.insert(1, SHARED)
+    rows = [_measure_size(context, peers, size, dtype) for size in parameters["sizes"]]
     goodput.append(context.goodput())
     return {"goodput_bits_per_s": goodput, "sizes": rows}
 
 
-def _measure_size(context: Context, size: int, dtype: torch.dtype) -> dict[str, Any]:
+def _measure_size(context: Context, peers: list[str], size: int, dtype: torch.dtype) -> dict[str, Any]:
     count = max(1, size // dtype.itemsize)
     times = repetitions(count * dtype.itemsize)
-    buffer = torch.empty(count * times, dtype=dtype)
-    tensors = list(buffer.view(times, count))
-    seconds: dict[str, list[float]] = {peer: [] for peer in context.peers}
-    bytes_sent: dict[str, list[float]] = {peer: [] for peer in context.peers if context.has_engine(peer)}
+    usual = torch.empty(count * times, dtype=dtype)
+    shared = context.group.empty(count * times, dtype=dtype) if SHARED in peers else usual
+    seconds: dict[str, list[float]] = {peer: [] for peer in peers}
+    bytes_sent: dict[str, list[float]] = {peer: [] for peer in peers if peer == SHARED or context.has_engine(peer)}
     for index in range(-_WARMUP_ROUNDS, context.rounds):
-        for peer in context.peers:
-            elapsed, sent = _sample(context, peer, buffer, tensors)
+        for peer in peers:
+            if peer == SHARED:
+                elapsed, sent = _sample(context, "totalreduce", shared, times)
+            else:
+                elapsed, sent = _sample(context, peer, usual, times)
             if index >= 0:
                 seconds[peer].append(elapsed / times)
                 if peer in bytes_sent:
                     bytes_sent[peer].append(sent / times)
-    context.report(f"allreduce {format_bytes(size)}: {context.rounds} rounds of {', '.join(context.peers)} checked")
+    context.report(f"allreduce {format_bytes(size)}: {context.rounds} rounds of {', '.join(peers)} checked")
     return {"size": count * dtype.itemsize, "count": count, "seconds": seconds, "bytes_sent": bytes_sent}
 
 
-def _sample(context: Context, peer: str, buffer: torch.Tensor, tensors: list[torch.Tensor]) -> tuple[float, int]:
+def _sample(context: Context, peer: str, buffer: torch.Tensor, times: int) -> tuple[float, int]:
+    tensors = list(buffer.view(times, -1))
     if peer in context.mpi:
         count, dtype = len(tensors[0]), str(buffer.dtype).removeprefix("torch.")
         return len(tensors) * context.mpi[peer].sample("allreduce", count, len(tensors), dtype), 0
