@@ -37,6 +37,22 @@ def test_the_slowest_rank_counts_and_gains_are_taken_round_by_round():
     assert gloo.gain.median == pytest.approx(2.0)  # rounds: 4/2, 6/3, 4/2
 
 
+def test_tensors_in_shared_memory_are_a_contestant_of_their_own():
+    seconds = {"totalreduce": [2e-3, 2e-3], "shared": [1e-3, 2e-3], "gloo": [4e-3, 8e-3]}
+    size = {"size": MIB, "count": MIB // 4, "seconds": seconds, "bytes_sent": {"totalreduce": [9], "shared": [7]}}
+    figures = allreduce.summarise([{"goodput_bits_per_s": [1e9], "sizes": [size]}] * 2, list(seconds), None)
+    ours, shared, gloo = figures
+    assert (ours.gain, ours.gain_shared, shared.gain, shared.gain_shared) == (None,) * 4
+    assert (ours.bytes_sent, shared.bytes_sent) == (9, 7)
+    assert (gloo.gain.median, gloo.gain_shared.median) == (3.0, 4.0)  # rounds: 2 and 4; 4 and 4
+    rows = summary._allreduce_rows(Setting(ranks=2, hosts=0, rate="1gbit", against=("gloo",), rounds=2), figures)
+    assert [(row.what, row.figure) for row in rows] == [
+        ("allreduce of 1 MiB, 2 ranks on one host", "2 ms"),
+        ("allreduce of 1 MiB, 2 ranks on one host, Group.empty", "1.5 ms"),
+    ]
+    assert [row.against.split()[0] for row in rows] == ["3.00x", "4.00x"]
+
+
 def test_an_urgent_operation_counts_only_if_all_ranks_had_the_bulk_in_flight():
     def rank(*operations):
         return {

@@ -131,7 +131,7 @@ class StagingPool:
 
     def has_come_back(self) -> bool:
         """Whether ``has_room`` may say yes by now. Changes nothing; any thread."""
-        return bool(self._large) or any(piece.released for piece in tuple(self._out) if piece.large)
+        return bool(self._large) or any(piece.released for piece in self._out.copy() if piece.large)
 
     def forget(self, words: memoryview) -> None:
         """A reader is gone: its pieces count as given back."""

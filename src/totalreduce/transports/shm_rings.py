@@ -99,13 +99,15 @@ class OutgoingRing:
     @property
     def repaid(self) -> bool:
         """Whether it has read some of that. Any thread."""
+        if not self._loans:
+            return False
         words, at = self._theirs, self._given_back_at
-        return any(words[at + number] == use for number, (use, _) in tuple(self._loans.items()))
+        return any(words[at + number] == use for number, (use, _) in self._loans.copy().items())
 
     def collect(self, endpoint: Endpoint) -> None:
         """Say of the messages whose bodies were read that they have left."""
         words, at = self._theirs, self._given_back_at
-        for number, (use, message) in tuple(self._loans.items()):
+        for number, (use, message) in self._loans.copy().items():
             if words[at + number] == use:
                 del self._loans[number]
                 self._free_loans.append(number)

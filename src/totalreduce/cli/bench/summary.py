@@ -137,17 +137,19 @@ def _emulated(rows: list[Row], raw: list[dict[str, Any]], directories: list[Path
 
 
 def _allreduce_rows(setting: Setting, figures: list[AllreduceFigure]) -> list[Row]:
-    """Total Reduce's time; gloo's beside it."""
+    """Total Reduce's time, with tensors in shared memory too where there is any; gloo's beside it."""
     rows = []
-    for figure in (figure for figure in figures if figure.peer == "totalreduce"):
+    for figure in (figure for figure in figures if figure.peer != "gloo"):
         gloo = next(other for other in figures if other.size == figure.size and other.peer == "gloo")
-        assert gloo.gain is not None
+        shared = figure.peer == "shared"
+        gain = gloo.gain_shared if shared else gloo.gain
+        assert gain is not None
         wire = "" if figure.share_of_rate is None else f", {figure.share_of_rate * 100:.1f} % of the nominal rate"
         rows.append(
             Row(
-                f"allreduce of {format_bytes(figure.size)}, {setting.describe()}",
+                f"allreduce of {format_bytes(figure.size)}, {setting.describe()}{', Group.empty' if shared else ''}",
                 f"{figure.seconds.median * 1000:.3g} ms{wire}",
-                f"{gloo.gain.median:.2f}x gloo's speed [{gloo.gain.low:.2f}, {gloo.gain.high:.2f}]",
+                f"{gain.median:.2f}x gloo's speed [{gain.low:.2f}, {gain.high:.2f}]",
             )
         )
     return rows
