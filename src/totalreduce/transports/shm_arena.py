@@ -9,6 +9,7 @@ back to the system while the group lives.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import logging
 import math
 import os
@@ -64,9 +65,9 @@ class Arena:
 
     def place_of(self, body: memoryview) -> int:
         """Where in the file ``body`` lies; 0 if it does not."""
-        if not self._used:
+        if not self._used or body.readonly:
             return 0
-        address: int = np.frombuffer(body, np.uint8).__array_interface__["data"][0]
+        address = ctypes.addressof(ctypes.c_char.from_buffer(body))
         return address - self._begin if self._begin <= address < self._stop else 0
 
     def _take(self, length: int) -> int | None:
