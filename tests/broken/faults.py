@@ -360,8 +360,8 @@ def quarrelling_selectors(*choices: dict[OpKind, Algorithm]) -> Callable[..., Se
     """Selectors that choose differently on every rank, as if the links had been measured by everybody for himself."""
     numbers: Iterator[int] = count()
 
-    def make(links: object, hosts: tuple[int, ...], overrides: object) -> Selector:
+    def make(links: object, hosts: tuple[int, ...], overrides: object, shared_memory: bool) -> Selector:
         mine = choices[next(numbers) % len(choices)]
-        return Selector(links, hosts, mine)
+        return Selector(links, hosts, mine, shared_memory)
 
     return make

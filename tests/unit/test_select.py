@@ -51,6 +51,17 @@ def test_the_choice_does_not_depend_on_what_was_chosen_before() -> None:
     assert answers[1:] == answers[:1] * 3
 
 
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.ALLGATHER, OpKind.REDUCE_SCATTER])
+def test_without_shared_memory_large_tensors_do_not_go_direct_on_one_host(kind: OpKind) -> None:
+    ranks = (0, 1, 2, 3)
+    for shared_memory in (False, True):
+        selector = Selector(LINKS, (0,) * 4, shared_memory=shared_memory)
+        assert selector.choose(kind, MIB, ranks) is Algorithm.DIRECT
+        for num_bytes in (2 * MIB, 64 * MIB):
+            wanted = Algorithm.DIRECT if shared_memory else Algorithm.RING
+            assert selector.choose(kind, num_bytes, ranks) is wanted
+
+
 def test_what_is_remembered_is_bounded() -> None:
     selector = Selector(LINKS, (0, 1, 2))
     first = selector.choose(OpKind.ALLREDUCE, 10 * MIB, (0, 1, 2))

@@ -117,13 +117,19 @@ class Engine:
         epoch: int = 0,
         observers: list[Observer] | None = None,
         hosts: Sequence[int] | None = None,
+        shared_memory: bool = True,
     ) -> None:
-        """Make an idle engine; ``hosts``: a number per rank that says which host it is on (default: one of its own)."""
+        """Make an idle engine.
+
+        ``hosts``: a number per rank that says which host it is on (default: one of its own). ``shared_memory``: whether
+        ranks of one host send through it. Both are for the choice of schedules, and equal on all ranks.
+        """
         self.rank, self.world_size, self.config, self.epoch = rank, world_size, config, epoch
         self.counters = Counters()
         self.everybody = tuple(range(world_size))
         #: Which schedule carries out what; the ranks may agree on better numbers than its default ones.
-        self.selector = Selector(LinkModel(), tuple(hosts) if hosts is not None else self.everybody, config.schedules)
+        places = tuple(hosts) if hosts is not None else self.everybody
+        self.selector = Selector(LinkModel(), places, config.schedules, shared_memory)
         self.observers: list[Observer] = observers if observers is not None else []
         self._share = max(1, config.floating_bytes_max // max(1, world_size - 1))
         self.floating = FloatingStore(self._share)
@@ -581,7 +587,8 @@ class Engine:
 
     def use_links(self, links: LinkModel) -> None:
         """Let the selector go by these numbers from now on. All ranks call it with the same, with nothing in flight."""
-        self.selector = Selector(links, self.selector.hosts, self.selector.overrides)
+        old = self.selector
+        self.selector = Selector(links, old.hosts, old.overrides, old.shared_memory)
         for record in self._names:
             record.layout = None
 

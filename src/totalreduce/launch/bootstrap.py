@@ -109,7 +109,8 @@ def init(
             engine_config, segment_bytes=_ONE_HOST_SEGMENT_BYTES, segment_bytes_min=_ONE_HOST_SEGMENT_BYTES_MIN
         )
     observers: list[Observer] = [] if recorder is None else [recorder]
-    core = Engine(rank, world_size, engine_config, observers=observers, hosts=link.hosts)
+    shared_memory = transport in ("auto", "shm")
+    core = Engine(rank, world_size, engine_config, observers=observers, hosts=link.hosts, shared_memory=shared_memory)
     mode = compute or cast("ComputeMode", settings.compute or "auto")
     group = Group(Runner(core, link, compute=mode), name)
     if recorder is not None:

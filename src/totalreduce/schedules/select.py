@@ -39,7 +39,9 @@ class LinkModel:
     source: str = "default"
 
 
-def candidates(kind: OpKind, num_bytes: int, hosts: Sequence[int], links: LinkModel) -> dict[Algorithm, float]:
+def candidates(
+    kind: OpKind, num_bytes: int, hosts: Sequence[int], links: LinkModel, *, shared_memory: bool = True
+) -> dict[Algorithm, float]:
     """Estimated seconds of every schedule that is worth considering.
 
     Args:
@@ -47,9 +49,12 @@ def candidates(kind: OpKind, num_bytes: int, hosts: Sequence[int], links: LinkMo
         num_bytes: Of the tensor; of all blocks of one rank together where there are blocks.
         hosts: Host of every rank of the group.
         links: What messages cost.
+        shared_memory: Whether ranks of one host send through it.
     """
     size, counts = len(hosts), Counter(hosts)
     one_host = len(counts) == 1
+    shared = one_host and shared_memory
+    goes_direct = one_host and (shared or num_bytes <= _DIRECT_BYTES_MAX_UNSHARED)
     # As many lanes as the engine's default settings give each half of the tensor.
     pieces = lane_count(num_bytes // 2, segment_bytes=512 * 1024, segment_bytes_min=128 * 1024, lanes_min=2)
     costs: dict[Algorithm, Cost] = {}
@@ -57,12 +62,12 @@ def candidates(kind: OpKind, num_bytes: int, hosts: Sequence[int], links: LinkMo
         case OpKind.ALLREDUCE:
             costs = {
                 Algorithm.RING: ring.cost(size, num_bytes),
-                Algorithm.STAR: star.cost(size, num_bytes, shared=one_host),
+                Algorithm.STAR: star.cost(size, num_bytes, shared=shared),
                 Algorithm.TREE: tree.cost(size, num_bytes, pieces),
                 Algorithm.HALVING_DOUBLING: halving_doubling.cost(size, num_bytes),
             }
-            if one_host and num_bytes <= _DIRECT_BYTES_MAX:
-                costs[Algorithm.DIRECT] = direct.cost(size, num_bytes, shared=True)
+            if goes_direct and num_bytes <= _DIRECT_BYTES_MAX:
+                costs[Algorithm.DIRECT] = direct.cost(size, num_bytes, shared=shared)
         case OpKind.REDUCE | OpKind.BROADCAST:
             consent = kind is OpKind.BROADCAST
             num_pieces = chain.pieces(size, num_bytes, _PIECE_BYTES_MIN)
@@ -72,7 +77,7 @@ def candidates(kind: OpKind, num_bytes: int, hosts: Sequence[int], links: LinkMo
             }
         case OpKind.ALLGATHER | OpKind.REDUCE_SCATTER:
             costs = {Algorithm.RING: ring.half_cost(size, num_bytes)}
-            if one_host:
+            if goes_direct:
                 costs[Algorithm.DIRECT] = direct.half_cost(size, num_bytes)
         case OpKind.BARRIER:
             costs = {Algorithm.DISSEMINATION: dissemination.cost(size, num_bytes)}
@@ -99,6 +104,9 @@ _PIECE_BYTES_MIN = 64 * 1024
 #: Of larger tensors what all others have staged has left the cache before it is read. Measured with 4 ranks: 64 MiB
 #: direct 60-70 ms, ring 61-75; 256 MiB direct 300-350, ring 245-310.
 _DIRECT_BYTES_MAX = 128 * 1024 * 1024
+#: Without shared memory nothing is saved but hops. Measured over loopback TCP with 4 ranks, direct and ring: 4 MiB 11.1
+#: and 9.6 ms, 16 MiB 32 and 28, 64 MiB 132 and 112.
+_DIRECT_BYTES_MAX_UNSHARED = 1024 * 1024
 #: What it costs that a rank of halving and doubling sends nothing while it adds, and that its messages, up to half of
 #: the tensor, meet those of others at the switch. Measured: 1 MiB, 8 hosts at 1 Gbit/s: 1.5; larger ones less; 256 MiB,
 #: 4 ranks on one host: 1.2.
@@ -188,11 +196,13 @@ class Selector:
         links: What messages cost; equal on all ranks.
         hosts: Host of every rank of the whole group; equal on all ranks.
         overrides: Explicit choices by kind, from the settings.
+        shared_memory: Whether ranks of one host send through it; equal on all ranks.
     """
 
     links: LinkModel
     hosts: tuple[int, ...]
     overrides: Mapping[OpKind, Algorithm] = field(default_factory=dict)
+    shared_memory: bool = True
     _chosen: dict[tuple[OpKind, int, tuple[int, ...]], Algorithm] = field(default_factory=dict)
 
     def choose(self, kind: OpKind, num_bytes: int, ranks: tuple[int, ...]) -> Algorithm:
@@ -211,7 +221,7 @@ class Selector:
 
     def estimates(self, kind: OpKind, num_bytes: int, ranks: tuple[int, ...]) -> dict[Algorithm, float]:
         """What ``choose`` compares: seconds by schedule."""
-        return candidates(kind, num_bytes, self.hosts_of(ranks), self.links)
+        return candidates(kind, num_bytes, self.hosts_of(ranks), self.links, shared_memory=self.shared_memory)
 
     def hosts_of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Hosts of some ranks, in their order."""
