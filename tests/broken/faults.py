@@ -21,7 +21,13 @@ Message = tuple[bytes, bytes]
 
 
 class Fault:
-    """Sees every data message with a body between two ranks; the fifth one it can use is its victim."""
+    """Sees every data message with a body between two ranks; the fifth one it can use is its victim.
+
+    Attributes:
+        once: There is one victim; else all from the fifth one on are.
+    """
+
+    once = True
 
     def __init__(self) -> None:
         self.seen = 0
@@ -29,7 +35,7 @@ class Fault:
 
     def __call__(self, message: Message) -> list[Message]:
         header = Header.unpack(message[0])
-        if self.fired or header.frame is not Frame.DATA or not message[1]:
+        if (self.fired and self.once) or header.frame is not Frame.DATA or not message[1]:
             return [message]
         self.seen += 1
         return self.tamper(header, message) if self.seen >= 5 else [message]
@@ -51,6 +57,10 @@ class Drops(Fault):
 
 
 class Duplicates(Fault):
+    """What comes twice does no harm where the operation has ended meanwhile: so more than one must."""
+
+    once = False
+
     def tamper(self, header: Header, message: Message) -> list[Message]:
         self.fired = True
         return [message, message]
