@@ -148,11 +148,15 @@ def _allreduce_rows(setting: Setting, figures: list[AllreduceFigure]) -> list[Ro
         rows.append(
             Row(
                 f"allreduce of {format_bytes(figure.size)}, {setting.describe()}{', Group.empty' if shared else ''}",
-                f"{figure.seconds.median * 1000:.3g} ms{wire}",
+                f"{_time(figure.seconds.median)}{wire}",
                 f"{gain.median:.2f}x gloo's speed [{gain.low:.2f}, {gain.high:.2f}]",
             )
         )
     return rows
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def _urgent_rows(setting: Setting, figures: list[UrgentFigure]) -> list[Row]:
