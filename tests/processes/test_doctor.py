@@ -50,6 +50,8 @@ def test_within_a_job_rank_0_speaks_for_all(fleet, tmp_path):
     assert [worker.wait(60.0) for worker in workers] == [0, 0]
     document = json.loads(out.read_text())
     assert [mine["way"] for mine in document["ranks"]] == ["tcp", "tcp"]
+    assert not document["shared_memory"]
+    assert document["choices"]["allreduce"][-1]["schedule"] != "direct"  # as these ranks would choose
     assert document["launcher"] == "totalreduce"
 
 
@@ -156,3 +158,5 @@ def test_choices_follow_the_links():
     assert fast["allreduce"][-1]["seconds"] == pytest.approx(0.94, rel=0.02)
     assert {row["schedule"] for row in choices_of((0, 0, 1, 1), LinkModel())["allreduce"][2:]} == {"hierarchical"}
     assert choices_of((0, 0, 0, 0), LinkModel())["allreduce"][-1]["schedule"] == "direct"
+    over_tcp = choices_of((0, 0, 0, 0), LinkModel(), shared_memory=False)
+    assert over_tcp["allreduce"][-1]["schedule"] == "ring"

@@ -24,7 +24,7 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import OpKind
 from totalreduce.launch.emulate import EmulateOptions
 from totalreduce.launch.local import run_workers
-from totalreduce.schedules.select import LinkModel, candidates
+from totalreduce.schedules.select import LinkModel, Selector
 
 __all__ = ["choices_of", "doctor", "warnings_of", "way_between"]
 
@@ -78,7 +78,7 @@ def doctor(
     if document is None:
         return
     hosts, links = document["survey"]["hosts"], LinkModel(**document["links"])
-    document["choices"] = choices_of(hosts, links)
+    document["choices"] = choices_of(hosts, links, shared_memory=document["shared_memory"])
     document["warnings"] = warnings_of(document)
     _print(document)
     if store is not None:
@@ -126,15 +126,19 @@ def _launch(ranks: int | None, transport: str, hosts: int | None, rate: str) -> 
 # ------------------------------------------------------------------------------------------------------------- findings
 
 
-def choices_of(hosts: Sequence[int], links: LinkModel) -> dict[str, list[dict[str, Any]]]:
+def choices_of(
+    hosts: Sequence[int], links: LinkModel, *, shared_memory: bool = True
+) -> dict[str, list[dict[str, Any]]]:
     """By collective and size: the schedule that the selector would choose, and the seconds it expects. Pure."""
+    selector = Selector(links, tuple(hosts), shared_memory=shared_memory)
+    ranks = tuple(range(len(hosts)))
     found: dict[str, list[dict[str, Any]]] = {}
     for kind in _KINDS:
         rows = found[kind.name.lower()] = []
         for size in _SIZES:
-            estimates = candidates(kind, size, hosts, links)
-            best = min(estimates, key=lambda each: (estimates[each], each))
-            rows.append({"size": size, "schedule": best.name.lower(), "seconds": estimates[best]})
+            best = selector.choose(kind, size, ranks)
+            seconds = selector.estimates(kind, size, ranks)[best]
+            rows.append({"size": size, "schedule": best.name.lower(), "seconds": seconds})
     return found
 
 

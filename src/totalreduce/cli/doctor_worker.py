@@ -39,7 +39,7 @@ def examine(transport: str) -> dict[str, Any] | None:
     with tr.init(cast("TransportName", transport), name="doctor", tcp=_PATIENT) as group:
         survey = probe.combined([probe.survey(group) for _ in range(_SURVEYS)])
         facts = group.gather_object({**_facts(), "way": _way(group)}, root=0)
-        in_use = probe.selector_of(group).links
+        selector = probe.selector_of(group)
         group.barrier()
         if facts is None:
             return None
@@ -49,7 +49,8 @@ def examine(transport: str) -> dict[str, Any] | None:
             "ranks": facts,
             "survey": asdict(survey),
             "links": asdict(survey.links),
-            "in_use": asdict(in_use),
+            "in_use": asdict(selector.links),
+            "shared_memory": selector.shared_memory,
         }
 
 
