@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 from collections import deque
 from types import SimpleNamespace
 
@@ -10,6 +11,8 @@ from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.header import Frame, Header
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.shm import ShmTransport, listen
+from totalreduce.transports.shm_memory import SLEEP_WORD
+from totalreduce.transports.shm_sleep import ASLEEP, WANTS_ROOM
 
 IDENTITY = JobIdentity(bytes(range(32)), "job/default", 0)
 PIECE = 128 * 1024
@@ -98,3 +101,22 @@ class Host(contextlib.AbstractContextManager["Host"]):
     def __exit__(self, *_: object) -> None:
         for rank in set(range(len(self.ranks))) - self.closed:
             self.close(rank)
+
+
+def asleep(host: Host, rank: int) -> int:
+    return host.ranks[rank]._outbox.words[SLEEP_WORD] & (ASLEEP | WANTS_ROOM)
+
+
+def readable(host: Host, rank: int) -> bool:
+    return bool(select.select([host.ranks[rank].fileno()], [], [], 0)[0])
+
+
+def assert_woken_when_given_back(host: Host, rank: int, lease) -> None:
+    """``rank`` has nothing to do until ``lease`` is released, sleeps, and is woken by that; then all go on."""
+    assert host.ranks[rank].fall_asleep(eager=False)
+    assert asleep(host, rank) == ASLEEP | WANTS_ROOM
+    lease.release()
+    assert readable(host, rank)
+    host.ranks[rank].wake_up(eager=False)
+    assert not host.ranks[rank].fall_asleep(eager=False)
+    host.move()

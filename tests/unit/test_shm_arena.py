@@ -6,12 +6,10 @@ import resource
 
 import numpy as np
 import pytest
-from shm_desk import PIECE, Host, message
-from test_shm_life import asleep, readable
+from shm_desk import PIECE, Host, assert_woken_when_given_back, message
 
 from totalreduce.transports import shm_memory
 from totalreduce.transports.shm_memory import LOANS, Layout, Outbox
-from totalreduce.transports.shm_sleep import ASLEEP, WANTS_ROOM
 
 LAYOUT = Layout.choose(2, PIECE, 4 * PIECE)
 PAGE = 4096
@@ -194,13 +192,7 @@ def test_who_waits_for_a_loan_is_woken_when_it_is_given_back() -> None:
         host.desks[1].keeps = True
         host.desks[0].put(1, message(lent(host, 0, PIECE).data))
         host.move()
-        assert host.ranks[0].fall_asleep(eager=False)
-        assert asleep(host, 0) == ASLEEP | WANTS_ROOM
-        host.desks[1].leases[0].release()
-        assert readable(host, 0)
-        host.ranks[0].wake_up(eager=False)
-        assert not host.ranks[0].fall_asleep(eager=False)
-        host.move()
+        assert_woken_when_given_back(host, 0, host.desks[1].leases[0])
         assert len(host.desks[0].sent) == 1
 
 

@@ -3,12 +3,11 @@
 import fcntl
 import itertools
 import os
-import select
 import socket
 from types import SimpleNamespace
 
 import pytest
-from shm_desk import IDENTITY, PIECE, Host, message
+from shm_desk import IDENTITY, PIECE, Host, asleep, assert_woken_when_given_back, message, readable
 
 import totalreduce.transports.shm as shm_module
 from totalreduce.foundation.config import TcpConfig
@@ -26,10 +25,6 @@ def stranger(name: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.connect("\0" + name.removeprefix("@"))
     return sock
-
-
-def asleep(host: Host, rank: int) -> int:
-    return host.ranks[rank]._outbox.words[SLEEP_WORD] & (ASLEEP | WANTS_ROOM)
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -318,10 +313,6 @@ def test_who_was_stopped_himself_blames_nobody(monkeypatch: pytest.MonkeyPatch) 
 # ---------------------------------------------------------------------------------------------------------- sleeping
 
 
-def readable(host: Host, rank: int) -> bool:
-    return bool(select.select([host.ranks[rank].fileno()], [], [], 0)[0])
-
-
 def test_a_sleeper_is_woken_once_per_sleep() -> None:
     with Host(2) as host:
         assert host.ranks[1].fall_asleep(eager=False)
@@ -359,13 +350,7 @@ def test_who_waits_for_room_is_woken_by_what_is_given_back() -> None:
         host.desks[1].keeps = True
         host.desks[0].put(1, *(message(bytes(PIECE), step=step) for step in range(5)))
         host.move()
-        assert host.ranks[0].fall_asleep(eager=False)
-        assert asleep(host, 0) == ASLEEP | WANTS_ROOM
-        host.desks[1].leases[3].release()
-        assert readable(host, 0)
-        host.ranks[0].wake_up(eager=False)
-        assert not host.ranks[0].fall_asleep(eager=False)
-        host.move()
+        assert_woken_when_given_back(host, 0, host.desks[1].leases[3])
         assert len(host.desks[1].received) == 5
 
 

@@ -37,10 +37,10 @@ class Arena:
         self._begin = np.frombuffer(view, np.uint8).ctypes.data
         self._stop = self._begin + len(view)
         #: Where the reserved part ends, and what is free before that: (start, length), sorted, without neighbours.
-        self._top, self._holes = start, list[tuple[int, int]]()
+        self._start = self._top = start
+        self._holes: list[tuple[int, int]] = []
         self._freed: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
-        self._used = False
 
     def allocate(self, num_bytes: int) -> np.ndarray[Any, Any] | None:
         """Memory, shape ``(num_bytes,)`` of uint8, with whatever was in it; it is free when the array has gone.
@@ -50,9 +50,8 @@ class Arena:
         length = max(1, math.ceil(num_bytes / _PAGE)) * _PAGE
         with self._lock:
             start = self._take(length)
-            if start is None:
-                return None
-            self._used = True
+        if start is None:
+            return None
         array = np.frombuffer(self._view[start : start + num_bytes], np.uint8)
         finalizer = weakref.finalize(array, _give_back, self._freed, start, length, os.getpid())
         finalizer.atexit = False
@@ -65,7 +64,7 @@ class Arena:
 
     def place_of(self, body: memoryview) -> int:
         """Where in the file ``body`` lies; 0 if it does not."""
-        if not self._used or body.readonly:
+        if self._top == self._start or body.readonly:  # nothing was ever allocated, or it is no tensor's
             return 0
         address = ctypes.addressof(ctypes.c_char.from_buffer(body))
         return address - self._begin if self._begin <= address < self._stop else 0

@@ -264,14 +264,14 @@ def _grow(fd: int, size: int, local_ranks: int) -> mmap.mmap:
     # A fair share: all arenas together, as each rank maps them, are as large as the machine's memory.
     arena = 0 if limited else os.sysconf("SC_PHYS_PAGES") // local_ranks * os.sysconf("SC_PAGE_SIZE")
     try:
-        return _map(fd, size + arena, mmap.PROT_READ | mmap.PROT_WRITE, resize=True)
+        os.ftruncate(fd, size + arena)
+        return _map(fd, size + arena, mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError:
-        return _map(fd, size, mmap.PROT_READ | mmap.PROT_WRITE, resize=True)
-
-
-def _map(fd: int, size: int, protection: int, *, resize: bool = False) -> mmap.mmap:
-    if resize:
         os.ftruncate(fd, size)
+        return _map(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _map(fd: int, size: int, protection: int) -> mmap.mmap:
     memory = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
     with contextlib.suppress(OSError):  # other kernels: a core file is larger then
         memory.madvise(mmap.MADV_DONTDUMP)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from totalreduce.cli.bench.arithmetic import bus_factor, format_bytes, parse_sizes, wire_limit_s
-from totalreduce.cli.bench.launching import Setting, run_benchmark
+from totalreduce.cli.bench.launching import SHARED, Setting, run_benchmark
 from totalreduce.cli.bench.options import (
     AgainstOption,
     HostsOption,
@@ -27,8 +27,7 @@ from totalreduce.foundation.errors import ConfigurationError
 
 __all__ = ["AllreduceFigure", "bench_allreduce", "mean_goodput", "measure_allreduce", "summarise"]
 
-_SHARED = "shared"  # as in ``allreduce_worker.py``, which imports torch
-_OURS = ("totalreduce", _SHARED)
+_OURS = ("totalreduce", SHARED)
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 
 
@@ -150,7 +149,7 @@ def summarise(
                     None if nominal is None else nominal / seconds.median,
                     wire_limit_s(row["size"], num_links, goodput) / seconds.median,
                     None if peer in _OURS else ratio_estimate(slowest[peer], slowest["totalreduce"]),
-                    ratio_estimate(slowest[peer], slowest[_SHARED]) if peer not in _OURS and _SHARED in peers else None,
+                    ratio_estimate(slowest[peer], slowest[SHARED]) if peer not in _OURS and SHARED in peers else None,
                     sum(sent) / len(sent) if sent else None,
                 )
             )
@@ -164,7 +163,7 @@ def mean_goodput(results: list[dict[str, Any]]) -> float:
 
 
 def _print(setting: Setting, dtype: str, figures: list[AllreduceFigure], results: list[dict[str, Any]]) -> None:
-    shared = any(figure.peer == _SHARED for figure in figures)
+    shared = any(figure.peer == SHARED for figure in figures)
     rows = [
         (
             format_bytes(figure.size),

@@ -10,11 +10,10 @@ import torch
 from totalreduce.cli.bench import values
 from totalreduce.cli.bench.arithmetic import format_bytes, repetitions
 from totalreduce.cli.bench.context import Context
+from totalreduce.cli.bench.launching import SHARED
 
-__all__ = ["SHARED", "measure"]
+__all__ = ["measure"]
 
-#: Among the peers: Total Reduce with tensors that the ranks of a host read where they lie.
-SHARED = "shared"
 _WARMUP_ROUNDS = 2
 
 

@@ -16,9 +16,11 @@ from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.launch.emulate import EmulateOptions, rate_bits_per_s
 from totalreduce.launch.local import run_workers
 
-__all__ = ["BenchmarkFailedError", "Setting", "run_benchmark"]
+__all__ = ["SHARED", "BenchmarkFailedError", "Setting", "run_benchmark"]
 
 _LIMIT_S = 3600.0
+#: Among what ``bench allreduce`` measures: Total Reduce with tensors that the ranks of a host read where they lie.
+SHARED = "shared"
 
 
 class BenchmarkFailedError(TotalReduceError):

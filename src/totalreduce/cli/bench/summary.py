@@ -10,7 +10,7 @@ import typer
 
 from totalreduce.cli.bench.allreduce import AllreduceFigure, measure_allreduce
 from totalreduce.cli.bench.arithmetic import format_bytes
-from totalreduce.cli.bench.launching import Setting
+from totalreduce.cli.bench.launching import SHARED, Setting
 from totalreduce.cli.bench.replay import ReplayFigure, measure_replay
 from totalreduce.cli.bench.report import print_progress, write_document
 from totalreduce.cli.bench.step import StepFigure, measure_step
@@ -141,7 +141,7 @@ def _allreduce_rows(setting: Setting, figures: list[AllreduceFigure]) -> list[Ro
     rows = []
     for figure in (figure for figure in figures if figure.peer != "gloo"):
         gloo = next(other for other in figures if other.size == figure.size and other.peer == "gloo")
-        shared = figure.peer == "shared"
+        shared = figure.peer == SHARED
         gain = gloo.gain_shared if shared else gloo.gain
         assert gain is not None
         wire = "" if figure.share_of_rate is None else f", {figure.share_of_rate * 100:.1f} % of the nominal rate"
