@@ -1,12 +1,14 @@
 """The timeline of a real engine: every operation of every rank, with its parts where they belong."""
 
 import json
+import threading
+import time
 
 import pytest
 import torch
 
 import totalreduce as tr
-from totalreduce.observe import Timeline, merge_timelines
+from totalreduce.observe import Timeline, analyse, merge_timelines, merged_trace
 from totalreduce.testing.ranks import run_ranks
 
 ROUNDS, ELEMENTS = 3, 300_000
@@ -70,3 +72,35 @@ def test_ranks_wait_for_each_other_at_the_same_time(tmp_path):
         assert len(barriers) == 3
         last_begin = max(event["ts"] for event in barriers)
         assert all(last_begin <= event["ts"] + event["dur"] for event in barriers)
+
+
+def test_the_rank_that_sleeps_is_named(tmp_path):
+    sleeper, slept_s = 2, 0.05
+    others_have_submitted = threading.Barrier(3)
+
+    def work(group):
+        timeline = Timeline(group.rank, tmp_path / f"{group.rank}.json")
+        group.observers.append(timeline)
+        for _ in range(ROUNDS):
+            tensor = torch.ones(ELEMENTS)
+            if group.rank == sleeper:
+                others_have_submitted.wait(30)
+                time.sleep(slept_s)
+                group.allreduce(tensor, name="w").wait()
+            else:
+                pending = group.allreduce(tensor, name="w")
+                others_have_submitted.wait(30)
+                pending.wait()
+        group.observers.remove(timeline)
+        timeline.close()
+        return group.statistics().hidden_share
+
+    hidden_shares = run_ranks(3, work)
+    report = analyse(merged_trace([tmp_path / f"{rank}.json" for rank in range(3)]))
+    assert [operation.late_rank for operation in report.operations] == [sleeper] * ROUNDS
+    assert all(slept_s <= operation.late_s for operation in report.operations)
+    assert [(late.rank, late.times_last) for late in report.late] == [(sleeper, ROUNDS)]
+    assert report.ranks[sleeper].split.waiting_s == 0.0
+    assert min(report.ranks[rank].split.waiting_s for rank in (0, 1)) >= ROUNDS * slept_s
+    # The engine counts it, too.
+    assert [rank.hidden_share for rank in report.ranks] == pytest.approx(hidden_shares, abs=0.1)

@@ -93,6 +93,69 @@ def test_an_operation_becomes_a_span_with_queued_and_wire_inside(tmp_path):
     assert_spans_nest(trace)
 
 
+def coordinated(observer, name, iteration=0, *, times, fused=1, error=None, kind="allreduce"):
+    labels = ("submitted", "agreed", "begun", "packed", "ended", "unpacked")
+    times = dict(zip(labels, times, strict=True))
+    observer.coordinated(name, iteration, kind=kind, num_bytes=1000, batch=7, fused=fused, error=error, **times)
+
+
+def test_a_native_operation_becomes_a_span_with_all_of_its_parts(tmp_path):
+    observer = timeline(tmp_path / "t.json")
+    coordinated(observer, "w", 4, times=(100.0, 100.001, 100.003, 100.004, 100.009, 100.011), fused=3)
+    coordinated(observer, "alone", times=(100.0, 100.001, 100.003, 100.004, 100.009, 100.011), kind="broadcast")
+    observer.close()
+    trace = load(tmp_path / "t.json")
+    assert spans(trace) == {
+        ("w", "w #4"): [(0, 11_000)],
+        ("w", "NEGOTIATE"): [(0, 1_000)],
+        ("w", "QUEUE"): [(1_000, 3_000)],
+        ("w", "FUSE"): [(3_000, 4_000)],
+        ("w", "ALLREDUCE"): [(4_000, 9_000)],
+        ("w", "COPY"): [(9_000, 11_000)],
+        ("alone", "alone #0"): [(0, 11_000)],
+        ("alone", "NEGOTIATE"): [(0, 1_000)],
+        ("alone", "QUEUE"): [(1_000, 3_000)],
+        ("alone", "COPY"): [(3_000, 4_000), (9_000, 11_000)],
+        ("alone", "BROADCAST"): [(4_000, 9_000)],
+    }
+    (outer,) = [event for event in trace["traceEvents"] if event["name"] == "w #4"]
+    assert outer["args"] == {"iteration": 4, "bytes": 1000, "batch": 7, "fused": 3, "outcome": "done"}
+    counters = [event for event in trace["traceEvents"] if event["ph"] == "C"]
+    assert [(event["ts"], event["args"]["bytes"]) for event in counters] == [(0, 2000), (11_000, 0)]
+    assert_spans_nest(trace)
+
+
+def test_parts_that_took_no_time_are_not_drawn(tmp_path):
+    observer = timeline(tmp_path / "t.json")
+    coordinated(observer, "plan", times=(100.0, 100.0, 100.001, 100.001, 100.002, 100.002))
+    error = PeerLost(2, "killed")
+    coordinated(observer, "failed", times=(100.0, 100.001, 100.0, 100.0, 100.0, 100.004), error=error)
+    observer.submitted("silent", 0, 100.0, num_bytes=1, priority=0)
+    observer.done("silent", 0, 100.002, error=None)
+    observer.close()
+    trace = load(tmp_path / "t.json")
+    assert spans(trace) == {
+        ("plan", "plan #0"): [(0, 2_000)],
+        ("plan", "QUEUE"): [(0, 1_000)],
+        ("plan", "ALLREDUCE"): [(1_000, 2_000)],
+        ("failed", "failed #0"): [(0, 4_000)],
+        ("failed", "NEGOTIATE"): [(0, 1_000)],
+        ("failed", "COPY"): [(1_000, 4_000)],
+        ("silent", "silent #0"): [(0, 2_000)],
+        ("silent", "QUEUED"): [(0, 2_000)],
+    }
+    outcomes = {e["name"]: e["args"]["outcome"] for e in trace["traceEvents"] if "outcome" in e.get("args", {})}
+    assert outcomes["failed #0"] == "PeerLost: rank 2 is lost: killed"
+    assert_spans_nest(trace)
+
+
+def test_a_native_operation_counts_as_one_event(tmp_path):
+    observer = timeline(tmp_path / "t.json", max_events=2)
+    for iteration in range(3):
+        coordinated(observer, "w", iteration, times=[100.0 + iteration + step / 8 for step in range(6)])
+    assert observer.dropped == 1
+
+
 def test_a_rank_is_a_process_and_a_name_is_one_track(tmp_path):
     observer = timeline(tmp_path / "t.json", rank=3)
     for iteration in range(3):
@@ -311,7 +374,7 @@ def test_merging_refuses_what_it_cannot_merge(tmp_path):
         ([good, tmp_path / "absent.json"], "cannot read the timeline .*absent.json: No such file"),
         ([tmp_path / "noise"], "noise is not a timeline"),
         ([tmp_path / "list.json"], "list.json is not the timeline of one rank"),
-        ([merged], "all.json is not the timeline of one rank"),
+        ([merged], "all.json is not the timeline of one rank but a merged one"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             merge_timelines(bad, tmp_path / "never.json")

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "demo": ("totalreduce.cli.demo", "demo", {}),
     "bench": ("totalreduce.cli.bench", "bench_app", {}),
     "doctor": ("totalreduce.cli.doctor", "doctor", {}),
+    "timeline": ("totalreduce.cli.timeline", "timeline", {}),
 }
 """Name, where it is (a function or a Typer application), and its settings."""
 

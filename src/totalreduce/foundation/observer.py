@@ -42,5 +42,44 @@ class Observer:
     def done(self, name: str, iteration: int, now: float, *, error: BaseException | None) -> None:
         """The operation finished, well or with an error."""
 
+    def coordinated(
+        self,
+        name: str,
+        iteration: int,
+        *,
+        kind: str,
+        num_bytes: int,
+        batch: int,
+        fused: int,
+        submitted: float,
+        agreed: float,
+        begun: float,
+        packed: float,
+        ended: float,
+        unpacked: float,
+        error: BaseException | None,
+    ) -> None:
+        """An operation finished, well or not, that a native library carried out in an order agreed by the ranks.
+
+        It is the only fact of its operation besides ``waited``. Where it failed on the way, later times may equal
+        earlier ones.
+
+        Args:
+            name: Of the operation.
+            iteration: How often the name was submitted before.
+            kind: Of collective, ``"allreduce"`` for instance.
+            num_bytes: Of this operation's tensor.
+            batch: Number of the native operation, equal on all ranks.
+            fused: How many tensors shared the native operation.
+            submitted: When it was submitted here.
+            agreed: When the ranks had agreed that it is ready everywhere; ``submitted`` for operations of a plan,
+                which need no agreement.
+            begun: When packing into the fusion buffer began.
+            packed: When the native operation was started.
+            ended: When the native operation had ended.
+            unpacked: When the results were copied out: the operation is done.
+            error: What it failed with.
+        """
+
     def stalled(self, report: Mapping[str, object], now: float) -> None:
         """A stall report was made."""

@@ -4,21 +4,69 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.observe.chrome_trace import FORMAT, Event, write_trace
+from totalreduce.observe.chrome_trace import FORMAT, write_trace
 
-__all__ = ["merge_timelines"]
+__all__ = ["merge_timelines", "merged_trace", "write_merged"]
+
+_MERGED_FORMAT = f"{FORMAT}-merged"
 
 
-def merge_timelines(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
-    """Merge the files of several ranks into one that shows all of them.
+def merged_trace(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
+    """One trace with all ranks in it.
 
     Ranks of one host share the kernel's monotonic clock and line up to the microsecond. Hosts line up as well
     as their wall clocks do: some milliseconds apart with NTP.
+
+    Args:
+        paths: Files written by ``Timeline``, one per rank, in any order.
+
+    Returns:
+        A trace in the format of a file: ``traceEvents``, rank after rank, and ``metadata``, whose ``ranks`` are the
+        metadata of the ranks' own files.
+
+    Raises:
+        ConfigurationError: No files, a file that is no timeline, or two files of one rank.
+    """
+    if not paths:
+        raise ConfigurationError("no timelines to merge: name the file of at least one rank")
+    traces = sorted((_read(Path(path)) for path in paths), key=lambda trace: trace["metadata"]["rank"])
+    headers = [trace["metadata"] for trace in traces]
+    ranks = [header["rank"] for header in headers]
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    if twice:
+        raise ConfigurationError(f"two timelines of rank {twice[0]}: give every rank's file once, and of one run only")
+    origins = _origins(headers)
+    start = min(origins)
+    for trace, origin in zip(traces, origins, strict=True):
+        shift = round((origin - start) * 1e6)
+        for event in trace["traceEvents"]:
+            if "ts" in event:
+                event["ts"] += shift
+    return {
+        "traceEvents": [event for trace in traces for event in trace["traceEvents"]],
+        "metadata": {"format": _MERGED_FORMAT, "origin_wall_s": start, "ranks": headers},
+    }
+
+
+def write_merged(trace: dict[str, Any], out: str | os.PathLike[str]) -> Path:
+    """Write what ``merged_trace`` returned into ``out``, replaced as a whole; missing folders are made.
+
+    Raises:
+        OSError: ``out`` could not be written.
+    """
+    target = Path(out)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_trace(target, trace["traceEvents"], trace["metadata"])
+    return target
+
+
+def merge_timelines(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
+    """Merge the files of several ranks into one that shows all of them, as ``merged_trace`` lays them out.
 
     Args:
         paths: Files written by ``Timeline``, one per rank, in any order.
@@ -31,25 +79,7 @@ def merge_timelines(paths: Sequence[str | os.PathLike[str]], out: str | os.PathL
         ConfigurationError: No files, a file that is no timeline, or two files of one rank.
         OSError: ``out`` could not be written.
     """
-    if not paths:
-        raise ConfigurationError("no timelines to merge: name the file of at least one rank")
-    traces = sorted((_read(Path(path)) for path in paths), key=lambda trace: trace["metadata"]["rank"])
-    ranks = [trace["metadata"]["rank"] for trace in traces]
-    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-    if twice:
-        raise ConfigurationError(f"two timelines of rank {twice[0]}: give every rank's file once, and of one run only")
-    origins = _origins([trace["metadata"] for trace in traces])
-    start = min(origins)
-    shifts = [round((origin - start) * 1e6) for origin in origins]
-    target = Path(out)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    metadata: Event = {
-        "format": f"{FORMAT}-merged",
-        "origin_wall_s": start,
-        "ranks": [t["metadata"] for t in traces],
-    }
-    write_trace(target, _shifted(traces, shifts), metadata)
-    return target
+    return write_merged(merged_trace(paths), out)
 
 
 def _origins(headers: Sequence[dict[str, Any]]) -> list[float]:
@@ -60,19 +90,17 @@ def _origins(headers: Sequence[dict[str, Any]]) -> list[float]:
     return [header["origin_clock_s"] + differences[header["clock"]] for header in headers]
 
 
-def _shifted(traces: Sequence[dict[str, Any]], shifts: Sequence[int]) -> Iterator[Event]:
-    for trace, shift in zip(traces, shifts, strict=True):
-        for event in trace["traceEvents"]:
-            yield {**event, "ts": event["ts"] + shift} if "ts" in event else event
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
-        trace = json.loads(path.read_text("utf-8"))
+        trace: Any = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigurationError(f"cannot read the timeline {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigurationError(f"{path} is not a timeline: {error}") from error
-    if not isinstance(trace, dict) or trace.get("metadata", {}).get("format") != FORMAT:
+    found = trace.get("metadata", {}).get("format") if isinstance(trace, dict) else None
+    if found == _MERGED_FORMAT:
+        raise ConfigurationError(f"{path} is not the timeline of one rank but a merged one: give the ranks' own files")
+    if found != FORMAT:
         raise ConfigurationError(f"{path} is not the timeline of one rank (its format is not {FORMAT})")
+    assert isinstance(trace, dict)
     return trace

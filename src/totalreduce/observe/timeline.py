@@ -4,7 +4,8 @@ Rule 1: inside the engine's calls a fact is one tuple appended to a list; the re
 Rule 2: one tuple holds a whole span, so that leaving facts out (``max_events``) never leaves half a span.
 
 A rank is a process of the trace. An operation name is one of its tracks, with a span per iteration from
-``submitted`` to ``done`` and QUEUED and WIRE inside it. Time blocked in ``wait`` is on the track "caller",
+``submitted`` to ``done`` and its parts inside it: QUEUED and WIRE, or, where a native library carried it out,
+NEGOTIATE, QUEUE, FUSE or COPY, the kind of collective, COPY. Time blocked in ``wait`` is on the track "caller",
 additions stand on "computation"; "bytes in flight" is a counter.
 """
 
@@ -34,10 +35,19 @@ class _Operation(NamedTuple):
     name: str
     iteration: int
     submitted: float
-    first_byte: float | None
+    ends: tuple[float, ...]
+    """Of its parts, each of which begins where the one before ends; the last ends with the operation."""
     done: float
     outcome: str
     sizes: Event
+    native: str = ""
+    """Kind of the collective of a native library."""
+
+    def parts(self) -> tuple[str, ...]:
+        """What lies between submission and end: as many names as ``ends``, or more where no byte came or went."""
+        if not self.native:
+            return "QUEUED", "WIRE"
+        return "NEGOTIATE", "QUEUE", "COPY" if self.sizes["fused"] == 1 else "FUSE", self.native.upper(), "COPY"
 
 
 class _Span(NamedTuple):
@@ -77,7 +87,8 @@ class _Pending:
             "bytes sent": self.sent,
             "bytes received": self.received,
         }
-        return _Operation(name, self.iteration, self.submitted, self.first_byte, now, outcome, sizes)
+        ends = (now,) if self.first_byte is None else (self.first_byte, now)
+        return _Operation(name, self.iteration, self.submitted, ends, now, outcome, sizes)
 
 
 class Timeline(Observer):
@@ -89,7 +100,7 @@ class Timeline(Observer):
         rank: This rank; the process number in the trace.
         path: File to write, replaced as a whole; missing folders are made.
         max_events: Spans and instants kept at most, the earliest ones; later ones are counted, and the count
-            is written into the file. A kept event takes about 300 bytes of memory.
+            is written into the file. A kept event takes 300 to 600 bytes of memory.
         clock: The clock that drives the engine, in seconds.
 
     Raises:
@@ -166,8 +177,29 @@ class Timeline(Observer):
         """Close the operation's span."""
         pending = self._pending.pop(name, None)
         if pending is not None:
-            outcome = "done" if error is None else f"{type(error).__name__}: {error}"
-            self._keep(pending.finish(name, now, outcome))
+            self._keep(pending.finish(name, now, _outcome(error)))
+
+    def coordinated(
+        self,
+        name: str,
+        iteration: int,
+        *,
+        kind: str,
+        num_bytes: int,
+        batch: int,
+        fused: int,
+        submitted: float,
+        agreed: float,
+        begun: float,
+        packed: float,
+        ended: float,
+        unpacked: float,
+        error: BaseException | None,
+    ) -> None:
+        """A span with all of its parts."""
+        sizes: Event = {"bytes": num_bytes, "batch": batch, "fused": fused}
+        ends = (agreed, begun, packed, ended, unpacked)
+        self._keep(_Operation(name, iteration, submitted, ends, unpacked, _outcome(error), sizes, kind))
 
     def stalled(self, report: Mapping[str, object], now: float) -> None:
         """Mark a stall, with its report."""
@@ -248,10 +280,11 @@ class _Formatter:
             begin,
             span(self._rank, tid, f"{track} #{number or operation.iteration}", begin=begin, end=end, args=args),
         )
-        if operation.first_byte is not None:
-            first = min(max(self._microseconds(operation.first_byte), begin), end)
-            yield begin, span(self._rank, tid, "QUEUED", begin=begin, end=first, args={})
-            yield first, span(self._rank, tid, "WIRE", begin=first, end=end, args={})
+        for label, at in zip(operation.parts(), operation.ends, strict=False):
+            part_end = min(max(self._microseconds(at), begin), end)
+            if part_end > begin:
+                yield begin, span(self._rank, tid, label, begin=begin, end=part_end, args={})
+            begin = part_end
 
     def _instant(self, instant: _Instant, names: Mapping[str, str]) -> tuple[int, Event]:
         at = self._microseconds(instant.now)
@@ -296,6 +329,10 @@ def _track(name: str) -> tuple[str, str]:
     """``unnamed#7`` and ``barrier#7`` are numbered by their names; they share a track, as iterations do."""
     track, _, number = name.rpartition("#")
     return (track, number) if track and number.isdecimal() else (name, "")
+
+
+def _outcome(error: BaseException | None) -> str:
+    return "done" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _clock_identity() -> str:
