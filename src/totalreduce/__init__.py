@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from totalreduce.c10d import registration as _registration
 
 if TYPE_CHECKING:
+    from totalreduce.coordination.config import CoordinationConfig
     from totalreduce.foundation.config import EngineConfig, TcpConfig, Tls
     from totalreduce.foundation.errors import (
         AuthenticationError,
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
         PlanMismatchError,
         ProtocolError,
         RendezvousError,
+        StallError,
         TotalReduceError,
         UnsupportedError,
     )
     from totalreduce.foundation.observer import Observer
     from totalreduce.foundation.types import ReduceOp
+    from totalreduce.groups.coordinator import Coordinator
     from totalreduce.groups.group import Group
     from totalreduce.groups.plan import Plan, TensorSpec
     from totalreduce.groups.statistics import Statistics
@@ -46,6 +49,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "AuthenticationError": "foundation.errors",
     "ConfigurationError": "foundation.errors",
+    "CoordinationConfig": "coordination.config",
+    "Coordinator": "groups.coordinator",
     "DeadlineExceededError": "foundation.errors",
     "DistributedOptimizer": "pytorch.optimizer",
     "EngineConfig": "foundation.config",
@@ -60,6 +65,7 @@ _HOMES = {
     "ProtocolError": "foundation.errors",
     "ReduceOp": "foundation.types",
     "RendezvousError": "foundation.errors",
+    "StallError": "foundation.errors",
     "Statistics": "groups.statistics",
     "TcpConfig": "foundation.config",
     "TensorSpec": "groups.plan",
@@ -75,6 +81,8 @@ _HOMES = {
 __all__ = [
     "AuthenticationError",
     "ConfigurationError",
+    "CoordinationConfig",
+    "Coordinator",
     "DeadlineExceededError",
     "DistributedOptimizer",
     "EngineConfig",
@@ -89,6 +97,7 @@ __all__ = [
     "ProtocolError",
     "ReduceOp",
     "RendezvousError",
+    "StallError",
     "Statistics",
     "TcpConfig",
     "TensorSpec",

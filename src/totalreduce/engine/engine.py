@@ -25,8 +25,9 @@ import json
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from totalreduce.engine.channels import Channel, Channels, pieces
 from totalreduce.engine.counters import Counters
 from totalreduce.engine.early import EarlyNews
 from totalreduce.engine.floating import FloatingMessage, FloatingStore, floating_cost
@@ -58,8 +59,17 @@ __all__ = ["CONTROL_BYTES_MAX", "Computation", "Delivery", "Engine", "OutgoingMe
 CONTROL_BYTES_MAX = 16 * 1024
 #: Kinds in which a rank may be done, and leave, before others have begun: its part is here, or it is missed.
 _ENDS_EARLY = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER, OpKind.SEND_RECV})
+#: Stall reports that nobody has fetched, at most.
+_REPORTS_MAX = 1000
 #: In control frames that are about no operation.
 _NO_KEY = (0, 0)
+
+
+class Report(Protocol):
+    """What is told to observers and the log when somebody keeps others waiting."""
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-ready."""
 
 
 @dataclass(slots=True, eq=False)
@@ -150,6 +160,8 @@ class Engine:
         #: Failed operations of which an addition is still being carried out: not completed before it has ended.
         self._unsettled: list[Operation] = []
         self._stalls = StallWatch(rank, config.stall_warning_s)
+        self._reports: list[Report] = []
+        self._channels = Channels()
         self._lost: PeerLost | None = None
         self._departed: dict[int, str] = {}
         self._closed = False
@@ -280,9 +292,10 @@ class Engine:
         completed, self._completed = self._completed, []
         return completed
 
-    def pop_reports(self) -> list[StallReport]:
+    def pop_reports(self) -> list[Report]:
         """Stall reports made since the last call."""
-        return self._stalls.pop_reports()
+        reports, self._reports = self._reports, []
+        return reports
 
     def close(self, now: float, *, tell: Collection[int]) -> None:
         """Fail what is pending and take nothing more; the peers in ``tell`` learn that this was on purpose."""
@@ -294,6 +307,7 @@ class Engine:
         self._completed += self._unsettled
         self._unsettled.clear()
         self._end_any_receives(lambda _: True, GroupClosed("the group was closed with a receive pending"))
+        self._channels.fail(GroupClosed("the group was closed"), now)
         for peer in tell:
             if peer in self._departed:
                 continue
@@ -316,6 +330,33 @@ class Engine:
     def lost(self) -> PeerLost | None:
         """Who was lost, if somebody was."""
         return self._lost
+
+    # --------------------------------------------------------------------------------------------------- channels
+
+    def open_channel(self, number: int, channel: Channel, now: float) -> None:
+        """Have messages of other protocols delivered; ``number`` is equal on all ranks, one channel each.
+
+        Raises:
+            PeerLost: A rank is gone.
+            GroupClosed: This rank closed the group.
+        """
+        self._check_usable()
+        self._channels.begin(number, channel, now)
+
+    def close_channel(self, number: int) -> None:
+        """Deliver nothing more."""
+        self._channels.end(number)
+
+    def post(self, peer: int, number: int, message: bytes) -> None:
+        """Send a message through a channel; it leaves before all data."""
+        if self._closed or self._lost is not None or peer in self._departed:
+            return
+        for piece, last in pieces(message):
+            self._control(peer, Frame.CHANNEL, key=(number, 0), body=piece, step=int(last))
+
+    def channels_due(self) -> float | None:
+        """When ``tick`` should be called for the sake of a channel."""
+        return self._channels.next_due()
 
     # ---------------------------------------------------------------------------------------------------- sending
 
@@ -486,6 +527,7 @@ class Engine:
         for operation in list(self._active.values()):
             self._finish(operation, now, PeerLost(peer, reason))
         self._end_any_receives(lambda _: True, PeerLost(peer, reason))
+        self._channels.fail(PeerLost(peer, reason), now)
 
     @staticmethod
     def _lost_body(lost: PeerLost) -> bytes:
@@ -499,15 +541,25 @@ class Engine:
         for operation in list(self._active.values()):
             self._fail_if_needed(operation, peer, now)
         self._end_any_receives(lambda receive: set(receive.candidates) <= set(self._departed), PeerLost(peer, reason))
+        self._channels.depart(peer, reason, now)
 
     # --------------------------------------------------------------------------------------------------- watching
 
     def tick(self, now: float) -> None:
-        """Advance the stall watch; call it a few times a second."""
+        """Advance the stall watch and the channels; call it a few times a second, and at ``channels_due``."""
+        self._channels.tick(now)
         for operation in self._stalls.late(self._active.values(), now):
             self.inquire(operation, now, warn=True)
         for report in self._stalls.concluded(self._active, now):
-            self._publish(report, now)
+            self.publish(report, now)
+
+    def publish(self, report: Report, now: float) -> None:
+        """Have a stall logged and shown to the observers; also for what lives beside the engine."""
+        self.counters.stalls += 1
+        if len(self._reports) < _REPORTS_MAX:
+            self._reports.append(report)
+        for observer in self.observers:
+            observer.stalled(report.as_dict(), now)
 
     def inquire(self, operation: Operation, now: float, *, warn: bool = False) -> None:
         """Ask every peer whether it has submitted the operation."""
@@ -713,8 +765,9 @@ class Engine:
         key: tuple[int, int] = _NO_KEY,
         body: bytes = b"",
         signature: bytes = bytes(24),
+        step: int = 0,
     ) -> None:
-        header = Header(frame, self.epoch, key[0], key[1], body_bytes=len(body), signature=signature)
+        header = Header(frame, self.epoch, key[0], key[1], step=step, body_bytes=len(body), signature=signature)
         view = memoryview(body) if body else None
         self._controls.setdefault(peer, deque()).append(OutgoingMessage(peer, header.pack(), view))
         self._ready.add(peer)
@@ -973,6 +1026,8 @@ class Engine:
                 self._on_status_request(peer, key, _decode(body, peer), now)
             case Frame.STATUS_REPLY:
                 self._on_status_reply(peer, key, _decode(body, peer))
+            case Frame.CHANNEL:
+                self._channels.arrived(peer, header.operation, body, last=bool(header.step), now=now)
             case Frame.GOODBYE:
                 self.peer_departed(peer, "it has closed the group", now)
             case _:
@@ -1076,7 +1131,7 @@ class Engine:
         self._control(peer, Frame.STATUS_REPLY, key=key, body=body)
         if not submitted and waited_s >= self.config.stall_warning_s > 0:
             name = str(document.get("name", self._name_of(key[0])))
-            self._publish(StallReport(name, key[1], waited_s, (self.rank,), {peer: "waiting for this rank"}, ()), now)
+            self.publish(StallReport(name, key[1], waited_s, (self.rank,), {peer: "waiting for this rank"}, ()), now)
 
     def _on_status_reply(self, peer: int, key: tuple[int, int], document: dict[str, Any]) -> None:
         progress = str(document.get("progress", "?"))
@@ -1116,12 +1171,6 @@ class Engine:
             if other != self.rank and other not in self._departed:
                 self._control(other, Frame.MISMATCH, key=key, body=body)
         return error
-
-    def _publish(self, report: StallReport, now: float) -> None:
-        self.counters.stalls += 1
-        self._stalls.keep(report)
-        for observer in self.observers:
-            observer.stalled(report.as_dict(), now)
 
     # -------------------------------------------------------------------------------------- receives from anybody
 

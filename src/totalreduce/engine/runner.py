@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
 import numpy as np
 
@@ -43,6 +44,7 @@ __all__ = ["ComputeMode", "Handle", "Runner", "carry_out"]
 
 _log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 ComputeMode = Literal["auto", "thread", "inline"]
 
 #: Below this a hand-over to the computation thread costs more than the addition.
@@ -210,6 +212,27 @@ class Runner:
 
         return self._start(submit, finalise)
 
+    def act(self, action: Callable[[float], Result]) -> Result:
+        """Call ``action(now)`` on the engine, or on what lives beside it, and see to it that what it posts leaves."""
+        with self._lock:
+            self._check_alive()
+            now = time.monotonic()
+            result = action(now)
+            wake = self._sleepers > 0
+        self._look_again(now, wake=wake)
+        return result
+
+    def _channels_due(self) -> float:
+        due = self.engine.channels_due()
+        return math.inf if due is None else due
+
+    def _look_again(self, now: float, *, wake: bool) -> None:
+        """There is something to send: have somebody do it."""
+        if wake:
+            self.transport.wake()
+        elif self._parked and self._driver is None and now > self._left_at + _NEXT_BLOCKING_S:
+            self._unpark()
+
     def _start(self, submit: Callable[[Handle], None], finalise: Callable[[], None] | None) -> Handle:
         handle = Handle(finalise)
         with self._lock:
@@ -221,14 +244,18 @@ class Runner:
             wake = self._sleepers > 0
             now = time.monotonic()
         self._tell(completed)
-        if wake:
-            self.transport.wake()
-        elif self._parked and self._driver is None and now > self._left_at + _NEXT_BLOCKING_S:
-            self._unpark()
+        self._look_again(now, wake=wake)
         return handle
 
-    def wait(self, handle: Handle, timeout_s: float) -> None:
+    def wait(
+        self, handle: Handle, timeout_s: float, *, explain: Callable[[float], tuple[str, str]] | None = None
+    ) -> None:
         """Wait for an operation, and let its messages overtake everything nobody waits for.
+
+        Args:
+            handle: The operation's, or that of something else whose messages move here.
+            timeout_s: In seconds.
+            explain: Of something else: its name, and why it is pending; called with the time, under the lock.
 
         Raises:
             DeadlineExceededError: It is still pending; the message says on whom it waits.
@@ -250,9 +277,19 @@ class Runner:
                     observer.waited(operation.name, operation.key[1], begin, now)
             if handle.wait(0.0):
                 return
-            name = operation.name if operation is not None else "a message from any rank"
-            explanation = self.engine.explain(operation, now) if operation is not None else "nobody has sent one"
+            if explain is not None:
+                name, explanation = explain(now)
+            elif operation is not None:
+                name, explanation = operation.name, self.engine.explain(operation, now)
+            else:
+                name, explanation = "a message from any rank", "nobody has sent one"
         raise DeadlineExceededError(f"rank {self.engine.rank} waited {timeout_s:g} s for {name!r}: {explanation}")
+
+    def complete(self, handle: Handle, error: BaseException | None) -> None:
+        """Something else than the engine has finished: tell who waits for it, and whoever moves messages for him."""
+        handle.complete(error)
+        if self._sleepers:
+            self.transport.wake()
 
     def close(self, timeout_s: float) -> None:
         """Fail what is pending, tell the peers, end the threads and the connections, within about ``timeout_s``."""
@@ -372,8 +409,10 @@ class Runner:
         with self._lock:
             now = time.monotonic()
             if now >= self._next_tick:
-                self._next_tick = now + _TICK_S
                 self.engine.tick(now)
+                self._next_tick = now + _TICK_S
+            self._next_tick = min(self._next_tick, self._channels_due())
+            timeout_s = min(timeout_s, max(0.0, self._next_tick - now))
             reports = self.engine.pop_reports()
             self._sleepers += 1  # before looking for work, so that whoever adds some wakes us
         for report in reports:

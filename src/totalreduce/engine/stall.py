@@ -16,8 +16,6 @@ __all__ = ["StallReport", "StallWatch"]
 
 #: How long answers are waited for before the report is made without them.
 _ANSWER_S = 1.0
-#: Reports that nobody has fetched, at most.
-_REPORTS_MAX = 1000
 
 _Key = tuple[int, int]
 
@@ -89,7 +87,6 @@ class StallWatch:
         self._rank, self._warning_s = rank, warning_s
         self._inquiries: dict[_Key, _Inquiry] = {}
         self._next_warning: dict[_Key, float] = {}
-        self._reports: list[StallReport] = []
 
     def late(self, active: Iterable[Operation], now: float) -> list[Operation]:
         """Operations about which the peers are to be asked now."""
@@ -142,16 +139,6 @@ class StallWatch:
         """The operation has finished."""
         self._next_warning.pop(key, None)
         self._inquiries.pop(key, None)
-
-    def keep(self, report: StallReport) -> None:
-        """Keep a report until it is fetched."""
-        if len(self._reports) < _REPORTS_MAX:
-            self._reports.append(report)
-
-    def pop_reports(self) -> list[StallReport]:
-        """Reports since the last call."""
-        reports, self._reports = self._reports, []
-        return reports
 
     def _report(self, operation: Operation, inquiry: _Inquiry, now: float) -> StallReport:
         others = set(operation.ranks) - {self._rank} - set(inquiry.answers)

@@ -7,6 +7,7 @@
     │   └── UnsupportedError    a tensor this build cannot synchronise (device, layout, dtype)
     ├── MismatchError           ranks disagree about one operation
     │   └── PlanMismatchError   ranks disagree about the model or the settings of a plan
+    ├── StallError              some rank never submitted an operation that others wait for
     ├── MissingTensorError      a rank left a planned tensor out and the policy forbids it
     ├── DeadlineExceededError   also a TimeoutError: the operation goes on, this wait does not
     ├── PeerLost                a rank died, froze or left
@@ -33,6 +34,7 @@ __all__ = [
     "PlanMismatchError",
     "ProtocolError",
     "RendezvousError",
+    "StallError",
     "TotalReduceError",
     "UnsupportedError",
 ]
@@ -68,8 +70,9 @@ class MismatchError(TotalReduceError):
 
     Attributes:
         tensor: Name of the operation.
-        ranks: The two ranks that were compared.
+        ranks: The ranks that were compared: two, or the first one of each of ``sets``.
         values: What each of them submitted, in the same order.
+        sets: Ranks that submitted the same, where all were compared; else those of ``ranks``, each by itself.
     """
 
     def __init__(self, tensor: str, ranks: tuple[int, ...], values: tuple[str, ...]) -> None:
@@ -77,6 +80,21 @@ class MismatchError(TotalReduceError):
         both = "; ".join(f"rank {rank} submitted {value}" for rank, value in zip(ranks, values, strict=True))
         super().__init__(f"tensor {tensor!r}: {both}. Submit the same kind, dtype, shape and reduction on every rank.")
         self.tensor, self.ranks, self.values = tensor, ranks, values
+        self.sets: tuple[tuple[int, ...], ...] = tuple((rank,) for rank in ranks)
+
+    @classmethod
+    def between(cls, tensor: str, sets: tuple[tuple[int, ...], ...], values: tuple[str, ...]) -> MismatchError:
+        """The same where all ranks were compared: ``sets`` of ranks that submitted the same, by first rank."""
+        error = cls(tensor, tuple(ranks[0] for ranks in sets), values)
+        said = "; ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} submitted {value}"
+            for ranks, value in zip(sets, values, strict=True)
+        )
+        error.args = (
+            f"tensor {tensor!r}: {said}. Submit the same kind, dtype, shape, device and reduction on every rank.",
+        )
+        error.sets = sets
+        return error
 
 
 class PlanMismatchError(MismatchError):
@@ -94,6 +112,7 @@ class PlanMismatchError(MismatchError):
             + "\nBuild the same model with the same settings on every rank.",
         )
         self.tensor, self.ranks, self.values, self.differences = plan, (), (), differences
+        self.sets = ()
 
 
 class MissingTensorError(TotalReduceError):
@@ -112,6 +131,30 @@ class MissingTensorError(TotalReduceError):
             'Use on_missing="zero" to count it as a zero contribution.'
         )
         self.tensor, self.ranks, self.step = tensor, ranks, step
+
+
+class StallError(TotalReduceError):
+    """Some rank never submitted an operation that others wait for, for longer than ``stall_abort_s``.
+
+    Raised on every rank, by every pending and every later operation of that agreement (see ``docs/coordination.md``).
+    The tensors' contents are undefined. Ranks that are merely slow need a longer ``stall_abort_s``.
+
+    Attributes:
+        tensor: The operation that waited longest.
+        ranks: Who did not submit it, or did not say.
+        waited_s: How long it waited, in seconds.
+        where: Place in the program where it was submitted.
+    """
+
+    def __init__(self, tensor: str, ranks: tuple[int, ...], waited_s: float, where: str) -> None:
+        """Say who kept whom waiting."""
+        who = ", ".join(str(rank) for rank in ranks) or "unknown"
+        place = f" (submitted at {where})" if where else ""
+        super().__init__(
+            f"tensor {tensor!r}{place} waited {waited_s:.1f} s for rank(s) {who}, which never submitted it. Does every "
+            "rank call the same operations, with as many batches? If a rank is only slow, raise stall_abort_s"
+        )
+        self.tensor, self.ranks, self.waited_s, self.where = tensor, ranks, waited_s, where
 
 
 class DeadlineExceededError(TotalReduceError, TimeoutError):

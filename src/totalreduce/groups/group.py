@@ -13,15 +13,20 @@ from typing import Any, Literal, Self, final
 
 import torch
 
+from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.engine.runner import Runner
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
 from totalreduce.foundation.observer import Observer
 from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp
 from totalreduce.groups import agreement, objects, requests
+from totalreduce.groups.coordinator import Coordinator
+from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.groups.plan import Plan, TensorSpec
+from totalreduce.groups.planned import OrderFree, PlannedReductions
 from totalreduce.groups.requests import Blocks, Request
 from totalreduce.groups.statistics import Statistics
 from totalreduce.groups.work import Work
+from totalreduce.transports.base import NativeCollectives
 
 __all__ = ["Group"]
 
@@ -58,7 +63,11 @@ class Group:
         self.ranks = self._engine.everybody if ranks is None else ranks
         self.rank, self.world_size, self.name = self.ranks.index(self._engine.rank), len(self.ranks), name
         self._parent, self._scope = parent, scope
+        self._coordinator: Coordinator | None = None
+        #: The same ranks by messages alone; for what must not depend on the library that carries operations out.
+        self.control: Group = self
         self._subgroups: Counter[tuple[int, ...]] = Counter()
+        self._coordinators = 0
         self._quiesce: list[Callable[[], None]] = []
         self._at_close: list[Callable[[], None]] = []
         self._barriers = itertools.count()
@@ -111,6 +120,9 @@ class Group:
             PeerLost: A rank is gone.
             GroupClosed: This rank closed the group.
         """
+        if self._coordinator is not None:
+            _no_schedule(schedule)
+            return self._coordinator.allreduce(tensor, name=name, op=op, timeout_s=timeout_s)
         request = requests.reduction(
             OpKind.ALLREDUCE, tensor, _shown(name), op=op, root=0, algorithm=_algorithm(schedule), writes=True
         )
@@ -163,10 +175,14 @@ class Group:
             ValueError: As for ``allreduce``, like the other errors.
         """
         root = self._root(root)
-        request = requests.broadcast(
-            tensor, _shown(name), root=root, algorithm=_algorithm(schedule), writes=self.rank != root
-        )
-        work = self._submit(request, name, priority, timeout_s)
+        if self._coordinator is not None:
+            _no_schedule(schedule)
+            work = self._coordinator.broadcast(tensor, root=root, name=name, timeout_s=timeout_s)
+        else:
+            request = requests.broadcast(
+                tensor, _shown(name), root=root, algorithm=_algorithm(schedule), writes=self.rank != root
+            )
+            work = self._submit(request, name, priority, timeout_s)
         if not async_op:
             work.wait()
         return work
@@ -195,6 +211,10 @@ class Group:
             ConfigurationError: Sizes, dtypes or the number of tensors do not fit together here.
             MismatchError: By ``wait``: ranks disagree about the sizes.
         """
+        if self._coordinator is not None:
+            _no_schedule(schedule)
+            places = requests.listed(outputs, self.world_size, _shown(name), "outputs")
+            return self._coordinator.allgather(tensor.reshape(-1), outputs=places, name=name, timeout_s=timeout_s)
         request = requests.allgather(
             outputs, tensor, _shown(name), rank=self.rank, size=self.world_size, algorithm=_algorithm(schedule)
         )
@@ -222,6 +242,13 @@ class Group:
             priority: Smaller is more urgent.
             timeout_s: Deadline in seconds of a ``wait`` that names none.
         """
+        if self._coordinator is not None:
+            _no_schedule(schedule)
+            parts = requests.listed(inputs, self.world_size, _shown(name), "inputs")
+            if any(part.numel() != tensor.numel() for part in parts):
+                raise ConfigurationError(f"{_shown(name)!r}: the native library takes equal blocks only")
+            whole = torch.stack([part.reshape(-1) for part in parts])
+            return self._coordinator.reduce_scatter(whole, op=op, outputs=[tensor], name=name, timeout_s=timeout_s)
         request = requests.reduce_scatter(
             tensor,
             inputs,
@@ -278,6 +305,11 @@ class Group:
 
         ``outputs[i]`` on rank j is as large as ``inputs[j]`` on rank i; a difference is a ``MismatchError`` on both.
         """
+        if self._coordinator is not None:
+            places = requests.listed(outputs, self.world_size, _shown(name), "outputs")
+            parts = requests.listed(inputs, self.world_size, _shown(name), "inputs")
+            whole, splits = torch.cat([part.reshape(-1) for part in parts]), [part.numel() for part in parts]
+            return self._coordinator.alltoall(whole, splits, outputs=places, name=name, timeout_s=timeout_s)
         request = requests.alltoall(outputs, inputs, _shown(name), rank=self.rank, size=self.world_size)
         return self._submit(request, name, priority, timeout_s)
 
@@ -361,25 +393,26 @@ class Group:
             priority=_checked_priority(priority),
             finalise=request.finalise,
         )
-        return Work(self, self._runner, handle, request.results, "a message from any rank", self._patience(timeout_s))
+        name = "a message from any rank"
+        return Work(self._runner, handle, request.results, name, self._patience(timeout_s), ranks=self.ranks)
 
     # ------------------------------------------------------------------------------------------------------- objects
 
     def broadcast_object(self, value: Any, *, root: int = 0) -> Any:
         """The root's value on every rank: numbers, strings, bytes, tensors, lists, tuples, dicts. Never pickled."""
-        return objects.broadcast_object(self, value, root=self._root(root))
+        return objects.broadcast_object(self.control, value, root=self._root(root))
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on every rank."""
-        return objects.allgather_object(self, value)
+        return objects.allgather_object(self.control, value)
 
     def gather_object(self, value: Any, *, root: int = 0) -> list[Any] | None:
         """Every rank's value, by rank, on the root; ``None`` elsewhere."""
-        return objects.gather_object(self, value, root=self._root(root))
+        return objects.gather_object(self.control, value, root=self._root(root))
 
     def scatter_object(self, values: Sequence[Any] | None, *, root: int = 0) -> Any:
         """This rank's one of the root's ``values`` (one per rank; ``None`` elsewhere)."""
-        return objects.scatter_object(self, values, root=self._root(root))
+        return objects.scatter_object(self.control, values, root=self._root(root))
 
     # ----------------------------------------------------------------------------------------------------- subgroups
 
@@ -407,7 +440,65 @@ class Group:
             shown = f"{self.name}/{quoted}"
             self._subgroups[members] += 1
         scope = f"{self._scope}{quoted}({','.join(map(str, members))})/"
-        return Group(self._runner, shown, parent=self, ranks=tuple(self.ranks[rank] for rank in members), scope=scope)
+        group = Group(self._runner, shown, parent=self, ranks=tuple(self.ranks[rank] for rank in members), scope=scope)
+        if self._coordinator is not None:
+            natives = self._coordinator.natives.split(members, self._patience(None))
+            group.use(natives, self._coordinator.config)
+        return group
+
+    # ---------------------------------------------------------------------------------------------- native libraries
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """Who has a native library carry the collectives out, if that is so."""
+        return self._coordinator
+
+    def use(self, natives: NativeCollectives, config: CoordinationConfig) -> Coordinator:
+        """Have a native library carry out what it can, in an order on which the ranks agree. Collective.
+
+        Raises:
+            PlanMismatchError: The ranks' settings differ; on every rank.
+        """
+        # A subgroup of its own, so that names of messages and of native operations are never the same.
+        self.control = Group(
+            self._runner, f"{self.name}/control", parent=self, ranks=self.ranks, scope=f"{self._scope}control/"
+        )
+        self._coordinator = self.coordinate(natives, config)
+        return self._coordinator
+
+    def coordinate(
+        self, natives: NativeCollectives | None = None, config: CoordinationConfig | None = None
+    ) -> Coordinator:
+        """A coordinator of this group, beside its own collectives: groups of operations, joining ranks. Collective.
+
+        Args:
+            natives: Who carries operations out; by default the engine.
+            config: Its settings; equal on all ranks.
+
+        Raises:
+            PlanMismatchError: The ranks' settings differ; on every rank.
+        """
+        self._coordinators += 1
+        return Coordinator(
+            self,
+            self._runner,
+            natives or EngineCollectives(self.control.subgroup(range(self.world_size), name="coordinated")),
+            config or CoordinationConfig(),
+            scope=f"{self._scope}#{self._coordinators}",
+            patience=self._patience,
+        )
+
+    def planned(self, name: str, tensors: Sequence[str]) -> PlannedReductions:
+        """Reductions that come again in every round, without any metadata. Collective where a library needs one order.
+
+        Args:
+            name: Prefix of the operations' names.
+            tensors: The rest of their names, in the order in which they are expected; equal on all ranks.
+        """
+        names = [f"{name}.{tensor}" for tensor in tensors]
+        if self._coordinator is None:
+            return OrderFree(self, names)
+        return self._coordinator.planned(names)
 
     # -------------------------------------------------------------------------------------------------------- plans
 
@@ -435,7 +526,7 @@ class Group:
         Raises:
             PlanMismatchError: On every rank, with readable differences.
         """
-        agreement.agree(self, name, document)
+        agreement.agree(self.control, name, document)
 
     # -------------------------------------------------------------------------------------------------- observation
 
@@ -527,6 +618,8 @@ class Group:
             if self._engine.lost is None:
                 self._flush()
         finally:
+            if self._coordinator is not None:
+                self._coordinator.close(timeout_s)
             if self._parent is None:
                 self._finalizer.detach()
                 _close(self._runner, self._at_close, timeout_s)
@@ -561,7 +654,7 @@ class Group:
             finalise=request.finalise,
         )
         assert handle.operation is not None
-        return Work(self, self._runner, handle, request.results, handle.operation.name, patience)
+        return Work(self._runner, handle, request.results, handle.operation.name, patience, ranks=self.ranks)
 
     def _check_open(self) -> None:
         if self._closed and self._parent is not None:  # of the whole group the engine says it
@@ -595,6 +688,11 @@ def _checked_priority(priority: int) -> int:
     if not -(2**31) <= priority < 2**31:
         raise ConfigurationError(f"priority {priority} does not fit into 32 bits")
     return priority
+
+
+def _no_schedule(schedule: str) -> None:
+    if schedule != "auto":
+        raise ConfigurationError(f"schedule {schedule!r}: a native library chooses its schedules by itself")
 
 
 def _algorithm(schedule: str) -> Algorithm:

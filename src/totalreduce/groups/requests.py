@@ -83,7 +83,7 @@ def _checked_op(op: ReduceOp, dtype: DType, name: str) -> ReduceOp:
     return op
 
 
-def _listed(blocks: Blocks, size: int, name: str, what: str) -> list[torch.Tensor]:
+def listed(blocks: Blocks, size: int, name: str, what: str) -> list[torch.Tensor]:
     """World-size many tensors."""
     if isinstance(blocks, torch.Tensor):
         if blocks.numel() % size:
@@ -153,7 +153,7 @@ def allgather(
 ) -> Request:
     """Allgather, with blocks of any sizes that all ranks know."""
     dtype = tensors.moved_dtype_of(tensor, name)
-    blocks = _listed(outputs, size, name, "outputs")
+    blocks = listed(outputs, size, name, "outputs")
     _one_dtype(blocks, tensor, name)
     _same_count(blocks[rank], tensor, name, f"outputs[{rank}] and the tensor must be equally large")
     views = _Views(name)
@@ -170,7 +170,7 @@ def reduce_scatter(
 ) -> Request:
     """Reduce-scatter, with blocks of any sizes that all ranks know. The inputs are only read."""
     dtype = tensors.dtype_of(tensor, name)
-    blocks = _listed(inputs, size, name, "inputs")
+    blocks = listed(inputs, size, name, "inputs")
     _one_dtype(blocks, tensor, name)
     _same_count(blocks[rank], tensor, name, f"inputs[{rank}] and the tensor must be equally large")
     views = _Views(name)
@@ -197,7 +197,7 @@ def gather(outputs: Blocks | None, tensor: torch.Tensor, name: str, *, rank: int
         return Request(signature, buffers, None, None)
     if outputs is None:
         raise ConfigurationError(f"{name!r}: the root (rank {root}) must pass outputs: {size} tensors")
-    blocks = _listed(outputs, size, name, "outputs")
+    blocks = listed(outputs, size, name, "outputs")
     _one_dtype(blocks, tensor, name)
     _same_count(blocks[rank], tensor, name, f"outputs[{rank}] and the tensor must be equally large")
     filled = [views.add(block, writes=True) for block in blocks]
@@ -219,7 +219,7 @@ def scatter(tensor: torch.Tensor, inputs: Blocks | None, name: str, *, rank: int
         return Request(signature, buffers, views.finalise(), tensor)
     if inputs is None:
         raise ConfigurationError(f"{name!r}: the root (rank {root}) must pass inputs: {size} tensors")
-    blocks = _listed(inputs, size, name, "inputs")
+    blocks = listed(inputs, size, name, "inputs")
     _one_dtype(blocks, tensor, name)
     _same_count(blocks[rank], tensor, name, f"inputs[{rank}] and the tensor must be equally large")
     filled = [views.add(block, writes=False) for block in blocks]
@@ -229,7 +229,7 @@ def scatter(tensor: torch.Tensor, inputs: Blocks | None, name: str, *, rank: int
 
 def alltoall(outputs: Blocks, inputs: Blocks, name: str, *, rank: int, size: int) -> Request:
     """Alltoall, with blocks of any sizes that sender and receiver know."""
-    sent, received = _listed(inputs, size, name, "inputs"), _listed(outputs, size, name, "outputs")
+    sent, received = listed(inputs, size, name, "inputs"), listed(outputs, size, name, "outputs")
     dtype = tensors.moved_dtype_of(sent[0], name)
     _one_dtype([*sent, *received], sent[0], name)
     _same_count(received[rank], sent[rank], name, f"inputs[{rank}] and outputs[{rank}] must be equally large")

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, final
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, final
 
 import torch
 
-from totalreduce.engine.runner import Handle, Runner
+from totalreduce.engine.operation import Operation
 from totalreduce.foundation.types import OpKind
 
-if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
+__all__ = ["Pending", "Waiter", "Work"]
 
-__all__ = ["Work"]
+
+class Pending(Protocol):
+    """An operation under way, whoever carries it out."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has finished, well or not."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed."""
+
+    @property
+    def operation(self) -> Operation | None:
+        """What the engine knows of it, if it is the engine's."""
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called when it has finished."""
+
+
+class Waiter(Protocol):
+    """Who can be asked to wait for it."""
+
+    def wait(self, handle: Any, timeout_s: float) -> None:
+        """Wait until it has finished.
+
+        Raises:
+            DeadlineExceededError: It has not.
+        """
 
 
 @final
@@ -23,14 +50,21 @@ class Work:
     Keep the tensor's memory untouched until ``done()`` or ``wait()`` says so.
     """
 
-    __slots__ = ("_group", "_handle", "_result", "_runner", "_timeout_s", "name")
+    __slots__ = ("_handle", "_ranks", "_result", "_timeout_s", "_waiter", "name")
 
     def __init__(
-        self, group: Group, runner: Runner, handle: Handle, result: torch.Tensor | None, name: str, timeout_s: float
+        self,
+        waiter: Waiter,
+        handle: Pending,
+        result: torch.Tensor | Callable[[], torch.Tensor | None] | None,
+        name: str,
+        timeout_s: float,
+        *,
+        ranks: Sequence[int] = (),
     ) -> None:
-        """Made by ``Group``."""
-        self._group, self._runner, self._handle, self._result = group, runner, handle, result
-        self._timeout_s = timeout_s
+        """Made by ``Group``; ``ranks``: its members, ``result``: what ``wait`` returns, or who makes it then."""
+        self._waiter, self._handle, self._result = waiter, handle, result
+        self._ranks, self._timeout_s = ranks, timeout_s
         self.name = name
 
     def __repr__(self) -> str:
@@ -51,7 +85,7 @@ class Work:
         operation = self._handle.operation
         if operation is None or operation.signature.kind is not OpKind.SEND_RECV:
             return None
-        return self._group.ranks.index(operation.ranks[0])
+        return self._ranks.index(operation.ranks[0])
 
     def on_done(self, callback: Callable[[Work], None]) -> None:
         """Have ``callback(work)`` called when the operation is done, well or not; at once if it is.
@@ -77,11 +111,12 @@ class Work:
             PeerLost: A rank is gone.
             GroupClosed: The group was closed meanwhile.
         """
-        self._runner.wait(self._handle, self._timeout_s if timeout_s is None else timeout_s)
+        self._waiter.wait(self._handle, self._timeout_s if timeout_s is None else timeout_s)
         error = self._handle.error
         if error is not None:
             raise _fresh(error)
-        return self._result if self._result is not None else torch.empty(0)
+        result = self._result() if callable(self._result) else self._result
+        return result if result is not None else torch.empty(0)
 
 
 def _fresh(error: BaseException) -> BaseException:

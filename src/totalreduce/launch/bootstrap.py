@@ -6,14 +6,15 @@ import dataclasses
 import logging
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast, get_args
 
+from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.engine.engine import Engine
 from totalreduce.engine.runner import ComputeMode, Runner
 from totalreduce.foundation import environment
 from totalreduce.foundation.config import EngineConfig, TcpConfig, Tls
 from totalreduce.foundation.environment import Settings
-from totalreduce.foundation.errors import DeadlineExceededError, PeerLost, RendezvousError
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost, RendezvousError
 from totalreduce.foundation.observer import Observer
 from totalreduce.groups import probe
 from totalreduce.groups.group import Group
@@ -23,6 +24,8 @@ from totalreduce.launch.rendezvous import Place
 from totalreduce.observe import Timeline, rank_path
 
 __all__ = ["init"]
+
+Collectives = Literal["auto", "engine", "native"]
 
 _log = logging.getLogger("totalreduce")
 
@@ -49,6 +52,8 @@ def init(
     compute: ComputeMode | None = None,
     links: LinkPolicy | str | Path | None = None,
     place: Place | None = None,
+    collectives: Collectives = "auto",
+    coordination: CoordinationConfig | None = None,
 ) -> Group:
     """Join the job this process was started for, and return its group when every rank has answered.
 
@@ -71,6 +76,10 @@ def init(
         links: What messages cost, for the choice of schedules: ``"auto"`` measures it at start (some ten milliseconds)
             where the job spans several hosts, ``"measure"`` always, ``"off"`` never; or a file that ``totalreduce
             doctor --store`` wrote (``TOTALREDUCE_LINKS``). Equal on all ranks.
+        collectives: Who carries them out: ``"engine"``, this library, in any order and with priorities; ``"native"``,
+            the library behind ``transport``, in an order on which the ranks agree (``docs/coordination.md``).
+            ``"auto"``: native for ``"torch"`` (the program's back end: NCCL, gloo), else the engine.
+        coordination: Settings of that agreement.
         place: A store that is open already, and this process's rank among those who meet in it; instead of what
             ``torch.distributed`` or the environment say.
 
@@ -90,6 +99,9 @@ def init(
     tls = tls or settings.tls
     wire = {"wire version": _WIRE_VERSION, "transport": transport, "TLS": "on" if tls else "off"}
     wire["engine"] = "given" if engine else "default"
+    if collectives not in get_args(Collectives):
+        raise ConfigurationError(f"collectives are 'auto', 'engine' or 'native', not {collectives!r}")
+    wire["collectives"] = collectives
     policy = probe.resolve(links, settings.links)
     wire["links"] = probe.wire_setting(policy)
     link = connect(
@@ -117,6 +129,11 @@ def init(
         group.at_close(recorder.close)
     _meet(group, engine_config.timeout_s)
     probe.apply(group, policy)
+    if collectives == "native" or (collectives == "auto" and transport == "torch"):
+        if link.native is None:
+            group.close(1.0)
+            raise ConfigurationError(f"transport {transport!r} has no collectives of its own: use collectives='engine'")
+        group.use(link.native, coordination or CoordinationConfig())
     return group
 
 

@@ -97,33 +97,62 @@ class Endpoint(Protocol):
         """The peer died, froze, was cut off or talks nonsense."""
 
 
-class NativeCollectives(Protocol):
-    """Collectives of the library that a transport borrows, in that library's own way.
+class NativeWork(Protocol):
+    """A collective of a borrowed library that was started."""
 
-    They block, and all ranks must call them in one agreed order: they are for whoever coordinates that order, and an
-    operation of the engine needs none of them. One thread at a time. Results are as exact and as repeatable as the
-    library makes them.
-    """
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
 
-    def allreduce(self, tensor: torch.Tensor, op: ReduceOp, *, timeout_s: float) -> None:
-        """Reduce in place over all ranks.
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended, at most so many seconds, and return whether it has. The result is there then.
 
-        Args:
-            tensor: Contiguous; of a device that the library knows; equal shape and dtype on all ranks.
-            op: How to reduce.
-            timeout_s: Deadline in seconds.
+        On an accelerator this makes the current stream wait instead of the caller, where the library does so.
 
         Raises:
-            UnsupportedError: The library cannot do this.
-            DeadlineExceededError: Not finished in time; the library's communicator is unusable from then on.
             TotalReduceError: The library says that it failed.
         """
 
-    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout_s: float) -> None:
-        """Copy the root's tensor to all ranks, in place; otherwise like ``allreduce``."""
 
-    def allgather(self, output: torch.Tensor, tensor: torch.Tensor, *, timeout_s: float) -> None:
-        """Gather equal parts, by rank, into ``output`` (``world_size`` times as long); otherwise like ``allreduce``."""
+class NativeCollectives(Protocol):
+    """Collectives of the library that a transport borrows, in that library's own way.
+
+    They return at once. All ranks must call them in one agreed order: they are for whoever sees to that order, and an
+    operation of the engine needs none of them. One thread at a time. Results are as exact and as repeatable as the
+    library makes them. Tensors are contiguous, of a device that the library knows, and untouched until the work is
+    done; dtypes and counts are equal on all ranks.
+
+    Raises:
+        UnsupportedError: The library cannot do this; by any of them.
+    """
+
+    world_size: int
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
+        """Reduce in place over all ranks."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> NativeWork:
+        """Copy the root's tensor to all ranks, in place."""
+
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> NativeWork:
+        """Gather equal parts, by rank, into ``output`` (``world_size`` times as long)."""
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
+        """Reduce ``tensor`` and keep this rank's part of it (``world_size`` times shorter)."""
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> NativeWork:
+        """Exchange parts: ``sent`` elements for each rank, ``received`` ones from each, one after the other."""
+
+    def split(self, ranks: Sequence[int], timeout_s: float) -> NativeCollectives:
+        """The same library among some ranks, this one included, apart from everything else. Collective among them.
+
+        Raises:
+            RendezvousError: Somebody did not come in time.
+        """
+
+    def close(self) -> None:
+        """Give back what ``split`` has made; nothing is under way."""
 
 
 class TransportCounters:

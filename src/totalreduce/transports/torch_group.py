@@ -25,7 +25,6 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, final
 
@@ -34,16 +33,10 @@ import torch
 import torch.distributed as dist
 
 from totalreduce.foundation.config import TcpConfig
-from totalreduce.foundation.errors import (
-    ConfigurationError,
-    DeadlineExceededError,
-    RendezvousError,
-    TotalReduceError,
-)
-from totalreduce.foundation.types import ReduceOp
+from totalreduce.foundation.errors import RendezvousError
 from totalreduce.transports.base import NativeCollectives
-from totalreduce.transports.native import check_tensor, reduction_for
 from totalreduce.transports.passing import HEAD_BYTES, PassingTransport, Wire, WireError
+from totalreduce.transports.torch_collectives import ENDED, TorchCollectives, destroy, reason
 
 __all__ = ["TorchTransport"]
 
@@ -57,13 +50,11 @@ _WINDOW = 4
 _SLOTS = _WINDOW + 4
 #: Part of a body may be on its way still when its end shows; longer than this, and the connection has ended.
 _PATIENCE = timedelta(seconds=20)
-#: What gloo raises when a connection has ended, and torch when the program has destroyed its process group.
-_ENDED = (RuntimeError, ValueError)
 
 
 @final
 class _Pair:
-    """What is under way between this rank and one peer. Callers hold the wire's lock; all may raise ``_ENDED``."""
+    """What is under way between this rank and one peer. Callers hold the wire's lock; all may raise ``ENDED``."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self.group, self.peer = group, peer
@@ -217,9 +208,9 @@ class _GlooWire(Wire):
                     continue
                 try:
                     moved = pair.poll() or moved
-                except (*_ENDED, WireError) as error:
+                except (*ENDED, WireError) as error:
                     pair.failed = moved = True
-                    self._failures.append((pair.peer, _reason(error)))
+                    self._failures.append((pair.peer, reason(error)))
         return moved
 
     def failures(self) -> list[tuple[int, str]]:
@@ -239,8 +230,8 @@ class _GlooWire(Wire):
             try:
                 pair.send_slot(head, _PLAIN if body is None else _WITH_BODY)
                 pair.messages.append([] if body is None else pair.send_body(body))
-            except _ENDED as error:
-                raise WireError(_reason(error)) from error
+            except ENDED as error:
+                raise WireError(reason(error)) from error
 
     def beat(self, peer: int, head: bytes) -> None:
         """Send a heartbeat; while the peer is not done with earlier messages, counters: gloo tells only who sends."""
@@ -250,8 +241,8 @@ class _GlooWire(Wire):
         with self._lock:
             try:
                 self._pairs[peer].send_slot(b"", _COUNTERS)
-            except _ENDED as error:
-                raise WireError(_reason(error)) from error
+            except ENDED as error:
+                raise WireError(reason(error)) from error
 
     def bodies_left(self, peer: int) -> int:
         """How many bodies the peer has received since the last call."""
@@ -274,8 +265,8 @@ class _GlooWire(Wire):
         with self._lock:
             try:
                 self._pairs[peer].receive(view)
-            except _ENDED as error:
-                raise WireError(_reason(error)) from error
+            except ENDED as error:
+                raise WireError(reason(error)) from error
 
     def received(self, peer: int) -> bool:
         """Whether the body is complete."""
@@ -286,72 +277,20 @@ class _GlooWire(Wire):
         with self._lock:
             try:
                 self._pairs[peer].release()
-            except _ENDED as error:
-                raise WireError(_reason(error)) from error
+            except ENDED as error:
+                raise WireError(reason(error)) from error
 
     def close(self, timeout_s: float) -> None:
         """End the private group's connections, and with them what is posted on them."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             for pair in self._pairs.values():
-                with contextlib.suppress(*_ENDED):
+                with contextlib.suppress(*ENDED):
                     pair.flush(max(0.01, deadline - time.monotonic()))
             self._pairs.clear()
             group, self._group = self._group, None
             if group is not None:
-                _destroy(group)
-
-
-@final
-class _TorchCollectives:
-    """See ``base.NativeCollectives``. NCCL, gloo, UCC: whatever the program's process group uses."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """Take over a private group."""
-        self._group = group
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-
-    def allreduce(self, tensor: torch.Tensor, op: ReduceOp, *, timeout_s: float) -> None:
-        """Reduce in place."""
-        check_tensor(tensor, on_cpu=False)
-        reduction = reduction_for(tensor.detach(), op, self._world_size, wider={torch.int16: torch.int32})
-        torch_op = getattr(dist.ReduceOp, reduction.op.name)
-        self._run("all_reduce", dist.all_reduce, (reduction.tensor, torch_op), timeout_s)
-        reduction.finish()
-
-    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout_s: float) -> None:
-        """Copy the root's tensor."""
-        check_tensor(tensor, on_cpu=False)
-        data = tensor.detach().view(-1).view(torch.uint8)
-        self._run("broadcast", dist.broadcast, (data, root), timeout_s)
-
-    def allgather(self, output: torch.Tensor, tensor: torch.Tensor, *, timeout_s: float) -> None:
-        """Gather equal parts."""
-        check_tensor(tensor, on_cpu=False)
-        check_tensor(output, on_cpu=False)
-        part, whole = tensor.detach().view(-1), output.detach().view(-1)
-        if whole.dtype != part.dtype or len(whole) != self._world_size * len(part):
-            raise ConfigurationError(
-                f"{len(whole)} elements of {whole.dtype} do not hold {len(part)} of {part.dtype} from each "
-                f"of {self._world_size} ranks"
-            )
-        parts = list(whole.view(torch.uint8).chunk(self._world_size))
-        self._run("all_gather", dist.all_gather, (parts, part.view(torch.uint8)), timeout_s)
-
-    def close(self) -> None:
-        """Give the group back."""
-        _destroy(self._group)
-
-    def _run(self, what: str, begin: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> None:
-        begun_at = time.monotonic()
-        try:
-            begin(*arguments, group=self._group, async_op=True).wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            if time.monotonic() - begun_at >= timeout_s:
-                raise DeadlineExceededError(
-                    f"rank {self._rank}: torch's {what} has not ended within {timeout_s:g} s; did every rank call it?"
-                ) from error
-            raise TotalReduceError(f"rank {self._rank}: torch's {what} failed: {_reason(error)}") from error
+                destroy(group)
 
 
 @final
@@ -374,8 +313,8 @@ class TorchTransport(PassingTransport):
             collectives = dist.new_group(timeout=deadline)
             super().__init__(_GlooWire(messages), config)
         except RuntimeError as error:
-            raise RendezvousError(f"torch.distributed cannot make a private group: {_reason(error)}") from error
-        self._native = _TorchCollectives(collectives)
+            raise RendezvousError(f"torch.distributed cannot make a private group: {reason(error)}") from error
+        self._native = TorchCollectives(collectives)
 
     @property
     def native(self) -> NativeCollectives:
@@ -386,16 +325,3 @@ class TorchTransport(PassingTransport):
         """Also give back the group of the collectives."""
         super().close(timeout_s)
         self._native.close()
-
-
-def _destroy(group: dist.ProcessGroup) -> None:
-    # A program that has destroyed its process group has destroyed ours with it.
-    with contextlib.suppress(*_ENDED):
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
-
-
-def _reason(error: Exception) -> str:
-    """The first line, without the place in gloo's source and its good wishes."""
-    line = (str(error).splitlines() or [""])[0]
-    return line.split("] ", 1)[-1].split(" This is typically caused", 1)[0][:300]

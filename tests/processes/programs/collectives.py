@@ -104,7 +104,7 @@ def run_native(group):
             inputs = [(torch.arange(37) * (rank + 1) % 5).to(element) for rank in range(size)]
             tensor = inputs[group.rank].clone()
             try:
-                native.allreduce(tensor, op, timeout_s=30.0)
+                assert native.allreduce(tensor, op).wait(30.0)
             except tr.UnsupportedError:
                 bitwise_of_floats = op is tr.ReduceOp.BXOR and dtype.is_floating_point
                 assert bitwise_of_floats or (op is tr.ReduceOp.AVG and dtype is DType.BOOL), (dtype, op)
@@ -123,10 +123,10 @@ def run_native(group):
             compared += compare(tensor, reference.to(element), f"native {op.name} of {dtype.name}")
         part = torch.full((5,), group.rank + 1).to(element)
         whole = torch.zeros(5 * size, dtype=element)
-        native.allgather(whole, part, timeout_s=30.0)
+        assert native.allgather(whole, part).wait(30.0)
         wanted = torch.arange(1, size + 1).repeat_interleave(5).to(element)
         compared += compare(whole, wanted, f"native allgather of {dtype.name}")
-        native.broadcast(part, size - 1, timeout_s=30.0)
+        assert native.broadcast(part, size - 1).wait(30.0)
         compared += compare(part, torch.full((5,), size).to(element), f"native broadcast of {dtype.name}")
     return compared
 

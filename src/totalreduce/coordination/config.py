@@ -1,0 +1,48 @@
+"""Settings of the agreement. All but the last two must be equal on all ranks, and are compared when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from totalreduce.foundation.errors import ConfigurationError
+
+__all__ = ["CoordinationConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoordinationConfig:
+    """How operations are agreed on, fused and watched."""
+
+    cache_capacity: int = 1024
+    """Operations that are remembered; their readiness costs one bit. 0 switches the cache off."""
+    fusion_bytes: int = 64 * 1024 * 1024
+    """Operations are packed into native ones up to this size; 0: each on its own."""
+    join_divisor: Literal["world", "active"] = "world"
+    """What averages are divided by while some ranks have joined: all ranks, or those with data."""
+    cycle_s: float = 0.005
+    """While nobody is blocked, operations are collected for up to so long before the ranks agree again."""
+    stall_warning_s: float = 10.0
+    """An operation that waits longer for some rank is reported, on every rank; 0: never."""
+    stall_abort_s: float = 60.0
+    """After this long the agreement ends with ``StallError``, on every rank; 0: never."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        if self.cache_capacity < 0 or self.fusion_bytes < 0:
+            raise ConfigurationError("cache_capacity and fusion_bytes must not be negative")
+        if self.join_divisor not in ("world", "active"):
+            raise ConfigurationError(f"join_divisor is 'world' or 'active', not {self.join_divisor!r}")
+        if not 0 <= self.cycle_s <= 1:
+            raise ConfigurationError(f"cycle_s must be from 0 to 1 second, not {self.cycle_s}")
+        if self.stall_warning_s < 0 or self.stall_abort_s < 0:
+            raise ConfigurationError("stall_warning_s and stall_abort_s must not be negative")
+        if 0 < self.stall_abort_s <= self.stall_warning_s:
+            raise ConfigurationError(
+                f"stall_abort_s ({self.stall_abort_s:g}) must be longer than stall_warning_s "
+                f"({self.stall_warning_s:g}), or 0 for never"
+            )
+
+    def shared(self) -> dict[str, int | float | str]:
+        """What must be equal on all ranks."""
+        return {name: value for name, value in asdict(self).items() if not name.startswith("stall_")}

@@ -1,0 +1,56 @@
+"""Which operations share one call of the native library.
+
+Source: Horovod's fusion with look-ahead: mixed precision interleaves dtypes, so what does not fit the first response
+is skipped, not the end of the batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from totalreduce.coordination.requests import Response
+from totalreduce.foundation.types import OpKind
+
+__all__ = ["fuse"]
+
+
+def fuse(responses: Iterable[Response], threshold_bytes: int) -> list[list[Response]]:
+    """Cut responses into batches, each of which one native operation carries out. The same on every rank.
+
+    A batch begins with the first response that is left and takes what fits it: same dtype, device, reduction, scales
+    and joined ranks, up to ``threshold_bytes``. What does not fit keeps its place; the search ends when the batch and
+    what was skipped exceed the threshold. Only allreduces are fused: that is where many small tensors occur. A group
+    of operations is never mixed with others, so that its result does not depend on what else is ready.
+    """
+    waiting = deque(responses)
+    batches = []
+    while waiting:
+        first = waiting.popleft()
+        batch, skipped = [first], []
+        key = _key(first)
+        size, passed_over = first.request.num_bytes if key else 0, 0
+        while key and waiting and size + passed_over <= threshold_bytes:
+            candidate = waiting.popleft()
+            bytes_more = candidate.request.num_bytes if _fusible(candidate) else 0
+            if _key(candidate) == key and size + bytes_more <= threshold_bytes:
+                batch.append(candidate)
+                size += bytes_more
+            else:
+                skipped.append(candidate)
+                passed_over += bytes_more
+        waiting.extendleft(reversed(skipped))
+        batches.append(batch)
+    return batches
+
+
+def _fusible(response: Response) -> bool:
+    return response.error is None and response.request.kind is OpKind.ALLREDUCE
+
+
+def _key(response: Response) -> tuple[object, ...] | None:
+    """What two responses must share to be fused; ``None``: with nobody."""
+    if not _fusible(response):
+        return None
+    asked = response.request
+    return asked.dtype, asked.device, asked.reduction, asked.prescale, asked.postscale, asked.batch, response.joined

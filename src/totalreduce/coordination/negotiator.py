@@ -1,0 +1,498 @@
+"""Which operations are ready on every rank: one rank's half of the agreement. No thread, socket or clock.
+
+For libraries whose collectives must be called in the same order on all ranks. Source: Horovod's coordination (response
+cache, bit vectors, coordinator), with these differences: nobody polls (a cycle is begun by whoever has news, and the
+others are drawn in by its first message); bit vectors travel in ceil(log2 P) messages a rank, for every P, because
+*and* and *or* may count a vote twice; requests and responses travel along a binomial tree; a list of responses holds
+only what is new, since everybody knows what the caches say.
+
+A *cycle* on one rank::
+
+    IDLE ── news here, or a message of the next cycle ──> VOTE
+    VOTE     status bits (inverted, so that *and* finds what holds on any rank) and one bit per cached operation
+      ├── invalid somewhere ──> INVALID   *or* of what is out of date; every rank erases it
+      ├── uncached somewhere ─> GATHER    requests go up the tree, responses come down
+      └── else ───────────────> done: what all have hit is carried out, without further messages
+
+Responses come out of ``pop_responses`` in the same order on all ranks. ``next_due`` says when ``tick`` has something to
+do. A rank is at most one cycle ahead of another one (it cannot end a cycle without the other's vote), which bounds what
+is kept of messages that come early.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from totalreduce.coordination.cache import Lookup, ResponseCache, bits_of
+from totalreduce.coordination.config import CoordinationConfig
+from totalreduce.coordination.messages import Kind, decode_bits, decode_json, encode, split
+from totalreduce.coordination.requests import Request, Response
+from totalreduce.coordination.stall import Pending, Stall, StallInspector
+from totalreduce.coordination.table import RequestTable
+from totalreduce.foundation.errors import GroupClosed, PeerLost, ProtocolError, StallError, TotalReduceError
+
+__all__ = ["NegotiationCounters", "Negotiator"]
+
+_SHUT_DOWN, _UNCACHED, _INVALID = 1, 2, 4
+_STATUS_BITS = 3
+_STATUS = _SHUT_DOWN | _UNCACHED | _INVALID
+#: Requests beyond the cache that one rank sends in one cycle; the rest comes in the next.
+_REQUESTS_MAX = 1024
+
+
+class _Phase(enum.Enum):
+    IDLE = enum.auto()
+    VOTE = enum.auto()
+    INVALID = enum.auto()
+    GATHER = enum.auto()
+
+
+@dataclass(slots=True)
+class NegotiationCounters:
+    """What a rank has done; totals."""
+
+    cycles: int = 0
+    slow_cycles: int = 0
+    """In which requests were gathered."""
+    messages: int = 0
+    bytes: int = 0
+    hits: int = 0
+    """Operations that were ready by the cache alone."""
+    misses: int = 0
+    """Requests sent to rank 0."""
+    invalid: int = 0
+    """Cache entries that were out of date."""
+
+
+@dataclass(slots=True)
+class _Cycle:
+    """What a rank knows of the cycle under way."""
+
+    begun_at: float
+    uncached: list[Request]
+    invalid: int
+    bits: int  #: The vector so far.
+    round: int = 0
+    common: int = 0  #: Cached operations that are ready everywhere.
+    gathered: bool = False  #: What is uncached here has left.
+
+
+class Negotiator:
+    """One rank of one group. Times are in seconds; the caller sees to it that only one thread is in here.
+
+    Attributes:
+        rank: Index in the group; 0 is the coordinator.
+        world_size: Ranks of the group.
+        cache: Equal on all ranks between cycles.
+        counters: What was done.
+        joined: Ranks that have no more data; equal on all ranks.
+        last_joined: Who joined last, when all have; until the next ``join`` here.
+        ended: Why there is no agreement any more.
+        outbox: To whom, what: the caller sends it and empties the list.
+    """
+
+    def __init__(self, rank: int, world_size: int, config: CoordinationConfig) -> None:
+        """Make an idle negotiator."""
+        self.rank, self.world_size, self.config = rank, world_size, config
+        self.cache = ResponseCache(config.cache_capacity)
+        self.counters = NegotiationCounters()
+        self.joined: tuple[int, ...] = ()
+        self.last_joined: int | None = None
+        self.ended: TotalReduceError | None = None
+        self.outbox: list[tuple[int, bytes]] = []
+        self._rounds = (world_size - 1).bit_length()
+        self._parent = rank & (rank - 1)
+        self._children = _children(rank, world_size)
+        self._table = RequestTable(world_size)
+        self._stalls = StallInspector(rank, world_size, config)
+        self._phase, self._number = _Phase.IDLE, 0
+        self._cycle: _Cycle | None = None
+        self._early: dict[tuple[int, Kind, int], tuple[int, bytes]] = {}
+        self._pending: dict[str, Pending] = {}
+        self._queue: dict[str, Request] = {}  #: Of what is pending, that which rank 0 does not have.
+        self._news = self._hurried = False
+        self._news_bytes = 0
+        self._joins = self._join_sent = self._leaves = False
+        self._departed: dict[int, str] = {}
+        self._not_before = 0.0
+        self._responses: list[Response] = []
+        self._reports: list[Stall] = []
+
+    # ------------------------------------------------------------------------------------------------- application
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the name is pending here."""
+        return name in self._pending
+
+    @property
+    def num_pending(self) -> int:
+        """Operations asked for here and not agreed on."""
+        return len(self._pending)
+
+    def submit(self, requests: Sequence[Request], now: float, *, where: str = "", num_bytes: int = 0) -> None:
+        """Ask for operations; several at once become ready at once. Names must not be pending here.
+
+        Args:
+            requests: In this order they are looked at.
+            now: The time.
+            where: The place in the program, for stall reports.
+            num_bytes: Of their tensors; from ``config.fusion_bytes`` on nothing is gained by waiting for more.
+        """
+        for request in requests:
+            assert request.name not in self._pending, "the caller refuses names in flight"
+            self._pending[request.name] = Pending(request, now, where)
+            self._queue[request.name] = request
+        self._news_bytes += num_bytes
+        self._news = True
+        self._run(now)
+
+    def join(self, now: float) -> None:
+        """Say that this rank has no more data: it takes part in the others' reductions until all have joined."""
+        self._joins, self._join_sent, self.last_joined = True, False, None
+        self._news = self._hurried = True
+        self._run(now)
+
+    def leave(self, now: float) -> None:
+        """Ask all ranks to end the agreement: it fails with ``GroupClosed`` on all of them."""
+        self._leaves = self._news = self._hurried = True
+        self._run(now)
+
+    def hurry(self, now: float) -> None:
+        """Somebody is blocked: do not wait for more to come."""
+        if self._news:
+            self._hurried = True
+            self._run(now)
+
+    def pop_responses(self) -> list[Response]:
+        """What has been agreed on, in the order in which all ranks carry it out."""
+        responses, self._responses = self._responses, []
+        return responses
+
+    def pop_stalls(self) -> list[Stall]:
+        """Operations that were found to wait too long."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def fail(self, error: TotalReduceError) -> None:
+        """There is no agreement any more: a rank is gone, or the group was closed."""
+        if self.ended is None:
+            self.ended = error
+            self._pending.clear()
+            self._queue.clear()
+
+    def depart(self, peer: int, reason: str, now: float) -> None:
+        """A rank has left in good order. What does not need it any more goes on."""
+        self._departed[peer] = reason
+        self._run(now)
+
+    # --------------------------------------------------------------------------------------------------------- time
+
+    def next_due(self) -> float | None:
+        """When ``tick`` has something to do."""
+        if self.ended is not None:
+            return None
+        due = self._stalls.next_due(self._pending)
+        if self._news and self._phase is _Phase.IDLE and (due is None or self._not_before < due):
+            return self._not_before
+        return due
+
+    def tick(self, now: float) -> None:
+        """Begin a cycle that was put off; look for operations that wait too long."""
+        if self.ended is not None:
+            return
+        self._run(now)
+        late = self._stalls.late(self._pending.values(), now)
+        if late:
+            self._tell_all(encode(Kind.ASK, self._number, value=late))
+        self._reports += self._stalls.concluded(self._pending, now, self.joined)
+        over = self._stalls.over(self._pending.values(), now)
+        if over is not None:
+            self._abort(self._stalls.report(over, now, self.joined).error())
+
+    def explain(self, name: str, now: float) -> str:
+        """What is known about why an operation is not ready."""
+        entry = self._pending.get(name)
+        return "it is being carried out" if entry is None else str(self._stalls.report(entry, now, self.joined))
+
+    # ----------------------------------------------------------------------------------------------------- messages
+
+    def receive(self, peer: int, message: bytes, now: float) -> None:
+        """A message has come.
+
+        Raises:
+            ProtocolError: No correct peer sends this.
+        """
+        if self.ended is not None:
+            return
+        kind, cycle, round_, body = split(message)
+        if kind is Kind.ASK:
+            names = self._stalls.asked(peer, decode_json(body), self._pending, joined=self._joins)
+            self._send(peer, encode(Kind.TELL, self._number, value=names))
+        elif kind is Kind.TELL:
+            self._stalls.told(peer, decode_json(body), now)
+        elif kind is Kind.ABORT:
+            self.fail(_error_from_wire(decode_json(body)))
+        else:
+            ahead = cycle - self._number
+            if not 0 <= ahead <= 1 or (kind is not Kind.VOTE and (ahead or self._phase is _Phase.IDLE)):
+                raise ProtocolError(f"rank {peer} says {kind.name} in cycle {cycle}; this rank is in {self._number}")
+            key = cycle, kind, peer if kind is Kind.REQUESTS else round_
+            if key in self._early:
+                raise ProtocolError(f"rank {peer} says {kind.name} twice in cycle {cycle}")
+            self._early[key] = peer, body
+            self._run(now)
+
+    def _send(self, peer: int, message: bytes) -> None:
+        self.counters.messages += 1
+        self.counters.bytes += len(message)
+        self.outbox.append((peer, message))
+
+    def _tell_all(self, message: bytes) -> None:
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                self._send(peer, message)
+
+    def _abort(self, error: StallError | PeerLost) -> None:
+        """End the agreement everywhere, with the same error."""
+        self._tell_all(encode(Kind.ABORT, self._number, value=_error_to_wire(error)))
+        self.fail(error)
+
+    def _take(self, kind: Kind, place: int, sender: int) -> bytes | None:
+        """The body of a message of this cycle, if it is here."""
+        early = self._early.pop((self._number, kind, place), None)
+        if early is None:
+            return None
+        if early[0] != sender:
+            raise ProtocolError(f"rank {early[0]} says {kind.name} in the place of rank {sender}")
+        return early[1]
+
+    # -------------------------------------------------------------------------------------------------------- cycle
+
+    def _run(self, now: float) -> None:
+        """Go as far as what is here allows."""
+        going = True
+        while going and self.ended is None:
+            cycle = self._cycle
+            if cycle is None:
+                going = self._due(now)
+                if going:
+                    self._begin(now)
+                continue
+            match self._phase:
+                case _Phase.VOTE:
+                    going = self._listen(cycle, Kind.VOTE, self._voted)
+                case _Phase.INVALID:
+                    going = self._listen(cycle, Kind.INVALID, self._invalidated)
+                case _Phase.GATHER:
+                    going = self._gather(cycle)
+                case _Phase.IDLE:  # the cycle is over
+                    self._cycle = None
+                    self._number += 1
+                    # Agreement takes a fifth of the time at most while nobody is blocked.
+                    self._not_before = now + min(self.config.cycle_s, 4 * (now - cycle.begun_at))
+        if self._departed and self._cycle is not None:
+            for peer in self._awaited():
+                if peer in self._departed:
+                    self._abort(PeerLost(peer, self._departed[peer]))
+
+    def _awaited(self) -> list[int]:
+        """Whose message this rank waits for."""
+        cycle = self._cycle
+        assert cycle is not None
+        if self._phase is not _Phase.GATHER:
+            return [(self.rank - (1 << cycle.round)) % self.world_size]
+        if cycle.gathered:
+            return [self._parent]
+        return [child for child in self._children if (self._number, Kind.REQUESTS, child) not in self._early]
+
+    def _due(self, now: float) -> bool:
+        """Whether the next cycle begins: because of news here, or drawn in by another rank."""
+        if self._news and (self._hurried or now >= self._not_before or self._news_bytes >= self.config.fusion_bytes):
+            return True
+        return bool(self._early)
+
+    def _begin(self, now: float) -> None:
+        """Look at everything that is pending and say what of it the cache knows."""
+        uncached: list[Request] = []
+        hits = invalid = 0
+        classify = self.cache.classify
+        lookups = [(request, *classify(request)) for request in self._queue.values()]
+        # A group of operations is known as a whole or not at all; and it is submitted as a whole, so that all ranks
+        # find the same.
+        broken = {request.batch for request, lookup, _ in lookups if lookup is not Lookup.HIT} - {None}
+        for request, lookup, bit in lookups:
+            if lookup is Lookup.HIT and request.batch not in broken:
+                hits |= 1 << bit
+            else:
+                uncached.append(request)
+                if lookup is not Lookup.MISS:
+                    invalid |= 1 << bit
+        if self._joins:
+            hits = self.cache.all_bits
+        status = _SHUT_DOWN if self._leaves else 0
+        if uncached or (self._joins and not self._join_sent):
+            status |= _UNCACHED
+        if invalid:
+            status |= _INVALID
+        bits = (~status & _STATUS) | ((hits & ~invalid) << _STATUS_BITS)
+        self._cycle = _Cycle(now, uncached, invalid, bits)
+        self._phase = _Phase.VOTE
+        self._news = self._hurried = False
+        self._news_bytes = 0
+        self.counters.cycles += 1
+        self._speak(self._cycle, Kind.VOTE)
+
+    def _speak(self, cycle: _Cycle, kind: Kind) -> None:
+        """This round's message of a vote: to the rank 2**round further on."""
+        if cycle.round < self._rounds:
+            peer = (self.rank + (1 << cycle.round)) % self.world_size
+            self._send(peer, encode(kind, self._number, cycle.round, bits=cycle.bits))
+
+    def _listen(self, cycle: _Cycle, kind: Kind, done: Callable[[_Cycle], None]) -> bool:
+        """Take this round's message of a vote, if it is here; returns whether that led on."""
+        if cycle.round == self._rounds:
+            done(cycle)
+            return True
+        body = self._take(kind, cycle.round, (self.rank - (1 << cycle.round)) % self.world_size)
+        if body is None:
+            return False
+        vote = decode_bits(body, self.cache.num_bits + _STATUS_BITS)
+        cycle.bits = cycle.bits & vote if kind is Kind.VOTE else cycle.bits | vote
+        cycle.round += 1
+        self._speak(cycle, kind)
+        return True
+
+    def _voted(self, cycle: _Cycle) -> None:
+        status = ~cycle.bits & _STATUS
+        cycle.common = cycle.bits >> _STATUS_BITS
+        if status & _SHUT_DOWN:
+            self.fail(GroupClosed("the ranks have agreed to end the group"))
+        elif status & _INVALID:
+            self._phase, cycle.round, cycle.bits = _Phase.INVALID, 0, cycle.invalid
+            self._speak(cycle, Kind.INVALID)
+        elif status & _UNCACHED:
+            self._phase = _Phase.GATHER
+        else:
+            self._conclude(cycle, ())
+
+    def _invalidated(self, cycle: _Cycle) -> None:
+        """What is out of date on some rank is erased on all, and asked for anew by those who thought they knew it."""
+        self.counters.invalid += cycle.bits.bit_count()
+        erased = [self.cache.peek(bit).name for bit in bits_of(cycle.bits)]
+        self.cache.erase(cycle.bits)
+        asked = {request.name for request in cycle.uncached}
+        cycle.uncached += [self._queue[name] for name in erased if name in self._queue and name not in asked]
+        cycle.common &= ~cycle.bits
+        self._phase = _Phase.GATHER
+
+    def _gather(self, cycle: _Cycle) -> bool:
+        """Requests go up, responses come down; returns whether that led on."""
+        if not cycle.gathered:
+            keys = [(self._number, Kind.REQUESTS, child) for child in self._children]
+            if any(key not in self._early for key in keys):
+                return False
+            lists = [entry for key in keys for entry in decode_json(self._early.pop(key)[1])]
+            lists.append(self._ask(cycle))
+            cycle.gathered = True
+            self.counters.slow_cycles += 1
+            if self.rank:
+                self._send(self._parent, encode(Kind.REQUESTS, self._number, value=lists))
+            else:
+                self._answered(cycle, self._coordinate(lists))
+                return True
+        body = self._take(Kind.RESPONSES, 0, self._parent)
+        if body is None:
+            return False
+        self._answered(cycle, decode_json(body))
+        return True
+
+    def _ask(self, cycle: _Cycle) -> list[Any]:
+        """What this rank asks for beyond the cache."""
+        asked = cycle.uncached[:_REQUESTS_MAX]
+        self._news = self._hurried = self._news or len(cycle.uncached) > _REQUESTS_MAX
+        self.counters.misses += len(asked)
+        for request in asked:
+            del self._queue[request.name]
+        joins, self._join_sent = self._joins and not self._join_sent, self._joins
+        return [self.rank, [request.to_wire() for request in asked], joins]
+
+    def _coordinate(self, lists: Iterable[Any]) -> list[Any]:
+        """Rank 0: what is ready, now that these ask for those."""
+        try:
+            entries = sorted((int(rank), requests, bool(joins)) for rank, requests, joins in lists)
+        except (TypeError, ValueError) as cause:
+            raise ProtocolError("a list of requests that no correct peer sends") from cause
+        for rank, requests, joins in entries:
+            self._table.add(rank, map(Request.from_wire, requests))
+            if joins:
+                self._table.join(rank)
+        responses = [response.to_wire() for response in self._table.answer()]
+        joined = list(self._table.joined)
+        if len(joined) == self.world_size:
+            self._table.joined.clear()
+        return [responses, joined]
+
+    def _answered(self, cycle: _Cycle, answer: Any) -> None:
+        """Pass on what rank 0 says, and do it."""
+        message = encode(Kind.RESPONSES, self._number, value=answer)
+        for child in self._children:
+            self._send(child, message)
+        try:
+            responses, joined = answer
+            new = [Response.from_wire(response) for response in responses]
+            self.joined = tuple(int(rank) for rank in joined)
+        except (TypeError, ValueError) as cause:
+            raise ProtocolError("a list of responses that no correct peer sends") from cause
+        if len(self.joined) == self.world_size:
+            self.last_joined, self.joined, self._joins = self.joined[-1], (), False
+            cycle.common = 0  # all were ready to lend zeros, and nobody had data
+        self._conclude(cycle, new)
+
+    def _conclude(self, cycle: _Cycle, new: Iterable[Response]) -> None:
+        """Carry out what is ready. The cache is used and filled in the same order on all ranks."""
+        for bit in bits_of(cycle.common):
+            self.counters.hits += 1
+            self._respond(self.cache.use(bit).with_joined(self.joined))
+        for response in new:
+            pending = self._pending.get(response.name)
+            self.cache.put(response, pending.request if pending else None)
+            self._respond(response)
+        self._phase = _Phase.IDLE
+
+    def _respond(self, response: Response) -> None:
+        self._pending.pop(response.name, None)
+        self._queue.pop(response.name, None)
+        self._responses.append(response)
+
+
+def _children(rank: int, world_size: int) -> list[int]:
+    """Of a rank in the binomial tree whose root is 0 and in which a parent is its child without the lowest one-bit."""
+    lowest = rank & -rank if rank else 1 << world_size.bit_length()
+    children = []
+    step = 1
+    while step < lowest and rank + step < world_size:
+        children.append(rank + step)
+        step *= 2
+    return children
+
+
+def _error_to_wire(error: StallError | PeerLost) -> list[Any]:
+    if isinstance(error, StallError):
+        return ["stall", error.tensor, error.ranks, error.waited_s, error.where]
+    return ["lost", error.rank, error.reason]
+
+
+def _error_from_wire(fields: Any) -> StallError | PeerLost:
+    try:
+        match fields:
+            case ["stall", tensor, ranks, waited_s, where]:
+                return StallError(str(tensor), tuple(map(int, ranks)), float(waited_s), str(where))
+            case ["lost", rank, reason]:
+                return PeerLost(int(rank), str(reason))
+            case _:
+                raise ValueError(fields)
+    except (TypeError, ValueError) as cause:
+        raise ProtocolError("an error report that no correct peer sends") from cause

@@ -1,0 +1,246 @@
+"""What a rank asks for and what the ranks answer: plain values, and how they travel.
+
+A ``Request`` is one rank's wish to carry out one operation. A ``Response`` is what all ranks then do: carry it out, or
+raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from totalreduce.foundation.errors import MismatchError, ProtocolError, TotalReduceError, UnsupportedError
+from totalreduce.foundation.types import OpKind
+
+__all__ = ["Disagreement", "Request", "Response", "respond"]
+
+#: Kinds that a rank without data can take part in, with neutral elements.
+_JOINABLE = frozenset({OpKind.ALLREDUCE, OpKind.BARRIER})
+#: Kinds whose first dimension may differ between ranks.
+_RAGGED = frozenset({OpKind.ALLGATHER, OpKind.ALLTOALL})
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One rank's wish.
+
+    Attributes:
+        name: Equal on all ranks, unique while in flight.
+        kind: Which collective.
+        dtype: As torch writes it, without ``torch.``.
+        itemsize: Bytes of one element.
+        shape: Shape of this rank's tensor.
+        device: Kind of device: ``cpu``, ``cuda``.
+        reduction: ``sum``, ``avg``, ``min``, ``adasum`` and so on; empty where nothing is reduced.
+        root: Of a broadcast.
+        prescale: Factor before the reduction.
+        postscale: Factor after it.
+        splits: Of an alltoall: rows for each rank.
+        batch: Name and size of the group of operations that this one is done with, all or none of them.
+        cached: Whether the answer may be remembered; not for names that are used once.
+    """
+
+    name: str
+    kind: OpKind
+    dtype: str = ""
+    itemsize: int = 0
+    shape: tuple[int, ...] = ()
+    device: str = "cpu"
+    reduction: str = ""
+    root: int = 0
+    prescale: float = 1.0
+    postscale: float = 1.0
+    splits: tuple[int, ...] = ()
+    batch: tuple[str, int] | None = None
+    cached: bool = True
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's tensor."""
+        return self.num_elements * self.itemsize
+
+    @property
+    def common(self) -> Request:
+        """The part of it that must be equal on all ranks."""
+        if self.kind in _RAGGED:
+            # A scalar or a tensor without rows has no first dimension to differ in.
+            return replace(self, shape=(-1, *self.shape[1:]) if self.shape else (), splits=())
+        return self
+
+    def describe(self) -> str:
+        """``allreduce(avg) of float32[3, 4]``: for messages that people read."""
+        kind = self.kind.name.lower()
+        if self.kind is OpKind.BARRIER:
+            return kind
+        details = [self.reduction] if self.reduction else []
+        if self.kind is OpKind.BROADCAST:
+            details.append(f"root={self.root}")
+        details += [f"{name}={value:g}" for name, value in self._scales() if value != 1.0]
+        extents = ", ".join("any" if extent < 0 else str(extent) for extent in self.shape)
+        text = kind + (f"({', '.join(details)})" if details else "") + f" of {self.dtype}[{extents}]"
+        if self.device != "cpu":
+            text += f" on {self.device}"
+        if self.batch is not None:
+            text += f" in the group {self.batch[0]!r} of {self.batch[1]}"
+        return text
+
+    def _scales(self) -> tuple[tuple[str, float], ...]:
+        return ("prescale", self.prescale), ("postscale", self.postscale)
+
+    def to_wire(self) -> list[Any]:
+        """JSON-ready."""
+        scales = [scale.hex() for _, scale in self._scales()]  # all bits, infinities included
+        return [
+            self.name,
+            int(self.kind),
+            self.dtype,
+            self.itemsize,
+            self.shape,
+            self.device,
+            self.reduction,
+            self.root,
+            scales,
+            self.splits,
+            self.batch,
+            self.cached,
+        ]
+
+    @classmethod
+    def from_wire(cls, fields: Any) -> Request:
+        """Out of JSON.
+
+        Raises:
+            ProtocolError: No correct peer sends this.
+        """
+        try:
+            name, kind, dtype, itemsize, shape, device, reduction, root, scales, splits, batch, cached = fields
+            prescale, postscale = (float.fromhex(scale) for scale in scales)
+            return cls(
+                str(name),
+                OpKind(kind),
+                str(dtype),
+                int(itemsize),
+                tuple(int(extent) for extent in shape),
+                str(device),
+                str(reduction),
+                int(root),
+                prescale,
+                postscale,
+                tuple(int(rows) for rows in splits),
+                None if batch is None else (str(batch[0]), int(batch[1])),
+                bool(cached),
+            )
+        except (TypeError, ValueError, LookupError) as cause:
+            raise ProtocolError("a request that no correct peer sends") from cause
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Why an operation is not carried out: the error that every rank raises.
+
+    Attributes:
+        tensor: The name concerned; in a group of operations the one that is at fault.
+        sets: Ranks that said the same, by the first rank.
+        values: What each set said; empty where nobody contradicts but some ranks have joined.
+    """
+
+    tensor: str
+    sets: tuple[tuple[int, ...], ...]
+    values: tuple[str, ...] = ()
+
+    def error(self) -> TotalReduceError:
+        """A fresh exception."""
+        if self.values:
+            return MismatchError.between(self.tensor, self.sets, self.values)
+        who = ", ".join(map(str, self.sets[0]))
+        return UnsupportedError(
+            f"tensor {self.tensor!r}: rank(s) {who} have joined and have no data; only reductions and barriers go on "
+            "without them. Call the others before any rank joins"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What all ranks do about one name.
+
+    Attributes:
+        request: What was asked for, as its first rank did.
+        rows: By rank: rows of this rank's part (allgather), or rows for every rank (alltoall); 0 where it has joined.
+        error: Why it is not carried out.
+        joined: Ranks that take part with neutral elements.
+    """
+
+    request: Request
+    rows: tuple[tuple[int, ...], ...] = ()
+    error: Disagreement | None = None
+    joined: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The operation's name."""
+        return self.request.name
+
+    def with_joined(self, joined: tuple[int, ...]) -> Response:
+        """The same where some ranks have joined meanwhile."""
+        if not joined:
+            return self
+        if self.request.kind not in _JOINABLE:
+            return Response(self.request, error=Disagreement(self.name, (joined,)), joined=joined)
+        return replace(self, joined=joined)
+
+    def to_wire(self) -> list[Any]:
+        """JSON-ready."""
+        error = self.error
+        return [
+            self.request.to_wire(),
+            self.rows,
+            None if error is None else [error.tensor, error.sets, error.values],
+            self.joined,
+        ]
+
+    @classmethod
+    def from_wire(cls, fields: Any) -> Response:
+        """Out of JSON.
+
+        Raises:
+            ProtocolError: No correct peer sends this.
+        """
+        try:
+            request, rows, error, joined = fields
+            disagreement = None
+            if error is not None:
+                tensor, sets, values = error
+                disagreement = Disagreement(str(tensor), _ranks(sets), tuple(str(value) for value in values))
+            return cls(Request.from_wire(request), _ranks(rows), disagreement, tuple(int(rank) for rank in joined))
+        except (TypeError, ValueError, LookupError) as cause:
+            raise ProtocolError("a response that no correct peer sends") from cause
+
+
+def respond(requests: Mapping[int, Request], world_size: int, joined: Sequence[int]) -> Response:
+    """Compare what the ranks ask for under one name. By rank; joined ranks need not have asked."""
+    first = requests[min(requests)]
+    said: dict[Request, list[int]] = {}
+    for rank in sorted(requests):
+        said.setdefault(requests[rank].common, []).append(rank)
+    if len(said) > 1:
+        sets = tuple(tuple(ranks) for ranks in said.values())
+        return Response(first, error=Disagreement(first.name, sets, tuple(request.describe() for request in said)))
+    rows: tuple[tuple[int, ...], ...] = ()
+    if first.kind is OpKind.ALLGATHER:
+        rows = tuple((requests[rank].shape[0],) if rank in requests else (0,) for rank in range(world_size))
+    elif first.kind is OpKind.ALLTOALL:
+        rows = tuple(requests[rank].splits if rank in requests else (0,) * world_size for rank in range(world_size))
+    return Response(first, rows).with_joined(tuple(sorted(joined)))
+
+
+def _ranks(nested: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(number) for number in numbers) for numbers in nested)

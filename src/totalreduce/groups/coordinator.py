@@ -1,0 +1,536 @@
+"""Operations of a group that another library carries out, in an order on which the ranks agree.
+
+The protocol is ``coordination.negotiator``. This is its place in the world: its messages travel through a channel of
+the engine, and what it decides goes to the ``Executor``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from totalreduce.coordination.config import CoordinationConfig
+from totalreduce.coordination.negotiator import NegotiationCounters, Negotiator
+from totalreduce.coordination.requests import Request
+from totalreduce.engine.runner import Handle, Runner
+from totalreduce.foundation.errors import (
+    ConfigurationError,
+    GroupClosed,
+    ProtocolError,
+    TotalReduceError,
+    UnsupportedError,
+)
+from totalreduce.foundation.types import OpKind, ReduceOp, operation_id
+from totalreduce.groups.executor import Entry, Executor
+from totalreduce.groups.planned import NativeStream, Planned
+from totalreduce.groups.work import Work
+from totalreduce.transports.base import NativeCollectives
+
+if TYPE_CHECKING:
+    from totalreduce.groups.group import Group
+
+__all__ = ["Coordinator"]
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_TORCH = str(Path(torch.__file__).resolve().parent)
+
+
+@final
+class _Channel:
+    """The negotiator as the engine sees it; everything under the engine's lock."""
+
+    def __init__(self, negotiator: Negotiator, ranks: Sequence[int], settle: Callable[[float], None]) -> None:
+        """``ranks``: the members, by index; ``settle`` is called after whatever has happened."""
+        self._negotiator, self._settle = negotiator, settle
+        self._indices = {rank: index for index, rank in enumerate(ranks)}
+
+    def receive(self, peer: int, message: bytes, now: float) -> None:
+        """A message of a member."""
+        if peer not in self._indices:
+            raise ProtocolError(f"rank {peer} negotiates in a group that it is no member of")
+        self._negotiator.receive(self._indices[peer], message, now)
+        self._settle(now)
+
+    def fail(self, error: TotalReduceError, now: float) -> None:
+        """A rank of the job is lost, which ends all its groups; or this one closes."""
+        self._negotiator.fail(error)
+        self._settle(now)
+
+    def depart(self, peer: int, reason: str, now: float) -> None:
+        """A member has left."""
+        if peer in self._indices:
+            self._negotiator.depart(self._indices[peer], reason, now)
+            self._settle(now)
+
+    def next_due(self) -> float | None:
+        """Of the negotiator."""
+        return self._negotiator.next_due()
+
+    def tick(self, now: float) -> None:
+        """Of the negotiator."""
+        self._negotiator.tick(now)
+        self._settle(now)
+
+
+@final
+class Coordinator:
+    """Collectives of a group that a native library carries out. Any thread. Making one is collective.
+
+    Tensors may be submitted in any order on different ranks, under names that are equal on all of them; what is ready
+    everywhere is fused and handed to the library in one order. Made for each ``Group`` whose transport has such a
+    library; or by hand, with whatever carries operations out.
+
+    Args:
+        group: The members; its engine carries the agreement's messages.
+        natives: The library, with the same members.
+        config: Compared between the ranks.
+        scope: Tells groups of one job apart.
+        patience: From the time-out given to the one in force.
+
+    Raises:
+        PlanMismatchError: The ranks' settings differ; on every rank.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        runner: Runner,
+        natives: NativeCollectives,
+        config: CoordinationConfig,
+        *,
+        scope: str,
+        patience: Callable[[float | None], float],
+    ) -> None:
+        group.agree("coordination", config.shared())
+        self.config, self.natives = config, natives
+        self._group, self._runner, self._engine, self._patience = group, runner, runner.engine, patience
+        self._negotiator = Negotiator(group.rank, group.world_size, config)
+        #: What is in flight here, by name; of that, what the ranks have not agreed on.
+        self._entries: dict[str, Entry] = {}
+        self._waiting: dict[str, Entry] = {}
+        self._iterations: dict[str, int] = {}
+        self._joining: Handle | None = None
+        self._unnamed: Counter[OpKind] = Counter()
+        self._number = operation_id(f"coordination of {scope!r}")
+        self._executor = Executor(
+            group.rank,
+            natives,
+            fusion_bytes=config.fusion_bytes,
+            divide_by_active=config.join_divisor == "active",
+            empty=lambda count, dtype: group.empty(count, dtype=dtype),
+            complete=self._complete,
+            report=self._report,
+            lost=lambda: self._negotiator.ended,
+        )
+        self._channel = _Channel(self._negotiator, group.ranks, self._settle)
+        runner.act(lambda now: self._engine.open_channel(self._number, self._channel, now))
+
+    # -------------------------------------------------------------------------------------------------- collectives
+
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        *,
+        name: str | None = None,
+        op: ReduceOp = ReduceOp.SUM,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Reduce a tensor over all ranks, in place; returns at once.
+
+        Args:
+            tensor: Any shape; of a device that the library knows; need not be contiguous.
+            name: Equal on all ranks. ``None``: the n-th unnamed operation meets the n-th unnamed one elsewhere; such
+                names are not remembered, so that each costs a slow agreement.
+            op: How to reduce.
+            prescale: Factor before the reduction; integers are multiplied as float64 and cut off.
+            postscale: Factor after it.
+            timeout_s: Deadline in seconds of a ``wait`` that names none.
+
+        Raises:
+            ConfigurationError: The name is in flight, or the reduction is none.
+            UnsupportedError: A layout that is not strided.
+            PeerLost: A rank is gone.
+            StallError: The agreement has ended.
+        """
+        return self.grouped_allreduce(
+            [tensor], name=name, op=op, prescale=prescale, postscale=postscale, timeout_s=timeout_s
+        )[0]
+
+    def grouped_allreduce(
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        name: str | None = None,
+        op: ReduceOp = ReduceOp.SUM,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        timeout_s: float | None = None,
+    ) -> list[Work]:
+        """Reduce several tensors, all or none of them: what is wrong with one fails all, on every rank.
+
+        Args and Raises as for ``allreduce``.
+        """
+        if op is ReduceOp.NONE:
+            raise ConfigurationError("op NONE reduces nothing")
+        base, cached = self._name(name, OpKind.ALLREDUCE)
+        batch = (base, len(tensors)) if len(tensors) > 1 else None
+        entries = []
+        for index, tensor in enumerate(tensors):
+            shown = base if batch is None else f"{base}.{index}of{len(tensors)}"
+            request = Request(
+                shown,
+                OpKind.ALLREDUCE,
+                *self._described(tensor, shown),
+                reduction=op.name.lower(),
+                prescale=prescale,
+                postscale=postscale,
+                batch=batch,
+                cached=cached,
+            )
+            entries.append(self._entry(request, tensor))
+        return self._submit(entries, timeout_s)
+
+    def broadcast(
+        self, tensor: torch.Tensor, *, root: int = 0, name: str | None = None, timeout_s: float | None = None
+    ) -> Work:
+        """Copy the root's tensor to all ranks, in place; returns at once.
+
+        Raises:
+            ConfigurationError: ``root`` is no rank of the group.
+        """
+        if not 0 <= root < self._group.world_size:
+            raise ConfigurationError(f"root {root} is no rank of a group of {self._group.world_size}")
+        shown, cached = self._name(name, OpKind.BROADCAST)
+        request = Request(shown, OpKind.BROADCAST, *self._described(tensor, shown), root=root, cached=cached)
+        return self._submit([self._entry(request, tensor)], timeout_s)[0]
+
+    def allgather(
+        self,
+        tensor: torch.Tensor,
+        *,
+        outputs: Sequence[torch.Tensor] | None = None,
+        name: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Collect every rank's tensor, one behind the other along the first dimension; the others are equal.
+
+        ``Work.wait`` returns the whole, unless ``outputs`` has a place for every rank's part.
+        """
+        shown, cached = self._name(name, OpKind.ALLGATHER)
+        tensor = tensor.view(1) if not tensor.dim() else tensor
+        request = Request(shown, OpKind.ALLGATHER, *self._described(tensor, shown), cached=cached)
+        return self._submit([self._entry(request, tensor, outputs)], timeout_s)[0]
+
+    def alltoall(
+        self,
+        tensor: torch.Tensor,
+        splits: Sequence[int] | None = None,
+        *,
+        outputs: Sequence[torch.Tensor] | None = None,
+        received: list[int] | None = None,
+        name: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Send ``splits[r]`` rows of the tensor to each rank r, one after the other; without splits equally many.
+
+        ``Work.wait`` returns what came, by rank, unless ``outputs`` has a place for each part; ``received`` is then
+        filled with the rows from each rank.
+
+        Raises:
+            ConfigurationError: The splits are not one for each rank, or do not add up to the rows.
+        """
+        size = self._group.world_size
+        shown, cached = self._name(name, OpKind.ALLTOALL)
+        rows = len(tensor) if tensor.dim() else 0
+        if splits is None:
+            if rows % size or not tensor.dim():
+                raise ConfigurationError(f"{shown!r}: {rows} rows do not divide among {size} ranks; pass splits")
+            splits = [rows // size] * size
+        splits = tuple(int(split) for split in splits)
+        if len(splits) != size or min(splits) < 0 or sum(splits) != rows:
+            raise ConfigurationError(
+                f"{shown!r}: splits must be {size} numbers from 0 that add up to the {rows} rows, not {list(splits)}"
+            )
+        request = Request(shown, OpKind.ALLTOALL, *self._described(tensor, shown), splits=splits, cached=cached)
+        entry = self._entry(request, tensor, outputs)
+        if received is not None:
+            entry.rows = received
+        return self._submit([entry], timeout_s)[0]
+
+    def reduce_scatter(
+        self,
+        tensor: torch.Tensor,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        outputs: Sequence[torch.Tensor] | None = None,
+        name: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Reduce over all ranks and return this rank's rows by ``Work.wait``; first ranks get one more if uneven."""
+        shown, cached = self._name(name, OpKind.REDUCE_SCATTER)
+        if not tensor.dim():
+            raise ConfigurationError(f"{shown!r}: a scalar has no rows to scatter")
+        request = Request(
+            shown,
+            OpKind.REDUCE_SCATTER,
+            *self._described(tensor, shown),
+            reduction=op.name.lower(),
+            prescale=prescale,
+            postscale=postscale,
+            cached=cached,
+        )
+        return self._submit([self._entry(request, tensor, outputs)], timeout_s)[0]
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Return when every rank has called it, or joined.
+
+        Raises:
+            DeadlineExceededError: Some rank did not come in time; the message names it.
+        """
+        request = Request(self._name(None, OpKind.BARRIER)[0], OpKind.BARRIER, cached=False)
+        self._submit([self._entry(request, torch.empty(0))], timeout_s)[0].wait()
+
+    def join(self, *, timeout_s: float | None = None) -> int:
+        """Say that this rank has no more data; take part in the others' reductions until all have joined.
+
+        It contributes what changes nothing: zeros to sums. Averages are divided as ``config.join_divisor`` says.
+
+        Returns:
+            The rank that joined last, equal on all ranks.
+
+        Raises:
+            DeadlineExceededError: It takes longer; the others go on, and ``join`` may be called again.
+        """
+        patience = self._patience(timeout_s)
+        for entry in list(self._entries.values()):
+            self.wait(entry.handle, patience)
+
+        def begin(now: float) -> Handle:
+            self._check_alive()
+            if self._joining is None:
+                self._joining = Handle(None)
+                self._negotiator.join(now)
+            joining = self._joining
+            self._settle(now)
+            return joining
+
+        handle = self._runner.act(begin)
+        self.wait(handle, patience)
+        if handle.error is not None:
+            raise handle.error.with_traceback(None)
+        last = self._negotiator.last_joined
+        assert last is not None, "that is what ended the wait"
+        return last
+
+    def planned(self, names: Sequence[str]) -> NativeStream:
+        """Reductions in a planned order, apart from everything else. Collective."""
+        patience_s = self._patience(None)
+        return NativeStream(
+            self.natives.split(range(self._group.world_size), patience_s),
+            names,
+            lost=lambda: self._negotiator.ended,
+            patience_s=patience_s,
+            reported=self._report_planned if self._engine.observers else None,
+        )
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """Ranks that have no more data, as far as this rank has heard."""
+        return self._negotiator.joined
+
+    @property
+    def counters(self) -> NegotiationCounters:
+        """What the agreement has cost so far."""
+        return self._negotiator.counters
+
+    def cache_snapshot(self) -> list[tuple[str, int]]:
+        """Names and bits of the response cache, least recently used first; equal on all ranks."""
+        with self._runner.locked():
+            return self._negotiator.cache.snapshot()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End it here; what is pending fails. Harmless when called twice."""
+        with self._runner.locked():
+            now = 0.0
+            self._negotiator.fail(GroupClosed(f"rank {self._group.rank} has closed {self._group.name!r}"))
+            self._settle(now)
+            self._engine.close_channel(self._number)
+        self._executor.close(timeout_s)
+        self.natives.close()
+
+    # ------------------------------------------------------------------------------------------------------ waiting
+
+    def wait(self, handle: Handle, timeout_s: float) -> None:
+        """Wait for an operation of this coordinator (see ``Waiter``)."""
+        if handle.done:
+            return
+
+        def hurry(now: float) -> None:
+            self._negotiator.hurry(now)
+            self._settle(now)
+
+        self._runner.act(hurry)
+        self._runner.wait(handle, timeout_s, explain=lambda now: self._explain(handle, now))
+
+    def _explain(self, handle: Handle, now: float) -> tuple[str, str]:
+        for name, entry in self._entries.items():
+            if entry.handle is handle:
+                return name, self._negotiator.explain(name, now)
+        return "join", "not every rank has joined"
+
+    # -------------------------------------------------------------------------------------------------- submissions
+
+    def _name(self, name: str | None, kind: OpKind) -> tuple[str, bool]:
+        """The operation's name, and whether it will come again."""
+        if name is not None:
+            return name, True
+        self._unnamed[kind] += 1
+        return f"{kind.name.lower()}#{self._unnamed[kind]}", False
+
+    @staticmethod
+    def _described(tensor: torch.Tensor, name: str) -> tuple[str, int, tuple[int, ...], str]:
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(f"tensor {name!r} has layout {tensor.layout}; only dense tensors are reduced")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return dtype, tensor.element_size(), tuple(tensor.shape), tensor.device.type
+
+    def _entry(self, request: Request, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None = None) -> Entry:
+        ready = None
+        if tensor.is_cuda:
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+        return Entry(request, tensor, Handle(None), 0.0, 0, outputs, ready)
+
+    def _submit(self, entries: Sequence[Entry], timeout_s: float | None) -> list[Work]:
+        patience = self._patience(timeout_s)
+        where, size = _caller(), sum(entry.request.num_bytes for entry in entries)
+
+        def submit(now: float) -> None:
+            self._check_alive()
+            for entry in entries:
+                name = entry.request.name
+                if name in self._entries:
+                    raise ConfigurationError(
+                        f"an operation called {name!r} is in flight on this rank: wait for it, or use another name"
+                    )
+            for entry in entries:
+                name = entry.request.name
+                self._entries[name] = self._waiting[name] = entry
+                entry.submitted, entry.iteration = now, self._iterations.get(name, 0)
+                if entry.request.cached:
+                    self._iterations[name] = entry.iteration + 1
+            self._negotiator.submit([entry.request for entry in entries], now, where=where, num_bytes=size)
+            self._settle(now)
+
+        self._runner.act(submit)
+        return [Work(self, entry.handle, _result_of(entry), entry.request.name, patience) for entry in entries]
+
+    def _check_alive(self) -> None:
+        error = self._negotiator.ended
+        if error is not None:
+            raise error.with_traceback(None)
+
+    # ------------------------------------------------------------------------------------------- under the lock
+
+    def _settle(self, now: float) -> None:
+        """Send what the negotiator has to say, and carry out what it has decided."""
+        negotiator = self._negotiator
+        for peer, message in negotiator.outbox:
+            self._engine.post(self._group.ranks[peer], self._number, message)
+        negotiator.outbox.clear()
+        responses = negotiator.pop_responses()
+        if responses:
+            entries = [self._waiting.pop(response.name, None) for response in responses]
+            self._executor.put(responses, entries, now)
+        for report in negotiator.pop_stalls():
+            self._engine.publish(report, now)
+        if self._joining is not None and negotiator.last_joined is not None:
+            self._end_join(self._joining, None)
+        if negotiator.ended is not None and self._joining is not None:
+            self._end_join(self._joining, negotiator.ended)
+        if negotiator.ended is not None and self._waiting:
+            self._executor.give_up(list(self._waiting.values()), negotiator.ended)
+            self._waiting.clear()
+
+    def _end_join(self, handle: Handle, error: BaseException | None) -> None:
+        self._joining = None
+        self._executor.finish(lambda: self._runner.complete(handle, error))
+
+    # --------------------------------------------------------------------------------------- in the executor's thread
+
+    def _complete(self, entry: Entry, error: BaseException | None) -> None:
+        with self._runner.locked():
+            self._entries.pop(entry.request.name, None)
+        self._runner.complete(entry.handle, error)
+
+    def _report(
+        self, entry: Entry, times: Sequence[float], batch: int, fused: int, error: BaseException | None
+    ) -> None:
+        observers = self._engine.observers
+        if not observers:
+            return
+        agreed, begun, packed, ended, unpacked = times
+        request = entry.request
+        with self._runner.locked():
+            for observer in observers:
+                observer.coordinated(
+                    request.name,
+                    entry.iteration,
+                    kind=request.kind.name.lower(),
+                    num_bytes=request.num_bytes,
+                    batch=batch,
+                    fused=fused,
+                    submitted=entry.submitted,
+                    agreed=agreed,
+                    begun=begun,
+                    packed=packed,
+                    ended=ended,
+                    unpacked=unpacked,
+                    error=error,
+                )
+
+    def _report_planned(self, planned: Planned) -> None:
+        with self._runner.locked():
+            for observer in self._engine.observers:
+                observer.coordinated(
+                    planned.name,
+                    planned.round,
+                    kind="allreduce",
+                    num_bytes=planned.tensor.numel() * planned.tensor.element_size(),
+                    batch=planned.number,
+                    fused=1,
+                    submitted=planned.submitted_at,
+                    agreed=planned.submitted_at,
+                    begun=planned.started_at,
+                    packed=planned.started_at,
+                    ended=planned.ended_at,
+                    unpacked=planned.ended_at,
+                    error=planned.error,
+                )
+
+
+def _result_of(entry: Entry) -> Callable[[], torch.Tensor | None]:
+    if entry.request.kind in (OpKind.ALLREDUCE, OpKind.BROADCAST):
+        return lambda: entry.tensor
+    return lambda: entry.result
+
+
+def _caller() -> str:
+    """Where in the program an operation was submitted: the first place outside this package and torch."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith((_PACKAGE, _TORCH)) and not filename.startswith("<"):
+            return f"{filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,191 @@
+"""Reductions whose order is planned: for libraries that need one order, without agreeing on it again in every step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, final
+
+import torch
+
+from totalreduce.foundation.errors import DeadlineExceededError, PeerLost, TotalReduceError
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.culprit import LOOK_S, find_culprit
+from totalreduce.groups.work import Work
+from totalreduce.transports.base import NativeCollectives, NativeWork
+
+if TYPE_CHECKING:
+    from totalreduce.groups.group import Group
+
+__all__ = ["NativeStream", "OrderFree", "Planned", "PlannedReductions"]
+
+
+class PlannedReductions(Protocol):
+    """Reduces the same tensors round after round. Every rank submits every one of them once in each round.
+
+    Between the end of a round and ``begin`` further reductions may follow, in the same order on all ranks.
+    """
+
+    def begin(self) -> None:
+        """The next round: what was submitted in the last one is done."""
+
+    def submit(self, place: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
+        """Reduce the tensor that has this place in the plan, in place; places may come in any order."""
+
+    def close(self) -> None:
+        """There is no next round."""
+
+
+@final
+class OrderFree:
+    """``PlannedReductions`` by the engine, which needs no order."""
+
+    def __init__(self, group: Group, names: Sequence[str]) -> None:
+        """``names``: by place."""
+        self._group, self._names = group, names
+
+    def begin(self) -> None:
+        """Nothing to prepare."""
+
+    def submit(self, place: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
+        """An operation like any other."""
+        return self._group.allreduce(tensor, name=self._names[place], op=op, priority=priority)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+@final
+class Planned:
+    """One reduction of a round (see ``work.Pending``). Whoever asks for it completes it.
+
+    Attributes:
+        name: Of the operation.
+        round: From 1.
+        number: How many of the stream were started before.
+        submitted_at: When it was submitted, on the engine's clock, in seconds.
+        started_at: When those before it had been started.
+        ended_at: When somebody saw that it was done.
+    """
+
+    operation = None
+
+    def __init__(self, name: str, round_: int, tensor: torch.Tensor, op: ReduceOp) -> None:
+        self.name, self.round, self.tensor, self.op = name, round_, tensor, op
+        self.submitted_at = time.monotonic()
+        self.started_at = self.ended_at = 0.0
+        self.number = -1
+        self.work: NativeWork | None = None
+        self.finished = False
+        self.error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended; the library is asked."""
+        return self.finished or (self.work is not None and self.work.done())
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Called by whoever finds that it is done."""
+        self._callbacks.append(callback)
+        if self.finished:
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell everybody who asked."""
+        while self._callbacks:
+            self._callbacks.pop(0)()
+
+
+@final
+class NativeStream:
+    """``PlannedReductions`` by a native library: started in the order of the plan, whatever order they come in.
+
+    Args:
+        natives: The library, for this stream only; closed with it.
+        names: By place.
+        lost: Who was lost, if somebody was.
+        patience_s: Of waits that name none.
+        reported: Told of each one that is done.
+    """
+
+    def __init__(
+        self,
+        natives: NativeCollectives,
+        names: Sequence[str],
+        *,
+        lost: Callable[[], TotalReduceError | None],
+        patience_s: float,
+        reported: Callable[[Planned], None] | None = None,
+    ) -> None:
+        self._natives, self._names, self._lost, self._patience_s = natives, names, lost, patience_s
+        self._reported = reported
+        self._lock = threading.Lock()  # hooks run in threads of autograd's
+        self._early: dict[int, Planned] = {}
+        self._next = self._round = self._number = 0
+
+    def begin(self) -> None:
+        """The next round."""
+        with self._lock:
+            assert not self._early, "every place of the last round was submitted"
+            self._next = 0
+            self._round += 1
+
+    def submit(self, place: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:  # noqa: ARG002
+        """Start it, and what it has kept waiting, or keep it until those before it are here."""
+        planned = Planned(self._names[place], self._round, tensor, op)
+        with self._lock:
+            if self._next == len(self._names):
+                self._start(planned)
+            else:
+                self._early[place] = planned
+                while self._next in self._early:
+                    self._start(self._early.pop(self._next))
+                    self._next += 1
+        return Work(self, planned, tensor, planned.name, self._patience_s)
+
+    def wait(self, handle: Planned, timeout_s: float) -> None:
+        """See ``work.Waiter``."""
+        deadline = time.monotonic() + timeout_s
+        while not handle.finished:
+            left_s = deadline - time.monotonic()
+            error: BaseException | None = None
+            ended = False
+            try:
+                if handle.work is None:
+                    time.sleep(1e-3)
+                else:
+                    ended = handle.work.wait(min(LOOK_S, max(left_s, 1e-3)))
+            except TotalReduceError as failure:
+                ended, error = True, failure
+            lost = self._lost()
+            if not ended and lost is not None:
+                ended, error = True, lost
+            if ended:
+                self._finish(handle, error)
+            elif left_s <= 0:
+                raise DeadlineExceededError(self._explain(handle, timeout_s))
+
+    def close(self) -> None:
+        """Give the library back."""
+        self._natives.close()
+
+    def _start(self, planned: Planned) -> None:
+        planned.started_at = time.monotonic()
+        planned.number, self._number = self._number, self._number + 1
+        planned.work = self._natives.allreduce(planned.tensor, planned.op)
+
+    def _finish(self, handle: Planned, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, PeerLost):
+            error = find_culprit(error, self._lost)
+        handle.error, handle.ended_at, handle.finished = error, time.monotonic(), True
+        if self._reported is not None:
+            self._reported(handle)
+        handle.tell()
+
+    def _explain(self, handle: Planned, timeout_s: float) -> str:
+        waited = f"waited {timeout_s:g} s for {handle.name!r} of round {handle.round}"
+        if handle.work is None:
+            return f"{waited}, which waits for {self._names[self._next]!r}: nobody has submitted that on this rank"
+        return f"{waited}: it was started; another rank is late, or does not take part in this round"

@@ -1,0 +1,176 @@
+"""Collectives of ``torch.distributed``: NCCL, gloo, UCC, whatever the program's process group uses."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+
+from totalreduce.foundation.errors import ConfigurationError, RendezvousError, TotalReduceError
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.transports.base import NativeWork
+from totalreduce.transports.native import Reduction, check_tensor, reduction_for
+
+__all__ = ["ENDED", "TorchCollectives", "destroy", "reason"]
+
+#: What gloo raises when a connection has ended, and torch when the program has destroyed its process group.
+ENDED: Final = (RuntimeError, ValueError)
+
+
+@final
+class _TorchWork:
+    """See ``base.NativeWork``."""
+
+    def __init__(self, what: str, rank: int, work: Any, finish: Callable[[], None] | None) -> None:
+        """Watch a work of torch's; ``finish`` completes the result."""
+        self._what, self._rank, self._work, self._finish = what, rank, work, finish
+
+    def done(self) -> bool:
+        """Whether torch says so."""
+        return bool(self._work.is_completed())
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block, or with NCCL have the current stream wait."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._work.wait(timedelta(seconds=max(0.001, timeout_s)))
+        except RuntimeError as error:
+            if time.monotonic() >= deadline and not self._work.is_completed():
+                return False
+            raise TotalReduceError(f"rank {self._rank}: torch's {self._what} failed: {reason(error)}") from error
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+
+@final
+class TorchCollectives:
+    """See ``base.NativeCollectives``. The library's own reductions; averages and ``bool`` are made of what it has."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Take over a private group."""
+        self._group = group
+        self._rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
+        """Reduce in place."""
+        check_tensor(tensor, on_cpu=False)
+        reduction = reduction_for(tensor.detach(), op, self.world_size, wider=_WIDER)
+        torch_op = _torch_op(reduction.op)
+        return self._start("all_reduce", dist.all_reduce, reduction.tensor, torch_op, finish=reduction.finish)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> NativeWork:
+        """Copy the root's tensor."""
+        check_tensor(tensor, on_cpu=False)
+        source = dist.get_global_rank(self._group, root)
+        return self._start("broadcast", dist.broadcast, tensor.detach().view(-1).view(torch.uint8), source)
+
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> NativeWork:
+        """Gather equal parts."""
+        whole, part = _flat(output), _flat(tensor)
+        if whole.dtype != part.dtype or len(whole) != self.world_size * len(part):
+            raise ConfigurationError(
+                f"{len(whole)} elements of {whole.dtype} do not hold {len(part)} of {part.dtype} from each "
+                f"of {self.world_size} ranks"
+            )
+        parts = list(whole.view(torch.uint8).chunk(self.world_size))
+        if not parts[0].numel():
+            parts = [whole.new_empty(0, dtype=torch.uint8)] * self.world_size
+        return self._start("all_gather", dist.all_gather, parts, part.view(torch.uint8))
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
+        """Reduce, and keep this rank's part."""
+        whole, part = _flat(tensor), _flat(output)
+        if whole.dtype != part.dtype or len(whole) != self.world_size * len(part):
+            raise ConfigurationError(f"{len(part)} elements are not one of {self.world_size} parts of {len(whole)}")
+        reduction = reduction_for(whole, op, self.world_size, wider=_WIDER)
+        if reduction.tensor.data_ptr() == whole.data_ptr():
+            reduction = reduction_for(part, op, self.world_size, wider={})
+            target, source = reduction.tensor, whole.view(reduction.tensor.dtype)
+        else:  # a wider copy is what is reduced
+            wide = reduction.tensor
+            target, source = wide.new_empty(len(part)), wide
+            reduction = replace(reduction, finish=_narrow(reduction_for(target, op, self.world_size, wider={}), part))
+        parts = list(source.chunk(self.world_size)) if len(part) else [source] * self.world_size
+        torch_op = _torch_op(reduction.op)
+        return self._start("reduce_scatter", dist.reduce_scatter, target, parts, torch_op, finish=reduction.finish)
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> NativeWork:
+        """Exchange parts of any sizes."""
+        size = tensor.element_size()
+        return self._start(
+            "all_to_all_single",
+            dist.all_to_all_single,
+            _flat(output).view(torch.uint8),
+            _flat(tensor).view(torch.uint8),
+            [count * size for count in received],
+            [count * size for count in sent],
+        )
+
+    def split(self, ranks: Sequence[int], timeout_s: float) -> TorchCollectives:
+        """A new process group."""
+        members = [dist.get_global_rank(self._group, rank) for rank in ranks]
+        # Only the members need to call it; the name tells torch apart what is made twice.
+        try:
+            group = dist.new_group(members, timedelta(seconds=timeout_s), use_local_synchronization=True)
+        except RuntimeError as error:
+            raise RendezvousError(f"torch.distributed cannot make a private group: {reason(error)}") from error
+        assert isinstance(group, dist.ProcessGroup)
+        return TorchCollectives(group)
+
+    def close(self) -> None:
+        """Give the group back."""
+        destroy(self._group)
+
+    def _start(
+        self, what: str, begin: Callable[..., Any], *arguments: Any, finish: Callable[[], None] | None = None
+    ) -> NativeWork:
+        try:
+            work = begin(*arguments, group=self._group, async_op=True)
+        except ENDED as error:
+            raise TotalReduceError(f"rank {self._rank}: torch's {what} failed: {reason(error)}") from error
+        return _TorchWork(what, self._rank, work, finish)
+
+
+_WIDER = {torch.int16: torch.int32}
+
+
+def _torch_op(op: ReduceOp) -> Any:
+    return getattr(dist.ReduceOp, op.name)
+
+
+def _narrow(reduction: Reduction, part: torch.Tensor) -> Callable[[], None]:
+    """Finish a reduction of a wider copy, and put it where it belongs."""
+
+    def finish() -> None:
+        reduction.finish()
+        part.copy_(reduction.tensor)
+
+    return finish
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    check_tensor(tensor, on_cpu=False)
+    return tensor.detach().view(-1)
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Give a private group back; a program that has destroyed its own process group has done so already."""
+    with contextlib.suppress(*ENDED):
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def reason(error: Exception) -> str:
+    """The first line, without the place in gloo's source and its good wishes."""
+    line = (str(error).splitlines() or [""])[0]
+    return line.split("] ", 1)[-1].split(" This is typically caused", 1)[0][:300]
