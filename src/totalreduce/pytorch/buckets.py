@@ -7,10 +7,12 @@ A bucket's memory is ``[gradients | presence | changed]``:
 * *presence*, one element per parameter: 1 where this rank has a gradient. After the reduction it is above
   zero exactly where some rank has one, so a parameter that nobody used keeps ``grad=None`` as in one process.
 * *changed*, only in the last bucket, one element per bucket: above zero where some rank's gradients changed
-  after the bucket had left (see ``reducer``).
+  after the bucket had left (see ``reducer``); and one more element, 1 where this rank takes part with data.
 
-Both are sums of at most ``world_size`` ones: exact in every dtype for "is it zero", and for counting up to
+All are sums of at most ``world_size`` ones: exact in every dtype for "is it zero", and for counting up to
 256 ranks in bfloat16 and 2,048 in float16.
+
+With compression the memory that travels is of a half type, and the gradients are views of a second, wide one.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.pytorch import internals
 
-__all__ = ["Bucket", "BucketSpec", "ParameterSpec", "plan_buckets"]
+__all__ = ["Bucket", "BucketSpec", "ParameterSpec", "WireFormat", "plan_buckets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class ParameterSpec:
         dtype: As torch writes it, without ``torch.``.
         num_elements: Product of the shape.
         itemsize: Bytes of one element.
+        device: Kind of device.
     """
 
     name: str
@@ -48,18 +51,22 @@ class ParameterSpec:
     dtype: str
     num_elements: int
     itemsize: int
+    device: str = "cpu"
 
     @classmethod
-    def of(cls, name: str, aliases: Sequence[str], parameter: torch.Tensor) -> ParameterSpec:
+    def of(
+        cls, name: str, aliases: Sequence[str], parameter: torch.Tensor, *, any_device: bool = False
+    ) -> ParameterSpec:
         """Describe a parameter.
 
         Raises:
-            UnsupportedError: Its gradient cannot be reduced: not on the CPU, complex, or not a floating type.
+            UnsupportedError: Its gradient cannot be reduced: complex, not a floating type, or not on the CPU (unless
+                ``any_device``: a library that knows accelerators carries the reductions out).
         """
-        if parameter.device.type != "cpu":
+        if parameter.device.type != "cpu" and not any_device:
             raise UnsupportedError(
-                f"parameter {name!r} is on {parameter.device}: gradients are synchronised on the CPU only. "
-                "Move the model to the CPU before building the optimizer."
+                f"parameter {name!r} is on {parameter.device}: this group's transport reads CPU memory "
+                "only. Move the model to the CPU before building the optimizer, or use tr.init(transport='torch')."
             )
         if not parameter.dtype.is_floating_point:
             raise UnsupportedError(
@@ -76,6 +83,7 @@ class ParameterSpec:
             dtype=str(parameter.dtype).removeprefix("torch."),
             num_elements=parameter.numel(),
             itemsize=parameter.element_size(),
+            device=parameter.device.type,
         )
 
     def describe(self) -> dict[str, object]:
@@ -85,6 +93,8 @@ class ParameterSpec:
             "dtype": self.dtype,
             "stride": list(self.stride),
         }
+        if self.device != "cpu":
+            document["device"] = self.device
         if self.aliases:
             document["aliases"] = list(self.aliases)
         return document
@@ -111,7 +121,8 @@ class BucketSpec:
         dtype: Of all its parameters.
         members: Indices of the parameters, in the order of their gradients in memory.
         num_elements: Of the gradients, without the tail.
-        num_flags: Length of the *changed* part: the number of buckets in the last one, 0 in the others.
+        num_flags: Length of the *changed* part: the number of buckets and one more in the last one, 0 in the others.
+        device: Kind of device of all its parameters.
     """
 
     index: int
@@ -119,6 +130,7 @@ class BucketSpec:
     members: tuple[int, ...]
     num_elements: int
     num_flags: int
+    device: str = "cpu"
 
 
 def plan_buckets(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> tuple[BucketSpec, ...]:
@@ -131,17 +143,18 @@ def plan_buckets(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> tupl
         parameters: In registration order.
         bucket_bytes: Upper bound of the gradients in one bucket, at least 1.
     """
-    open_buckets: dict[str, list[int]] = {}
-    open_bytes: dict[str, int] = {}
-    closed: list[tuple[str, list[int]]] = []
+    open_buckets: dict[tuple[str, str], list[int]] = {}
+    open_bytes: dict[tuple[str, str], int] = {}
+    closed: list[tuple[tuple[str, str], list[int]]] = []
     for index in reversed(range(len(parameters))):
         spec = parameters[index]
         num_bytes = spec.num_elements * spec.itemsize
-        if spec.dtype in open_buckets and open_bytes[spec.dtype] + num_bytes > bucket_bytes:
-            closed.append((spec.dtype, open_buckets.pop(spec.dtype)))
-            open_bytes[spec.dtype] = 0
-        open_buckets.setdefault(spec.dtype, []).append(index)
-        open_bytes[spec.dtype] = open_bytes.get(spec.dtype, 0) + num_bytes
+        kind = spec.dtype, spec.device
+        if kind in open_buckets and open_bytes[kind] + num_bytes > bucket_bytes:
+            closed.append((kind, open_buckets.pop(kind)))
+            open_bytes[kind] = 0
+        open_buckets.setdefault(kind, []).append(index)
+        open_bytes[kind] = open_bytes.get(kind, 0) + num_bytes
     # The bucket of parameter 0 comes last: it is the last one ready and the first one needed.
     closed.extend(sorted(open_buckets.items(), key=lambda item: -item[1][-1]))
     return tuple(
@@ -150,39 +163,81 @@ def plan_buckets(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> tupl
             dtype=dtype,
             members=tuple(members),
             num_elements=sum(parameters[member].num_elements for member in members),
-            num_flags=len(closed) if position == len(closed) - 1 else 0,
+            num_flags=len(closed) + 1 if position == len(closed) - 1 else 0,
+            device=device,
         )
-        for position, (dtype, members) in enumerate(closed)
+        for position, ((dtype, device), members) in enumerate(closed)
     )
 
 
 class Empty(Protocol):
     """Makes a flat tensor."""
 
-    def __call__(self, num_elements: int, /, *, dtype: torch.dtype) -> torch.Tensor:
+    def __call__(self, num_elements: int, /, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """With whatever is in its memory."""
 
 
-class _Memory:
-    """One flat tensor and the views into it."""
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """How gradients travel.
 
-    def __init__(self, spec: BucketSpec, parameters: Sequence[ParameterSpec], empty: Empty) -> None:
+    Attributes:
+        dtype: What they are cast to; ``None``: as they are.
+        scale: Factor before the reduction.
+    """
+
+    dtype: torch.dtype | None = None
+    scale: float = 1.0
+
+
+class _Memory:
+    """One flat tensor and the views into it; with compression a wide one beside it.
+
+    Attributes:
+        flat: What travels.
+        slots: Of ``flat``, by parameter.
+        wide: The reduced gradients where ``flat`` is of another dtype, else the same memory.
+        views: Of ``wide``, by parameter.
+    """
+
+    def __init__(
+        self,
+        spec: BucketSpec,
+        parameters: Sequence[ParameterSpec],
+        empty: Empty,
+        device: torch.device,
+        wire: WireFormat,
+    ) -> None:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         members = [parameters[member] for member in spec.members]
         tail = spec.num_elements + len(members)
-        self.flat = empty(tail + spec.num_flags, dtype=dtype).zero_()
+        self.flat = empty(tail + spec.num_flags, dtype=wire.dtype or dtype, device=device).zero_()
         self.presence = self.flat[spec.num_elements : tail]
         self.flags = self.flat[tail:]
-        self.views: list[torch.Tensor] = []
-        offset = 0
-        for member in members:
-            self.views.append(self.flat.as_strided(member.shape, member.stride, offset))
-            offset += member.num_elements
-        self._begin = self.flat.data_ptr()
-        self._end = self._begin + self.flat.numel() * self.flat.element_size()
+        self.slots = _views(self.flat, members)
+        self.wide, self.views = self.flat[: spec.num_elements], self.slots
+        if self.flat.dtype is not dtype:
+            self.wide = torch.zeros(spec.num_elements, dtype=dtype, device=device)
+            self.views = _views(self.wide, members)
+        self._begin = self.wide.data_ptr()
+        self._end = self._begin + self.wide.numel() * self.wide.element_size()
 
     def contains(self, tensor: torch.Tensor) -> bool:
         return self._begin <= tensor.data_ptr() < self._end
+
+    def widen(self) -> None:
+        """Bring the reduced gradients to their own dtype."""
+        if self.slots is not self.views:
+            self.wide.copy_(self.flat[: len(self.wide)])
+
+
+def _views(flat: torch.Tensor, members: Sequence[ParameterSpec]) -> list[torch.Tensor]:
+    views = []
+    offset = 0
+    for member in members:
+        views.append(flat.as_strided(member.shape, member.stride, offset))
+        offset += member.num_elements
+    return views
 
 
 class Bucket:
@@ -193,6 +248,7 @@ class Bucket:
         parameters: The live parameters of the whole plan.
         parameter_specs: Their descriptions, in the same order.
         empty: Makes flat tensors; ``Group.empty`` makes them where they need not be copied to be sent.
+        wire: How the gradients travel.
     """
 
     def __init__(
@@ -201,17 +257,21 @@ class Bucket:
         parameters: Sequence[torch.nn.Parameter],
         parameter_specs: Sequence[ParameterSpec],
         empty: Empty,
+        wire: WireFormat,
     ) -> None:
         self.spec = spec
         self.parameters = [parameters[member] for member in spec.members]
         self._specs = parameter_specs
-        self._empty = empty
-        self._memory = _Memory(spec, parameter_specs, empty)
+        self._empty, self._wire = empty, wire
+        self._memory = self._make()
         self._spare: _Memory | None = None
         #: The gradients as they were when last copied, ``None`` where there was none, and their versions
         #: then.
         self.local: list[torch.Tensor | None] = []
         self._versions: list[int] = []
+
+    def _make(self) -> _Memory:
+        return _Memory(self.spec, self._specs, self._empty, self.parameters[0].device, self._wire)
 
     @property
     def flat(self) -> torch.Tensor:
@@ -250,8 +310,10 @@ class Bucket:
         )
 
     @torch.no_grad()
-    def pack(self, flags: Sequence[int] = ()) -> None:
+    def pack(self, flags: Sequence[int] = (), *, active: bool = True) -> None:
         """Copy the remembered gradients, their presence and the flags into the flat tensor.
+
+        ``active``: this rank takes part with data, if only with none in this round.
 
         The remembered gradients must stay readable until the step is over, since they may be needed a second
         time. Where they are views of this bucket (``zero_grad(set_to_none=False)``), a second flat tensor
@@ -265,28 +327,37 @@ class Bucket:
             if grad is not None:
                 self._check(position, grad)
         if any(grad is not None and self._memory.contains(grad) for grad in self.local):
-            spare = self._spare or _Memory(self.spec, self._specs, self._empty)
+            spare = self._spare or self._make()
             self._memory, self._spare = spare, self._memory
         memory = self._memory
         targets, sources, absent, missing = [], [], [], []
-        for position, (grad, view) in enumerate(zip(self.local, memory.views, strict=True)):
+        for position, (grad, view) in enumerate(zip(self.local, memory.slots, strict=True)):
             if grad is None:
                 absent.append(view)
                 missing.append(position)
                 continue
             targets.append(view)
             sources.append(grad.clone() if memory.contains(grad) else grad.detach())
-        internals.copy_into(targets, sources)
+        if self._wire.scale == 1.0:
+            internals.copy_into(targets, sources)
+        else:  # in one pass
+            for target, source in zip(targets, sources, strict=True):
+                torch.mul(source, self._wire.scale, out=target)
         internals.fill_zero(absent)
         memory.presence.fill_(1)
         if missing:
             memory.presence[missing] = 0
         if self.spec.num_flags:
-            memory.flags.copy_(torch.tensor(flags or [0] * self.spec.num_flags))
+            memory.flags.copy_(torch.tensor([*(flags or [0] * (self.spec.num_flags - 1)), int(active)]))
 
     def _check(self, position: int, grad: torch.Tensor) -> None:
         view = self._memory.views[position]
-        if grad.dtype is view.dtype and grad.layout is torch.strided and grad.shape == view.shape and grad.is_cpu:
+        if (
+            grad.dtype is view.dtype
+            and grad.layout is torch.strided
+            and grad.shape == view.shape
+            and grad.device == view.device
+        ):
             return
         name = self._specs[self.spec.members[position]].name
         if grad.layout is not torch.strided:
@@ -295,7 +366,7 @@ class Bucket:
                 "Build its module with sparse=False."
             )
         raise ConfigurationError(
-            f"parameter {name!r} was planned as {view.dtype}{list(view.shape)} on cpu but its gradient is "
+            f"parameter {name!r} was planned as {view.dtype}{list(view.shape)} on {view.device} but its gradient is "
             f"{grad.dtype}{list(grad.shape)} on {grad.device}. Convert or move the model before building "
             "DistributedOptimizer, or call its replan() on every rank afterwards."
         )
@@ -305,10 +376,19 @@ class Bucket:
         values: list[float] = self._memory.presence.tolist()
         return values
 
-    def flags(self) -> list[float]:
-        """One number per bucket of the plan, after the reduction; only in the last bucket."""
+    def flags(self) -> tuple[list[float], float]:
+        """After the reduction, in the last bucket: one number per bucket of the plan, and one for the active ranks."""
         values: list[float] = self._memory.flags.tolist()
-        return values
+        return values[:-1], values[-1]
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the reduced gradients."""
+        if factor != 1.0:
+            self._memory.wide.mul_(factor)
+
+    def widen(self) -> None:
+        """The reduction is done: bring the gradients to their own dtype."""
+        self._memory.widen()
 
     def reduced(self) -> list[torch.Tensor | None]:
         """The reduced gradient of each parameter, a view of ``flat``, or ``None`` where no rank had one."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,13 +23,19 @@ from totalreduce.pytorch.deferred import DeferredUpdates
 from totalreduce.pytorch.facade import OptimizerFacade
 from totalreduce.pytorch.hooks import WeakHook
 from totalreduce.pytorch.order import ForwardOrder
-from totalreduce.pytorch.planning import PlanSettings, agree_on_plan
-from totalreduce.pytorch.reducer import Reducer
+from totalreduce.pytorch.planning import PlanSettings, agree_on_plan, name_parameters, sparse_parameters
+from totalreduce.pytorch.reducer import Arithmetic, Reducer, operation_names
+from totalreduce.pytorch.sparse_gradients import SparseReducer
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
 
 __all__ = ["DistributedOptimizer"]
+
+
+_BUCKET_BYTES = 4 * 1024 * 1024
+#: Every native operation has a fixed cost that is that of a megabyte or more (gloo with 4 ranks on one host: 5 ms).
+_NATIVE_BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class _Phase(enum.Enum):
@@ -52,46 +58,74 @@ class DistributedOptimizer(OptimizerFacade):
     Args:
         optimizer: Any ``torch.optim`` optimizer. It is driven by this one: do not step it yourself.
         model: The module that holds the optimizer's parameters. Model parameters that the optimizer does not
-            hold stay local.
+            hold stay local. ``None``: without its names and the order of its modules.
         group: The ranks.
         op: ``AVG`` (the gradient of the average of the ranks' losses) or ``SUM``.
-        bucket_bytes: How many bytes of gradients travel as one operation, at most.
+        bucket_bytes: How many bytes of gradients travel as one operation, at most. Default: 4 MiB, or 25 MiB where
+            a native library carries the operations out.
         overlap: ``"backward"``: communication runs beside backward, and ``step()`` waits for it.
             ``"iterations"``: ``step()`` returns at once, and each module's next forward waits for its own
             parameters only (with ``on_missing="zero"``).
         on_missing: What to do where some ranks have a gradient and others have not: count ``"zero"`` for
             them, or raise ``MissingTensorError`` on every rank (``"error"``).
+        named_parameters: Names that all ranks know, where there is no model; without them places in the optimizer.
+        compression: ``"fp16"`` or ``"bf16"``: gradients travel as such.
+        gradient_predivide_factor: Averages are divided by this before the sum, and by the rest of the world size
+            after it; for gradients near the ends of a half type's range.
+        backward_passes_per_step: So many backward passes add up before gradients leave; those of a remainder leave at
+            ``step()``. Nothing is divided by it.
+        sparse: Sparse gradients are made ``"dense"``, or everybody's rows are ``"gather"``-ed (of modules with
+            ``sparse=True``, and of ``SparseAdam``).
+        join_divisor: What averages are divided by while some ranks have joined: ``"world"`` or ``"active"``.
         name: Prefix of the operations' names; different for each optimizer that shares a group.
 
     Raises:
         ConfigurationError: A setting is wrong, or model and optimizer do not fit together.
-        UnsupportedError: A parameter on another device, complex, or with sparse gradients.
+        UnsupportedError: A parameter that is complex, or on a device that the group's transport cannot read.
         PlanMismatchError: The ranks' models or settings differ; on every rank.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        model: torch.nn.Module,
+        model: torch.nn.Module | None = None,
         *,
         group: Group,
         op: ReduceOp = ReduceOp.AVG,
-        bucket_bytes: int = 4 * 1024 * 1024,
+        bucket_bytes: int | None = None,
         overlap: Literal["backward", "iterations"] = "backward",
         on_missing: Literal["zero", "error"] = "zero",
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+        compression: Literal["none", "fp16", "bf16"] = "none",
+        gradient_predivide_factor: float = 1.0,
+        backward_passes_per_step: int = 1,
+        sparse: Literal["dense", "gather"] = "dense",
+        join_divisor: Literal["world", "active"] = "world",
         name: str = "model",
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ConfigurationError("the optimizer is a DistributedOptimizer already: pass the torch optimizer")
+        if model is None and overlap == "iterations":
+            raise ConfigurationError("overlap='iterations' needs the model, whose modules wait for their gradients")
+        if model is not None and named_parameters is not None:
+            raise ConfigurationError("pass the model or named_parameters: the model has names already")
         super().__init__(optimizer)
+        if bucket_bytes is None:
+            bucket_bytes = _BUCKET_BYTES if group.coordinator is None else _NATIVE_BUCKET_BYTES
         self._settings = PlanSettings(
             optimizer=self.kind,
             op=op,
             bucket_bytes=bucket_bytes,
             overlap=overlap,
             on_missing=on_missing,
+            compression=compression,
+            gradient_predivide_factor=gradient_predivide_factor,
+            backward_passes_per_step=backward_passes_per_step,
+            sparse=sparse,
+            join_divisor=join_divisor,
         )
         self._model, self._group, self._name = model, group, name
+        self._named = None if named_parameters is None else list(named_parameters)
         self._phase = _Phase.LOCAL
         self._no_sync_depth = 0
         self._deferred: DeferredUpdates | None = None
@@ -130,31 +164,48 @@ class DistributedOptimizer(OptimizerFacade):
         if self._phase is not _Phase.OPEN:
             self._reducer.begin()
         self._reducer.abandon()
+        self._stream.close()
         self._phase = _Phase.LOCAL
         self._planned = False
         _remove_hooks(self._handles, self._recording)
 
     def _plan_gradients(self) -> None:
-        settings = self._settings
-        self._plan = agree_on_plan(self._group, self._name, self._model, self._inner.param_groups, settings)
+        settings, groups = self._settings, self._inner.param_groups
+        named = name_parameters(self._model, self._named, groups)
+        sparse = sparse_parameters(self._model, self._inner)
+        self._plan = plan = agree_on_plan(self._group, self._name, named, groups, settings, sparse)
+        arithmetic = Arithmetic.of(
+            settings.op,
+            self._group.world_size,
+            predivide=settings.gradient_predivide_factor,
+            wire_dtype=settings.wire_dtype,
+            divide_by_active=settings.join_divisor == "active",
+            native=self._group.coordinator is not None,
+        )
+        names = operation_names(plan.buckets, plan.specs)
+        self._stream = self._group.planned(self._name, names)
         self._reducer = Reducer(
             self._group,
-            self._name,
-            self._plan.parameters,
-            self._plan.specs,
-            self._plan.buckets,
-            op=settings.op,
+            self._stream,
+            [f"{self._name}.{name}" for name in names],
+            plan.parameters,
+            plan.specs,
+            plan.buckets,
+            arithmetic=arithmetic,
             forbid_missing=settings.on_missing == "error",
         )
+        self._sparse = SparseReducer(self._group, self._name, list(plan.sparse.values()), list(plan.sparse))
+        self._passes = [0] * len(plan.parameters)
         self._ordered = False
-        self._order = ForwardOrder(self._model, {p: index for index, p in enumerate(self._plan.parameters)})
+        model = torch.nn.Module() if self._model is None else self._model
+        self._order = ForwardOrder(model, {p: index for index, p in enumerate(plan.parameters)})
         self._waits: dict[int, list[int]] | None = None
         for index, parameter in enumerate(self._plan.parameters):
             hook = WeakHook(self._on_gradient, index)
             self._handles.append(internals.after_gradient(parameter, hook))
         for module in self._order.relevant:
             self._recording.append(module.register_forward_pre_hook(WeakHook(self._on_forward)))
-        if self._settings.overlap == "iterations":
+        if self._settings.overlap == "iterations" and self._model is not None:
             for module in self._model.modules():
                 self._handles += internals.around_state_dict(module, WeakHook(self._on_state_dict))
         self._planned = True
@@ -170,13 +221,18 @@ class DistributedOptimizer(OptimizerFacade):
 
     # -------------------- hooks
 
-    def _on_gradient(self, index: int, _: torch.Tensor) -> None:
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
         if self._deferred is not None:
             self._check_fresh(index)
             self.flush()
         if self._no_sync_depth:
             if self._phase is _Phase.SYNCHRONISED:
                 self._phase = _Phase.LOCAL
+            return
+        self._passes[index] += 1
+        if self._passes[index] % self._settings.backward_passes_per_step:
             return
         if self._phase is _Phase.OPEN and self._reducer.closed:
             self.synchronize()
@@ -241,7 +297,50 @@ class DistributedOptimizer(OptimizerFacade):
             for parameter, gradient in zip(bucket.parameters, bucket.reduced(), strict=True):
                 parameter.grad = gradient
             bucket.release()
+        for parameter, gradient in zip(self._sparse.parameters, self._gather(joined=False), strict=True):
+            parameter.grad = gradient
         self._phase = _Phase.SYNCHRONISED
+
+    def _gather(self, *, joined: bool) -> list[torch.Tensor | None]:
+        divide_by_active = self._settings.join_divisor == "active" and self._reducer.active
+        divisor = self._reducer.active if divide_by_active else self._group.world_size
+        return self._sparse.reduce(averages=self._settings.op is ReduceOp.AVG, divisor=divisor, joined=joined)
+
+    def join(self) -> int:
+        """Say that this rank has no more data, and take part in the others' rounds until all have joined. Collective.
+
+        It contributes nothing; the others' averages are divided as ``join_divisor`` says. Parameters are not updated
+        meanwhile: broadcast them from the rank that is returned.
+
+        Returns:
+            The rank that joined last, equal on all ranks.
+
+        Raises:
+            ConfigurationError: The optimizer steps with closures (LBFGS), or has sparse gradients only.
+            PeerLost: A rank died.
+        """
+        self._check_usable()
+        if isinstance(self._inner, torch.optim.LBFGS) or not self._plan.buckets:
+            raise ConfigurationError("join() needs rounds that can be told apart: not LBFGS, and not sparse alone")
+        self.flush()
+        if self._phase is not _Phase.LOCAL:
+            self.synchronize()
+        rounds = 0
+        while rounds == 0 or self._reducer.active:
+            rounds += 1
+            self._reducer.begin(joined=True)
+            self._reducer.close()
+            with suppress(MissingTensorError):  # the others', who raise it
+                self._reducer.finish()
+            for bucket in self._reducer.buckets:
+                bucket.release()
+            if self._reducer.active:
+                self._gather(joined=True)
+        self._phase = _Phase.LOCAL
+        # Who came last took part in the fewest rounds.
+        last = torch.tensor([self._group.rank - rounds * self._group.world_size])
+        self._group.control.allreduce(last, name=f"{self._name}.joined", op=ReduceOp.MAX).wait()
+        return int(last.item()) % self._group.world_size
 
     def _close_round(self) -> None:
         self._plan.check_unchanged(self._inner.param_groups)
@@ -307,6 +406,7 @@ class DistributedOptimizer(OptimizerFacade):
             self.synchronize()
             result = self._inner.step()
         self._phase = _Phase.LOCAL
+        self._passes = [0] * len(self._passes)
         return result
 
     def _defers(self) -> bool:
@@ -315,6 +415,7 @@ class DistributedOptimizer(OptimizerFacade):
             and self._settings.on_missing == "zero"
             and self._phase is not _Phase.SYNCHRONISED
             and self._order.seen
+            and not self._plan.sparse
             and not isinstance(self._inner, torch.optim.LBFGS)
             and not internals.has_step_hooks(self._inner)
         )
@@ -330,7 +431,7 @@ class DistributedOptimizer(OptimizerFacade):
             if loss is None:
                 return None
             total = torch.as_tensor(loss).detach().clone()
-            self._group.allreduce(total, name=f"{self._name}.loss", op=self._settings.op, priority=0).wait()
+            self._group.control.allreduce(total, name=f"{self._name}.loss", op=self._settings.op, priority=0).wait()
             return total if isinstance(loss, torch.Tensor) else total.item()
 
         return reduced_closure
@@ -375,6 +476,7 @@ class DistributedOptimizer(OptimizerFacade):
         self.flush()
         self._closed = True
         self._remove_hooks()
+        self._stream.close()
 
     @property
     def resubmissions(self) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
+from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.pytorch import internals
 from totalreduce.pytorch.buckets import BucketSpec, ParameterSpec, plan_buckets
@@ -19,7 +21,10 @@ from totalreduce.pytorch.hooks import WeakHook
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
 
-__all__ = ["GradientPlan", "PlanSettings", "agree_on_plan", "build_plan"]
+__all__ = ["GradientPlan", "PlanSettings", "agree_on_plan", "build_plan", "name_parameters", "sparse_parameters"]
+
+#: Names of each parameter, the first one first.
+NamedParameters = Mapping[torch.nn.Parameter, Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +40,11 @@ class PlanSettings:
     bucket_bytes: int
     overlap: Literal["backward", "iterations"]
     on_missing: Literal["zero", "error"]
+    compression: Literal["none", "fp16", "bf16"]
+    gradient_predivide_factor: float
+    backward_passes_per_step: int
+    sparse: Literal["dense", "gather"]
+    join_divisor: Literal["world", "active"]
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
@@ -46,6 +56,30 @@ class PlanSettings:
             raise ConfigurationError(f"overlap is 'backward' or 'iterations', not {self.overlap!r}")
         if self.on_missing not in ("zero", "error"):
             raise ConfigurationError(f"on_missing is 'zero' or 'error', not {self.on_missing!r}")
+        if self.compression not in _WIRE_DTYPES:
+            raise ConfigurationError(f"compression is one of {', '.join(_WIRE_DTYPES)}, not {self.compression!r}")
+        factor = self.gradient_predivide_factor
+        if not 0 < factor < math.inf or (factor != 1.0 and self.op is not ReduceOp.AVG):
+            raise ConfigurationError(
+                f"gradient_predivide_factor splits the division of an average; it cannot be {factor} with "
+                f"{self.op.name.lower()}"
+            )
+        if self.backward_passes_per_step < 1:
+            raise ConfigurationError(
+                f"backward_passes_per_step must be at least 1, not {self.backward_passes_per_step}"
+            )
+        if self.sparse not in ("dense", "gather"):
+            raise ConfigurationError(f"sparse is 'dense' or 'gather', not {self.sparse!r}")
+        if self.join_divisor not in ("world", "active"):
+            raise ConfigurationError(f"join_divisor is 'world' or 'active', not {self.join_divisor!r}")
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """What gradients are cast to while they travel."""
+        return _WIRE_DTYPES[self.compression]
+
+
+_WIRE_DTYPES: dict[str, torch.dtype | None] = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +90,7 @@ class GradientPlan:
         parameters: Trainable parameters of the optimizer, in the model's registration order, each once.
         specs: Their descriptions.
         buckets: How they are packed.
+        sparse: Parameters whose gradients are gathered instead, by name, in the same order.
         frozen: The optimizer's parameters that were not trainable when the plan was made.
         num_given: How many parameters the optimizer's groups held then.
     """
@@ -63,6 +98,7 @@ class GradientPlan:
     parameters: tuple[torch.nn.Parameter, ...]
     specs: tuple[ParameterSpec, ...]
     buckets: tuple[BucketSpec, ...]
+    sparse: Mapping[str, torch.nn.Parameter]
     frozen: tuple[torch.nn.Parameter, ...]
     num_given: int
 
@@ -71,6 +107,7 @@ class GradientPlan:
         return {
             "settings": {**asdict(settings), "op": settings.op.name.lower()},
             "parameters": {spec.name: spec.describe() for spec in self.specs},
+            "sparse": {name: list(parameter.shape) for name, parameter in self.sparse.items()},
             "buckets": [[self.specs[member].name for member in bucket.members] for bucket in self.buckets],
         }
 
@@ -93,9 +130,10 @@ class GradientPlan:
 def agree_on_plan(
     group: Group,
     name: str,
-    model: torch.nn.Module,
+    named: NamedParameters,
     groups: Iterable[Mapping[str, Sequence[torch.nn.Parameter]]],
     settings: PlanSettings,
+    sparse: Collection[torch.Tensor],
 ) -> GradientPlan:
     """Build the plan and compare it with the other ranks'. Collective.
 
@@ -106,17 +144,68 @@ def agree_on_plan(
     return agree_or_refuse(
         group,
         f"{name}.plan",
-        lambda: build_plan(model, groups, settings.bucket_bytes),
+        lambda: build_plan(named, groups, settings, sparse=sparse, any_device=group.coordinator is not None),
         lambda plan: plan.document(settings),
     )
 
 
+def name_parameters(
+    model: torch.nn.Module | None,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+    groups: Iterable[Mapping[str, Sequence[torch.nn.Parameter]]],
+) -> NamedParameters:
+    """What all ranks call the parameters: as the model does, or as given, or by their places in the optimizer.
+
+    Raises:
+        ConfigurationError: A name is given to two parameters.
+    """
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    if model is not None:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+    elif named_parameters is not None:
+        given = list(named_parameters)
+        twice = sorted(name for name, count in Counter(name for name, _ in given).items() if count > 1)
+        if twice:
+            raise ConfigurationError(f"named_parameters has {twice[0]!r} more than once: names must tell tensors apart")
+        for name, parameter in given:
+            names.setdefault(parameter, []).append(name)
+    else:
+        for number, group in enumerate(groups):
+            for place, parameter in enumerate(group["params"]):
+                names.setdefault(parameter, []).append(f"{number}.{place}")
+    return names
+
+
+def sparse_parameters(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer) -> Collection[torch.Tensor]:
+    """Parameters whose gradients will be sparse, as far as their modules or the optimizer tell."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return {
+        module.weight
+        for module in (model.modules() if model is not None else ())
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+    }
+
+
 def build_plan(
-    model: torch.nn.Module, groups: Iterable[Mapping[str, Sequence[torch.nn.Parameter]]], bucket_bytes: int
+    names: NamedParameters,
+    groups: Iterable[Mapping[str, Sequence[torch.nn.Parameter]]],
+    settings: PlanSettings,
+    *,
+    sparse: Collection[torch.Tensor] = (),
+    any_device: bool = False,
 ) -> GradientPlan:
     """Plan the gradients of the optimizer's trainable parameters. Purely local.
 
     Parameters of the model that the optimizer does not hold are left alone: their gradients stay local.
+
+    Args:
+        names: Names of each parameter, in an order equal on all ranks.
+        groups: The optimizer's.
+        settings: Of the optimizer.
+        sparse: Parameters with sparse gradients, which are gathered if the settings say so.
+        any_device: Whether gradients may be elsewhere than on the CPU.
 
     Raises:
         ConfigurationError: A parameter is not in the model, is uninitialised, or is already synchronised by
@@ -124,9 +213,6 @@ def build_plan(
         UnsupportedError: A gradient would be sparse, complex, or not on the CPU.
     """
     given = [parameter for group in groups for parameter in group["params"]]
-    names: dict[torch.nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
     strangers = [parameter for parameter in given if parameter not in names]
     if strangers:
         shapes = ", ".join(str(list(parameter.shape)) for parameter in strangers[:5])
@@ -140,14 +226,17 @@ def build_plan(
         raise ConfigurationError(
             "no parameter of the optimizer is trainable: nothing to synchronise. Set requires_grad first."
         )
-    _refuse_sparse_modules(model, wanted)
     for parameter in chosen:
         _refuse_unusable(names[parameter][0], parameter)
-    specs = tuple(ParameterSpec.of(names[p][0], names[p][1:], p) for p in chosen)
+    gathers = settings.sparse == "gather"
+    gathered = [p for p in chosen if gathers and p in sparse]
+    reduced = [p for p in chosen if not (gathers and p in sparse)]
+    specs = tuple(ParameterSpec.of(names[p][0], names[p][1:], p, any_device=any_device) for p in reduced)
     return GradientPlan(
-        parameters=tuple(chosen),
+        parameters=tuple(reduced),
         specs=specs,
-        buckets=plan_buckets(specs, bucket_bytes),
+        buckets=plan_buckets(specs, settings.bucket_bytes),
+        sparse={names[p][0]: p for p in gathered},
         frozen=tuple(parameter for parameter in given if not parameter.requires_grad),
         num_given=len(given),
     )
@@ -164,13 +253,3 @@ def _refuse_unusable(name: str, parameter: torch.nn.Parameter) -> None:
             f"parameter {name!r} is already synchronised by another DistributedOptimizer. Close that one "
             "first, or give each optimizer its own parameters."
         )
-
-
-def _refuse_sparse_modules(model: torch.nn.Module, wanted: set[torch.nn.Parameter]) -> None:
-    for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse and module.weight in wanted:
-            name = f"{path}.weight" if path else "weight"
-            raise UnsupportedError(
-                f"parameter {name!r} would have sparse gradients, which cannot be synchronised yet. "
-                "Build its module with sparse=False."
-            )

@@ -17,19 +17,83 @@ agreement costs no message of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, MissingTensorError
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.pytorch.buckets import Bucket, BucketSpec, ParameterSpec
+from totalreduce.pytorch.buckets import Bucket, BucketSpec, ParameterSpec, WireFormat
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
+    from totalreduce.groups.planned import PlannedReductions
     from totalreduce.groups.work import Work
 
-__all__ = ["Reducer"]
+__all__ = ["Arithmetic", "Reducer", "operation_names"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How gradients of different ranks become one.
+
+    Attributes:
+        op: ``AVG`` or ``SUM``: what the ranks do with what they send.
+        world_size: Of the group.
+        prescale: Factor before.
+        wire_dtype: What gradients are cast to while they travel; ``None``: nothing.
+        divide_by_active: Averages are divided by the ranks that have data, not by all.
+        rest: Factor afterwards that makes it an average, or 1.
+        averages: Whether an average is wanted, in whatever steps.
+    """
+
+    op: ReduceOp
+    world_size: int
+    prescale: float
+    wire_dtype: torch.dtype | None
+    divide_by_active: bool
+    rest: float
+    averages: bool
+
+    @classmethod
+    def of(
+        cls,
+        op: ReduceOp,
+        world_size: int,
+        *,
+        predivide: float,
+        wire_dtype: torch.dtype | None,
+        divide_by_active: bool,
+        native: bool,
+    ) -> Arithmetic:
+        """Work out the steps.
+
+        Args:
+            op: What is wanted.
+            world_size: Of the group.
+            predivide: Averages are divided by this before the sum, and by the rest of the world size after it.
+            wire_dtype: What gradients are cast to.
+            divide_by_active: See the class.
+            native: A native library has sums only; dividing while the gradients are copied saves it a pass.
+        """
+        averages = op is ReduceOp.AVG
+        if averages and native and predivide == 1.0:
+            predivide = float(world_size)
+        if averages and predivide != 1.0:
+            scale, rest = 1.0 / predivide, predivide / world_size
+            return cls(ReduceOp.SUM, world_size, scale, wire_dtype, divide_by_active, rest, averages)
+        return cls(op, world_size, 1.0, wire_dtype, divide_by_active, 1.0, averages)
+
+    def postscale(self, active: int) -> float:
+        """Factor after the reduction, where so many ranks had data."""
+        if self.averages and self.divide_by_active and 0 < active < self.world_size:
+            return self.rest * self.world_size / active
+        return self.rest
+
+    def count(self, reduced: float) -> int:
+        """How many ranks contributed a 1, from what became of the ones."""
+        return round(reduced * self.world_size if self.op is ReduceOp.AVG else reduced)
 
 
 class Reducer:
@@ -37,30 +101,32 @@ class Reducer:
 
     Args:
         group: Where to reduce.
-        name: Prefix of the operations' names.
+        stream: Reduces the buckets, by their index; see ``Group.planned``.
+        names: Of the operations; see ``operation_names``.
         parameters: In registration order.
         specs: Their descriptions, in the same order.
         plan: From ``plan_buckets``.
-        op: ``SUM`` or ``AVG``.
+        arithmetic: How gradients of different ranks become one.
         forbid_missing: Raise where some but not all ranks have a gradient.
     """
 
     def __init__(
         self,
         group: Group,
-        name: str,
+        stream: PlannedReductions,
+        names: Sequence[str],
         parameters: Sequence[torch.nn.Parameter],
         specs: Sequence[ParameterSpec],
         plan: Sequence[BucketSpec],
         *,
-        op: ReduceOp,
+        arithmetic: Arithmetic,
         forbid_missing: bool,
     ) -> None:
-        self._group, self._op, self._forbid_missing = group, op, forbid_missing
-        self.specs = specs
-        #: Names of the operations. Timelines and stall reports show them, so they say whose gradients.
-        self.names = [f"{name}.bucket{spec.index}[{_ends(spec, specs)}]" for spec in plan]
-        self.buckets = [Bucket(spec, parameters, specs, group.empty) for spec in plan]
+        self._group, self._stream, self._arithmetic = group, stream, arithmetic
+        self._forbid_missing = forbid_missing
+        self.specs, self.names = specs, names
+        wire = WireFormat(arithmetic.wire_dtype, arithmetic.prescale)
+        self.buckets = [Bucket(spec, parameters, specs, self._empty, wire) for spec in plan]
         self.bucket_of = {member: spec.index for spec in plan for member in spec.members}
         self._works: list[Work | None] = [None] * len(plan)
         self._priorities = list(range(len(plan)))[::-1]
@@ -71,7 +137,10 @@ class Reducer:
         self._awaited: list[set[int]] = [set(spec.members) for spec in plan]
         self._agreed = False
         self._checked: set[int] = set()
+        self._widened: set[int] = set()
         self.closed = False
+        self.joined = False  #: This rank has no data in this round.
+        self.active = group.world_size  #: Ranks with data in the last round that was agreed on.
         self.round = 0
         self.resubmissions = 0
 
@@ -91,11 +160,17 @@ class Reducer:
         """Indices of the buckets, the most urgent first."""
         return sorted(range(len(self.buckets)), key=lambda index: (self._priorities[index], -index))
 
-    def begin(self) -> None:
-        """Open a round. The previous one must be over: every bucket was waited for."""
+    def begin(self, *, joined: bool = False) -> None:
+        """Open a round. The previous one must be over: every bucket was waited for.
+
+        ``joined``: this rank has no data any more and takes part for the sake of the others.
+        """
         self.round += 1
+        self.joined = joined
+        self._stream.begin()
         self.closed = self._agreed = False
         self._checked.clear()
+        self._widened.clear()
         for index, fired in enumerate(self._fired):
             if fired:
                 self._fired_before[index] = fired
@@ -123,17 +198,25 @@ class Reducer:
             if index == len(self.buckets) - 1:
                 continue
             if self._works[index] is None:
-                bucket.capture()
+                self._capture(bucket)
                 self._submit(index)
             elif bucket.replaced():
                 bucket.capture()
                 changed[index] = 1
         if self.buckets:
-            self.buckets[-1].capture()
+            self._capture(self.buckets[-1])
             self._submit(len(self.buckets) - 1, changed)
         self.closed = True
+        if self.joined:
+            return
         for index, fired in enumerate(self._fired):
             self._awaited[index] = (fired | self._fired_before[index]) or set(self.buckets[index].spec.members)
+
+    def _capture(self, bucket: Bucket) -> None:
+        if self.joined:
+            bucket.local = [None] * len(bucket.parameters)
+        else:
+            bucket.capture()
 
     def abandon(self) -> None:
         """End an open round without a result: what has not left is sent as nothing. Collective.
@@ -154,7 +237,7 @@ class Reducer:
         """Wait for every bucket of a closed round. May be called again after it raised."""
         for index in self.by_urgency:
             self._wait_reduced(index)
-        for index in self.by_urgency:
+        for index in range(len(self.buckets)):
             self.wait(index)
 
     def wait(self, index: int) -> None:
@@ -176,20 +259,34 @@ class Reducer:
         work = self._works[index]
         assert work is not None, "the round was closed, so every bucket was submitted"
         work.wait()
+        if index not in self._widened:
+            self._widened.add(index)
+            self.buckets[index].widen()
+            self.buckets[index].rescale(self._arithmetic.postscale(self.active))
 
     def _submit(self, index: int, flags: Sequence[int] = ()) -> None:
         bucket = self.buckets[index]
-        bucket.pack(flags)
-        self._works[index] = self._group.allreduce(
-            bucket.flat, name=self.names[index], op=self._op, priority=self._priorities[index]
+        bucket.pack(flags, active=not self.joined)
+        self._works[index] = self._stream.submit(
+            index, bucket.flat, op=self._arithmetic.op, priority=self._priorities[index]
         )
 
+    def _empty(self, num_elements: int, /, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu":
+            return self._group.empty(num_elements, dtype=dtype)
+        return torch.empty(num_elements, dtype=dtype, device=device)
+
     def _agree_on_changes(self) -> None:
+        if not self.buckets:
+            self._agreed = True
+            return
         last = self._works[-1]
         assert last is not None, "the round was closed, so the last bucket was submitted"
         last.wait()
-        flags = self.buckets[-1].flags()
-        again = [index for index in self.by_urgency if flags[index] > 0]
+        flags, active = self.buckets[-1].flags()
+        self.active = self._arithmetic.count(active)
+        # By index: the order of submission has to be the same on all ranks, where urgency need not be.
+        again = [index for index, flag in enumerate(flags) if flag > 0]
         for index in again:
             work = self._works[index]
             assert work is not None
@@ -208,18 +305,21 @@ class Reducer:
     def _check_missing(self, index: int) -> None:
         # Decided by numbers that are equal on all ranks, so all ranks enter the second allreduce or none
         # does.
-        complete = 1 if self._op is ReduceOp.AVG else self._group.world_size
-        half_a_rank = 0.5 * complete / self._group.world_size
         members = self.buckets[index].spec.members
         for position, present in enumerate(self.buckets[index].presence()):
-            if not 0 < present < complete - half_a_rank:
+            if not 0 < self._arithmetic.count(present) < self.active:
                 continue
             missing_here = torch.zeros(self._group.world_size, dtype=torch.uint8)
-            missing_here[self._group.rank] = self.buckets[index].local[position] is None
+            missing_here[self._group.rank] = self.buckets[index].local[position] is None and not self.joined
             name = f"{self.names[index]}/missing"
-            self._group.allreduce(missing_here, name=name, op=ReduceOp.SUM, priority=0).wait()
+            self._group.control.allreduce(missing_here, name=name, op=ReduceOp.SUM, priority=0).wait()
             ranks = tuple(missing_here.nonzero().flatten().tolist())
             raise MissingTensorError(self.specs[members[position]].name, ranks, self.round)
+
+
+def operation_names(plan: Sequence[BucketSpec], specs: Sequence[ParameterSpec]) -> list[str]:
+    """By bucket. Timelines and stall reports show them, so they say whose gradients."""
+    return [f"bucket{spec.index}[{_ends(spec, specs)}]" for spec in plan]
 
 
 def _ends(bucket: BucketSpec, specs: Sequence[ParameterSpec]) -> str:

@@ -1,0 +1,101 @@
+"""Sparse gradients (embeddings with ``sparse=True``): every rank gets everybody's rows. Two allgathers a round.
+
+The rows of all ranks are put one behind the other, by rank, and ``coalesce`` adds those with the same index: in a fixed
+order, so that all ranks have the same bits. A rank without a gradient, or without rows, contributes none.
+
+Source: Horovod's sparse allreduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from totalreduce.groups.group import Group
+
+__all__ = ["SparseReducer"]
+
+_NOTHING = -1
+
+
+class SparseReducer:
+    """The parameters of one plan whose gradients are sparse.
+
+    Args:
+        group: Where to reduce.
+        name: Prefix of the operations' names.
+        parameters: With sparse gradients, in the order of the plan.
+        names: Of the parameters.
+    """
+
+    def __init__(self, group: Group, name: str, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+        self._group, self._name, self.parameters, self._names = group.control, name, parameters, names
+
+    def reduce(self, *, averages: bool, divisor: int, joined: bool) -> list[torch.Tensor | None]:
+        """The reduced gradients, by parameter; ``None`` where no rank has one. Collective, blocks.
+
+        Args:
+            averages: Divide the sums.
+            divisor: By this.
+            joined: This rank takes part with nothing.
+
+        Raises:
+            ConfigurationError: A gradient is not sparse here, or of another shape than its parameter.
+            PeerLost: A rank died.
+        """
+        if not self.parameters:
+            return []
+        group = self._group
+        own = [None if joined else self._own(index) for index in range(len(self.parameters))]
+        counts = torch.tensor([_NOTHING if grad is None else grad._nnz() for grad in own])
+        everybodys = torch.empty(group.world_size * len(own), dtype=torch.int64)
+        group.allgather(everybodys, counts, name=f"{self._name}.sparse/rows").wait()
+        by_rank = everybodys.view(group.world_size, len(own))
+        results: list[torch.Tensor | None] = []
+        for index, (grad, parameter) in enumerate(zip(own, self.parameters, strict=True)):
+            rows = by_rank[:, index].tolist()
+            if max(rows) == _NOTHING:
+                results.append(None)
+            else:
+                total = self._gathered(index, grad, parameter, [max(0, count) for count in rows])
+                results.append(total / divisor if averages else total)
+        return results
+
+    def _own(self, index: int) -> torch.Tensor | None:
+        parameter = self.parameters[index]
+        grad = parameter.grad
+        if grad is None:
+            return None
+        if not grad.is_sparse or grad.shape != parameter.shape or grad.sparse_dim() != 1:
+            raise ConfigurationError(
+                f"parameter {self._names[index]!r} was planned with sparse gradients (one sparse dimension), but its "
+                f"gradient is {grad.layout}{list(grad.shape)}. Use sparse='dense' where modules differ."
+            )
+        return grad.detach().coalesce()
+
+    def _gathered(
+        self, index: int, grad: torch.Tensor | None, parameter: torch.nn.Parameter, rows: Sequence[int]
+    ) -> torch.Tensor:
+        group = self._group
+        width = parameter.shape[1:]
+        indices = torch.empty(0, dtype=torch.int64)
+        values = torch.empty((0, *width), dtype=parameter.dtype)
+        if grad is not None:
+            indices, values = grad.indices()[0].cpu().contiguous(), grad.values().cpu().contiguous()
+        name = f"{self._name}.sparse/{self._names[index]}"
+        all_indices = torch.empty(sum(rows), dtype=torch.int64)
+        all_values = torch.empty((sum(rows), *width), dtype=parameter.dtype)
+        works = [
+            group.allgather(list(all_indices.split_with_sizes(list(rows))), indices, name=f"{name}/indices"),
+            group.allgather(list(all_values.split_with_sizes(list(rows))), values, name=f"{name}/values"),
+        ]
+        for work in works:
+            work.wait()
+        size = tuple(parameter.shape)
+        total = torch.sparse_coo_tensor(all_indices[None], all_values, size, check_invariants=True)
+        return total.coalesce().to(parameter.device)

@@ -1,0 +1,375 @@
+"""What Horovod's users set: accumulation, compression, predivision, sparse gradients, uneven data; native streams."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from optimizer_cases import BUCKET_BYTES, OPTIMIZERS, Net, all_equal, batches, flat, loss_of, shard, train_alone
+
+from totalreduce.coordination.config import CoordinationConfig
+from totalreduce.foundation.errors import ConfigurationError, MissingTensorError, PlanMismatchError
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.engine_collectives import EngineCollectives
+from totalreduce.groups.group import Group
+from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.testing import run_ranks
+
+SIZES = [1, 2, 3, 4]
+EVERY_SIZE = [1, 2, 3, 4, 5, 8]
+DOORS = ["engine", "native"]
+
+
+def enter(group: Group, door: str) -> Group:
+    """The group, or the same with every collective behind a library that needs one order."""
+    if door == "native":
+        group.use(EngineCollectives(group.subgroup(range(group.world_size))), CoordinationConfig())
+    return group
+
+
+def wrap(model: torch.nn.Module, group: Group, optimizer: str = "momentum", **settings: object) -> DistributedOptimizer:
+    settings.setdefault("bucket_bytes", BUCKET_BYTES)
+    return DistributedOptimizer(OPTIMIZERS[optimizer](list(model.parameters())), model, group=group, **settings)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("overlap", ["backward", "iterations"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_over_a_native_stream_training_equals_one_process(world_size: int, overlap: str, optimizer: str) -> None:
+    def body(group: Group) -> tuple[torch.Tensor, int]:
+        enter(group, "native")
+        model = Net()
+        wrapped = wrap(model, group, optimizer, overlap=overlap)
+        for batch in batches(20):
+            wrapped.zero_grad()
+            loss_of(model, shard(batch, group)).backward()
+            wrapped.step()
+        wrapped.close()
+        return flat(model), group.coordinator.counters.messages
+
+    results = run_ranks(world_size, body)
+    assert all_equal([parameters for parameters, _ in results])
+    assert torch.allclose(results[0][0], train_alone(OPTIMIZERS[optimizer]), rtol=0, atol=1e-12)
+    assert [messages for _, messages in results] == [0] * world_size  # nobody had to agree on anything
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_steps_of_a_plan_move_no_metadata(door: str) -> None:
+    """Every message of a steady step is one of a bucket's allreduce."""
+
+    def body(group: Group) -> tuple[list[int], int]:
+        enter(group, door)
+        model = Net()
+        wrapped = wrap(model, group)
+        counts = []
+        for batch in batches(6):
+            before = group.statistics()
+            wrapped.zero_grad()
+            loss_of(model, shard(batch, group)).backward()
+            wrapped.step()
+            counts.append(group.statistics().operations - before.operations)
+            assert group.coordinator is None or group.coordinator.counters.messages == 0
+        return counts, len(wrapped._reducer.buckets)
+
+    for counts, buckets in run_ranks(4, body):
+        assert counts == [buckets] * 6
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_gradients_in_any_order_on_any_rank(door: str) -> None:
+    """The hooks fire in an order of their own on every rank; a native stream starts the buckets in one."""
+
+    def body(group: Group) -> torch.Tensor:
+        enter(group, door)
+        model = Net()
+        wrapped = wrap(model, group)
+        generator = random.Random(group.rank)
+        for _ in range(5):
+            wrapped.zero_grad()
+            parameters = list(enumerate(model.parameters()))
+            generator.shuffle(parameters)
+            for index, parameter in parameters:
+                (parameter * float(index + 1 + group.rank)).sum().backward()
+            wrapped.step()
+        return flat(model)
+
+    results = run_ranks(4, body)
+    assert all_equal(results)
+    alone = Net()
+    optimizer = OPTIMIZERS["momentum"](list(alone.parameters()))
+    for _ in range(5):
+        for index, parameter in enumerate(alone.parameters()):
+            parameter.grad = torch.full_like(parameter, index + 1 + 1.5)
+        optimizer.step()
+    assert torch.allclose(results[0], flat(alone), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(("passes", "num_batches"), [(1, 4), (2, 4), (3, 6), (4, 8), (2, 5), (3, 4), (4, 7)])
+def test_accumulation_with_a_remainder_equals_the_large_batch(door: str, passes: int, num_batches: int) -> None:
+    data = batches(num_batches)
+
+    def body(group: Group) -> tuple[torch.Tensor, int]:
+        enter(group, door)
+        model = Net()
+        wrapped = wrap(model, group, backward_passes_per_step=passes)
+        for begin in range(0, num_batches, passes):
+            wrapped.zero_grad()
+            for batch in data[begin : begin + passes]:
+                loss_of(model, shard(batch, group)).backward()
+            wrapped.step()
+        return flat(model), wrapped.resubmissions
+
+    results = run_ranks(3, body)
+    assert all_equal([parameters for parameters, _ in results])
+    assert [again for _, again in results] == [0, 0, 0]  # nothing left before the last pass
+    alone = Net()
+    optimizer = OPTIMIZERS["momentum"](list(alone.parameters()))
+    for begin in range(0, num_batches, passes):
+        optimizer.zero_grad()
+        for batch in data[begin : begin + passes]:
+            loss_of(alone, batch).backward()
+        optimizer.step()
+    assert torch.allclose(results[0][0], flat(alone), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("compression", "dtype", "tolerance"), [("fp16", torch.float16, 2e-3), ("bf16", torch.bfloat16, 1.6e-2)]
+)
+def test_compression(door: str, compression: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Gradients travel as a half type: half the bytes of float32, and the values that type can hold."""
+
+    def body(group: Group) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+        enter(group, door)
+        model = Net(dtype=torch.float32)
+        wrapped = wrap(model, group, compression=compression, bucket_bytes=1 << 20)
+        before = group.statistics().payload_bytes
+        loss_of(model, shard(batches(1, dtype=torch.float32)[0], group)).backward()
+        mine = [parameter.grad.clone() for parameter in model.parameters()]
+        wrapped.synchronize()
+        sent = group.statistics().payload_bytes - before
+        assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
+        reduced = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        return reduced, mine, sent
+
+    results = run_ranks(4, body)
+    assert all_equal([reduced for reduced, _, _ in results])
+    own = [torch.cat([grad.to(dtype).double().flatten() for grad in mine]) for _, mine, _ in results]
+    exact = sum(own) / 4
+    worst = max(grad.abs().max().item() for grad in own)
+    assert (results[0][0].double() - exact).abs().max() <= tolerance * worst
+    num_elements = results[0][0].numel()
+    assert 2 * num_elements <= results[0][2] < 2.2 * num_elements
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("factor", [0.5, 2.0, 3.0])
+@pytest.mark.parametrize("world_size", SIZES)
+def test_predivision_changes_where_and_not_what(door: str, factor: float, world_size: int) -> None:
+    def body(group: Group) -> torch.Tensor:
+        enter(group, door)
+        model = Net()
+        wrapped = wrap(model, group, gradient_predivide_factor=factor)
+        for batch in batches(3):
+            wrapped.zero_grad()
+            loss_of(model, shard(batch, group)).backward()
+            wrapped.step()
+        return flat(model)
+
+    results = run_ranks(world_size, body)
+    assert all_equal(results)
+    assert torch.allclose(results[0], train_alone(OPTIMIZERS["momentum"], 3), rtol=0, atol=1e-12)
+
+
+def embedding_model() -> torch.nn.Module:
+    table = torch.nn.Embedding(9, 4, sparse=True, dtype=torch.float64)
+    model = torch.nn.ModuleDict({"table": table, "out": torch.nn.Linear(4, 1, dtype=torch.float64)})
+    generator = torch.Generator().manual_seed(3)  # ranks are threads: the global one is not a rank's own
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def words_of(rank: int) -> list[int]:
+    """Rank 1 has no words at all; the others share some."""
+    return [] if rank == 1 else [rank % 9, 3, 3, 8 - rank % 4]
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("sparse", ["dense", "gather"])
+@pytest.mark.parametrize("world_size", EVERY_SIZE)
+def test_sparse_gradients(door: str, sparse: str, world_size: int) -> None:
+    def forward(model: torch.nn.Module, rank: int) -> torch.Tensor:
+        words = torch.tensor(words_of(rank), dtype=torch.long)
+        return (model["out"](model["table"](words)) * (1.0 + rank)).sum()
+
+    def body(group: Group) -> tuple[torch.Tensor, bool]:
+        enter(group, door)
+        model = embedding_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = DistributedOptimizer(optimizer, model, group=group, sparse=sparse, bucket_bytes=BUCKET_BYTES)
+        for _ in range(2):
+            wrapped.zero_grad()
+            forward(model, group.rank).backward()
+            wrapped.synchronize()
+            is_sparse = model["table"].weight.grad.is_sparse
+            wrapped.step()
+        return flat(model), is_sparse
+
+    results = run_ranks(world_size, body)
+    assert all_equal([parameters for parameters, _ in results])
+    assert {is_sparse for _, is_sparse in results} == {sparse == "gather"}
+    alone = embedding_model()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (sum(forward(alone, rank) for rank in range(world_size)) / world_size).backward()
+        optimizer.step()
+    assert torch.allclose(results[0][0], flat(alone), rtol=0, atol=1e-12)
+
+
+def test_sparse_adam_without_a_model_and_nobody_with_a_gradient() -> None:
+    def body(group: Group) -> tuple[torch.Tensor, torch.Tensor | None]:
+        table = torch.nn.Embedding(6, 2, sparse=True)
+        torch.nn.init.ones_(table.weight)
+        inner = torch.optim.SparseAdam(list(table.parameters()), lr=0.5)
+        wrapped = DistributedOptimizer(inner, named_parameters=table.named_parameters(), group=group, sparse="gather")
+        wrapped.synchronize()
+        untouched = table.weight.grad
+        wrapped.step()
+        if group.rank:
+            table(torch.tensor([group.rank])).sum().backward()
+        wrapped.step()
+        return table.weight.detach().clone(), untouched
+
+    results = run_ranks(3, body)
+    assert all_equal([weights for weights, _ in results])
+    assert [untouched for _, untouched in results] == [None] * 3
+    changed = (results[0][0] != 1).any(dim=1)
+    assert changed.tolist() == [False, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("divisor", ["world", "active"])
+@pytest.mark.parametrize("overlap", ["backward", "iterations"])
+@pytest.mark.parametrize("world_size", EVERY_SIZE)
+def test_uneven_data(door: str, divisor: str, overlap: str, world_size: int) -> None:
+    """Rank r has r + 1 batches; those who are through lend zeros, and the last rank is known to all."""
+    data = batches(world_size, size=4)
+
+    def body(group: Group) -> tuple[torch.Tensor, int]:
+        enter(group, door)
+        model = Net()
+        wrapped = wrap(model, group, "sgd", join_divisor=divisor, overlap=overlap)
+        for batch in data[: group.rank + 1]:
+            wrapped.zero_grad()
+            (loss_of(model, batch) * (1.0 + group.rank)).backward()
+            wrapped.step()
+        last = wrapped.join()
+        return flat(model), last
+
+    results = run_ranks(world_size, body)
+    assert [last for _, last in results] == [world_size - 1] * world_size
+    alone = Net()
+    optimizer = OPTIMIZERS["sgd"](list(alone.parameters()))
+    for step, batch in enumerate(data):
+        optimizer.zero_grad()
+        active = range(step, world_size)
+        scale = sum(1.0 + rank for rank in active) / (world_size if divisor == "world" else len(active))
+        (loss_of(alone, batch) * scale).backward()
+        optimizer.step()
+    assert torch.allclose(results[-1][0], flat(alone), rtol=0, atol=1e-12)
+
+
+def test_after_everybody_joined_training_goes_on_and_joins_again() -> None:
+    def body(group: Group) -> tuple[list[int], torch.Tensor]:
+        model = Net()
+        wrapped = wrap(model, group, "sgd")
+        lasts = []
+        for epoch in range(2):
+            count = group.rank + 1 if epoch == 0 else group.world_size - group.rank
+            for batch in batches(count):
+                wrapped.zero_grad()
+                loss_of(model, batch).backward()
+                wrapped.step()
+            lasts.append(wrapped.join())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    group.broadcast(parameter, root=lasts[-1])
+        return lasts, flat(model)
+
+    results = run_ranks(3, body)
+    assert [lasts for lasts, _ in results] == [[2, 0]] * 3
+    assert all_equal([parameters for _, parameters in results])
+
+
+def test_a_joined_rank_is_not_missed_but_a_lazy_one_is() -> None:
+    def body(group: Group) -> list[str]:
+        model = Net()
+        wrapped = wrap(model, group, "sgd", on_missing="error")
+        said = []
+        if group.rank < 2:
+            for step in range(3):
+                wrapped.zero_grad()
+                if step < 2 or group.rank == 0:
+                    loss_of(model, batches(1)[0]).backward()
+                try:
+                    wrapped.step()
+                    said.append("done")
+                except MissingTensorError as error:
+                    said.append(f"missed {error.ranks}")
+        wrapped.join()
+        return said
+
+    assert run_ranks(3, body) == [["done", "done", "missed (1,)"]] * 2 + [[]]
+
+
+def test_names_instead_of_a_model() -> None:
+    def body(group: Group) -> torch.Tensor:
+        model = Net()
+        inner = OPTIMIZERS["adamw"](list(model.parameters()))
+        named = model.named_parameters() if group.world_size == 2 else None
+        wrapped = DistributedOptimizer(inner, named_parameters=named, group=group, bucket_bytes=BUCKET_BYTES)
+        for batch in batches(3):
+            wrapped.zero_grad()
+            loss_of(model, shard(batch, group)).backward()
+            wrapped.step()
+        return flat(model)
+
+    for world_size in (2, 3):
+        results = run_ranks(world_size, body)
+        assert all_equal(results)
+        assert torch.allclose(results[0], train_alone(OPTIMIZERS["adamw"], 3), rtol=0, atol=1e-12)
+
+
+def test_settings_that_make_no_sense_or_differ() -> None:
+    def body(group: Group) -> None:
+        model = Net()
+        for settings, message in [
+            ({"compression": "fp8"}, r"compression is one of none, fp16, bf16, not 'fp8'"),
+            ({"gradient_predivide_factor": 0.0}, r"gradient_predivide_factor splits"),
+            ({"gradient_predivide_factor": 2.0, "op": ReduceOp.SUM}, r"cannot be 2.0 with sum"),
+            ({"backward_passes_per_step": 0}, r"backward_passes_per_step must be at least 1"),
+            ({"sparse": "maybe"}, r"sparse is 'dense' or 'gather'"),
+            ({"join_divisor": 3}, r"join_divisor is 'world' or 'active'"),
+        ]:
+            with pytest.raises(ConfigurationError, match=message):
+                wrap(model, group, **settings)
+        inner = OPTIMIZERS["sgd"](list(model.parameters()))
+        with pytest.raises(ConfigurationError, match=r"needs the model"):
+            DistributedOptimizer(inner, group=group, overlap="iterations")
+        with pytest.raises(ConfigurationError, match=r"the model has names already"):
+            DistributedOptimizer(inner, model, named_parameters=model.named_parameters(), group=group)
+        twice = [("same", parameter) for parameter in model.parameters()]
+        with pytest.raises(ConfigurationError, match=r"'same' more than once"):
+            DistributedOptimizer(inner, named_parameters=twice, group=group)
+        compression = "fp16" if group.rank == 1 else "none"
+        with pytest.raises(PlanMismatchError, match=r"settings.compression: rank 0 has \"none\", rank 1 has \"fp16\""):
+            wrap(model, group, compression=compression)
+        with pytest.raises(ConfigurationError, match=r"not LBFGS"):
+            DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model, group=group).join()
+
+    run_ranks(2, body)
