@@ -70,7 +70,7 @@ def test_what_makes_no_sense_is_refused(monkeypatch, tmp_path):
 
 def test_workers_that_cannot_be_examined_end_it():
     found = run("-n", 2, "--transport", "torch", exit_code=2)
-    assert "rank 0: transport 'torch' sends through torch.distributed" in found.output
+    assert "rank 0: transport 'torch' works with torch.distributed" in found.output
     assert "Traceback" not in found.output
 
 

@@ -29,7 +29,7 @@ def test_every_case_of_the_conformance_suite(fleet, world_size):
         + """
 import collectives
 dist.init_process_group("gloo")
-count = collectives.run_cases("torch")
+count = collectives.run_cases("gloo")
 dist.destroy_process_group()
 say("done", values=count >= 150)
 """,
@@ -44,7 +44,7 @@ def test_the_programs_own_messages_are_not_disturbed(fleet):
         BEGIN
         + """
 dist.init_process_group("gloo")
-group = tr.init("torch", timeout_s=20)
+group = tr.init("gloo", timeout_s=20)
 ours = torch.full((300_000,), rank + 1.0)
 work = group.allreduce(ours, name="ours")
 theirs = torch.full((1000,), rank + 5.0)
@@ -66,7 +66,7 @@ say("done", values=[ours[0].item(), ours[-1].item(), theirs[-1].item()])
 
 
 def test_without_a_process_group_it_says_what_to_do(fleet):
-    (worker,) = fleet.start(1, BEGIN + 'attempt("init", tr.init, "torch")')
+    (worker,) = fleet.start(1, BEGIN + 'attempt("init", tr.init, "gloo")')
     answer = worker.read("init")
     assert answer["error"] == "ConfigurationError"
     assert "init_process_group first" in answer["text"]
@@ -78,7 +78,7 @@ def test_different_settings_are_an_error_on_every_rank(fleet):
         BEGIN
         + """
 dist.init_process_group("gloo")
-attempt("init", tr.init, "torch", timeout_s=20, engine=tr.EngineConfig(eager_bytes=1024 * (1 + (rank == 2))))
+attempt("init", tr.init, "gloo", timeout_s=20, engine=tr.EngineConfig(eager_bytes=1024 * (1 + (rank == 2))))
 """,
     )
     for worker in workers:
@@ -91,7 +91,7 @@ LOSS = (
     BEGIN
     + """
 dist.init_process_group("gloo")
-group = tr.init("torch", timeout_s=30)
+group = tr.init("gloo", timeout_s=30)
 say("ready")
 if rank != 1:
     attempt("loss", lambda: [group.allreduce(torch.ones(400_000), name="x").wait() for step in range(100_000)])
@@ -144,7 +144,7 @@ def test_destroying_the_process_group_first_is_an_error_and_no_hang(fleet):
         BEGIN
         + """
 dist.init_process_group("gloo")
-group = tr.init("torch", timeout_s=5)
+group = tr.init("gloo", timeout_s=5)
 group.allreduce(torch.ones(10), name="x").wait()
 dist.barrier()
 dist.destroy_process_group()

@@ -63,7 +63,9 @@ def init(
     Args:
         transport: ``"auto"``: shared memory between the ranks of one host, TCP between hosts; ``"shm"`` or ``"tcp"``:
             one of the two only. ``"mpi"``: messages of the MPI that mpi4py is built for; rank and size are those of
-            its ``COMM_WORLD``. ``"torch"``: messages of ``torch.distributed``, which must be initialised.
+            its ``COMM_WORLD``. ``"torch"``: as ``"auto"``, beside the collectives of ``torch.distributed``, which must
+            be initialised (see ``collectives``). ``"gloo"``: messages of ``torch.distributed``, where nothing else
+            arrives.
         name: Groups made under different names are independent; equal on all ranks.
         timeout_s: Deadline in seconds of the rendezvous and of waits that name none (default 300, or
             ``TOTALREDUCE_TIMEOUT_S``).

@@ -32,7 +32,7 @@ __all__ = ["LinkRequest", "TransportName", "connect", "standing"]
 
 _log = logging.getLogger("totalreduce")
 
-TransportName = Literal["auto", "shm", "tcp", "mpi", "torch"]
+TransportName = Literal["auto", "shm", "tcp", "mpi", "torch", "gloo"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +76,9 @@ def standing(transport: TransportName, place: Place | None = None) -> tuple[int,
         if world_size == 1:
             _check_alone()
         return rank, world_size
-    if transport == "torch" and not (dist.is_available() and dist.is_initialized()):
+    if transport in ("torch", "gloo") and not (dist.is_available() and dist.is_initialized()):
         raise ConfigurationError(
-            "transport 'torch' sends through torch.distributed: call torch.distributed.init_process_group first, "
+            f"transport {transport!r} works with torch.distributed: call torch.distributed.init_process_group first, "
             "or leave the transport out"
         )
     world = current_world() if place is None else place.world()
@@ -92,18 +92,19 @@ def connect(request: LinkRequest) -> Transport:
         ConfigurationError: The ranks' settings differ; on every rank.
         RendezvousError: Somebody did not come in time.
     """
-    if request.tls is not None and request.transport in ("mpi", "torch"):
+    if request.tls is not None and request.transport in ("mpi", "torch", "gloo"):
         raise ConfigurationError(f"TLS is for TCP; what {request.transport} sends is not encrypted by this library")
     _, world_size = standing(request.transport, request.place)
     match request.transport:
         case "mpi":
             return _over_mpi(request)
-        case "torch":
-            return _over_torch(request)
-        case _ if world_size == 1:
-            return InprocNetwork(1).transport(0)
+        case "gloo":
+            return _over_gloo(request)
         case _:
-            return _over_sockets(request)
+            link = InprocNetwork(1).transport(0) if world_size == 1 else _over_sockets(request)
+    if request.transport == "torch":
+        _lend_collectives(link, request.timeout_s)
+    return link
 
 
 def _check_alone() -> None:
@@ -233,8 +234,15 @@ def _over_mpi(request: LinkRequest) -> Transport:
     return link
 
 
-def _over_torch(request: LinkRequest) -> Transport:
-    """Meet in the process group's own store."""
+def _lend_collectives(link: Transport, timeout_s: float) -> None:
+    """Beside messages of our own, which cost a tenth of gloo's, the collectives of the program's process group."""
+    from totalreduce.transports import torch_collectives
+
+    link.native = torch_collectives.everybody(timeout_s)
+
+
+def _over_gloo(request: LinkRequest) -> Transport:
+    """Meet in the process group's own store, and send through it, too."""
     from totalreduce.transports import torch_group
 
     world = current_world()

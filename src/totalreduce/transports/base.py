@@ -173,12 +173,9 @@ class Transport(ABC):
     rank: int
     world_size: int
     counters: TransportCounters
+    native: NativeCollectives | None = None
+    """Collectives of a library that reaches the same ranks, where there is one; closed with the transport."""
     _hosts: Sequence[int] | None = None
-
-    @property
-    def native(self) -> NativeCollectives | None:
-        """Collectives of the library underneath, where there is one."""
-        return None
 
     @property
     def hosts(self) -> Sequence[int]:

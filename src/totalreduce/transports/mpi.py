@@ -25,7 +25,7 @@ from totalreduce.foundation.errors import (
     TotalReduceError,
 )
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.transports.base import NativeCollectives, NativeWork
+from totalreduce.transports.base import NativeWork
 from totalreduce.transports.native import check_tensor, reduction_for
 from totalreduce.transports.passing import HEAD_BYTES, PassingTransport, Wire, WireError
 
@@ -429,12 +429,7 @@ class MpiTransport(PassingTransport):
     def __init__(self, communicator: Communicator, config: TcpConfig) -> None:
         """Take over a communicator from ``join``."""
         super().__init__(_MpiWire(communicator), config)
-        self._native = _MpiCollectives(communicator)
-
-    @property
-    def native(self) -> NativeCollectives:
-        """MPI's own collectives."""
-        return self._native
+        self.native = _MpiCollectives(communicator)
 
 
 _OPS = {

@@ -17,7 +17,7 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.transports.base import NativeWork
 from totalreduce.transports.native import Reduction, check_tensor, reduction_for
 
-__all__ = ["ENDED", "TorchCollectives", "destroy", "reason"]
+__all__ = ["ENDED", "TorchCollectives", "destroy", "everybody", "reason"]
 
 #: What gloo raises when a connection has ended, and torch when the program has destroyed its process group.
 ENDED: Final = (RuntimeError, ValueError)
@@ -41,22 +41,34 @@ class _TorchWork:
         try:
             self._work.wait(timedelta(seconds=max(0.001, timeout_s)))
         except RuntimeError as error:
-            if time.monotonic() >= deadline and not self._work.is_completed():
+            if time.monotonic() < deadline:
+                raise self._failed(error) from error
+            if not self._work.is_completed():
                 return False
-            raise TotalReduceError(f"rank {self._rank}: torch's {self._what} failed: {reason(error)}") from error
+            try:  # it has ended since
+                self._work.wait()
+            except RuntimeError as failure:
+                raise self._failed(failure) from failure
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
         return True
+
+    def _failed(self, error: RuntimeError) -> TotalReduceError:
+        return TotalReduceError(f"rank {self._rank}: torch's {self._what} failed: {reason(error)}")
 
 
 @final
 class TorchCollectives:
     """See ``base.NativeCollectives``. The library's own reductions; averages and ``bool`` are made of what it has."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """Take over a private group."""
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, *, reusable_name: bool = False) -> None:
+        """Take over a private group.
+
+        ``reusable_name``: torch named it after its members and would give the name again, and find the addresses of
+        the old group under it; so it lives as long as torch's own groups.
+        """
+        self._group, self._reusable_name = group, reusable_name
         self._rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
@@ -119,17 +131,20 @@ class TorchCollectives:
     def split(self, ranks: Sequence[int], timeout_s: float) -> TorchCollectives:
         """A new process group."""
         members = [dist.get_global_rank(self._group, rank) for rank in ranks]
-        # Only the members need to call it; the name tells torch apart what is made twice.
+        everybody = len(members) == dist.get_world_size()
         try:
-            group = dist.new_group(members, timedelta(seconds=timeout_s), use_local_synchronization=True)
+            # Of a part of the ranks only those come here, and torch must not wait for the others.
+            patience = timedelta(seconds=timeout_s)
+            group = dist.new_group(members, patience, use_local_synchronization=not everybody)
         except RuntimeError as error:
             raise RendezvousError(f"torch.distributed cannot make a private group: {reason(error)}") from error
         assert isinstance(group, dist.ProcessGroup)
-        return TorchCollectives(group)
+        return TorchCollectives(group, reusable_name=not everybody)
 
     def close(self) -> None:
         """Give the group back."""
-        destroy(self._group)
+        if not self._reusable_name:
+            destroy(self._group)
 
     def _start(
         self, what: str, begin: Callable[..., Any], *arguments: Any, finish: Callable[[], None] | None = None
@@ -139,6 +154,20 @@ class TorchCollectives:
         except ENDED as error:
             raise TotalReduceError(f"rank {self._rank}: torch's {what} failed: {reason(error)}") from error
         return _TorchWork(what, self._rank, work, finish)
+
+
+def everybody(timeout_s: float) -> TorchCollectives:
+    """A private group with the members and the back end of the default process group. Collective.
+
+    Raises:
+        RendezvousError: Somebody did not come in time.
+    """
+    try:
+        group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise RendezvousError(f"torch.distributed cannot make a private group: {reason(error)}") from error
+    assert isinstance(group, dist.ProcessGroup)
+    return TorchCollectives(group)
 
 
 _WIDER = {torch.int16: torch.int32}

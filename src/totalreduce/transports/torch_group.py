@@ -34,7 +34,6 @@ import torch.distributed as dist
 
 from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.errors import RendezvousError
-from totalreduce.transports.base import NativeCollectives
 from totalreduce.transports.passing import HEAD_BYTES, PassingTransport, Wire, WireError
 from totalreduce.transports.torch_collectives import ENDED, TorchCollectives, destroy, reason
 
@@ -314,14 +313,10 @@ class TorchTransport(PassingTransport):
             super().__init__(_GlooWire(messages), config)
         except RuntimeError as error:
             raise RendezvousError(f"torch.distributed cannot make a private group: {reason(error)}") from error
-        self._native = TorchCollectives(collectives)
-
-    @property
-    def native(self) -> NativeCollectives:
-        """The collectives of the program's backend."""
-        return self._native
+        self.native = TorchCollectives(collectives)
 
     def close(self, timeout_s: float) -> None:
         """Also give back the group of the collectives."""
         super().close(timeout_s)
-        self._native.close()
+        if self.native is not None:
+            self.native.close()

@@ -11,6 +11,7 @@ import typer
 
 from totalreduce.cli.bench.allreduce import bench_allreduce
 from totalreduce.cli.bench.collectives import bench_collectives
+from totalreduce.cli.bench.coordination import bench_coordination
 from totalreduce.cli.bench.ddp import bench_ddp
 from totalreduce.cli.bench.launching import BenchmarkFailedError
 from totalreduce.cli.bench.replay import bench_replay
@@ -59,6 +60,12 @@ _register(
     "totalreduce bench collectives --emulate-hosts 8 --against gloo",
     "totalreduce bench collectives --emulate-hosts 2 --ranks-per-host 4 --kinds allreduce --schedule all",
     "totalreduce bench collectives -n 4 --sizes 4KiB,1MiB,16MiB --against gloo,openmpi",
+)
+_register(
+    "coordination",
+    bench_coordination,
+    "totalreduce bench coordination -n 4",
+    "totalreduce bench coordination -n 4 --horovod /opt/horovod/bin/python --json out.json",
 )
 _register(
     "urgent",

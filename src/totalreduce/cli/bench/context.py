@@ -7,10 +7,10 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from totalreduce.cli.bench.mpi_rank import MpiRank
 from totalreduce.foundation.config import EngineConfig, TcpConfig
 from totalreduce.foundation.environment import read_world
 from totalreduce.groups.group import Group
+from totalreduce.launch.links import TransportName
 
 __all__ = ["Context", "open_context", "sleep_until"]
 
@@ -43,6 +44,8 @@ class Context:
         address: This rank's IPv4 address towards the others.
         hosts: Host of every rank.
         mpi: The rank of this number in an MPI job, by peer.
+        transport: What ``group`` sends through.
+        others: Further groups, see ``another_group``.
     """
 
     group: Group
@@ -53,6 +56,8 @@ class Context:
     address: str
     hosts: tuple[int, ...]
     mpi: dict[str, MpiRank]
+    transport: str
+    others: list[Group] = field(default_factory=list)
 
     @property
     def rank(self) -> int:
@@ -70,6 +75,12 @@ class Context:
             assert self.fifo is not None
             return self.fifo
         return self.group
+
+    def another_group(self, name: str, **settings: Any) -> Group:
+        """The same ranks over the same transport, with other settings; closed at the end. Collective."""
+        group = _group(self.transport, f"bench-{name}", **settings)
+        self.others.append(group)
+        return group
 
     @staticmethod
     def has_engine(peer: str) -> bool:
@@ -131,6 +142,8 @@ class Context:
         self.barrier()
         for rank in self.mpi.values():
             rank.close()
+        for group in self.others:
+            group.close()
         if self.fifo is not None:
             self.fifo.close()
         self.group.close()
@@ -155,14 +168,10 @@ def open_context(config: dict[str, Any]) -> Context:
         timeout=timedelta(seconds=_TIMEOUT_S),
     )
     transport = config["transport"]
-    group = tr.init(transport, name="bench", timeout_s=_TIMEOUT_S, tcp=_PATIENT)
-    fifo = (
-        tr.init(
-            transport, name="bench-fifo", timeout_s=_TIMEOUT_S, tcp=_PATIENT, engine=EngineConfig(scheduling="fifo")
-        )
-        if "fifo" in config["peers"]
-        else None
-    )
+    group = _group(transport, "bench")
+    fifo = None
+    if "fifo" in config["peers"]:
+        fifo = _group(transport, "bench-fifo", engine=EngineConfig(scheduling="fifo"))
     for rank in waiting.values():
         rank.meet(world.world_size)
     return Context(
@@ -174,7 +183,12 @@ def open_context(config: dict[str, Any]) -> Context:
         address=address,
         hosts=tuple(config["host_of_rank"]),
         mpi=waiting,
+        transport=transport,
     )
+
+
+def _group(transport: str, name: str, **settings: Any) -> Group:
+    return tr.init(cast("TransportName", transport), name=name, timeout_s=_TIMEOUT_S, tcp=_PATIENT, **settings)
 
 
 def sleep_until(deadline: float) -> None:

@@ -44,7 +44,9 @@ RoundsOption = Annotated[int, typer.Option("--rounds", help="How often each peer
 RanksPerHostOption = Annotated[
     int | None, typer.Option("--ranks-per-host", min=1, help="Workers in each emulated host. [dim]default: 1[/dim]")
 ]
-TransportOption = Annotated[str, typer.Option("--transport", help="What Total Reduce sends through: auto, shm, tcp.")]
+TransportOption = Annotated[
+    str, typer.Option("--transport", help="What Total Reduce sends through: auto, shm, tcp, torch.")
+]
 MpirunOption = Annotated[
     list[str] | None,
     typer.Option(

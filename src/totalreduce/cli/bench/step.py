@@ -17,6 +17,7 @@ from totalreduce.cli.bench.options import (
     RanksOption,
     RateOption,
     RoundsOption,
+    TransportOption,
     make_setting,
 )
 from totalreduce.cli.bench.report import duration, print_table, times, write_json
@@ -30,6 +31,7 @@ _LABELS = {
     "gloo": "DDP / gloo",
     "fifo": "DistributedOptimizer, fifo",
     "alone": "no communication",
+    "timeline": "DistributedOptimizer, timeline on",
 }
 
 
@@ -38,7 +40,7 @@ class StepFigure:
     """One contestant.
 
     Attributes:
-        contestant: ``totalreduce``, ``gloo`` (that is DDP), ``fifo`` or ``alone`` (no communication).
+        contestant: ``totalreduce``, ``gloo`` (that is DDP), ``fifo``, ``timeline`` or ``alone`` (no communication).
         seconds: Time of a step, averaged over ranks, median over steps.
         ratio: Total Reduce's step time divided by this contestant's: below 1, Total Reduce is faster.
         bytes_sent: By the average rank in one step; ``None`` where unknown.
@@ -58,10 +60,14 @@ def bench_step(
         typer.Option(help="backward: gradients final when step() begins; iterations: into the next forward pass."),
     ] = "backward",
     steps: Annotated[int, typer.Option(help="Timed steps in a row, after two untimed ones.")] = 10,
-    bucket: Annotated[float, typer.Option(help="Size of a bucket of gradients in MiB.")] = 4.0,
+    bucket: Annotated[
+        float | None, typer.Option(help="Size of a bucket of gradients in MiB. [dim]default: the library's own[/dim]")
+    ] = None,
     no_communication: Annotated[
         bool, typer.Option("--no-communication", help="Also train every rank for itself.")
     ] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Also train with the timeline on.")] = False,
+    transport: TransportOption = "auto",
     ranks: RanksOption = None,
     emulate_hosts: HostsOption = 0,
     emulate_rate: RateOption = "1gbit",
@@ -71,17 +77,20 @@ def bench_step(
 ) -> None:
     """Time a real model's training step. --against gloo is torch's DistributedDataParallel over gloo.
 
+    With --transport torch gloo carries out DistributedOptimizer's reductions, too.
+
     All train the same model on the same batches in turns; replicas must be the same bits on all ranks and
     agree with DDP's in the end, or there is no figure.
     """
-    setting = make_setting(ranks, emulate_hosts, emulate_rate, against, rounds)
+    setting = make_setting(ranks, emulate_hosts, emulate_rate, against, rounds, transport=transport)
     setting.refuse_mpi("step")
     parameters = {
         "model": model,
         "overlap": overlap,
         "steps": steps,
-        "bucket_bytes": int(bucket * (1 << 20)),
+        "bucket_bytes": None if bucket is None else int(bucket * (1 << 20)),
         "no_communication": no_communication,
+        "timeline": timeline,
     }
     figures, results = measure_step(setting, parameters)
     _print(setting, model, figures, results[0])
@@ -99,7 +108,7 @@ def measure_step(setting: Setting, parameters: dict[str, Any]) -> tuple[list[Ste
         raise ConfigurationError(f"--model is mlp, gpt or cnn, not {parameters['model']!r}")
     if parameters["overlap"] not in ("backward", "iterations"):
         raise ConfigurationError(f"--overlap is backward or iterations, not {parameters['overlap']!r}")
-    if parameters["steps"] < 1 or parameters["bucket_bytes"] < 1:
+    if parameters["steps"] < 1 or (parameters["bucket_bytes"] or 1) < 1:
         raise ConfigurationError("--steps must be at least 1 and --bucket positive")
     results = run_benchmark("step", parameters, setting)
     return summarise(results), results

@@ -9,6 +9,7 @@ to a coarse bound.
 
 from __future__ import annotations
 
+import tempfile
 import time
 import zlib
 from collections.abc import Callable
@@ -64,7 +65,7 @@ def measure(context: Context, parameters: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         context: This rank.
-        parameters: ``model``, ``overlap``, ``steps`` per block, ``bucket_bytes``, ``no_communication``.
+        parameters: ``model``, ``overlap``, ``steps`` per block, ``bucket_bytes``, ``no_communication``, ``timeline``.
 
     Returns:
         ``seconds`` of every timed step per contestant, ``bytes_sent`` per step by Total Reduce,
@@ -76,7 +77,8 @@ def measure(context: Context, parameters: dict[str, Any]) -> dict[str, Any]:
     """
     workload = workload_by_name(parameters["model"])
     exact = _train_exactly(context, workload, parameters)
-    names = [*context.peers, *(["alone"] if parameters["no_communication"] else [])]
+    names = [*context.peers, *(["timeline"] if parameters["timeline"] else [])]
+    names += ["alone"] if parameters["no_communication"] else []
     contestants = {name: _contestant(context, name, workload, parameters, torch.float32) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     sent_before = context.group.statistics().bytes_sent
@@ -117,10 +119,14 @@ def _contestant(
         return Contestant(model, optimizer, _nothing, _nothing)
     if name == "gloo":
         return Contestant(DistributedDataParallel(model), optimizer, _nothing, _nothing)
+    group = context.group_of(name)
+    if name == "timeline":
+        folder = tempfile.mkdtemp(prefix="totalreduce-bench-timeline-")
+        group = context.another_group("timeline", timeline=folder)
     wrapped = tr.DistributedOptimizer(
         optimizer,
         model,
-        group=context.group_of(name),
+        group=group,
         bucket_bytes=parameters["bucket_bytes"],
         overlap=parameters["overlap"],
         name=f"bench.{dtype}",

@@ -103,6 +103,7 @@ def _one_host(rows: list[Row], raw: list[dict[str, Any]]) -> None:
         "steps": 10,
         "bucket_bytes": 4 * _MIB,
         "no_communication": False,
+        "timeline": False,
     }
     figures_of_step, results = measure_step(setting, parameters)
     rows += _step_rows(setting, figures_of_step)

@@ -19,6 +19,7 @@ __all__ = ["main"]
 _MODULES = {
     "allreduce": "totalreduce.cli.bench.allreduce_worker",
     "collectives": "totalreduce.cli.bench.collectives_worker",
+    "coordination": "totalreduce.cli.bench.coordination_worker",
     "urgent": "totalreduce.cli.bench.urgent_worker",
     "replay": "totalreduce.cli.bench.replay_worker",
     "step": "totalreduce.cli.bench.step_worker",
