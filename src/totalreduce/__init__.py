@@ -41,12 +41,15 @@ if TYPE_CHECKING:
     from totalreduce.groups.statistics import Statistics
     from totalreduce.groups.work import Work
     from totalreduce.launch.bootstrap import init
+    from totalreduce.pytorch.adasum import AdasumOptimizer, adasum_
     from totalreduce.pytorch.broadcast import broadcast_optimizer_state, broadcast_parameters
     from totalreduce.pytorch.optimizer import DistributedOptimizer
+    from totalreduce.pytorch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AdasumOptimizer": "pytorch.adasum",
     "AuthenticationError": "foundation.errors",
     "ConfigurationError": "foundation.errors",
     "CoordinationConfig": "coordination.config",
@@ -67,18 +70,22 @@ _HOMES = {
     "RendezvousError": "foundation.errors",
     "StallError": "foundation.errors",
     "Statistics": "groups.statistics",
+    "SyncBatchNorm": "pytorch.sync_batch_norm",
     "TcpConfig": "foundation.config",
     "TensorSpec": "groups.plan",
     "Tls": "foundation.config",
     "TotalReduceError": "foundation.errors",
     "UnsupportedError": "foundation.errors",
     "Work": "groups.work",
+    "adasum_": "pytorch.adasum",
     "broadcast_optimizer_state": "pytorch.broadcast",
     "broadcast_parameters": "pytorch.broadcast",
+    "convert_sync_batchnorm": "pytorch.sync_batch_norm",
     "init": "launch.bootstrap",
 }
 
 __all__ = [
+    "AdasumOptimizer",
     "AuthenticationError",
     "ConfigurationError",
     "CoordinationConfig",
@@ -99,6 +106,7 @@ __all__ = [
     "RendezvousError",
     "StallError",
     "Statistics",
+    "SyncBatchNorm",
     "TcpConfig",
     "TensorSpec",
     "Tls",
@@ -106,8 +114,10 @@ __all__ = [
     "UnsupportedError",
     "Work",
     "__version__",
+    "adasum_",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "convert_sync_batchnorm",
     "init",
 ]
 

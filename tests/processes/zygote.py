@@ -81,6 +81,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Importing everything a worker touches, before the first fork; what is there stays shared.
     _ = (tr.init, tr.DistributedOptimizer, tr.broadcast_parameters)
+    # The first optimizer of a process imports torch's compiler: seconds, if every worker does it at the same time.
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     gc.collect()
     gc.freeze()
     serve(socket.socket(fileno=int(sys.argv[1])))

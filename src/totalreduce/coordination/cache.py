@@ -56,6 +56,10 @@ class ResponseCache:
         """Entries."""
         return len(self._entries)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is an entry of this name."""
+        return name in self._entries
+
     @property
     def num_bits(self) -> int:
         """How long a bit vector must be; equal on all ranks."""

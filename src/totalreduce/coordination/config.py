@@ -20,8 +20,8 @@ class CoordinationConfig:
     """Operations are packed into native ones up to this size; 0: each on its own."""
     join_divisor: Literal["world", "active"] = "world"
     """What averages are divided by while some ranks have joined: all ranks, or those with data."""
-    cycle_s: float = 0.005
-    """While nobody is blocked, operations are collected for up to so long before the ranks agree again."""
+    cycle_s: float = 0.001
+    """While nobody is blocked, operations are collected for so long before the ranks agree on them."""
     stall_warning_s: float = 10.0
     """An operation that waits longer for some rank is reported, on every rank; 0: never."""
     stall_abort_s: float = 60.0

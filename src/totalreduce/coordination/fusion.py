@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterable
 
 from totalreduce.coordination.requests import Response
-from totalreduce.foundation.types import OpKind
 
 __all__ = ["fuse"]
 
@@ -28,12 +27,12 @@ def fuse(responses: Iterable[Response], threshold_bytes: int) -> list[list[Respo
     while waiting:
         first = waiting.popleft()
         batch, skipped = [first], []
-        key = _key(first)
+        key = first.fusion_key
         size, passed_over = first.request.num_bytes if key else 0, 0
         while key and waiting and size + passed_over <= threshold_bytes:
             candidate = waiting.popleft()
-            bytes_more = candidate.request.num_bytes if _fusible(candidate) else 0
-            if _key(candidate) == key and size + bytes_more <= threshold_bytes:
+            bytes_more = candidate.request.num_bytes if candidate.fusion_key else 0
+            if candidate.fusion_key == key and size + bytes_more <= threshold_bytes:
                 batch.append(candidate)
                 size += bytes_more
             else:
@@ -42,15 +41,3 @@ def fuse(responses: Iterable[Response], threshold_bytes: int) -> list[list[Respo
         waiting.extendleft(reversed(skipped))
         batches.append(batch)
     return batches
-
-
-def _fusible(response: Response) -> bool:
-    return response.error is None and response.request.kind is OpKind.ALLREDUCE
-
-
-def _key(response: Response) -> tuple[object, ...] | None:
-    """What two responses must share to be fused; ``None``: with nobody."""
-    if not _fusible(response):
-        return None
-    asked = response.request
-    return asked.dtype, asked.device, asked.reduction, asked.prescale, asked.postscale, asked.batch, response.joined

@@ -18,7 +18,11 @@ from typing import Any
 
 from totalreduce.foundation.errors import ProtocolError
 
-__all__ = ["Kind", "decode_bits", "decode_json", "encode", "split"]
+__all__ = ["MALFORMED", "Kind", "decode_bits", "decode_json", "encode", "split"]
+
+#: What reading a JSON value of an unexpected form raises: ``int`` of an infinity and the text of what is nested too
+#: deeply among it.
+MALFORMED = (TypeError, ValueError, LookupError, OverflowError, RecursionError)
 
 _HEAD = struct.Struct("<BBQ")
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from totalreduce.coordination.cache import Lookup, ResponseCache, bits_of
 from totalreduce.coordination.config import CoordinationConfig
-from totalreduce.coordination.messages import Kind, decode_bits, decode_json, encode, split
+from totalreduce.coordination.messages import MALFORMED, Kind, decode_bits, decode_json, encode, split
 from totalreduce.coordination.requests import Request, Response
 from totalreduce.coordination.stall import Pending, Stall, StallInspector
 from totalreduce.coordination.table import RequestTable
@@ -41,6 +41,8 @@ _STATUS_BITS = 3
 _STATUS = _SHUT_DOWN | _UNCACHED | _INVALID
 #: Requests beyond the cache that one rank sends in one cycle; the rest comes in the next.
 _REQUESTS_MAX = 1024
+#: The longest pause between two cycles that nobody is blocked for, in seconds.
+_PAUSE_MAX_S = 0.005
 
 
 class _Phase(enum.Enum):
@@ -128,17 +130,22 @@ class Negotiator:
         return name in self._pending
 
     @property
+    def has_news(self) -> bool:
+        """Whether something was submitted since the last cycle began."""
+        return self._news
+
+    @property
     def num_pending(self) -> int:
         """Operations asked for here and not agreed on."""
         return len(self._pending)
 
-    def submit(self, requests: Sequence[Request], now: float, *, where: str = "", num_bytes: int = 0) -> None:
+    def submit(self, requests: Sequence[Request], now: float, *, where: object = "", num_bytes: int = 0) -> None:
         """Ask for operations; several at once become ready at once. Names must not be pending here.
 
         Args:
             requests: In this order they are looked at.
             now: The time.
-            where: The place in the program, for stall reports.
+            where: The place in the program, for stall reports; its ``str`` is taken when there is one.
             num_bytes: Of their tensors; from ``config.fusion_bytes`` on nothing is gained by waiting for more.
         """
         for request in requests:
@@ -146,8 +153,11 @@ class Negotiator:
             self._pending[request.name] = Pending(request, now, where)
             self._queue[request.name] = request
         self._news_bytes += num_bytes
-        self._news = True
-        self._run(now)
+        if not self._news:
+            self._news = True
+            self._not_before = max(self._not_before, now + self.config.cycle_s)
+        if self._hurried or self._news_bytes >= self.config.fusion_bytes:
+            self._run(now)
 
     def join(self, now: float) -> None:
         """Say that this rank has no more data: it takes part in the others' reductions until all have joined."""
@@ -231,19 +241,32 @@ class Negotiator:
         if kind is Kind.ASK:
             names = self._stalls.asked(peer, decode_json(body), self._pending, joined=self._joins)
             self._send(peer, encode(Kind.TELL, self._number, value=names))
+            # A rank that waits for nothing itself is never due, and is to report that others wait for it.
+            self._reports += self._stalls.concluded(self._pending, now, self.joined)
         elif kind is Kind.TELL:
             self._stalls.told(peer, decode_json(body), now)
         elif kind is Kind.ABORT:
             self.fail(_error_from_wire(decode_json(body)))
         else:
             ahead = cycle - self._number
-            if not 0 <= ahead <= 1 or (kind is not Kind.VOTE and (ahead or self._phase is _Phase.IDLE)):
+            idle = self._phase is _Phase.IDLE
+            if not 0 <= ahead <= 1 or (ahead and idle) or (kind is not Kind.VOTE and (ahead or idle)):
                 raise ProtocolError(f"rank {peer} says {kind.name} in cycle {cycle}; this rank is in {self._number}")
+            if not self._may_say(peer, kind, round_):
+                raise ProtocolError(f"rank {peer} says {kind.name} in round {round_}, which is another rank's part")
             key = cycle, kind, peer if kind is Kind.REQUESTS else round_
             if key in self._early:
                 raise ProtocolError(f"rank {peer} says {kind.name} twice in cycle {cycle}")
             self._early[key] = peer, body
             self._run(now)
+
+    def _may_say(self, peer: int, kind: Kind, round_: int) -> bool:
+        """Whether a message of a cycle is the peer's to send."""
+        if kind is Kind.REQUESTS:
+            return peer in self._children
+        if kind is Kind.RESPONSES:
+            return self.rank > 0 and peer == self._parent and round_ == 0
+        return round_ < self._rounds and peer == (self.rank - (1 << round_)) % self.world_size
 
     def _send(self, peer: int, message: bytes) -> None:
         self.counters.messages += 1
@@ -260,14 +283,10 @@ class Negotiator:
         self._tell_all(encode(Kind.ABORT, self._number, value=_error_to_wire(error)))
         self.fail(error)
 
-    def _take(self, kind: Kind, place: int, sender: int) -> bytes | None:
+    def _take(self, kind: Kind, place: int) -> bytes | None:
         """The body of a message of this cycle, if it is here."""
         early = self._early.pop((self._number, kind, place), None)
-        if early is None:
-            return None
-        if early[0] != sender:
-            raise ProtocolError(f"rank {early[0]} says {kind.name} in the place of rank {sender}")
-        return early[1]
+        return None if early is None else early[1]
 
     # -------------------------------------------------------------------------------------------------------- cycle
 
@@ -291,17 +310,25 @@ class Negotiator:
                 case _Phase.IDLE:  # the cycle is over
                     self._cycle = None
                     self._number += 1
+                    self._check_left()
                     # Agreement takes a fifth of the time at most while nobody is blocked.
-                    self._not_before = now + min(self.config.cycle_s, 4 * (now - cycle.begun_at))
-        if self._departed and self._cycle is not None:
-            for peer in self._awaited():
-                if peer in self._departed:
-                    self._abort(PeerLost(peer, self._departed[peer]))
+                    self._not_before = now + min(_PAUSE_MAX_S, 4 * (now - cycle.begun_at))
+        if self._departed and self.ended is None:
+            gone = next((peer for peer in self._awaited() if peer in self._departed), None)
+            if gone is not None:
+                self._abort(PeerLost(gone, self._departed[gone]))
+
+    def _check_left(self) -> None:
+        """Nothing may be left of cycles that are over: it would draw this rank into new ones for ever."""
+        for (number, kind, _), (peer, _) in self._early.items():
+            if number < self._number:
+                raise ProtocolError(f"rank {peer} says {kind.name} in cycle {number}, which had no such part")
 
     def _awaited(self) -> list[int]:
         """Whose message this rank waits for."""
         cycle = self._cycle
-        assert cycle is not None
+        if cycle is None:  # what is pending needs one more cycle, and that needs everybody
+            return list(range(self.world_size)) if self._pending or self._joins else []
         if self._phase is not _Phase.GATHER:
             return [(self.rank - (1 << cycle.round)) % self.world_size]
         if cycle.gathered:
@@ -356,11 +383,15 @@ class Negotiator:
         if cycle.round == self._rounds:
             done(cycle)
             return True
-        body = self._take(kind, cycle.round, (self.rank - (1 << cycle.round)) % self.world_size)
+        body = self._take(kind, cycle.round)
         if body is None:
             return False
-        vote = decode_bits(body, self.cache.num_bits + _STATUS_BITS)
-        cycle.bits = cycle.bits & vote if kind is Kind.VOTE else cycle.bits | vote
+        if kind is Kind.VOTE:
+            cycle.bits &= decode_bits(body, self.cache.num_bits + _STATUS_BITS)
+        else:
+            cycle.bits |= decode_bits(body, self.cache.num_bits)
+            if cycle.bits & ~self.cache.all_bits:
+                raise ProtocolError("operations are out of date that no rank remembers")
         cycle.round += 1
         self._speak(cycle, kind)
         return True
@@ -394,7 +425,7 @@ class Negotiator:
             keys = [(self._number, Kind.REQUESTS, child) for child in self._children]
             if any(key not in self._early for key in keys):
                 return False
-            lists = [entry for key in keys for entry in decode_json(self._early.pop(key)[1])]
+            lists = [entry for key in keys for entry in self._lists(key[2], self._early.pop(key)[1])]
             lists.append(self._ask(cycle))
             cycle.gathered = True
             self.counters.slow_cycles += 1
@@ -403,11 +434,23 @@ class Negotiator:
             else:
                 self._answered(cycle, self._coordinate(lists))
                 return True
-        body = self._take(Kind.RESPONSES, 0, self._parent)
+        body = self._take(Kind.RESPONSES, 0)
         if body is None:
             return False
         self._answered(cycle, decode_json(body))
         return True
+
+    def _lists(self, child: int, body: bytes) -> list[Any]:
+        """What a child and the ranks below it ask for: every one of them once."""
+        lists = decode_json(body)
+        below = min(child + (child & -child), self.world_size)
+        try:
+            if sorted(rank for rank, _, _ in lists) != list(range(child, below)):
+                raise ValueError(lists)
+        except MALFORMED as cause:
+            raise ProtocolError(f"rank {child} sends requests as no correct peer does") from cause
+        assert isinstance(lists, list)
+        return lists
 
     def _ask(self, cycle: _Cycle) -> list[Any]:
         """What this rank asks for beyond the cache."""
@@ -421,12 +464,11 @@ class Negotiator:
 
     def _coordinate(self, lists: Iterable[Any]) -> list[Any]:
         """Rank 0: what is ready, now that these ask for those."""
-        try:
-            entries = sorted((int(rank), requests, bool(joins)) for rank, requests, joins in lists)
-        except (TypeError, ValueError) as cause:
-            raise ProtocolError("a list of requests that no correct peer sends") from cause
-        for rank, requests, joins in entries:
-            self._table.add(rank, map(Request.from_wire, requests))
+        for rank, requests, joins in sorted(lists, key=lambda entry: int(entry[0])):
+            try:
+                self._table.add(rank, map(Request.from_wire, requests))
+            except MALFORMED as cause:
+                raise ProtocolError(f"rank {rank} asks as no correct peer does") from cause
             if joins:
                 self._table.join(rank)
         responses = [response.to_wire() for response in self._table.answer()]
@@ -437,25 +479,38 @@ class Negotiator:
 
     def _answered(self, cycle: _Cycle, answer: Any) -> None:
         """Pass on what rank 0 says, and do it."""
-        message = encode(Kind.RESPONSES, self._number, value=answer)
-        for child in self._children:
-            self._send(child, message)
         try:
             responses, joined = answer
             new = [Response.from_wire(response) for response in responses]
             self.joined = tuple(int(rank) for rank in joined)
-        except (TypeError, ValueError) as cause:
+            if len(set(self.joined)) != len(self.joined) or not set(self.joined) <= set(range(self.world_size)):
+                raise ValueError(joined)
+        except MALFORMED as cause:
             raise ProtocolError("a list of responses that no correct peer sends") from cause
+        self._check(new)
+        message = encode(Kind.RESPONSES, self._number, value=answer)
+        for child in self._children:
+            self._send(child, message)
         if len(self.joined) == self.world_size:
             self.last_joined, self.joined, self._joins = self.joined[-1], (), False
             cycle.common = 0  # all were ready to lend zeros, and nobody had data
         self._conclude(cycle, new)
 
+    def _check(self, new: Sequence[Response]) -> None:
+        """Every response is to something that this rank asked for or lends zeros to, and that is not in the cache."""
+        names = [response.name for response in new]
+        if len(set(names)) != len(names):
+            raise ProtocolError("two responses to one request")
+        for name in names:
+            if name in self.cache or not (name in self._pending or self._joins):
+                raise ProtocolError(f"a response to {name!r}, which rank {self.rank} has not asked rank 0 for")
+
     def _conclude(self, cycle: _Cycle, new: Iterable[Response]) -> None:
         """Carry out what is ready. The cache is used and filled in the same order on all ranks."""
+        joined = tuple(sorted(self.joined))  # as in responses that are new, or they would not be fused with those
         for bit in bits_of(cycle.common):
             self.counters.hits += 1
-            self._respond(self.cache.use(bit).with_joined(self.joined))
+            self._respond(self.cache.use(bit).with_joined(joined))
         for response in new:
             pending = self._pending.get(response.name)
             self.cache.put(response, pending.request if pending else None)
@@ -494,5 +549,5 @@ def _error_from_wire(fields: Any) -> StallError | PeerLost:
                 return PeerLost(int(rank), str(reason))
             case _:
                 raise ValueError(fields)
-    except (TypeError, ValueError) as cause:
+    except MALFORMED as cause:
         raise ProtocolError("an error report that no correct peer sends") from cause

@@ -7,9 +7,10 @@ raise the same error.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from totalreduce.coordination.messages import MALFORMED
 from totalreduce.foundation.errors import MismatchError, ProtocolError, TotalReduceError, UnsupportedError
 from totalreduce.foundation.types import OpKind
 
@@ -84,7 +85,7 @@ class Request:
         details = [self.reduction] if self.reduction else []
         if self.kind is OpKind.BROADCAST:
             details.append(f"root={self.root}")
-        details += [f"{name}={value:g}" for name, value in self._scales() if value != 1.0]
+        details += [f"{name}={value!r}" for name, value in self._scales() if value != 1.0]
         extents = ", ".join("any" if extent < 0 else str(extent) for extent in self.shape)
         text = kind + (f"({', '.join(details)})" if details else "") + f" of {self.dtype}[{extents}]"
         if self.device != "cpu":
@@ -98,7 +99,7 @@ class Request:
 
     def to_wire(self) -> list[Any]:
         """JSON-ready."""
-        scales = [scale.hex() for _, scale in self._scales()]  # all bits, infinities included
+        scales = [float(scale).hex() for _, scale in self._scales()]  # all bits, infinities included
         return [
             self.name,
             int(self.kind),
@@ -124,7 +125,7 @@ class Request:
         try:
             name, kind, dtype, itemsize, shape, device, reduction, root, scales, splits, batch, cached = fields
             prescale, postscale = (float.fromhex(scale) for scale in scales)
-            return cls(
+            request = cls(
                 str(name),
                 OpKind(kind),
                 str(dtype),
@@ -139,7 +140,10 @@ class Request:
                 None if batch is None else (str(batch[0]), int(batch[1])),
                 bool(cached),
             )
-        except (TypeError, ValueError, LookupError) as cause:
+            if request.kind in _RAGGED and not request.shape:
+                raise ValueError(f"{request.describe()} has no rows")
+            return request
+        except MALFORMED as cause:
             raise ProtocolError("a request that no correct peer sends") from cause
 
 
@@ -183,6 +187,17 @@ class Response:
     rows: tuple[tuple[int, ...], ...] = ()
     error: Disagreement | None = None
     joined: tuple[int, ...] = ()
+    fusion_key: tuple[object, ...] | None = field(init=False, compare=False, repr=False)
+    """What two responses must share to be carried out together; ``None``: with nobody. See ``fusion``."""
+
+    def __post_init__(self) -> None:
+        """Work out the key once: most responses are used again and again."""
+        asked = self.request
+        key = None
+        if self.error is None and asked.kind is OpKind.ALLREDUCE:
+            scales = asked.prescale, asked.postscale
+            key = asked.dtype, asked.device, asked.reduction, *scales, asked.batch, self.joined
+        object.__setattr__(self, "fusion_key", key)
 
     @property
     def name(self) -> str:
@@ -220,8 +235,12 @@ class Response:
             if error is not None:
                 tensor, sets, values = error
                 disagreement = Disagreement(str(tensor), _ranks(sets), tuple(str(value) for value in values))
+                if not disagreement.sets or not all(disagreement.sets):
+                    raise ValueError("a disagreement of nobody")
+                if len(disagreement.values) not in (0, len(disagreement.sets)):
+                    raise ValueError("a disagreement with other values than sets")
             return cls(Request.from_wire(request), _ranks(rows), disagreement, tuple(int(rank) for rank in joined))
-        except (TypeError, ValueError, LookupError) as cause:
+        except MALFORMED as cause:
             raise ProtocolError("a response that no correct peer sends") from cause
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from totalreduce.coordination.config import CoordinationConfig
+from totalreduce.coordination.messages import MALFORMED
 from totalreduce.coordination.requests import Request
 from totalreduce.foundation.errors import ProtocolError, StallError
 
@@ -22,13 +23,13 @@ _ANSWER_S = 1.0
 _NAMES_MAX = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pending:
-    """An operation that this rank waits for: the request, since when, and the place in the program."""
+    """An operation that this rank waits for: the request, since when, and the place in the program (as ``str``)."""
 
     request: Request
     since: float
-    where: str
+    where: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +123,17 @@ class StallInspector:
             return []
         # The next question comes after twice the time: a log must not fill with one stall.
         self._next_question = now + max(self._warning_s, now - late[0].since)
-        if self._abort_s > 0:  # but who ends it must know whom he waits for
-            self._next_question = min(self._next_question, max(now, late[0].since + self._abort_s - 2 * _ANSWER_S))
+        last = late[0].since + self._abort_s - 2 * _ANSWER_S
+        if self._abort_s > 0 and now < last:  # but who ends it must know whom he waits for
+            self._next_question = min(self._next_question, last)
         self._inquiry = _Inquiry(now, [entry.request.name for entry in late])
-        return [[entry.request.name, round(now - entry.since, 3), entry.where] for entry in late]
+        return [[entry.request.name, round(now - entry.since, 3), str(entry.where)] for entry in late]
 
     def asked(self, peer: int, question: Any, pending: Mapping[str, Pending], *, joined: bool) -> list[str]:
         """A peer waits: which of its names are pending here? Of the others this rank has a report of its own."""
         try:
             entries = [(str(name), float(waited_s), str(where)) for name, waited_s, where in question][:_NAMES_MAX]
-        except (TypeError, ValueError) as cause:
+        except MALFORMED as cause:
             raise ProtocolError(f"rank {peer} asks what no correct peer asks") from cause
         for name, waited_s, where in entries:
             if name not in pending and not joined:
@@ -140,11 +142,13 @@ class StallInspector:
 
     def told(self, peer: int, names: Any, now: float) -> None:
         """A peer has answered."""
-        if self._inquiry is None or not isinstance(names, list):
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ProtocolError(f"rank {peer} tells what no correct peer tells")
+        if self._inquiry is None:
             return
         self._inquiry.answered.add(peer)
         for name in names:
-            self._inquiry.submitted.setdefault(str(name), set()).add(peer)
+            self._inquiry.submitted.setdefault(name, set()).add(peer)
         if len(self._inquiry.answered) == self._world_size - 1:
             self._inquiry.asked_at = now - _ANSWER_S
 
@@ -176,4 +180,4 @@ class StallInspector:
         """What is known about an operation that is late."""
         everybody = tuple(rank for rank in range(self._world_size) if rank != self._rank and rank not in joined)
         missing, silent = self._missing.get(entry.request.name, ((), everybody))
-        return Stall(entry.request.name, now - entry.since, missing, silent, entry.where)
+        return Stall(entry.request.name, now - entry.since, missing, silent, str(entry.where))

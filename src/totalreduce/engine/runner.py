@@ -26,8 +26,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, TypeVar, final
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Literal, final
 
 import numpy as np
 
@@ -44,7 +44,6 @@ __all__ = ["ComputeMode", "Handle", "Runner", "carry_out"]
 
 _log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
 ComputeMode = Literal["auto", "thread", "inline"]
 
 #: Below this a hand-over to the computation thread costs more than the addition.
@@ -212,15 +211,18 @@ class Runner:
 
         return self._start(submit, finalise)
 
-    def act(self, action: Callable[[float], Result]) -> Result:
-        """Call ``action(now)`` on the engine, or on what lives beside it, and see to it that what it posts leaves."""
+    def act(self, action: Callable[[float], bool]) -> None:
+        """Call ``action(now)`` on what lives beside the engine, under the lock.
+
+        It returns whether there is something to send now, or sooner to be done than before.
+        """
         with self._lock:
             self._check_alive()
             now = time.monotonic()
-            result = action(now)
+            if not action(now):
+                return
             wake = self._sleepers > 0
         self._look_again(now, wake=wake)
-        return result
 
     def _channels_due(self) -> float:
         due = self.engine.channels_due()
@@ -285,10 +287,14 @@ class Runner:
                 name, explanation = "a message from any rank", "nobody has sent one"
         raise DeadlineExceededError(f"rank {self.engine.rank} waited {timeout_s:g} s for {name!r}: {explanation}")
 
-    def complete(self, handle: Handle, error: BaseException | None) -> None:
+    def complete(self, handles: Iterable[Handle], error: BaseException | None) -> None:
         """Something else than the engine has finished: tell who waits for it, and whoever moves messages for him."""
-        handle.complete(error)
-        if self._sleepers:
+        for handle in handles:
+            try:
+                handle.complete(error)
+            except Exception:  # of a callback; the others must not wait in vain
+                _log.exception("rank %d: a callback of a finished operation failed", self.engine.rank)
+        if self._driver is not None:
             self.transport.wake()
 
     def close(self, timeout_s: float) -> None:

@@ -6,11 +6,14 @@ the engine, and what it decides goes to the ``Executor``.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -27,6 +30,7 @@ from totalreduce.foundation.errors import (
     UnsupportedError,
 )
 from totalreduce.foundation.types import OpKind, ReduceOp, operation_id
+from totalreduce.groups import tuning
 from totalreduce.groups.executor import Entry, Executor
 from totalreduce.groups.planned import NativeStream, Planned
 from totalreduce.groups.work import Work
@@ -38,14 +42,17 @@ if TYPE_CHECKING:
 __all__ = ["Coordinator"]
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-_TORCH = str(Path(torch.__file__).resolve().parent)
+_NOT_THE_PROGRAM = (_PACKAGE, str(Path(torch.__file__).resolve().parent), "<")
+_REDUCTIONS = {op: op.name.lower() for op in ReduceOp}
+#: Requests that are kept for when their names come again.
+_KNOWN_MAX = 100_000
 
 
 @final
 class _Channel:
     """The negotiator as the engine sees it; everything under the engine's lock."""
 
-    def __init__(self, negotiator: Negotiator, ranks: Sequence[int], settle: Callable[[float], None]) -> None:
+    def __init__(self, negotiator: Negotiator, ranks: Sequence[int], settle: Callable[[float], bool]) -> None:
         """``ranks``: the members, by index; ``settle`` is called after whatever has happened."""
         self._negotiator, self._settle = negotiator, settle
         self._indices = {rank: index for index, rank in enumerate(ranks)}
@@ -115,7 +122,11 @@ class Coordinator:
         self._entries: dict[str, Entry] = {}
         self._waiting: dict[str, Entry] = {}
         self._iterations: dict[str, int] = {}
+        self._known: dict[str, Request] = {}  #: The last allreduce by name.
         self._joining: Handle | None = None
+        self._join: Handle | None = None  #: What ``join`` waits for, until it has returned.
+        self._last_joined: int | None = None
+        self._over = False
         self._unnamed: Counter[OpKind] = Counter()
         self._number = operation_id(f"coordination of {scope!r}")
         self._executor = Executor(
@@ -129,7 +140,12 @@ class Coordinator:
             lost=lambda: self._negotiator.ended,
         )
         self._channel = _Channel(self._negotiator, group.ranks, self._settle)
-        runner.act(lambda now: self._engine.open_channel(self._number, self._channel, now))
+
+        def begin(now: float) -> bool:
+            self._engine.open_channel(self._number, self._channel, now)
+            return True
+
+        runner.act(begin)
 
     # -------------------------------------------------------------------------------------------------- collectives
 
@@ -178,23 +194,35 @@ class Coordinator:
 
         Args and Raises as for ``allreduce``.
         """
-        if op is ReduceOp.NONE:
-            raise ConfigurationError("op NONE reduces nothing")
+        _check_reduction(op)
         base, cached = self._name(name, OpKind.ALLREDUCE)
         batch = (base, len(tensors)) if len(tensors) > 1 else None
         entries = []
         for index, tensor in enumerate(tensors):
             shown = base if batch is None else f"{base}.{index}of{len(tensors)}"
-            request = Request(
-                shown,
-                OpKind.ALLREDUCE,
-                *self._described(tensor, shown),
-                reduction=op.name.lower(),
-                prescale=prescale,
-                postscale=postscale,
-                batch=batch,
-                cached=cached,
-            )
+            request = self._known.get(shown)
+            if (
+                request is None
+                or request.shape != tensor.shape
+                or request.dtype != _dtype_name(tensor.dtype)
+                or request.reduction != _REDUCTIONS[op]
+                or request.prescale != prescale
+                or request.postscale != postscale
+                or request.batch != batch
+                or request.device != tensor.device.type
+                or tensor.layout is not torch.strided
+            ):
+                request = Request(
+                    shown,
+                    OpKind.ALLREDUCE,
+                    *self._described(tensor, shown),
+                    reduction=_REDUCTIONS[op],
+                    prescale=float(prescale),
+                    postscale=float(postscale),
+                    batch=batch,
+                    cached=cached,
+                )
+                self._remember(request)
             entries.append(self._entry(request, tensor))
         return self._submit(entries, timeout_s)
 
@@ -209,7 +237,7 @@ class Coordinator:
         if not 0 <= root < self._group.world_size:
             raise ConfigurationError(f"root {root} is no rank of a group of {self._group.world_size}")
         shown, cached = self._name(name, OpKind.BROADCAST)
-        request = Request(shown, OpKind.BROADCAST, *self._described(tensor, shown), root=root, cached=cached)
+        request = Request(shown, OpKind.BROADCAST, *self._described(tensor, shown), root=int(root), cached=cached)
         return self._submit([self._entry(request, tensor)], timeout_s)[0]
 
     def allgather(
@@ -277,6 +305,7 @@ class Coordinator:
         timeout_s: float | None = None,
     ) -> Work:
         """Reduce over all ranks and return this rank's rows by ``Work.wait``; first ranks get one more if uneven."""
+        _check_reduction(op)
         shown, cached = self._name(name, OpKind.REDUCE_SCATTER)
         if not tensor.dim():
             raise ConfigurationError(f"{shown!r}: a scalar has no rows to scatter")
@@ -285,8 +314,8 @@ class Coordinator:
             OpKind.REDUCE_SCATTER,
             *self._described(tensor, shown),
             reduction=op.name.lower(),
-            prescale=prescale,
-            postscale=postscale,
+            prescale=float(prescale),
+            postscale=float(postscale),
             cached=cached,
         )
         return self._submit([self._entry(request, tensor, outputs)], timeout_s)[0]
@@ -315,22 +344,27 @@ class Coordinator:
         for entry in list(self._entries.values()):
             self.wait(entry.handle, patience)
 
-        def begin(now: float) -> Handle:
-            self._check_alive()
-            if self._joining is None:
-                self._joining = Handle(None)
-                self._negotiator.join(now)
-            joining = self._joining
-            self._settle(now)
-            return joining
+        handle = Handle(None)
 
-        handle = self._runner.act(begin)
+        def begin(now: float) -> bool:
+            nonlocal handle
+            if self._join is None:  # else an earlier call ran out of time
+                self._check_alive()
+                self._join = self._joining = handle
+                self._negotiator.join(now)
+            handle = self._join
+            return self._settle(now)
+
+        self._runner.act(begin)
         self.wait(handle, patience)
+        with self._runner.locked():
+            if self._join is handle:
+                self._join = None
         if handle.error is not None:
             raise handle.error.with_traceback(None)
-        last = self._negotiator.last_joined
-        assert last is not None, "that is what ended the wait"
-        return last
+        self._unnamed.clear()  # who joined early has counted fewer of them
+        assert self._last_joined is not None, "that is what ended the wait"
+        return self._last_joined
 
     def planned(self, names: Sequence[str]) -> NativeStream:
         """Reductions in a planned order, apart from everything else. Collective."""
@@ -352,6 +386,14 @@ class Coordinator:
     def counters(self) -> NegotiationCounters:
         """What the agreement has cost so far."""
         return self._negotiator.counters
+
+    def store(self, path: str | Path) -> None:
+        """Write the settings to a file, for ``tr.init(coordination=path)`` in later runs.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        tuning.write_settings(self.config, path)
 
     def cache_snapshot(self) -> list[tuple[str, int]]:
         """Names and bits of the response cache, least recently used first; equal on all ranks."""
@@ -375,9 +417,9 @@ class Coordinator:
         if handle.done:
             return
 
-        def hurry(now: float) -> None:
+        def hurry(now: float) -> bool:
             self._negotiator.hurry(now)
-            self._settle(now)
+            return self._settle(now)
 
         self._runner.act(hurry)
         self._runner.wait(handle, timeout_s, explain=lambda now: self._explain(handle, now))
@@ -390,6 +432,13 @@ class Coordinator:
 
     # -------------------------------------------------------------------------------------------------- submissions
 
+    def _remember(self, request: Request) -> None:
+        """Most names come again with equal requests, and making one is a third of what a submission costs."""
+        if request.cached:
+            if len(self._known) >= _KNOWN_MAX:
+                self._known.clear()
+            self._known[request.name] = request
+
     def _name(self, name: str | None, kind: OpKind) -> tuple[str, bool]:
         """The operation's name, and whether it will come again."""
         if name is not None:
@@ -401,8 +450,7 @@ class Coordinator:
     def _described(tensor: torch.Tensor, name: str) -> tuple[str, int, tuple[int, ...], str]:
         if tensor.layout is not torch.strided:
             raise UnsupportedError(f"tensor {name!r} has layout {tensor.layout}; only dense tensors are reduced")
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return dtype, tensor.element_size(), tuple(tensor.shape), tensor.device.type
+        return _dtype_name(tensor.dtype), tensor.element_size(), tuple(tensor.shape), tensor.device.type
 
     def _entry(self, request: Request, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None = None) -> Entry:
         ready = None
@@ -415,7 +463,7 @@ class Coordinator:
         patience = self._patience(timeout_s)
         where, size = _caller(), sum(entry.request.num_bytes for entry in entries)
 
-        def submit(now: float) -> None:
+        def submit(now: float) -> bool:
             self._check_alive()
             for entry in entries:
                 name = entry.request.name
@@ -429,8 +477,10 @@ class Coordinator:
                 entry.submitted, entry.iteration = now, self._iterations.get(name, 0)
                 if entry.request.cached:
                     self._iterations[name] = entry.iteration + 1
-            self._negotiator.submit([entry.request for entry in entries], now, where=where, num_bytes=size)
-            self._settle(now)
+            negotiator = self._negotiator
+            news = negotiator.has_news
+            negotiator.submit([entry.request for entry in entries], now, where=where, num_bytes=size)
+            return self._settle(now) or not news
 
         self._runner.act(submit)
         return [Work(self, entry.handle, _result_of(entry), entry.request.name, patience) for entry in entries]
@@ -442,9 +492,10 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------- under the lock
 
-    def _settle(self, now: float) -> None:
-        """Send what the negotiator has to say, and carry out what it has decided."""
+    def _settle(self, now: float) -> bool:
+        """Send what the negotiator has to say, and carry out what it has decided; returns whether it said anything."""
         negotiator = self._negotiator
+        says = bool(negotiator.outbox)
         for peer, message in negotiator.outbox:
             self._engine.post(self._group.ranks[peer], self._number, message)
         negotiator.outbox.clear()
@@ -455,34 +506,45 @@ class Coordinator:
         for report in negotiator.pop_stalls():
             self._engine.publish(report, now)
         if self._joining is not None and negotiator.last_joined is not None:
+            self._last_joined = negotiator.last_joined
             self._end_join(self._joining, None)
         if negotiator.ended is not None and self._joining is not None:
             self._end_join(self._joining, negotiator.ended)
         if negotiator.ended is not None and self._waiting:
             self._executor.give_up(list(self._waiting.values()), negotiator.ended)
             self._waiting.clear()
+        if negotiator.ended is not None and not self._over:
+            self._over = True
+            self._executor.end()
+        return says
 
     def _end_join(self, handle: Handle, error: BaseException | None) -> None:
         self._joining = None
-        self._executor.finish(lambda: self._runner.complete(handle, error))
+        self._executor.finish(lambda: self._runner.complete([handle], error))
 
     # --------------------------------------------------------------------------------------- in the executor's thread
 
-    def _complete(self, entry: Entry, error: BaseException | None) -> None:
+    def _complete(self, entries: Sequence[Entry], error: BaseException | None) -> None:
         with self._runner.locked():
-            self._entries.pop(entry.request.name, None)
-        self._runner.complete(entry.handle, error)
+            for entry in entries:
+                self._entries.pop(entry.request.name, None)
+        self._runner.complete([entry.handle for entry in entries], error)
 
     def _report(
-        self, entry: Entry, times: Sequence[float], batch: int, fused: int, error: BaseException | None
+        self,
+        entries: Sequence[Entry],
+        times: tuple[float, float, float, float, float],
+        batch: int,
+        fused: int,
+        error: BaseException | None,
     ) -> None:
         observers = self._engine.observers
         if not observers:
             return
         agreed, begun, packed, ended, unpacked = times
-        request = entry.request
         with self._runner.locked():
-            for observer in observers:
+            for entry, observer in itertools.product(entries, observers):
+                request = entry.request
                 observer.coordinated(
                     request.name,
                     entry.iteration,
@@ -519,18 +581,38 @@ class Coordinator:
                 )
 
 
+def _check_reduction(op: ReduceOp) -> None:
+    if op is ReduceOp.NONE:
+        raise ConfigurationError("op NONE reduces nothing")
+
+
 def _result_of(entry: Entry) -> Callable[[], torch.Tensor | None]:
     if entry.request.kind in (OpKind.ALLREDUCE, OpKind.BROADCAST):
         return lambda: entry.tensor
     return lambda: entry.result
 
 
-def _caller() -> str:
+def _caller() -> object:
     """Where in the program an operation was submitted: the first place outside this package and torch."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        filename = frame.f_code.co_filename
-        if not filename.startswith((_PACKAGE, _TORCH)) and not filename.startswith("<"):
-            return f"{filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+        if not frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+            return _Place(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return ""
+
+
+@dataclass(slots=True)
+class _Place:
+    """A line of the program; put into words only where somebody stalls."""
+
+    code: CodeType
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.code.co_filename}:{self.line} in {self.code.co_qualname}"
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

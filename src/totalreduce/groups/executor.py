@@ -5,7 +5,6 @@ Batches are started in the agreed order; while one is on the wire the next one i
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -15,18 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 import torch
+from torch import _utils  # what torch itself packs gradients with
 
 from totalreduce.coordination.fusion import fuse
 from totalreduce.coordination.requests import Request, Response
 from totalreduce.engine.runner import Handle
-from totalreduce.foundation.errors import ConfigurationError, MismatchError, TotalReduceError
+from totalreduce.foundation.errors import ConfigurationError, MismatchError, TotalReduceError, UnsupportedError
 from totalreduce.foundation.types import OpKind, ReduceOp
 from totalreduce.groups.culprit import LOOK_S, find_culprit
 from totalreduce.transports.base import NativeCollectives, NativeWork
 
 __all__ = ["Entry", "Executor", "Reporter"]
 
-_log = logging.getLogger("totalreduce")
 
 #: Batches on the wire at the same time: one, and the one that is packed meanwhile.
 _IN_FLIGHT = 2
@@ -35,7 +34,7 @@ _NEUTRAL: dict[str, Callable[[torch.dtype], float]] = {
     "min": lambda dtype: _extreme(dtype, largest=True),
     "max": lambda dtype: _extreme(dtype, largest=False),
     "product": lambda _: 1,
-    "band": lambda dtype: 1 if dtype is torch.bool else -1 if torch.iinfo(dtype).min < 0 else torch.iinfo(dtype).max,
+    "band": lambda dtype: -1 if dtype.is_signed else _extreme(dtype, largest=True),
 }
 
 
@@ -71,7 +70,7 @@ class Reporter(Protocol):
 
     def __call__(
         self,
-        entry: Entry,
+        entries: Sequence[Entry],
         times: tuple[float, float, float, float, float],
         batch: int,
         fused: int,
@@ -120,7 +119,7 @@ class Executor:
         fusion_bytes: int,
         divide_by_active: bool,
         empty: Callable[[int, torch.dtype], torch.Tensor],
-        complete: Callable[[Entry, BaseException | None], None],
+        complete: Callable[[Sequence[Entry], BaseException | None], None],
         report: Reporter,
         lost: Callable[[], TotalReduceError | None],
     ) -> None:
@@ -145,20 +144,20 @@ class Executor:
 
     def give_up(self, entries: list[Entry], error: BaseException) -> None:
         """Fail operations that will not be carried out."""
+        self._inbox.put(lambda: self._complete(entries, error))
 
-        def fail() -> None:
-            for entry in entries:
-                self._complete(entry, error)
-
-        self._inbox.put(fail)
+    def end(self) -> None:
+        """Have the thread end when it has done what it was given; nothing more comes."""
+        self._inbox.put(None)
 
     def close(self, timeout_s: float) -> None:
-        """End the thread when it has done what it was given."""
-        self._inbox.put(None)
+        """Wait for that."""
+        self.end()
         self._thread.join(timeout_s)
 
     # ------------------------------------------------------------------------------------------------------ thread
 
+    @torch.no_grad()
     def _run(self) -> None:
         while True:
             try:
@@ -217,10 +216,9 @@ class Executor:
             self._buffers.setdefault((batch.buffer.dtype, batch.buffer.device.type), []).append(batch.buffer)
         unpacked = time.monotonic()
         times = batch.agreed, batch.begun, batch.packed or ended, ended, unpacked
-        for entry in batch.entries:
-            if entry is not None:
-                self._report(entry, times, batch.number, len(batch.entries), batch.error)
-                self._complete(entry, batch.error)
+        mine = [entry for entry in batch.entries if entry is not None]
+        self._report(mine, times, batch.number, len(batch.entries), batch.error)
+        self._complete(mine, batch.error)
 
     def _wait(self, work: NativeWork) -> BaseException | None:
         """Wait for the library, but not for a rank that is gone; returns why it failed."""
@@ -274,20 +272,34 @@ class Executor:
         buffer = self._buffer(sum(counts), dtype, request.device)
         batch.buffer, flat = buffer, buffer[: sum(counts)]
         # Many small tensors: one call instead of one each.
-        slices = torch.split_with_sizes(flat, counts)
-        shapes = [response.request.shape for response in batch.responses]
-        parts = [part.view(shape) for part, shape in zip(slices, shapes, strict=True)]
-        mine = [(part, entry.tensor.detach()) for part, entry in zip(parts, batch.entries, strict=True) if entry]
-        if len(mine) < len(parts):
+        parts: Sequence[torch.Tensor]
+        if None not in batch.entries:
+            tensors = [entry.tensor for entry in batch.entries if entry is not None]
+            parts = _utils._unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
+            mine = parts
+        else:
+            shapes = [response.request.shape for response in batch.responses]
+            slices = torch.split_with_sizes(flat, counts)
+            parts = [part.view(shape) for part, shape in zip(slices, shapes, strict=True)]
+            pairs = [
+                (part, entry.tensor) for part, entry in zip(parts, batch.entries, strict=True) if entry is not None
+            ]
+            mine, tensors = [part for part, _ in pairs], [tensor for _, tensor in pairs]
+        _copy_all(mine, tensors)
+        if len(mine) == len(parts):
+            scale(flat)
+        else:  # what is lent must stay neutral
             neutral = _NEUTRAL.get(request.reduction)
-            flat.fill_(neutral(dtype) if neutral is not None else 0)
-        _copy_all([part for part, _ in mine], [tensor for _, tensor in mine])
-        scale(flat)
+            for part, entry in zip(parts, batch.entries, strict=True):
+                if entry is not None:
+                    scale(part)
+                else:
+                    part.fill_(neutral(dtype) if neutral is not None else 0)
         batch.work = self._natives.allreduce(flat, _native_op(request.reduction))
 
         def finish() -> None:
             unscale(flat)
-            _copy_all([tensor for _, tensor in mine], [part for part, _ in mine])
+            _copy_all(tensors, mine)
 
         batch.finish = finish
 
@@ -297,6 +309,8 @@ class Executor:
         """What is done before and after a reduction."""
         divisor = 1
         if request.reduction == "avg":
+            if request.dtype == "bool":
+                raise UnsupportedError(f"tensor {request.name!r}: AVG of bool is not defined")
             divisor = self._natives.world_size - (len(joined) if self._divide_by_active else 0)
 
         def before(tensor: torch.Tensor) -> None:
@@ -410,7 +424,7 @@ def _multiply(tensor: torch.Tensor, factor: float) -> None:
 def _extreme(dtype: torch.dtype, *, largest: bool) -> float:
     if dtype is torch.bool:
         return largest
-    if dtype.is_floating_point:
+    if dtype.is_floating_point or dtype.is_complex:
         return float("inf") if largest else float("-inf")
     return torch.iinfo(dtype).max if largest else torch.iinfo(dtype).min
 
@@ -434,6 +448,6 @@ def _copy_back(flat: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
     return finish
 
 
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     if targets:
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(list(targets), list(sources))

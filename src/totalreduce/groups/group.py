@@ -488,14 +488,12 @@ class Group:
             patience=self._patience,
         )
 
-    def planned(self, name: str, tensors: Sequence[str]) -> PlannedReductions:
+    def planned(self, names: Sequence[str]) -> PlannedReductions:
         """Reductions that come again in every round, without any metadata. Collective where a library needs one order.
 
         Args:
-            name: Prefix of the operations' names.
-            tensors: The rest of their names, in the order in which they are expected; equal on all ranks.
+            names: Of the operations, in the order in which they are expected; equal on all ranks.
         """
-        names = [f"{name}.{tensor}" for tensor in tensors]
         if self._coordinator is None:
             return OrderFree(self, names)
         return self._coordinator.planned(names)

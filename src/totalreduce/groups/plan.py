@@ -67,10 +67,13 @@ class Plan:
             "settings": dict(settings or {}),
         }
         group.agree(f"plan {name}", document)
+        self.stream = group.planned([f"{name}/{spec.name}" for spec in specs])
+        self.places = {spec.name: place for place, spec in enumerate(specs)}
 
     def step(self) -> Step:
-        """Begin the next step; use it as a context manager."""
+        """Begin the next step; use it as a context manager. The one before has been left."""
         self.num_steps += 1
+        self.stream.begin()
         return Step(self, self.num_steps - 1)
 
 
@@ -125,7 +128,7 @@ class Step:
                 self._start(spec, torch.zeros(spec.shape, dtype=spec.dtype))
         presence = None
         if plan.on_missing == "error":
-            presence = plan.group.allreduce(present, name=f"{plan.name}/presence", op=ReduceOp.MAX, priority=-1)
+            presence = plan.group.control.allreduce(present, name=f"{plan.name}/presence", op=ReduceOp.MAX, priority=-1)
         for work in self._works.values():
             work.wait(timeout_s)
         if presence is not None:
@@ -135,7 +138,7 @@ class Step:
 
     def _start(self, spec: TensorSpec, tensor: torch.Tensor) -> Work:
         plan = self._plan
-        work = plan.group.allreduce(tensor, name=f"{plan.name}/{spec.name}", op=plan.op, priority=spec.priority)
+        work = plan.stream.submit(plan.places[spec.name], tensor, op=plan.op, priority=spec.priority)
         self._works[spec.name], self._results[spec.name] = work, tensor
         return work
 

@@ -16,12 +16,13 @@ from totalreduce.foundation.config import EngineConfig, TcpConfig, Tls
 from totalreduce.foundation.environment import Settings
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost, RendezvousError
 from totalreduce.foundation.observer import Observer
-from totalreduce.groups import probe
+from totalreduce.groups import probe, tuning
 from totalreduce.groups.group import Group
 from totalreduce.groups.probe import LinkPolicy
 from totalreduce.launch.links import LinkRequest, TransportName, connect, standing
 from totalreduce.launch.rendezvous import Place
 from totalreduce.observe import Timeline, rank_path
+from totalreduce.transports.base import NativeCollectives
 
 __all__ = ["init"]
 
@@ -53,7 +54,7 @@ def init(
     links: LinkPolicy | str | Path | None = None,
     place: Place | None = None,
     collectives: Collectives = "auto",
-    coordination: CoordinationConfig | None = None,
+    coordination: CoordinationConfig | str | Path | None = None,
 ) -> Group:
     """Join the job this process was started for, and return its group when every rank has answered.
 
@@ -81,7 +82,8 @@ def init(
         collectives: Who carries them out: ``"engine"``, this library, in any order and with priorities; ``"native"``,
             the library behind ``transport``, in an order on which the ranks agree (``docs/coordination.md``).
             ``"auto"``: native for ``"torch"`` (the program's back end: NCCL, gloo), else the engine.
-        coordination: Settings of that agreement.
+        coordination: Settings of that agreement; ``"measure"``: measured now, printed, and kept; or a file that
+            ``group.coordinator.store`` wrote. Equal on all ranks.
         place: A store that is open already, and this process's rank among those who meet in it; instead of what
             ``torch.distributed`` or the environment say.
 
@@ -135,8 +137,18 @@ def init(
         if link.native is None:
             group.close(1.0)
             raise ConfigurationError(f"transport {transport!r} has no collectives of its own: use collectives='engine'")
-        group.use(link.native, coordination or CoordinationConfig())
+        group.use(link.native, _coordination(group, link.native, coordination))
     return group
+
+
+def _coordination(
+    group: Group, natives: NativeCollectives, wanted: CoordinationConfig | str | Path | None
+) -> CoordinationConfig:
+    if wanted == "measure":
+        return tuning.measure(group, natives, CoordinationConfig())
+    if isinstance(wanted, str | Path):
+        return tuning.read_settings(wanted)
+    return wanted or CoordinationConfig()
 
 
 def _meet(group: Group, timeout_s: float) -> None:

@@ -60,7 +60,7 @@ class Adasum:
     def __init__(self, group: Group, name: str) -> None:
         """Purely local."""
         # Messages have no names: in a subgroup they meet nobody else's.
-        self._group = group.subgroup(range(group.world_size), name=f"{name}.adasum")
+        self._group = group.control.subgroup(range(group.world_size), name=f"{name}.adasum")
         self._power = 1 << (group.world_size.bit_length() - 1)
         self._blocks: list[Group] = []
         if group.rank < self._power:

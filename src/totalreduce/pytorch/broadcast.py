@@ -80,7 +80,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: Group, ro
             message["document"], tensors = encode(state)
         except ConfigurationError as error:
             message["refused"] = str(error)
-    message = broadcast_json(group, "broadcast_optimizer_state/document", message, root=root)
+    message = broadcast_json(group.control, "broadcast_optimizer_state/document", message, root=root)
     if "refused" in message:
         raise ConfigurationError(f"the optimizer state of rank {root} cannot be broadcast: {message['refused']}")
     if group.rank != root:
@@ -101,7 +101,7 @@ def _named_tensors(model: torch.nn.Module | Mapping[str, Any]) -> dict[str, torc
             **dict(model.named_buffers(remove_duplicate=False)),
         }
     else:
-        named = dict(model)
+        named = dict(sorted(model.items()))  # packed in this order, which a mapping need not have on all ranks
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             raise ConfigurationError(f"{name!r} is a {type(tensor).__name__}, not a tensor. Leave it out.")
@@ -121,7 +121,7 @@ def _broadcast_tensors(tensors: Sequence[torch.Tensor], group: Group, root: int,
         if group.rank == root:
             for slot, tensor in zip(_slots(buffer, piece), piece, strict=True):
                 slot.copy_(tensor)
-        work = group.broadcast(buffer, root=root, name=f"{name}/{number}", async_op=True)
+        work = group.control.broadcast(buffer, root=root, name=f"{name}/{number}", async_op=True)
         in_flight.append((work, buffer, piece))
         if len(in_flight) > _PIECES_IN_FLIGHT:
             _receive(*in_flight.pop(0), is_root=group.rank == root)

@@ -111,7 +111,9 @@ class DistributedOptimizer(OptimizerFacade):
             raise ConfigurationError("pass the model or named_parameters: the model has names already")
         super().__init__(optimizer)
         if bucket_bytes is None:
-            bucket_bytes = _BUCKET_BYTES if group.coordinator is None else _NATIVE_BUCKET_BYTES
+            bucket_bytes = _BUCKET_BYTES
+            if group.coordinator is not None:
+                bucket_bytes = max(1, min(_NATIVE_BUCKET_BYTES, group.coordinator.config.fusion_bytes))
         self._settings = PlanSettings(
             optimizer=self.kind,
             op=op,
@@ -182,12 +184,12 @@ class DistributedOptimizer(OptimizerFacade):
             divide_by_active=settings.join_divisor == "active",
             native=self._group.coordinator is not None,
         )
-        names = operation_names(plan.buckets, plan.specs)
-        self._stream = self._group.planned(self._name, names)
+        names = [f"{self._name}.{name}" for name in operation_names(plan.buckets, plan.specs)]
+        self._stream = self._group.planned(names)
         self._reducer = Reducer(
             self._group,
             self._stream,
-            [f"{self._name}.{name}" for name in names],
+            names,
             plan.parameters,
             plan.specs,
             plan.buckets,

@@ -123,7 +123,7 @@ class SyncBatchNorm(_BatchNorm):
         if count:
             packed[2:] = torch.cat(_mean_and_squares(inputs, count)).cpu()
         gathered = torch.empty(self.group.world_size, packed.numel(), dtype=torch.float64)
-        self.group.allgather(gathered, packed, name=f"{self.name}.statistics", priority=_PRIORITY).wait()
+        self.group.control.allgather(gathered, packed, name=f"{self.name}.statistics", priority=_PRIORITY).wait()
         counts, stakes = gathered[:, :1], gathered[:, 1]
         means, squares = gathered[:, 2:].chunk(2, dim=1)
         total = float(counts.sum())
@@ -157,7 +157,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _sum_over_ranks(self, packed: torch.Tensor) -> torch.Tensor:
         on_cpu = packed.to("cpu", torch.float64, copy=True)  # the rank's own sums are weight's and bias's gradients
-        self.group.allreduce(on_cpu, name=f"{self.name}.gradients", priority=_PRIORITY).wait()
+        self.group.control.allreduce(on_cpu, name=f"{self.name}.gradients", priority=_PRIORITY).wait()
         return on_cpu
 
     @torch.no_grad()

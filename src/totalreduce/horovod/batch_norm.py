@@ -1,0 +1,52 @@
+"""Batch normalisation over the joint batch of a process set."""
+
+from __future__ import annotations
+
+import torch
+
+from totalreduce.horovod.context import context
+from totalreduce.horovod.process_sets import ProcessSet, global_process_set
+from totalreduce.pytorch import sync_batch_norm
+
+__all__ = ["SyncBatchNorm"]
+
+
+class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
+    """``torch.nn.BatchNorm2d`` and its like, with the statistics of all ranks' batches together; on any device.
+
+    Make it after ``init``; layers are made in the same order on all ranks.
+
+    Args:
+        num_features: C of inputs (N, C, ...).
+        eps: Added to the variance.
+        momentum: Weight of a batch in the running statistics; ``None``: all batches weigh the same.
+        affine: Whether there are weight and bias.
+        track_running_stats: Whether there are running statistics.
+        device: Of parameters and buffers.
+        dtype: Of parameters and buffers.
+        process_set: Which ranks.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        members = context.members(process_set)
+        super().__init__(
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            device,
+            dtype,
+            group=members.group.control,
+            name=members.name("SyncBatchNorm"),
+        )

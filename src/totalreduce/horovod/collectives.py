@@ -1,0 +1,655 @@
+"""Operations on tensors.
+
+What is common to all of them:
+
+* They may be submitted in any order on different ranks, under names that are equal on all of them. Without a name, the
+  n-th unnamed operation of a kind meets the n-th one elsewhere.
+* ``process_set`` restricts them to some ranks, which count from 0 in its order; only those call them.
+* Forms without a trailing underscore leave their argument alone and are differentiable, if they block.
+* Forms with ``async`` return at once, with a handle for ``poll`` and ``synchronize``.
+* On failure every rank raises the same error: ``MismatchError`` (the ranks submitted different operations under one
+  name), ``StallError`` (some rank submitted none), ``PeerLost``, ``UnsupportedError``; and before anything is sent
+  ``ConfigurationError``, which is a ``ValueError``: ``init`` was not called, the process set is not known, this rank is
+  no member, the name is in flight here already.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.work import Work
+from totalreduce.horovod.compression import Compression, Compressor
+from totalreduce.horovod.context import Members, context
+from totalreduce.horovod.handles import Handle
+from totalreduce.horovod.process_sets import ProcessSet, global_process_set
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Reduction",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+]
+
+
+class Reduction(enum.IntEnum):
+    """How the ranks' elements become one."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+Average = Reduction.AVERAGE
+Sum = Reduction.SUM
+Adasum = Reduction.ADASUM
+Min = Reduction.MIN
+Max = Reduction.MAX
+Product = Reduction.PRODUCT
+
+_REDUCE_OPS = {
+    Reduction.AVERAGE: ReduceOp.AVG,
+    Reduction.SUM: ReduceOp.SUM,
+    Reduction.MIN: ReduceOp.MIN,
+    Reduction.MAX: ReduceOp.MAX,
+    Reduction.PRODUCT: ReduceOp.PRODUCT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What an operation is called with, beside tensors."""
+
+    name: str | None
+    process_set: ProcessSet
+    op: Reduction = Reduction.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = 0
+
+    def backward(self, **changes: Any) -> _Call:
+        """The same for the operation that makes gradients. A name of its own lets the order differ there, too."""
+        name = None if self.name is None else f"{self.name}.gradient"
+        return replace(self, name=name, **changes)
+
+    def member(self, index: int, count: int) -> _Call:
+        """The same for one tensor of several."""
+        return self if self.name is None or count == 1 else replace(self, name=f"{self.name}.{index}of{count}")
+
+
+# ---------------------------------------------------------------------------------------------------------- allreduce
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce a tensor over the ranks. Its gradient is reduced in the same way.
+
+    Args:
+        tensor: Shape and dtype are equal on all ranks, and the result's.
+        average: Deprecated: ``op``.
+        name: See the module docstring.
+        compression: How it travels.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product``; or ``Adasum``, for floating-point tensors,
+            which blocks in every form, so that all ranks must come to theirs in the same order. Averages of integers
+            are rounded towards zero, sums of halves accumulated in float32.
+        prescale_factor: Factor before the reduction; integers are multiplied as float64 and cut off.
+        postscale_factor: Factor after it.
+        process_set: Which ranks.
+    """
+    return grouped_allreduce([tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set)[
+        0
+    ]
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """``allreduce`` in place."""
+    call = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
+    return _reduce(call, [tensor], in_place=True).wait()[0]  # type: ignore[no-any-return]
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """``allreduce``, without gradients."""
+    call = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
+    return _first(_reduce(call, [tensor], in_place=False))
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """``allreduce`` in place: leave the tensor alone until ``synchronize``."""
+    call = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
+    return _first(_reduce(call, [tensor], in_place=True))
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """``allreduce`` of several tensors, all or none: what is wrong with one fails all, on every rank."""
+    call = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    reduced = _Allreduce.apply(call, *(tensor for tensor, _ in compressed))  # type: ignore[no-untyped-call]
+    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """``grouped_allreduce`` in place."""
+    call = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
+    return _reduce(call, tensors, in_place=True).wait()  # type: ignore[no-any-return]
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """``grouped_allreduce``, without gradients."""
+    call = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
+    return _reduce(call, tensors, in_place=False)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Reduction | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """``grouped_allreduce`` in place: leave the tensors alone until ``synchronize``."""
+    call = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
+    return _reduce(call, tensors, in_place=True)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Reduction | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Add up sparse tensors (COO), by gathering everybody's indices and values.
+
+    Args:
+        tensor: Shape and dtype are equal on all ranks; how much of it is there may differ.
+        name: See the module docstring.
+        op: ``Average`` (default) or ``Sum``.
+        process_set: Which ranks.
+
+    Returns:
+        A handle of the sum, which is sparse and not coalesced.
+    """
+    op = Average if op is None else Reduction(op)
+    if op not in (Average, Sum) or tensor.layout is not torch.sparse_coo:
+        raise ConfigurationError(f"{name or 'unnamed'!r}: only averages and sums of sparse COO tensors can be made")
+    call = _Call(name, process_set)
+    # Ranks' entries stand one after the other: indices as rows, like values.
+    parts = [tensor._indices().t().contiguous(), tensor._values()]
+    divisor = len(context.members(process_set).ranks) if op is Average else 1
+
+    def finish(gathered: list[torch.Tensor]) -> torch.Tensor:
+        indices, values = gathered
+        return torch.sparse_coo_tensor(indices.t(), values / divisor if divisor > 1 else values, tensor.shape)
+
+    return _then(_gather(call, parts), finish)
+
+
+# ------------------------------------------------------------------------------------------------ allgather, broadcast
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Put the ranks' tensors one behind the other along the first dimension, in which they may differ.
+
+    The gradient is this rank's rows of the average of the ranks' gradients.
+    """
+    return grouped_allgather([tensor], name, process_set)[0]
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """``allgather``, without gradients."""
+    return _first(_gather(_Call(name, process_set), [tensor]))
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """``allgather`` of several tensors."""
+    return list(_Allgather.apply(_Call(name, process_set), *tensors))  # type: ignore[no-untyped-call]
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """``grouped_allgather``, without gradients."""
+    return _gather(_Call(name, process_set), tensors)
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """The root's tensor on every rank. Its gradient is the average of the ranks' gradients, and zero elsewhere.
+
+    Args:
+        tensor: Shape and dtype are equal on all ranks.
+        root_rank: A rank of the job, also where ``process_set`` numbers its members otherwise.
+        name: See the module docstring.
+        process_set: Which ranks.
+
+    Raises:
+        ConfigurationError: ``root_rank`` is not among them.
+    """
+    return _Broadcast.apply(_Call(name, process_set, root=root_rank), tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """``broadcast`` in place."""
+    return _send(_Call(name, process_set, root=root_rank), tensor, in_place=True).wait()  # type: ignore[no-any-return]
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """``broadcast``, without gradients."""
+    return _send(_Call(name, process_set, root=root_rank), tensor, in_place=False)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """``broadcast`` in place: leave the tensor alone until ``synchronize``."""
+    return _send(_Call(name, process_set, root=root_rank), tensor, in_place=True)
+
+
+# -------------------------------------------------------------------------------------------- alltoall, reducescatter
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Send rows to every rank. Gradients go back the way the rows came.
+
+    Args:
+        tensor: Rows for rank 0, then those for rank 1, and so on.
+        splits: How many for each; by default equally many.
+        name: See the module docstring.
+        process_set: Which ranks.
+
+    Returns:
+        The rows that came, by rank; and with ``splits`` also how many from each, int32 or as ``splits``.
+
+    Raises:
+        ConfigurationError: The splits are not one for each rank, or do not add up to the rows.
+    """
+    output, received = _Alltoall.apply(_Call(name, process_set), tensor, splits)  # type: ignore[no-untyped-call]
+    return output if splits is None else (output, received)
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """``alltoall``, without gradients; ``synchronize`` returns both results, with and without ``splits``."""
+    return _exchange(_Call(name, process_set), tensor, splits)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Reduction = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Reduce a tensor over the ranks, of which each keeps some rows; the first ones keep one more if uneven.
+
+    The gradient is made of the ranks' gradients, one behind the other; with ``Sum`` times the number of ranks.
+
+    Args:
+        tensor: At least one dimension; shape and dtype are equal on all ranks.
+        name: See the module docstring.
+        compression: How it travels.
+        op: As for ``allreduce``, without ``Adasum``.
+        process_set: Which ranks.
+        prescale_factor: Factor before the reduction.
+        postscale_factor: Factor after it.
+    """
+    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Reduction = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """``reducescatter``, without gradients."""
+    return _first(grouped_reducescatter_async([tensor], name, op, process_set, prescale_factor, postscale_factor))
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Reduction = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """``reducescatter`` of several tensors."""
+    call = _reduction(None, name, op, prescale_factor, postscale_factor, process_set)
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    reduced = _Reducescatter.apply(call, *(tensor for tensor, _ in compressed))  # type: ignore[no-untyped-call]
+    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: Reduction = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """``grouped_reducescatter``, without gradients."""
+    return _scatter(_reduction(None, name, op, prescale_factor, postscale_factor, process_set), tensors)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank has called it, or joined."""
+    context.members(process_set).coordinator.barrier()
+
+
+# -------------------------------------------------------------------------------------------------------- submissions
+
+
+def _reduction(
+    average: bool | None,
+    name: str | None,
+    op: Reduction | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+) -> _Call:
+    if average is not None:
+        warnings.warn("average= is deprecated: pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
+        if op is not None:
+            raise ConfigurationError("op takes the place of average: pass one of them")
+        op = Average if average else Sum
+    return _Call(name, process_set, Average if op is None else Reduction(op), float(prescale), float(postscale))
+
+
+def _reduce(call: _Call, tensors: Sequence[torch.Tensor], *, in_place: bool) -> Handle:
+    """Start an allreduce; the handle's result is a list."""
+    members = context.members(call.process_set)
+    targets = [tensor if in_place else _copy(tensor) for tensor in tensors]
+    if call.op is Adasum:
+        with torch.no_grad():
+            _scale(targets, call.prescale)
+            members.adasum(call.name).combine_(targets)
+            _scale(targets, call.postscale)
+        return Handle((), lambda _: targets)
+    hosts = [_on_host(members, target) for target in targets]
+    works = members.coordinator.grouped_allreduce(
+        hosts, name=call.name, op=_REDUCE_OPS[call.op], prescale=call.prescale, postscale=call.postscale
+    )
+    return Handle(works, lambda _: [_copied_back(host, target) for host, target in zip(hosts, targets, strict=True)])
+
+
+def _send(call: _Call, tensor: torch.Tensor, *, in_place: bool) -> Handle:
+    """Start a broadcast."""
+    members = context.members(call.process_set)
+    target = tensor if in_place else _copy(tensor)
+    host = _on_host(members, target)
+    work = members.coordinator.broadcast(host, root=members.root(call.root), name=call.name)
+    return Handle([work], lambda _: _copied_back(host, target))
+
+
+def _gather(call: _Call, tensors: Sequence[torch.Tensor]) -> Handle:
+    """Start allgathers; the handle's result is a list."""
+    start = context.members(call.process_set).coordinator.allgather
+    return _each(call, tensors, lambda member, host: start(host, name=member.name))
+
+
+def _scatter(call: _Call, tensors: Sequence[torch.Tensor]) -> Handle:
+    """Start reducescatters; the handle's result is a list."""
+    start = context.members(call.process_set).coordinator.reduce_scatter
+    if call.op is Adasum:
+        raise ConfigurationError("reducescatter has no Adasum: use allreduce")
+    op = _REDUCE_OPS[call.op]
+    return _each(
+        call,
+        tensors,
+        lambda member, host: start(host, name=member.name, op=op, prescale=call.prescale, postscale=call.postscale),
+    )
+
+
+def _each(call: _Call, tensors: Sequence[torch.Tensor], start: Callable[[_Call, torch.Tensor], Work]) -> Handle:
+    """Start an operation for every tensor, which it only reads."""
+    members = context.members(call.process_set)
+    hosts = [_on_host(members, tensor) for tensor in tensors]
+    works = [start(call.member(index, len(hosts)), host) for index, host in enumerate(hosts)]
+    devices = [tensor.device for tensor in tensors]
+    return Handle(works, lambda results: [each.to(where) for each, where in zip(results, devices, strict=True)])
+
+
+def _exchange(call: _Call, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None) -> Handle:
+    """Start an alltoall; the handle's result is the rows and how many came from each rank."""
+    members = context.members(call.process_set)
+    rows = splits.tolist() if isinstance(splits, torch.Tensor) else splits
+    received: list[int] = []
+    work = members.coordinator.alltoall(_on_host(members, tensor), rows, received=received, name=call.name)
+    counts = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
+    return Handle([work], lambda results: (results[0].to(tensor.device), counts.new_tensor(received)))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _scale(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    for tensor in tensors if factor != 1.0 else ():
+        tensor.mul_(factor)
+
+
+def _on_host(members: Members, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it where whoever carries the operation out can reach it."""
+    return tensor.detach().cpu() if members.needs_host_memory else tensor
+
+
+def _copied_back(host: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The target of an operation on ``host``."""
+    if host.device != target.device:
+        target.copy_(host)
+    return target
+
+
+def _then(handle: Handle, finish: Callable[[Any], Any]) -> Handle:
+    """A handle whose result is made of another one's."""
+    return Handle(handle.works, lambda results: finish(handle.finish(results)))
+
+
+def _first(handle: Handle) -> Handle:
+    return _then(handle, lambda results: results[0])
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+
+
+class _Allreduce(torch.autograd.Function):
+    """Horovod's rule: gradients are reduced as the tensors were."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        return tuple(_reduce(call, tensors, in_place=False).wait())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *_Allreduce.apply(ctx.call.backward(), *gradients)  # type: ignore[no-untyped-call]
+
+
+class _Allgather(torch.autograd.Function):
+    """Horovod's rule: this rank's rows of the average of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call, ctx.shapes = call, [tensor.shape for tensor in tensors]
+        return tuple(_gather(call, tensors).wait())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call = ctx.call.backward(op=Average)
+        averages = _Allreduce.apply(call, *gradients)  # type: ignore[no-untyped-call]
+        mine = torch.tensor([shape[0] if shape else 1 for shape in ctx.shapes])
+        rows = _gather(replace(call, name=None if call.name is None else f"{call.name}.rows"), [mine[None]]).wait()[0]
+        before = rows[: ctx.call.process_set.rank()].sum(0).tolist()
+        parts = zip(averages, before, ctx.shapes, strict=True)
+        return None, *(each[first:][: shape[0] if shape else 1].view(shape) for each, first, shape in parts)
+
+
+class _Broadcast(torch.autograd.Function):
+    """Horovod's rule: the average of the gradients on the root, zero elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        return _send(call, tensor, in_place=False).wait()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (average,) = _Allreduce.apply(ctx.call.backward(op=Average), *gradients)  # type: ignore[no-untyped-call]
+        is_root = context.group.rank == ctx.call.root
+        return None, average if is_root else torch.zeros_like(average)
+
+
+class _Alltoall(torch.autograd.Function):
+    """Gradients go back the way the rows came."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output, received = _exchange(call, tensor, splits).wait()
+        ctx.call, ctx.received = call, received
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        returned, _ = _Alltoall.apply(ctx.call.backward(), gradients[0], ctx.received)  # type: ignore[no-untyped-call]
+        return None, returned, None
+
+
+class _Reducescatter(torch.autograd.Function):
+    """Horovod's rule: everybody's gradients, times the number of ranks if the tensors were added."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        return tuple(_scatter(call, tensors).wait())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call = ctx.call
+        factor = call.prescale * call.postscale * (call.process_set.size() if call.op is Sum else 1)
+        scaled = [gradient * factor for gradient in gradients]
+        return None, *_Allgather.apply(call.backward(), *scaled)  # type: ignore[no-untyped-call]

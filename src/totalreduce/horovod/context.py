@@ -1,0 +1,372 @@
+"""What lives between ``init`` and ``shutdown``: the job's group, the process sets, the timeline.
+
+Horovod's interface is one of functions, so there is one such object in a process, ``context``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from totalreduce.coordination.config import CoordinationConfig
+from totalreduce.foundation import environment
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.groups.coordinator import Coordinator
+from totalreduce.groups.engine_collectives import EngineCollectives
+from totalreduce.groups.group import Group
+from totalreduce.horovod.process_sets import ProcessSet, global_process_set, ranks_of_communicator
+from totalreduce.launch.address import host_identity
+from totalreduce.launch.bootstrap import init
+from totalreduce.launch.links import TransportName
+from totalreduce.observe import Timeline, rank_path
+from totalreduce.pytorch.adasum import Adasum
+from totalreduce.pytorch.consent import agree_or_refuse
+from totalreduce.pytorch.optimizer import DistributedOptimizer
+
+__all__ = ["Context", "Locality", "Members", "context"]
+
+#: Back ends of torch.distributed that move CPU memory: over these the library's own transports are no slower.
+_CPU_BACKENDS = frozenset({"gloo", "mpi", "totalreduce", "fake"})
+_STALL_WARNING_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Locality:
+    """Where this process is among those of its host, and among the first, second, ... processes of all hosts."""
+
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    is_homogeneous: bool
+
+    @classmethod
+    def among(cls, places: Sequence[tuple[int, int]], rank: int) -> Locality:
+        """Out of every rank's local rank and local size."""
+        local_rank, local_size = places[rank]
+        alike = [other for other, (their_local_rank, _) in enumerate(places) if their_local_rank == local_rank]
+        sizes = {size for _, size in places}
+        return cls(local_rank, local_size, alike.index(rank), len(alike), len(sizes) == 1)
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Members:
+    """A process set that this process is a member of.
+
+    Attributes:
+        ranks: The members, as ranks of the job.
+        group: Of the same ranks.
+        coordinator: Carries out collectives that come in any order.
+        optimizers: Those that are in use: ``join`` takes part in their rounds.
+        made: How many things of a kind were made for the set; what is made in the same order on all ranks is named so.
+        adasums: By name of the operation.
+    """
+
+    ranks: tuple[int, ...]
+    group: Group
+    coordinator: Coordinator
+    optimizers: weakref.WeakSet[DistributedOptimizer] = field(default_factory=weakref.WeakSet)
+    made: Counter[str] = field(default_factory=Counter)
+    adasums: dict[str, Adasum] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, group: Group, ranks: Sequence[int], config: CoordinationConfig) -> Members:
+        """Collective among the members."""
+        return cls(tuple(ranks), group, group.coordinator or group.coordinate(config=config))
+
+    @property
+    def needs_host_memory(self) -> bool:
+        """Whether tensors on other devices have to be copied to the CPU."""
+        return isinstance(self.coordinator.natives, EngineCollectives)
+
+    def root(self, rank: int) -> int:
+        """A root's index in the set.
+
+        Args:
+            rank: Its rank in the job.
+
+        Raises:
+            ConfigurationError: It is no member.
+        """
+        if rank not in self.ranks:
+            raise ConfigurationError(
+                f"root_rank {rank} is not among the process set's ranks {list(self.ranks)} (roots are ranks of the job)"
+            )
+        return self.ranks.index(rank)
+
+    def name(self, kind: str) -> str:
+        """A name that is equal on all ranks if they all make their things of a kind in the same order."""
+        self.made[kind] += 1
+        return f"{kind}.{self.made[kind]}"
+
+    def adasum(self, name: str | None) -> Adasum:
+        """What combines the tensors of operations with this name; all unnamed ones share one."""
+        name = "adasum" if name is None else f"adasum.{name}"
+        if name not in self.adasums:
+            self.adasums[name] = Adasum(self.group.control, name)
+        return self.adasums[name]
+
+    def close(self) -> None:
+        """What is pending fails; the models' parameters are free for other optimizers."""
+        for optimizer in list(self.optimizers):
+            optimizer.close()
+        self.coordinator.close()
+        self.group.close()
+
+
+@final
+class Context:
+    """See the module docstring. Used from one thread, but for operations and their handles.
+
+    Attributes:
+        transport: Of the job, or of the last one.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is there yet."""
+        self.transport: TransportName = "auto"
+        self._group: Group | None = None
+        self._locality: Locality | None = None
+        self._config = CoordinationConfig()
+        self._known: dict[int, list[ProcessSet]] = {}
+        self._members: dict[int, Members] = {}
+        self._next_set = 1
+        self._timeline: Timeline | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there is a job."""
+        return self._group is not None
+
+    @property
+    def group(self) -> Group:
+        """All ranks.
+
+        Raises:
+            ConfigurationError: There is no job.
+        """
+        if self._group is None:
+            raise ConfigurationError("totalreduce.horovod is not initialised: call hvd.init() first")
+        return self._group
+
+    @property
+    def locality(self) -> Locality:
+        """See ``Locality``; raises as ``group`` does."""
+        self.group  # noqa: B018  (raises)
+        assert self._locality is not None
+        return self._locality
+
+    # ------------------------------------------------------------------------------------------- beginning and end
+
+    def start(
+        self,
+        comm: Any,
+        process_sets: Sequence[ProcessSet],
+        *,
+        transport: TransportName | None,
+        timeout_s: float | None,
+        timeline: str | Path | None,
+        coordination: CoordinationConfig | None,
+    ) -> None:
+        """See ``basics.init``."""
+        if self._group is not None:
+            return
+        self._config = coordination or _default_config(timeout_s)
+        self.transport = transport or ("torch" if _is_on_accelerators() else "auto")
+        # A name of its own: a program may have groups of totalreduce's beside this one.
+        self._group = group = init(
+            self.transport, name="horovod", timeout_s=timeout_s, timeline=timeline, coordination=self._config
+        )
+        try:
+            everybody = range(group.world_size)
+            _check_complete(comm, everybody)
+            self._locality = Locality.among(_places(group), group.rank)
+            self._known[0] = [global_process_set]
+            self._members[0] = Members.of(group, everybody, self._config)
+            global_process_set.register(0, everybody, group.rank)
+            for process_set in process_sets:
+                self.add(process_set)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """See ``basics.shutdown``."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        self.stop_timeline(group)
+        for number in sorted(self._members, reverse=True):  # the last one is that of all ranks, and ends the job
+            self._members[number].close()
+        group.close()
+        self._members.clear()
+        for known in self._known.values():
+            for process_set in known:
+                process_set.invalidate()
+        self._known.clear()
+        self._next_set, self._locality = 1, None
+
+    # ------------------------------------------------------------------------------------------------ process sets
+
+    def add(self, process_set: ProcessSet) -> None:
+        """Make a process set known. Collective among all ranks of the job.
+
+        Raises:
+            ConfigurationError: It has ranks that do not exist, or there is such a set already.
+            PlanMismatchError: The ranks add different ones; on every rank.
+        """
+        group, number = self.group, self._next_set
+        ranks = agree_or_refuse(
+            group, f"process set {number}", lambda: self._checked(process_set), lambda ranks: {"ranks": ranks}
+        )
+        self._next_set += 1
+        if group.rank in ranks:
+            subgroup = group.subgroup(ranks, name=f"process set {number}")
+            self._members[number] = Members.of(subgroup, ranks, self._config)
+        self._known[number] = [process_set]
+        process_set.register(number, ranks, group.rank)
+
+    def _checked(self, process_set: ProcessSet) -> list[int]:
+        size = self.group.world_size
+        if process_set.process_set_id is not None:
+            raise ConfigurationError(f"{process_set} is known already")
+        ranks = process_set.ranks
+        if not ranks or ranks[-1] >= size:
+            raise ConfigurationError(f"{process_set} is not made of ranks of a job of {size}")
+        for number, known in self._known.items():
+            if known[0].ranks == ranks:
+                raise ConfigurationError(f"process set {number} has the ranks {ranks} already: use that one")
+        return ranks
+
+    def remove(self, process_set: ProcessSet) -> bool:
+        """Forget a process set. Collective among all ranks of the job; returns whether that was possible."""
+        number = self._number(process_set)
+        if number == 0:
+            return False
+        self.group.agree(f"removal of process set {number}", {"process set": number})
+        members = self._members.pop(number, None)
+        if members is not None:
+            members.close()
+        for known in self._known.pop(number):
+            known.invalidate()
+        return True
+
+    def by_id(self, number: int) -> ProcessSet:
+        """The process set with this id.
+
+        Raises:
+            ConfigurationError: There is none.
+        """
+        self.group  # noqa: B018  (raises)
+        if number not in self._known:
+            raise ConfigurationError(f"there is no process set with id {number}")
+        return self._known[number][0]
+
+    def members(self, process_set: ProcessSet) -> Members:
+        """What the operations of a process set are made with.
+
+        Raises:
+            ConfigurationError: There is no job, the set is not known, or this process is no member.
+        """
+        members = self._members.get(self._number(process_set))
+        if members is None:
+            raise ConfigurationError(f"rank {self.group.rank} is not a member of {process_set}")
+        return members
+
+    def forget(self, optimizer: DistributedOptimizer) -> None:
+        """It is not in use any more."""
+        for members in self._members.values():
+            members.optimizers.discard(optimizer)
+
+    def _number(self, process_set: ProcessSet) -> int:
+        self.group  # noqa: B018  (raises)
+        number = process_set.process_set_id
+        if number is None or process_set not in self._known.get(number, ()):
+            raise ConfigurationError(
+                f"{process_set} is not known: pass it to hvd.init(process_sets=[...]) or to hvd.add_process_set()"
+            )
+        return number
+
+    # ---------------------------------------------------------------------------------------------------- timeline
+
+    def start_timeline(self, path: str | Path) -> None:
+        """Record from now on.
+
+        Raises:
+            ConfigurationError: One is being recorded, or the file cannot be written.
+        """
+        group = self.group
+        if self._timeline is not None:
+            raise ConfigurationError(f"a timeline is being recorded to {self._timeline.path}: call stop_timeline()")
+        path = Path(path)
+        # Horovod's users look for the file they named, which rank 0 writes.
+        mine = path if group.rank == 0 else rank_path(path.with_suffix(".json"), group.rank)
+        self._timeline = Timeline(group.rank, mine)
+        group.observers.append(self._timeline)
+
+    def stop_timeline(self, group: Group | None = None) -> None:
+        """Write what was recorded; harmless when nothing was."""
+        observers = (group or self.group).observers
+        timeline, self._timeline = self._timeline, None
+        if timeline is not None:
+            observers.remove(timeline)
+            timeline.close()
+
+
+def _default_config(timeout_s: float | None) -> CoordinationConfig:
+    """Horovod waits for ever for ranks that are late; so long as a wait may take, so long may an operation."""
+    patience_s = timeout_s or environment.read_settings().timeout_s or EngineConfig().timeout_s
+    return CoordinationConfig(stall_warning_s=min(_STALL_WARNING_S, patience_s / 2), stall_abort_s=patience_s)
+
+
+def _is_on_accelerators() -> bool:
+    """Whether the program's process group has a library for tensors on devices (NCCL and its like)."""
+    if not (dist.is_available() and dist.is_initialized() and torch.accelerator.is_available()):
+        return False
+    # One name, or one for each kind of device: "cpu:gloo,cuda:nccl".
+    return any(
+        part.rpartition(":")[2] not in _CPU_BACKENDS for part in str(dist.get_backend_config()).lower().split(",")
+    )
+
+
+def _check_complete(comm: Any, everybody: range) -> None:
+    """Horovod makes the world of some ranks of the job, too; here that is a process set."""
+    ranks = ranks_of_communicator(comm)
+    if ranks is None:
+        ranks = list(comm or everybody)
+    if sorted(ranks) != list(everybody):
+        raise ConfigurationError(
+            f"comm names the ranks {ranks}, but hvd.init() is for all {len(everybody)} ranks of the job: leave it out "
+            "and use a process set for some of them"
+        )
+
+
+def _places(group: Group) -> list[tuple[int, int]]:
+    """Local rank and local size of every rank: as the launcher says, or by the hosts where it does not say. Collective.
+
+    A launcher that nobody recognised, or ``init_process_group`` by hand, leaves no variables.
+    """
+    said = None
+    with suppress(ConfigurationError):
+        world = environment.read_world()
+        if (world.rank, world.world_size) == (group.rank, group.world_size):
+            said = [world.local_rank, world.local_world_size]
+    known = group.allgather_object([host_identity(), said])
+    if all(theirs is not None for _, theirs in known):
+        return [(theirs[0], theirs[1]) for _, theirs in known]
+    hosts = [host for host, _ in known]
+    return [(hosts[:rank].count(host), hosts.count(host)) for rank, host in enumerate(hosts)]
+
+
+#: The one of this process.
+context = Context()

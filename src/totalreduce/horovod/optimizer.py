@@ -1,0 +1,216 @@
+"""``DistributedOptimizer`` with Horovod's arguments and methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.group import Group
+from totalreduce.horovod.collectives import Adasum, Average, Reduction, Sum
+from totalreduce.horovod.compression import Compression, Compressor
+from totalreduce.horovod.context import context
+from totalreduce.horovod.process_sets import ProcessSet, global_process_set
+from totalreduce.pytorch import adasum
+from totalreduce.pytorch import optimizer as plain
+
+__all__ = ["AdasumOptimizer", "DistributedOptimizer", "GradientOptimizer"]
+
+Named = list[tuple[str, torch.nn.Parameter]]
+
+_COMPRESSIONS: dict[type[Compressor], Literal["none", "fp16", "bf16"]] = {
+    Compression.none: "none",
+    Compression.fp16: "fp16",
+    Compression.bf16: "bf16",
+}
+
+
+class GradientOptimizer(plain.DistributedOptimizer):
+    """``totalreduce.DistributedOptimizer`` with Horovod's methods. Made by ``DistributedOptimizer``."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """For ``step()`` after ``synchronize()``, which does not communicate again in any case."""
+        yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From now on so many backward passes add up before gradients leave. On every rank.
+
+        Raises:
+            ConfigurationError: Fewer than one.
+        """
+        self._settings = dataclasses.replace(self._settings, backward_passes_per_step=_checked_passes(passes))
+        self._passes = [0] * len(self._passes)
+
+    def close(self) -> None:
+        """As before; ``join`` need not wait for it any more."""
+        super().close()
+        context.forget(self)
+
+
+class AdasumOptimizer(adasum.AdasumOptimizer):
+    """``totalreduce.AdasumOptimizer`` with Horovod's methods. Made by ``DistributedOptimizer``."""
+
+    def synchronize(self) -> None:
+        """Nothing: what is combined are the updates, in ``step()``."""
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Not possible.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        raise ConfigurationError("op=Adasum combines the updates that step() makes: that cannot be skipped")
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Nothing: gradients add up on this rank until ``step()``.
+
+        Raises:
+            ConfigurationError: Fewer than one.
+        """
+        _checked_passes(passes)
+
+
+def DistributedOptimizer(  # noqa: N802  (Horovod's name)
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Reduction = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> GradientOptimizer | AdasumOptimizer:
+    """Wrap a torch optimizer so that ``step()`` uses the gradients of all ranks. Collective among these.
+
+    Gradients leave while backward goes on, and are waited for in ``step()``, or in ``synchronize()`` where they are to
+    be clipped or unscaled before. What wraps is a ``torch.optim.Optimizer``, but none of the class that was given.
+
+    Args:
+        optimizer: Any ``torch.optim`` optimizer. It is driven by the one returned: do not step it yourself.
+        named_parameters: ``model.named_parameters()``; equal names on all ranks. Without it, places in the optimizer.
+        compression: ``Compression.none``, ``fp16`` or ``bf16``. Not with ``Adasum``.
+        backward_passes_per_step: So many backward passes add up before gradients leave; those of a remainder leave at
+            ``step()``. Nothing is divided by it.
+        op: ``Average``, ``Sum``; or ``Adasum``, which combines the ranks' updates.
+        gradient_predivide_factor: Averages are divided by this before the sum and by the rest after it.
+        num_groups: Accepted, like ``groups``, without effect: they tell Horovod what to pack together, which is planned
+            here.
+        groups: A number, or lists of parameters.
+        sparse_as_dense: Whether sparse gradients travel, and become, dense; else everybody's rows are gathered, where
+            it is known beforehand that they are sparse (``SparseAdam``).
+        process_set: Which ranks. On others, the optimizer returned works by itself.
+
+    Raises:
+        ConfigurationError: A ``ValueError``. Parameters without a name, names given twice; settings that make no sense.
+        UnsupportedError: A parameter that is complex, or on a device that the transport cannot read.
+        PlanMismatchError: The ranks' models or settings differ; on every rank.
+    """
+    op = Reduction(op)
+    _check_hints(num_groups, groups)
+    named = None if named_parameters is None else _checked_names(list(named_parameters), optimizer)
+    if op is Adasum:
+        return _adasum(optimizer, named, compression, backward_passes_per_step, process_set)
+    if op not in (Average, Sum):
+        raise ConfigurationError(f"op is Average, Sum or Adasum, not {op.name}")
+    if compression not in _COMPRESSIONS:
+        raise ConfigurationError("compression is one of Compression.none, Compression.fp16 and Compression.bf16")
+    group, name = _place(process_set, "DistributedOptimizer")
+    wrapped = GradientOptimizer(
+        optimizer,
+        named_parameters=named,
+        group=group,
+        op=ReduceOp.AVG if op is Average else ReduceOp.SUM,
+        compression=_COMPRESSIONS[compression],
+        gradient_predivide_factor=gradient_predivide_factor,
+        backward_passes_per_step=_checked_passes(backward_passes_per_step),
+        sparse="dense" if sparse_as_dense else "gather",
+        name=name,
+    )
+    if process_set.included():
+        context.members(process_set).optimizers.add(wrapped)
+    return wrapped
+
+
+def _adasum(
+    optimizer: torch.optim.Optimizer,
+    named: Named | None,
+    compression: type[Compressor],
+    passes: int,
+    process_set: ProcessSet,
+) -> AdasumOptimizer:
+    if compression is not Compression.none:
+        warnings.warn("op=Adasum: updates travel as they are, without compression", stacklevel=3)
+    _checked_passes(passes)
+    if named is None:
+        named = [
+            (f"{number}.{place}", parameter)
+            for number, param_group in enumerate(optimizer.param_groups)
+            for place, parameter in enumerate(param_group["params"])
+        ]
+    group, name = _place(process_set, "AdasumOptimizer")
+    return AdasumOptimizer(optimizer, _Names(named), group=group.control, name=name)
+
+
+class _Names(torch.nn.Module):
+    """A module as far as ``AdasumOptimizer`` needs one."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__()
+        self._named = named
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The names that were given."""
+        return iter(self._named)
+
+
+def _place(process_set: ProcessSet, kind: str) -> tuple[Group, str]:
+    """The ranks that an optimizer is for, and its name there."""
+    if process_set.included() is False:
+        group = context.group
+        return group.subgroup([group.rank]), kind
+    members = context.members(process_set)
+    return members.group, members.name(kind)
+
+
+def _checked_passes(passes: int) -> int:
+    if not isinstance(passes, int) or passes < 1:
+        raise ConfigurationError(f"backward_passes_per_step is a number from 1, not {passes!r}")
+    return passes
+
+
+def _check_hints(num_groups: object, groups: object) -> None:
+    if not isinstance(num_groups, int) or num_groups < 0:
+        raise ConfigurationError(f"num_groups is a number from 0, not {num_groups!r}")
+    if groups is None or (isinstance(groups, int) and groups >= 0):
+        return
+    if not isinstance(groups, list | tuple) or not all(isinstance(each, list | tuple) for each in groups):
+        raise ConfigurationError("groups is a number from 0, or a list of lists of parameters")
+
+
+def _checked_names(named: Named, optimizer: torch.optim.Optimizer) -> Named:
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in named):
+        raise ConfigurationError(
+            "named_parameters is a sequence of tuples (name, parameter), such as model.named_parameters()"
+        )
+    twice = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
+    if twice:
+        raise ConfigurationError(f"names in named_parameters must be unique; found more than once: {', '.join(twice)}")
+    known = {parameter for _, parameter in named}
+    held = [parameter for param_group in optimizer.param_groups for parameter in param_group["params"]]
+    unnamed = [str(tuple(parameter.shape)) for parameter in held if parameter not in known]
+    if unnamed:
+        raise ConfigurationError(
+            f"named_parameters names only some of the optimizer's parameters; missing are those of shape "
+            f"{', '.join(unnamed[:5])}"
+        )
+    return named
