@@ -128,6 +128,25 @@ def run_native(group):
         compared += compare(whole, wanted, f"native allgather of {dtype.name}")
         assert native.broadcast(part, size - 1).wait(30.0)
         compared += compare(part, torch.full((5,), size).to(element), f"native broadcast of {dtype.name}")
+        if dtype is not DType.BOOL:
+            rows = (torch.arange(3 * size) % 4 + group.rank).to(element)
+            mine = torch.empty(3, dtype=element)
+            assert native.reduce_scatter(mine, rows, tr.ReduceOp.SUM).wait(30.0)
+            wanted = sum((torch.arange(3 * size) % 4 + rank for rank in range(size)), torch.zeros(3 * size).long())
+            wanted = wanted[3 * group.rank : 3 * group.rank + 3].to(element)
+            compared += compare(mine, wanted, f"native reduce_scatter of {dtype.name}")
+        sent = torch.cat([torch.full((rank + 1,), group.rank % 2) for rank in range(size)]).to(element)
+        got = torch.empty((group.rank + 1) * size, dtype=element)
+        assert native.alltoall(got, sent, [group.rank + 1] * size, [rank + 1 for rank in range(size)]).wait(30.0)
+        wanted = (torch.arange(size) % 2).repeat_interleave(group.rank + 1).to(element)
+        compared += compare(got, wanted, f"native alltoall of {dtype.name}")
+    half = native.split(range(group.rank % 2, size, 2), 30.0)
+    tensor = torch.tensor([float(group.rank)])
+    assert half.allreduce(tensor, tr.ReduceOp.SUM).wait(30.0)
+    compared += compare(
+        tensor, torch.tensor([float(sum(range(group.rank % 2, size, 2)))]), "native allreduce of a half"
+    )
+    half.close()
     return compared
 
 
