@@ -58,7 +58,7 @@ def test_the_new_entry_inherits_the_bit_of_the_evicted_one() -> None:
     for name in "abc":
         cache.put(Response(ask(name)), ask(name))
     assert cache.snapshot() == [("a", 0), ("b", 1), ("c", 2)]
-    cache.use(0)
+    cache.use(1 << 0)
     assert cache.snapshot() == [("b", 1), ("c", 2), ("a", 0)]
     cache.put(Response(ask("d")), ask("d"))
     assert cache.snapshot() == [("c", 2), ("a", 0), ("d", 1)]

@@ -40,6 +40,7 @@ class ResponseCache:
 
     Attributes:
         capacity: Entries at most; 0 switches it off.
+        version: Counts changes of the entries; while it stays, ``classify`` says the same.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -51,6 +52,8 @@ class ResponseCache:
         self._free: list[int] = []  #: Bits of erased entries, descending: the lowest is used first.
         #: By name: what this rank asked when the entry was made, where ranks may ask differently.
         self._own: dict[str, Request] = {}
+        self.version = 0  #: Counts changes of the entries, not of the order of use.
+        self._last_use: tuple[int, list[Response]] = (0, [])
 
     def __len__(self) -> int:
         """Entries."""
@@ -85,11 +88,17 @@ class ResponseCache:
         same = request == known if known is not None else request.common == response.request.common
         return (Lookup.HIT if same else Lookup.INVALID), bit
 
-    def use(self, bit: int) -> Response:
-        """The response of an entry that all ranks have hit; it becomes the most recently used one."""
-        name = self._names[bit]
-        self._entries.move_to_end(name)
-        return self._entries[name][1]
+    def use(self, mask: int) -> list[Response]:
+        """The responses of entries that all ranks have hit, in the order of bits; they become the most recently used.
+
+        Steps of training use the same entries again and again, which costs next to nothing.
+        """
+        if mask != self._last_use[0]:
+            names = [self._names[bit] for bit in bits_of(mask)]
+            for name in names:
+                self._entries.move_to_end(name)
+            self._last_use = mask, [self._entries[name][1] for name in names]
+        return self._last_use[1]
 
     def peek(self, bit: int) -> Response:
         """The response of an entry, which is not used by that."""
@@ -100,6 +109,7 @@ class ResponseCache:
         if not self.capacity or response.error is not None or response.joined or not response.request.cached:
             return
         name = response.name
+        self._changed()
         assert name not in self._entries, "a known name is hit, or erased before it is agreed on again"
         if len(self._entries) >= self.capacity:
             evicted, (bit, _) = self._entries.popitem(last=False)
@@ -115,9 +125,14 @@ class ResponseCache:
 
     def erase(self, mask: int) -> None:
         """Forget entries that are invalid on some rank."""
+        self._changed()
         for bit in bits_of(mask):
             name = self._names.pop(bit)
             del self._entries[name]
             self._own.pop(name, None)
             self._free.append(bit)
         self._free.sort(reverse=True)
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._last_use = 0, []

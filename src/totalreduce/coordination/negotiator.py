@@ -45,6 +45,10 @@ _REQUESTS_MAX = 1024
 _PAUSE_MAX_S = 0.005
 
 
+#: Lists of responses are never changed once they are made.
+_NONE: list[Response] = []
+
+
 class _Phase(enum.Enum):
     IDLE = enum.auto()
     VOTE = enum.auto()
@@ -119,8 +123,10 @@ class Negotiator:
         self._news_bytes = 0
         self._joins = self._join_sent = self._leaves = False
         self._departed: dict[int, str] = {}
+        self._hits = 0  #: Bits of the queue, if all of it is in the cache ...
+        self._classified = 0  #: ... of this version; -1: it is not.
         self._not_before = 0.0
-        self._responses: list[Response] = []
+        self._responses: list[Response] = _NONE
         self._reports: list[Stall] = []
 
     # ------------------------------------------------------------------------------------------------- application
@@ -148,10 +154,17 @@ class Negotiator:
             where: The place in the program, for stall reports; its ``str`` is taken when there is one.
             num_bytes: Of their tensors; from ``config.fusion_bytes`` on nothing is gained by waiting for more.
         """
+        known = self._classified == self.cache.version
         for request in requests:
             assert request.name not in self._pending, "the caller refuses names in flight"
             self._pending[request.name] = Pending(request, now, where)
             self._queue[request.name] = request
+            if known:
+                lookup, bit = self.cache.classify(request)
+                known = lookup is Lookup.HIT
+                self._hits |= known << bit
+        if not known:
+            self._classified = -1
         self._news_bytes += num_bytes
         if not self._news:
             self._news = True
@@ -177,8 +190,8 @@ class Negotiator:
             self._run(now)
 
     def pop_responses(self) -> list[Response]:
-        """What has been agreed on, in the order in which all ranks carry it out."""
-        responses, self._responses = self._responses, []
+        """What has been agreed on, in the order in which all ranks carry it out; not to be changed."""
+        responses, self._responses = self._responses, _NONE
         return responses
 
     def pop_stalls(self) -> list[Stall]:
@@ -343,20 +356,10 @@ class Negotiator:
 
     def _begin(self, now: float) -> None:
         """Look at everything that is pending and say what of it the cache knows."""
-        uncached: list[Request] = []
-        hits = invalid = 0
-        classify = self.cache.classify
-        lookups = [(request, *classify(request)) for request in self._queue.values()]
-        # A group of operations is known as a whole or not at all; and it is submitted as a whole, so that all ranks
-        # find the same.
-        broken = {request.batch for request, lookup, _ in lookups if lookup is not Lookup.HIT} - {None}
-        for request, lookup, bit in lookups:
-            if lookup is Lookup.HIT and request.batch not in broken:
-                hits |= 1 << bit
-            else:
-                uncached.append(request)
-                if lookup is not Lookup.MISS:
-                    invalid |= 1 << bit
+        if self._classified == self.cache.version:  # in steady training it was all looked up when it was submitted
+            hits, invalid, uncached = self._hits, 0, list[Request]()
+        else:
+            hits, invalid, uncached = self._classify()
         if self._joins:
             hits = self.cache.all_bits
         status = _SHUT_DOWN if self._leaves else 0
@@ -371,6 +374,25 @@ class Negotiator:
         self._news_bytes = 0
         self.counters.cycles += 1
         self._speak(self._cycle, Kind.VOTE)
+
+    def _classify(self) -> tuple[int, int, list[Request]]:
+        """Of the queue: bits that are hit, bits that are out of date, and what rank 0 must be asked for."""
+        hits = invalid = 0
+        uncached: list[Request] = []
+        classify = self.cache.classify
+        lookups = [(request, *classify(request)) for request in self._queue.values()]
+        # A group of operations is known as a whole or not at all; and it is submitted as a whole, so that all ranks
+        # find the same.
+        broken = {request.batch for request, lookup, _ in lookups if lookup is not Lookup.HIT} - {None}
+        for request, lookup, bit in lookups:
+            if lookup is Lookup.HIT and request.batch not in broken:
+                hits |= 1 << bit
+            else:
+                uncached.append(request)
+                if lookup is not Lookup.MISS:
+                    invalid |= 1 << bit
+        self._hits, self._classified = hits, -1 if uncached else self.cache.version
+        return hits, invalid, uncached
 
     def _speak(self, cycle: _Cycle, kind: Kind) -> None:
         """This round's message of a vote: to the rank 2**round further on."""
@@ -507,20 +529,33 @@ class Negotiator:
 
     def _conclude(self, cycle: _Cycle, new: Iterable[Response]) -> None:
         """Carry out what is ready. The cache is used and filled in the same order on all ranks."""
-        joined = tuple(sorted(self.joined))  # as in responses that are new, or they would not be fused with those
-        for bit in bits_of(cycle.common):
-            self.counters.hits += 1
-            self._respond(self.cache.use(bit).with_joined(joined))
+        if cycle.common:
+            responses = self.cache.use(cycle.common)
+            self.counters.hits += len(responses)
+            if self.joined:
+                joined = tuple(
+                    sorted(self.joined)
+                )  # as in responses that are new, or they would not be fused with those
+                responses = [response.with_joined(joined) for response in responses]
+            self._respond(responses)
+        new = list(new)
         for response in new:
             pending = self._pending.get(response.name)
             self.cache.put(response, pending.request if pending else None)
-            self._respond(response)
+        self._respond(new)
+        if not self._queue:
+            self._hits, self._classified = 0, self.cache.version
+        elif cycle.common:
+            self._hits &= ~cycle.common
         self._phase = _Phase.IDLE
 
-    def _respond(self, response: Response) -> None:
-        self._pending.pop(response.name, None)
-        self._queue.pop(response.name, None)
-        self._responses.append(response)
+    def _respond(self, responses: list[Response]) -> None:
+        """Hand over what has been agreed on; the very list, where nothing was left over from before."""
+        for response in responses:
+            name = response.name
+            self._pending.pop(name, None)
+            self._queue.pop(name, None)
+        self._responses = self._responses + responses if self._responses else responses
 
 
 def _children(rank: int, world_size: int) -> list[int]:

@@ -43,6 +43,7 @@ __all__ = ["Coordinator"]
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _NOT_THE_PROGRAM = (_PACKAGE, str(Path(torch.__file__).resolve().parent), "<")
+_IN_PLACE = (OpKind.ALLREDUCE, OpKind.BROADCAST)
 _REDUCTIONS = {op: op.name.lower() for op in ReduceOp}
 #: Requests that are kept for when their names come again.
 _KNOWN_MAX = 100_000
@@ -586,9 +587,9 @@ def _check_reduction(op: ReduceOp) -> None:
         raise ConfigurationError("op NONE reduces nothing")
 
 
-def _result_of(entry: Entry) -> Callable[[], torch.Tensor | None]:
-    if entry.request.kind in (OpKind.ALLREDUCE, OpKind.BROADCAST):
-        return lambda: entry.tensor
+def _result_of(entry: Entry) -> torch.Tensor | Callable[[], torch.Tensor | None]:
+    if entry.request.kind in _IN_PLACE:
+        return entry.tensor
     return lambda: entry.result
 
 

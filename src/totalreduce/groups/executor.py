@@ -130,6 +130,7 @@ class Executor:
         self._under_way: deque[_Batch] = deque()
         self._buffers: dict[tuple[torch.dtype, str], list[torch.Tensor]] = {}
         self._number = 0
+        self._last_fused: tuple[list[Response], list[list[Response]]] = ([], [])
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"totalreduce-{rank}-native", daemon=True)
         self._thread.start()
@@ -172,8 +173,10 @@ class Executor:
             item()
 
     def _carry_out(self, responses: list[Response], entries: list[Entry | None], agreed: float) -> None:
+        if responses is not self._last_fused[0]:  # steps of training come with the very same list
+            self._last_fused = responses, fuse(responses, self._fusion_bytes)
         by_name = {response.name: entry for response, entry in zip(responses, entries, strict=True)}
-        for batch in fuse(responses, self._fusion_bytes):
+        for batch in self._last_fused[1]:
             while len(self._under_way) >= _IN_FLIGHT:
                 self._finish_oldest()
             self._start(batch, [by_name[response.name] for response in batch], agreed)

@@ -479,10 +479,13 @@ class Group:
             PlanMismatchError: The ranks' settings differ; on every rank.
         """
         self._coordinators += 1
+        if natives is None:  # nobody else's unnamed operations may meet its own
+            name = f"coordinated {self._coordinators}"
+            natives = EngineCollectives(self.control.subgroup(range(self.world_size), name=name))
         return Coordinator(
             self,
             self._runner,
-            natives or EngineCollectives(self.control.subgroup(range(self.world_size), name="coordinated")),
+            natives,
             config or CoordinationConfig(),
             scope=f"{self._scope}#{self._coordinators}",
             patience=self._patience,

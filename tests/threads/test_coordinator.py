@@ -1,0 +1,1109 @@
+"""``Group.coordinate``: operations that the ranks agree on, carried out by the engine. Every value against a plain
+reference; every error on every rank; and the next operation works."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import totalreduce as tr
+from totalreduce import ReduceOp
+from totalreduce.coordination.config import CoordinationConfig
+from totalreduce.foundation.types import OpKind
+from totalreduce.groups.coordinator import Coordinator
+from totalreduce.groups.engine_collectives import EngineCollectives
+from totalreduce.testing import run_ranks
+
+SIZES = [1, 2, 3, 4, 5, 8]
+WORLDS = [*((size, "inproc") for size in SIZES), *((size, kind) for kind in ("shm", "tcp") for size in (2, 4))]
+worlds = pytest.mark.parametrize(("size", "transport"), WORLDS)
+some_worlds = pytest.mark.parametrize(("size", "transport"), [(2, "inproc"), (3, "inproc"), (5, "inproc"), (2, "tcp")])
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (*INTEGERS, *FLOATS, torch.bool)
+
+
+# -------------------------------------------------------------------------------------------------- a plain reference
+
+
+def brought(rank: int, index: int, dtype: torch.dtype, op: ReduceOp) -> float:
+    """Element ``index`` of a rank's tensor: a number whose reductions every dtype holds exactly."""
+    if dtype is torch.bool:
+        return (rank + index) % 3 > 0
+    number = (7 * rank + 5 * index) % 11
+    if op is ReduceOp.PRODUCT and dtype.is_floating_point:
+        return (-1, 0.5, 2, 1)[number % 4]
+    if op is ReduceOp.SUM and dtype in (torch.uint8, torch.int8):
+        return 60 + number  # wraps around
+    return number if dtype is torch.uint8 else number - 4
+
+
+def reduced(numbers: list[float], dtype: torch.dtype, op: ReduceOp) -> float:
+    """One element of the result, by Python's arithmetic."""
+    if dtype is torch.bool:
+        conjunction = op in (ReduceOp.MIN, ReduceOp.PRODUCT, ReduceOp.BAND)
+        parity = sum(map(bool, numbers)) % 2 == 1
+        return parity if op is ReduceOp.BXOR else all(numbers) if conjunction else any(numbers)
+    result: Any = numbers[0]
+    for number in numbers[1:]:
+        match op:
+            case ReduceOp.SUM | ReduceOp.AVG:
+                result += number
+            case ReduceOp.MIN:
+                result = min(result, number)
+            case ReduceOp.MAX:
+                result = max(result, number)
+            case ReduceOp.PRODUCT:
+                result *= number
+            case ReduceOp.BAND:
+                result &= number
+            case ReduceOp.BOR:
+                result |= number
+            case ReduceOp.BXOR:
+                result ^= number
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        result = (result - limits.min) % (limits.max - limits.min + 1) + limits.min
+    return result
+
+
+def averaged(total: float, dtype: torch.dtype, count: int) -> float:
+    """What was added up in the dtype, divided once; integers towards zero, halves by way of float32."""
+    if not dtype.is_floating_point:
+        return abs(total) // count * (1 if total >= 0 else -1)
+    total = float(torch.tensor(total, dtype=torch.float64).to(dtype))
+    if dtype in (torch.float16, torch.bfloat16):
+        return float(torch.tensor(total / count, dtype=torch.float32).to(dtype))
+    return float(torch.tensor(total / count, dtype=torch.float64).to(dtype))
+
+
+def defined(dtype: torch.dtype, op: ReduceOp) -> bool:
+    if op is ReduceOp.NONE or (op.is_bitwise and dtype.is_floating_point):
+        return False
+    return not (dtype is torch.bool and op is ReduceOp.AVG)
+
+
+COMBINATIONS = [(dtype, op) for dtype in DTYPES for op in ReduceOp if defined(dtype, op)]
+COUNT = 13
+
+
+def make(rank: int, dtype: torch.dtype, op: ReduceOp, count: int = COUNT) -> torch.Tensor:
+    return torch.tensor([brought(rank, index, dtype, op) for index in range(count)], dtype=dtype)
+
+
+def expected(ranks: Any, dtype: torch.dtype, op: ReduceOp, divisor: int = 0, count: int = COUNT) -> list[float]:
+    """The result where these ranks have data."""
+    ranks = list(ranks)
+    results = []
+    for index in range(count):
+        number = reduced([brought(rank, index, dtype, op) for rank in ranks], dtype, op)
+        results.append(averaged(number, dtype, divisor or len(ranks)) if op is ReduceOp.AVG else number)
+    return results
+
+
+def together(size: int, body: Callable[[tr.Group], Any], transport: str = "inproc", **options: Any) -> list[Any]:
+    return run_ranks(size, body, transport=transport, **options)
+
+
+# -------------------------------------------------------------------------------------------------------- allreduce
+
+
+@worlds
+def test_every_reduction_of_every_dtype(size: int, transport: str) -> None:
+    """Many in flight, of all dtypes, in another order on every rank; twice: asked for, and from the cache."""
+
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        for step in range(2):
+            order = random.Random(10 * step + group.rank).sample(COMBINATIONS, len(COMBINATIONS))
+            tensors = {pair: make(group.rank, *pair) for pair in COMBINATIONS}
+            works = {
+                (dtype, op): coordinator.allreduce(tensors[dtype, op], name=f"{dtype} {op.name}", op=op)
+                for dtype, op in order
+            }
+            for dtype, op in random.Random(group.rank - step).sample(COMBINATIONS, len(COMBINATIONS)):
+                result = works[dtype, op].wait()
+                assert result is tensors[dtype, op]
+                assert result.tolist() == expected(range(size), dtype, op), (dtype, op)
+                assert works[dtype, op].done()
+                assert works[dtype, op].exception() is None
+        assert coordinator.counters.misses == len(COMBINATIONS)
+        assert coordinator.counters.hits == len(COMBINATIONS)
+        snapshots = group.allgather_object([f"{name}: {bit}" for name, bit in coordinator.cache_snapshot()])
+        assert all(snapshot == snapshots[0] for snapshot in snapshots)
+        assert len(snapshots[0]) == len(COMBINATIONS)
+
+    together(size, body, transport)
+
+
+@worlds
+def test_factors_before_and_after(size: int, transport: str) -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        works = {}
+        for dtype in (torch.int32, torch.int64, *FLOATS):
+            for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX):
+                for before, after in ((0.5, 1.0), (1.0, 0.5), (2.5, 4.0), (2, -1)):
+                    for count in (1, 6):
+                        tensor = torch.tensor([3 * group.rank + index for index in range(count)], dtype=dtype)
+                        key = dtype, op, before, after, count
+                        works[key] = coordinator.allreduce(
+                            tensor, name=str(key), op=op, prescale=before, postscale=after
+                        )
+        for (dtype, op, before, after, count), work in works.items():
+            whole = not dtype.is_floating_point
+            results = []
+            for index in range(count):
+                parts: list[float] = [(3 * rank + index) * before for rank in range(size)]
+                parts = [int(part) for part in parts] if whole else parts
+                number = max(parts) if op is ReduceOp.MAX else sum(parts)
+                if op is ReduceOp.AVG:
+                    number = averaged(number, dtype, size)
+                results.append(int(number * after) if whole else number * after)
+            wanted = torch.tensor(results, dtype=torch.float64).to(dtype)
+            assert work.wait().tolist() == wanted.tolist(), work.name
+
+    together(size, body, transport)
+
+
+@worlds
+def test_layouts(size: int, transport: str) -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        base = torch.arange(24.0).view(4, 6) * (group.rank + 1)
+        factor = size * (size + 1) // 2
+        whole = torch.arange(24.0).view(4, 6) * factor
+        layouts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "whole": lambda tensor: tensor,
+            "transposed": lambda tensor: tensor.t(),
+            "every second column": lambda tensor: tensor[:, ::2],
+            "a column": lambda tensor: tensor[:, 1],
+            "a row": lambda tensor: tensor[2],
+            "a scalar": lambda tensor: tensor[3, 5],
+            "nothing": lambda tensor: tensor[:0],
+            "nothing, of no rows": lambda tensor: tensor[:, :0],
+            "one element": lambda tensor: tensor[1:2, 1:2],
+        }
+        for step in range(2):
+            tensors = {name: base.clone() for name in layouts}
+            works = {}
+            for name in random.Random(group.rank + step).sample(list(layouts), len(layouts)):
+                works[name] = coordinator.allreduce(layouts[name](tensors[name]), name=name)
+            for name, work in works.items():
+                result = work.wait()
+                wanted = base.clone()
+                layouts[name](wanted).copy_(layouts[name](whole))
+                assert torch.equal(tensors[name], wanted), f"{name}: and nothing else of the memory"
+                assert result.shape == layouts[name](whole).shape
+        parameter = torch.nn.Parameter(torch.full((3,), 1.0))
+        assert coordinator.allreduce(parameter, name="parameter").wait().tolist() == [size] * 3
+        images = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last) * group.rank
+        coordinator.allreduce(images, name="images").wait()
+        assert images.unique().tolist() == [size * (size - 1) / 2]
+
+    together(size, body, transport)
+
+
+@worlds
+def test_groups_of_operations(size: int, transport: str) -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate(config=CoordinationConfig(fusion_bytes=64))
+        for step in range(3):
+            mixed = [
+                torch.full((2,), group.rank + 1.0),
+                torch.full((3, 2), group.rank, dtype=torch.int64),
+                torch.full((100,), step + 0.5 * group.rank),
+                torch.full((), group.rank * 2.0),
+            ]
+            works = coordinator.grouped_allreduce(mixed, name="mixed", op=ReduceOp.SUM, prescale=2)
+            others = coordinator.grouped_allreduce([torch.ones(2) * group.rank] * 1, name="alone")
+            assert coordinator.grouped_allreduce([], name="none") == []
+            unnamed = coordinator.grouped_allreduce([torch.ones(1), torch.ones(2)])
+            results = [work.wait() for work in works]
+            assert [work.name for work in works] == [f"mixed.{index}of4" for index in range(4)]
+            ranks = range(size)
+            assert results[0].tolist() == [2.0 * sum(rank + 1 for rank in ranks)] * 2
+            assert results[1].tolist() == [[2 * sum(ranks)] * 2] * 3
+            assert results[2].tolist() == [2.0 * sum(step + 0.5 * rank for rank in ranks)] * 100
+            assert results[3].item() == 4.0 * sum(ranks)
+            assert others[0].name == "alone"
+            assert others[0].wait().tolist() == [sum(ranks)] * 2
+            assert [work.wait().tolist() for work in unnamed] == [[size], [size, size]]
+
+    together(size, body, transport)
+
+
+def test_small_operations_share_native_ones() -> None:
+    class Counting:
+        """The engine's collectives, counted."""
+
+        def __init__(self, natives: EngineCollectives) -> None:
+            self._natives, self.world_size, self.counts = natives, natives.world_size, []
+
+        def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Any:
+            self.counts.append(tensor.numel())
+            return self._natives.allreduce(tensor, op)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._natives, name)
+
+    def body(group: tr.Group) -> list[int]:
+        natives = Counting(EngineCollectives(group.subgroup(range(3), name="natives")))
+        config = CoordinationConfig(fusion_bytes=400, cycle_s=1.0)
+        coordinator = Coordinator(
+            group, group._runner, natives, config, scope="mine", patience=lambda timeout_s: timeout_s or 30.0
+        )
+        for _ in range(3):
+            natives.counts.clear()
+            works = coordinator.grouped_allreduce(
+                [torch.full((10,), float(index)) for index in range(25)], name="g", op=ReduceOp.AVG
+            )
+            assert [work.wait()[3].item() for work in works] == list(range(25))
+        coordinator.close()
+        return natives.counts
+
+    assert together(3, body) == [[100, 100, 50]] * 3
+
+
+# --------------------------------------------------------------------------------------------- the other collectives
+
+
+@worlds
+def test_allgather_of_ragged_parts(size: int, transport: str) -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        for step in range(3):
+            rows = [(rank + (step == 2)) % 3 * (step > 0) + (step == 0) for rank in range(size)]
+            parts = [torch.full((rows[rank], 2), rank + 10 * step, dtype=torch.int16) for rank in range(size)]
+            work = coordinator.allgather(parts[group.rank], name="ragged")
+            scalar = coordinator.allgather(torch.tensor(float(group.rank)), name="scalar")
+            strided = coordinator.allgather(torch.arange(6).view(2, 3).t() + group.rank, name="strided")
+            nothing = coordinator.allgather(torch.empty(0, 4), name="nothing")
+            places = [torch.empty(rows[rank], 2, dtype=torch.int16) for rank in range(size)]
+            into = coordinator.allgather(parts[group.rank], outputs=places, name="into places")
+            assert torch.equal(work.wait(), torch.cat(parts))
+            assert scalar.wait().tolist() == list(range(size))
+            assert torch.equal(strided.wait(), torch.cat([torch.arange(6).view(2, 3).t() + r for r in range(size)]))
+            assert nothing.wait().shape == (0, 4)
+            into.wait()
+            assert all(torch.equal(place, part) for place, part in zip(places, parts, strict=True))
+
+    together(size, body, transport)
+
+
+@worlds
+def test_broadcast_from_each_root(size: int, transport: str) -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        for _ in range(2):
+            works = {}
+            for root in range(size):
+                for dtype in DTYPES:
+                    tensor = torch.full((3, 2), group.rank + 1).to(dtype)
+                    works[root, dtype] = coordinator.broadcast(tensor, root=root, name=f"{root} {dtype}")
+                matrix = torch.arange(6.0).view(2, 3).t() + group.rank
+                works[root, None] = coordinator.broadcast(matrix, root=root, name=f"{root} strided")
+            for (root, dtype), work in works.items():
+                if dtype is None:
+                    assert torch.equal(work.wait(), torch.arange(6.0).view(2, 3).t() + root)
+                else:
+                    assert torch.equal(work.wait(), torch.full((3, 2), root + 1).to(dtype))
+        for wrong in (-1, size):
+            with pytest.raises(tr.ConfigurationError):
+                coordinator.broadcast(torch.ones(1), root=wrong)
+
+    together(size, body, transport)
+
+
+@worlds
+def test_alltoall(size: int, transport: str) -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        for step in range(3):
+            splits = [[(source + 2 * target + step // 2) % 4 for target in range(size)] for source in range(size)]
+            mine = splits[group.rank]
+            tensor = torch.cat([torch.full((mine[target], 2), 100 * group.rank + target) for target in range(size)])
+            received: list[int] = []
+            work = coordinator.alltoall(tensor, mine, received=received, name="uneven")
+            even = coordinator.alltoall(torch.arange(2 * size) + 1000 * group.rank, name="even")
+            wanted = torch.cat(
+                [torch.full((splits[source][group.rank], 2), 100 * source + group.rank) for source in range(size)]
+            )
+            assert torch.equal(work.wait(), wanted)
+            assert received == [splits[source][group.rank] for source in range(size)]
+            assert even.wait().tolist() == [
+                1000 * source + 2 * group.rank + place for source in range(size) for place in range(2)
+            ]
+        nothing = coordinator.alltoall(torch.empty(0, 3), [0] * size, name="nothing")
+        assert nothing.wait().shape == (0, 3)
+
+    together(size, body, transport)
+
+
+@worlds
+def test_reduce_scatter_of_uneven_rows(size: int, transport: str) -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        rank, ranks = group.rank, range(size)
+        for _ in range(2):
+            for rows in (0, 1, size, 2 * size - 1, 3 * size + 1):
+                counts = [rows // size + (place < rows % size) for place in ranks]
+                begin = sum(counts[:rank])
+                for op, dtype, scale in (
+                    (ReduceOp.SUM, torch.float32, 1.0),
+                    (ReduceOp.AVG, torch.int32, 1.0),
+                    (ReduceOp.MAX, torch.int64, 1.0),
+                    (ReduceOp.SUM, torch.float64, 0.5),
+                ):
+                    tensor = (torch.arange(rows * 3).view(rows, 3) + 10 * rank).to(dtype)
+                    result = coordinator.reduce_scatter(
+                        tensor, op=op, prescale=scale, postscale=scale, name=f"{rows} {op.name} {scale}"
+                    ).wait()
+                    everything = [
+                        [[3 * row + column + 10 * other for column in range(3)] for row in range(rows)]
+                        for other in ranks
+                    ]
+                    wanted = []
+                    for row in range(begin, begin + counts[rank]):
+                        cells = [[everything[other][row][column] for other in ranks] for column in range(3)]
+                        match op:
+                            case ReduceOp.SUM:
+                                wanted.append([sum(cell) * scale * scale for cell in cells])
+                            case ReduceOp.AVG:
+                                wanted.append([sum(cell) // size for cell in cells])
+                            case _:
+                                wanted.append([max(cell) for cell in cells])
+                    assert result.shape == (counts[rank], 3)
+                    assert result.dtype is dtype
+                    assert result.tolist() == wanted, (rows, op)
+        with pytest.raises(tr.ConfigurationError):
+            coordinator.reduce_scatter(torch.tensor(1.0))
+        with pytest.raises(tr.ConfigurationError):
+            coordinator.reduce_scatter(torch.ones(3), op=ReduceOp.NONE)
+
+    together(size, body, transport)
+
+
+@worlds
+def test_a_barrier_waits(size: int, transport: str) -> None:
+    arrived = [[False] * size for _ in range(size)]
+
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        for late in range(size):
+            pending = coordinator.allreduce(torch.ones(5), name="beside")
+            if group.rank == late:
+                time.sleep(0.05)
+            arrived[late][group.rank] = True
+            coordinator.barrier()
+            assert all(arrived[late])
+            assert pending.wait().tolist() == [size] * 5
+
+    together(size, body, transport)
+
+
+def test_a_barrier_that_somebody_misses_runs_out_of_time() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        if group.rank:
+            with pytest.raises(tr.DeadlineExceededError, match="barrier"):
+                coordinator.barrier(timeout_s=0.1)
+            group.barrier()
+        else:
+            group.barrier()
+
+    together(3, body)
+
+
+# ------------------------------------------------------------------------------------------------------------- join
+
+
+@pytest.mark.parametrize(
+    ("size", "transport", "divisor"),
+    [
+        *((*world, "world") for world in WORLDS),
+        *((size, "inproc", "active") for size in (2, 3, 5)),
+        (2, "tcp", "active"),
+    ],
+)
+def test_uneven_epochs(size: int, transport: str, divisor: str) -> None:
+    """Ranks in turn are the first to have no more data; then it all begins again."""
+    pairs = [(dtype, op) for dtype, op in COMBINATIONS if dtype in (torch.int8, torch.float32)]
+    pairs += [(torch.bool, ReduceOp.MIN), (torch.bool, ReduceOp.MAX), (torch.uint8, ReduceOp.BAND)]
+
+    def body(group: tr.Group) -> list[int]:
+        coordinator = group.coordinate(config=CoordinationConfig(join_divisor=divisor))  # type: ignore[arg-type]
+        last = []
+        for epoch in range(min(size, 4) if size < 8 else 2):
+            steps = [1 + (rank - epoch) % size for rank in range(size)]
+            for step in range(steps[group.rank]):
+                active = [rank for rank in range(size) if steps[rank] > step]
+                known = {
+                    pair: coordinator.allreduce(make(group.rank, *pair), name=f"{pair[0]} {pair[1].name}", op=pair[1])
+                    for pair in pairs
+                }
+                new = coordinator.allreduce(torch.full((3,), 1.0), name=f"epoch {epoch} step {step}")
+                unnamed = coordinator.allreduce(torch.full((2,), 2.0))
+                both = coordinator.grouped_allreduce([torch.ones(2), torch.ones(3, dtype=torch.int16)], name="both")
+                strided = coordinator.allreduce(torch.ones(4, 2).t(), name="strided")
+                for (dtype, op), work in known.items():
+                    count = size if divisor == "world" else len(active)
+                    # Epochs are told apart by who is late, so ranks that have joined are known before the step.
+                    wanted = expected(active, dtype, op, count)
+                    assert work.wait().tolist() == wanted, (dtype, op, epoch, step)
+                assert new.wait().tolist() == [len(active)] * 3
+                assert unnamed.wait().tolist() == [2.0 * len(active)] * 2
+                assert [work.wait()[0].item() for work in both] == [len(active)] * 2
+                assert strided.wait().unique().tolist() == [len(active)]
+                group.barrier()
+                ended = sum(1 for rank in range(size) if steps[rank] == step + 1)
+                if steps[group.rank] > step + 1:  # those who have joined are heard of before the next step
+                    deadline = time.monotonic() + 20
+                    gone = size - len(active) + ended
+                    while len(coordinator.joined) < gone and time.monotonic() < deadline:
+                        time.sleep(0.001)
+                    assert len(coordinator.joined) == gone
+            waiting = max(steps) - steps[group.rank]
+            joiner = ThreadPoolExecutor(1)
+            future = joiner.submit(coordinator.join)
+            for _ in range(waiting):
+                group.barrier()
+            last.append(future.result(30))
+            joiner.shutdown()
+        return last
+
+    (results,) = {tuple(last) for last in together(size, body, transport)}
+    assert all(steps == (epoch - 1) % size for epoch, steps in enumerate(results)), "whoever had the most steps"
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.AVG])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.int32])
+def test_what_a_rank_without_data_lends_is_neutral_whatever_the_factors(dtype: torch.dtype, op: ReduceOp) -> None:
+    def body(group: tr.Group) -> list[list[float]]:
+        coordinator = group.coordinate()
+        results = []
+        if group.rank != 1:
+            deadline = time.monotonic() + 20
+            while coordinator.joined != (1,) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            for before, after in ((2.0, 1.0), (0.5, 1.0), (-1.0, 2.0), (0.0, 1.0)):
+                for number in (-8, 8):
+                    tensor = torch.full((2,), number + 2 * group.rank, dtype=dtype)
+                    work = coordinator.allreduce(tensor, name="x", op=op, prescale=before, postscale=after)
+                    results.append(work.wait().tolist())
+        coordinator.join()
+        return results
+
+    wanted = []
+    for before, after in ((2.0, 1.0), (0.5, 1.0), (-1.0, 2.0), (0.0, 1.0)):
+        for number in (-8, 8):
+            parts = [(number + 2 * rank) * before for rank in (0, 2)]
+            total = reduced(parts, torch.float64, op)
+            if op is ReduceOp.AVG:
+                total = averaged(total, dtype, 3)
+            if dtype is torch.int8:
+                total = (int(total) + 128) % 256 - 128
+                total = (int(total * after) + 128) % 256 - 128
+            else:
+                total = total * after
+            wanted.append([float(torch.tensor(total, dtype=torch.float64).to(dtype))] * 2)
+    results = together(3, body)
+    assert results[0] == results[2]
+    assert results[0] == wanted
+
+
+def test_what_is_refused_while_a_rank_has_joined_is_refused_everywhere() -> None:
+    def body(group: tr.Group) -> list[str]:
+        coordinator = group.coordinate()
+        messages = []
+        if group.rank != 1:
+            calls: list[Callable[[], tr.Work]] = [
+                lambda: coordinator.allgather(torch.ones(2), name="gather"),
+                lambda: coordinator.broadcast(torch.ones(2), name="broadcast"),
+                lambda: coordinator.alltoall(torch.ones(3), name="all to all"),
+                lambda: coordinator.reduce_scatter(torch.ones(3), name="scatter"),
+            ]
+            while coordinator.joined != (1,):
+                time.sleep(0.001)
+            for call in calls:
+                with pytest.raises(tr.UnsupportedError, match=r"rank\(s\) 1 have joined") as caught:
+                    call().wait()
+                messages.append(str(caught.value))
+                assert coordinator.allreduce(torch.ones(2), name="x").wait().tolist() == [2.0, 2.0]
+            # what the library refuses is no reason for the rank without data to fail
+            for op in (ReduceOp.BAND, ReduceOp.BOR):
+                with pytest.raises(tr.ConfigurationError):
+                    coordinator.allreduce(torch.ones(2), name="bits", op=op).wait()
+            with pytest.raises(tr.UnsupportedError, match="no average"):
+                coordinator.allreduce(torch.ones(2, dtype=torch.bool), name="no average", op=ReduceOp.AVG).wait()
+            assert coordinator.allreduce(torch.ones(2), name="x").wait().tolist() == [2.0, 2.0]
+            coordinator.barrier()
+        coordinator.join()
+        assert coordinator.allgather(torch.ones(1), name="gather").wait().tolist() == [1.0] * 3
+        return messages
+
+    results = together(3, body)
+    assert results[0] == results[2]
+    assert len(results[0]) == 4
+
+
+def test_a_join_that_runs_out_of_time_goes_on() -> None:
+    early = threading.Event()
+
+    def body(group: tr.Group) -> int:
+        coordinator = group.coordinate()
+        if group.rank == 0:
+            with pytest.raises(tr.DeadlineExceededError):
+                coordinator.join(timeout_s=0.05)
+            early.set()
+            time.sleep(0.2)  # the others join meanwhile: it ends while nobody here waits for it
+            last = coordinator.join(timeout_s=10.0)
+        else:
+            early.wait(10.0)
+            last = coordinator.join()
+        assert coordinator.allreduce(torch.ones(1), name="x").wait().item() == 3.0
+        second = coordinator.join()
+        assert second in range(3)
+        return last
+
+    (last,) = set(together(3, body))
+    assert last in (1, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------- errors
+
+
+def usual(coordinator: Coordinator) -> tr.Work:
+    return coordinator.allreduce(torch.ones(6), name="w")
+
+
+ODD: dict[str, tuple[Callable[[Coordinator], tr.Work], str]] = {
+    "shape": (lambda c: c.allreduce(torch.ones(7), name="w"), "allreduce(sum) of float32[7]"),
+    "shape of as many elements": (
+        lambda c: c.allreduce(torch.ones(2, 3), name="w"),
+        "allreduce(sum) of float32[2, 3]",
+    ),
+    "dtype": (lambda c: c.allreduce(torch.ones(6).double(), name="w"), "allreduce(sum) of float64[6]"),
+    "reduction": (lambda c: c.allreduce(torch.ones(6), name="w", op=ReduceOp.MAX), "allreduce(max) of float32[6]"),
+    "kind": (lambda c: c.broadcast(torch.ones(6), name="w"), "broadcast(root=0) of float32[6]"),
+    "gather": (lambda c: c.allgather(torch.ones(6), name="w"), "allgather of float32[any]"),
+    "prescale": (
+        lambda c: c.allreduce(torch.ones(6), name="w", prescale=0.5),
+        "allreduce(sum, prescale=0.5) of float32[6]",
+    ),
+    "postscale": (
+        lambda c: c.allreduce(torch.ones(6), name="w", postscale=1.0000001),
+        "allreduce(sum, postscale=1.0000001) of float32[6]",
+    ),
+}
+
+
+@some_worlds
+@pytest.mark.parametrize("case", ODD)
+def test_ranks_that_differ_raise_the_same_on_every_rank(size: int, transport: str, case: str) -> None:
+    odd, shown = ODD[case]
+    plain = "allreduce(sum) of float32[6]"
+
+    def body(group: tr.Group) -> list[tuple[Any, ...]]:
+        coordinator = group.coordinate()
+        seen = []
+        for step, culprit in enumerate((size - 1, 0, 1)):
+            others = tuple(rank for rank in range(size) if rank != culprit)
+            if step:  # the name is known
+                assert usual(coordinator).wait().tolist() == [float(size)] * 6
+            beside = coordinator.allreduce(torch.ones(2), name="beside")
+            work = odd(coordinator) if group.rank == culprit else usual(coordinator)
+            with pytest.raises(tr.MismatchError, match="'w'") as caught:
+                work.wait()
+            error = caught.value
+            assert error.tensor == "w"
+            by_set = dict(zip(error.sets, error.values, strict=True))
+            assert set(by_set) == {others, (culprit,)}
+            assert by_set[culprit,].endswith(shown)
+            assert (plain in by_set[others]) or case == "gather"
+            assert isinstance(work.exception(), tr.MismatchError)
+            seen.append((error.sets, error.values, str(error)))
+            assert beside.wait().tolist() == [float(size)] * 2, "nothing else is harmed"
+            assert usual(coordinator).wait().tolist() == [float(size)] * 6
+        return seen
+
+    results = together(size, body, transport)
+    assert all(result == results[0] for result in results)
+
+
+@some_worlds
+def test_roots_that_differ(size: int, transport: str) -> None:
+    def body(group: tr.Group) -> tuple[Any, ...]:
+        coordinator = group.coordinate()
+        with pytest.raises(tr.MismatchError) as caught:
+            coordinator.broadcast(torch.ones(2), root=group.rank % 2, name="w").wait()
+        tensor = torch.full((2,), float(group.rank))
+        assert coordinator.broadcast(tensor, root=1, name="w").wait().tolist() == [1.0, 1.0]
+        return caught.value.sets, caught.value.values
+
+    for sets, values in together(size, body, transport):
+        assert sets == (tuple(range(0, size, 2)), tuple(range(1, size, 2)))
+        assert values == ("broadcast(root=0) of float32[2]", "broadcast(root=1) of float32[2]")
+
+
+@some_worlds
+def test_one_bad_member_fails_the_group(size: int, transport: str) -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        for step in range(4):
+            bad = step in (1, 2) and group.rank == size - 1
+            tensors = [torch.ones(2), torch.ones(9 if bad else 3), torch.ones(4)]
+            works = coordinator.grouped_allreduce(tensors, name="g")
+            beside = coordinator.grouped_allreduce([torch.ones(1), torch.ones(1)], name="beside")
+            for work in works:
+                if step in (1, 2):
+                    with pytest.raises(tr.MismatchError, match=r"g\.1of3") as caught:
+                        work.wait()
+                    assert caught.value.tensor == "g.1of3"
+                    assert caught.value.sets == (tuple(range(size - 1)), (size - 1,))
+                else:
+                    assert work.wait()[0].item() == size
+            assert [work.wait().item() for work in beside] == [size, size]
+
+    together(size, body, transport)
+
+
+def test_ranks_that_group_differently() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        for _ in range(2):
+            if group.rank == 1:
+                works = [coordinator.allreduce(torch.ones(2), name=f"g.{index}of2") for index in range(2)]
+            else:
+                works = coordinator.grouped_allreduce([torch.ones(2), torch.ones(2)], name="g")
+            for work in works:
+                with pytest.raises(tr.MismatchError, match="in the group 'g' of 2"):
+                    work.wait()
+            assert usual(coordinator).wait()[0].item() == 3.0
+
+    together(3, body)
+
+
+def test_gathers_that_differ_behind_the_first_dimension() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        with pytest.raises(tr.MismatchError, match=r"float32\[any, 3\]"):
+            coordinator.allgather(torch.ones(2, 3 if group.rank else 4), name="w").wait()
+        assert coordinator.allgather(torch.ones(group.rank, 3), name="w").wait().shape == (3, 3)
+
+    together(3, body)
+
+
+def test_what_is_refused_at_once() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        if group.rank == 0:
+            first = coordinator.allreduce(torch.ones(2), name="w")
+            for again in (
+                lambda: coordinator.allreduce(torch.ones(2), name="w"),
+                lambda: coordinator.broadcast(torch.ones(2), name="w"),
+                lambda: coordinator.allgather(torch.ones(2), name="w"),
+            ):
+                with pytest.raises(tr.ConfigurationError, match="'w' is in flight"):
+                    again()
+            held = coordinator.allreduce(torch.ones(1), name="g.1of2")
+            with pytest.raises(tr.ConfigurationError, match=r"'g\.1of2' is in flight"):
+                coordinator.grouped_allreduce([torch.ones(1), torch.ones(1)], name="g")
+            fine = coordinator.allreduce(torch.ones(1), name="g.0of2")  # nothing of that group was begun
+            for splits in ([1], [1, 2], [3, -1], [1, 1, 1], []):
+                with pytest.raises(tr.ConfigurationError, match="splits must be 2 numbers"):
+                    coordinator.alltoall(torch.ones(2), splits, name="s")
+            with pytest.raises(tr.ConfigurationError, match="pass splits"):
+                coordinator.alltoall(torch.ones(3), name="s")
+            with pytest.raises(tr.ConfigurationError):
+                coordinator.alltoall(torch.tensor(1.0), name="s")
+            with pytest.raises(tr.ConfigurationError, match="NONE"):
+                coordinator.allreduce(torch.ones(2), op=ReduceOp.NONE)
+            with pytest.raises(tr.UnsupportedError, match="sparse"):
+                coordinator.allreduce(torch.eye(2).to_sparse(), name="s")
+            with pytest.raises(tr.ConfigurationError, match="timeout_s"):
+                coordinator.allreduce(torch.ones(2), name="s", timeout_s=0.0)
+        else:
+            time.sleep(0.05)
+            first, held, fine = (
+                coordinator.allreduce(torch.ones(count), name=name)
+                for name, count in (("w", 2), ("g.1of2", 1), ("g.0of2", 1))
+            )
+        assert [work.wait()[0].item() for work in (first, held, fine)] == [2.0] * 3
+        assert coordinator.allreduce(torch.ones(1), name="w").wait().item() == 2.0, "the name is free again"
+
+    together(2, body)
+
+
+def test_a_callback_that_fails_harms_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+
+        def fail(work: tr.Work) -> None:
+            raise RuntimeError("a mistake in somebody's callback")
+
+        if group.rank:
+            group.barrier()
+        bad = coordinator.allreduce(torch.ones(2), name="bad")
+        if group.rank == 0:
+            bad.on_done(fail)
+            group.barrier()
+        assert bad.wait().tolist() == [2.0, 2.0]
+        assert coordinator.allreduce(torch.ones(2), name="next").wait(timeout_s=10).tolist() == [2.0, 2.0]
+
+    together(2, body)
+    assert [record.getMessage() for record in caplog.records] == ["rank 0: a callback of a finished operation failed"]
+
+
+def test_configurations_that_differ() -> None:
+    def body(group: tr.Group) -> None:
+        for field, value in (("cache_capacity", 7), ("fusion_bytes", 7), ("join_divisor", "active"), ("cycle_s", 0.5)):
+            config = CoordinationConfig(**({field: value} if group.rank == 1 else {}))
+            with pytest.raises(tr.PlanMismatchError, match=field):
+                group.coordinate(config=config)
+        # who watches for how long is everybody's own business
+        coordinator = group.coordinate(config=CoordinationConfig(stall_warning_s=5.0 + group.rank))
+        assert coordinator.allreduce(torch.ones(1), name="x").wait().item() == 3.0
+
+    together(3, body)
+
+
+# ---------------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(
+    ("size", "transport"), [(2, "inproc"), (3, "inproc"), (5, "inproc"), (2, "shm"), (4, "shm"), (2, "tcp"), (4, "tcp")]
+)
+@pytest.mark.parametrize("how", ["close", "exception", "nothing submitted", "joined"])
+def test_a_rank_that_goes_away(size: int, transport: str, how: str) -> None:
+    ended: dict[int, list[BaseException]] = {}
+
+    class Mistake(Exception):
+        """Of the program."""
+
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        assert coordinator.allreduce(torch.ones(2), name="w").wait()[0].item() == size
+        if group.rank == 1:
+            if how != "nothing submitted":
+                coordinator.allreduce(torch.ones(2), name="half")
+            time.sleep(0.05)
+            if how == "exception":
+                raise Mistake
+            group.close()
+            return
+        mine: list[BaseException] = []
+        if how == "joined":
+            with pytest.raises((tr.PeerLost, tr.GroupClosed)) as caught:
+                coordinator.join(timeout_s=20.0)
+            mine.append(caught.value)
+        works = []
+        try:
+            works = [coordinator.allreduce(torch.ones(2), name=name) for name in ("w", "x", "y")]
+        except tr.PeerLost as error:
+            mine.append(error)
+        begin = time.monotonic()
+        for work in works:
+            with pytest.raises((tr.PeerLost, tr.GroupClosed)) as caught:
+                work.wait(timeout_s=20.0)
+            mine.append(caught.value)
+        assert time.monotonic() - begin < 10.0
+        with pytest.raises((tr.PeerLost, tr.GroupClosed)) as caught:
+            coordinator.allreduce(torch.ones(2), name="later").wait(timeout_s=20.0)
+        ended[group.rank] = [*mine, caught.value]
+
+    if how == "exception":
+        with pytest.raises(Mistake):
+            together(size, body, transport)
+    else:
+        together(size, body, transport)
+    assert sorted(ended) == [rank for rank in range(size) if rank != 1]
+    for errors in ended.values():
+        assert all(isinstance(error, tr.PeerLost) and error.rank == 1 for error in errors)
+
+
+def test_who_leaves_after_the_last_operation_harms_nobody() -> None:
+    def body(group: tr.Group) -> list[float]:
+        coordinator = group.coordinate()
+        results = []
+        for step in range(20):
+            works = [coordinator.allreduce(torch.full((50,), 1.0), name=f"{step} {index}") for index in range(4)]
+            results += [work.wait().sum().item() for work in works]
+        group.close()
+        return results
+
+    for _ in range(5):
+        assert together(4, body) == [[200.0] * 80] * 4
+
+
+def test_closing_ends_what_is_pending_here() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        if group.rank == 0:
+            work = coordinator.allreduce(torch.ones(2), name="w")
+            coordinator.close()
+            coordinator.close()
+            with pytest.raises(tr.GroupClosed):
+                work.wait()
+            with pytest.raises(tr.GroupClosed):
+                coordinator.allreduce(torch.ones(2), name="w")
+        group.barrier()
+
+    together(2, body)
+
+
+def test_no_thread_is_left_when_the_group_has_ended() -> None:
+    def body(group: tr.Group) -> None:
+        for _ in range(3):
+            coordinator = group.coordinate()
+            coordinator.allreduce(torch.ones(2), name="w").wait()
+
+    def natives() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.endswith("-native")]
+
+    before = len(natives())
+    together(3, body)
+    deadline = time.monotonic() + 5
+    while len(natives()) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(natives()) <= before
+
+
+def test_bytes_that_no_correct_rank_sends() -> None:
+    def body(group: tr.Group) -> str:
+        coordinator = group.coordinate()
+        coordinator.allreduce(torch.ones(2), name="w").wait()
+        group.barrier()
+        if group.rank == 1:
+            garbage = b'\x04\0\1\0\0\0\0\0\0\0["'
+            group._runner.act(lambda now: group._engine.post(0, coordinator._number, garbage) is None)
+        try:
+            coordinator.allreduce(torch.ones(2), name="later").wait(timeout_s=20.0)
+            coordinator.allreduce(torch.ones(2), name="still later").wait(timeout_s=20.0)
+        except tr.PeerLost as error:
+            return f"{error.rank}"
+        except tr.GroupClosed:
+            return "closed"
+        return "nothing"
+
+    results = together(3, body)
+    assert results[0] == "1"
+    assert results[1] != "nothing"
+    assert results[2] in ("0", "1"), "whoever told it first"
+
+
+@some_worlds
+def test_a_stall_is_reported_and_then_ends_the_agreement(
+    size: int, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = CoordinationConfig(stall_warning_s=0.2, stall_abort_s=0.8)
+
+    def body(group: tr.Group) -> tr.StallError:
+        coordinator = group.coordinate(config=config)
+        coordinator.allreduce(torch.ones(2), name="fine").wait()
+        begin = time.monotonic()
+        if group.rank == 0:
+            while coordinator._negotiator.ended is None:  # busy with something else
+                time.sleep(0.01)
+            with pytest.raises(tr.StallError) as caught:
+                coordinator.allreduce(torch.ones(2), name="late")
+        else:
+            with pytest.raises(tr.StallError) as caught:
+                coordinator.allreduce(torch.ones(2), name="late").wait(timeout_s=20.0)
+        assert 0.7 < time.monotonic() - begin < 5.0
+        with pytest.raises(tr.StallError):
+            coordinator.allreduce(torch.ones(2), name="fine")
+        with pytest.raises(tr.StallError):
+            coordinator.join()
+        assert group.allreduce(torch.ones(2), name="the group itself").wait().tolist() == [float(size)] * 2
+        return caught.value
+
+    with caplog.at_level(logging.WARNING, logger="totalreduce"):
+        errors = together(size, body, transport)
+    for error in errors:
+        assert error.tensor == "late"
+        assert error.ranks == (0,)
+        assert "test_coordinator.py:" in error.where
+        assert error.waited_s >= 0.8
+    warnings = [record.getMessage() for record in caplog.records if "stalled" in record.getMessage()]
+    for rank in range(size):
+        mine = [warning for warning in warnings if warning.startswith(f"rank {rank}: ")]
+        assert mine, f"rank {rank} has not reported it"
+        assert len(mine) <= 4 * size, "a log must not fill with one stall"
+        for warning in mine:
+            assert "'late'" in warning
+            assert "not submitted by rank(s) 0" in warning
+            assert "test_coordinator.py:" in warning
+
+
+def test_different_operations_stall_each_other() -> None:
+    """One extra operation on one rank: both are named."""
+    config = CoordinationConfig(stall_warning_s=0.1, stall_abort_s=0.4)
+
+    def body(group: tr.Group) -> str:
+        coordinator = group.coordinate(config=config)
+        with pytest.raises(tr.StallError) as caught:
+            coordinator.allreduce(torch.ones(2), name="a" if group.rank == 1 else "b").wait(timeout_s=20.0)
+        return caught.value.tensor
+
+    assert set(together(3, body)) <= {"a", "b"}
+
+
+def test_a_deadline_says_who_is_missing() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate(config=CoordinationConfig(stall_warning_s=0.1, stall_abort_s=30.0))
+        if group.rank:
+            work = coordinator.allreduce(torch.ones(2), name="w")
+            with pytest.raises(tr.DeadlineExceededError, match=r"'w'.*not submitted by rank\(s\) 0.*submitted at"):
+                work.wait(timeout_s=0.5)
+            group.barrier()
+        else:
+            group.barrier()
+            work = coordinator.allreduce(torch.ones(2), name="w")
+        assert work.wait().tolist() == [3.0, 3.0]
+
+    together(3, body)
+
+
+# ------------------------------------------------------------------------------------------------------ side by side
+
+
+@pytest.mark.parametrize(("size", "transport"), [(4, "inproc"), (5, "inproc"), (4, "shm"), (4, "tcp")])
+def test_coordinators_of_subgroups(size: int, transport: str) -> None:
+    def body(group: tr.Group) -> None:
+        members = [rank for rank in range(size) if rank % 2 == group.rank % 2]
+        whole = group.coordinate()
+        half = group.subgroup(members).coordinate()
+        alone = group.subgroup([group.rank]).coordinate()
+        for step in range(10):
+            works = [
+                whole.allreduce(torch.full((3,), float(step)), name="w"),
+                half.allreduce(torch.full((4,), group.rank + 1.0), name="w", op=ReduceOp.MAX),
+                alone.allreduce(torch.full((5,), 7.0), name="w"),
+                half.broadcast(torch.tensor([group.rank]), root=len(members) - 1, name="root"),
+            ]
+            random.Random(step + group.rank).shuffle(order := list(range(4)))
+            results: dict[int, list[float]] = {}
+            for place in order:
+                results[place] = works[place].wait().tolist()
+            assert results == {
+                0: [size * float(step)] * 3,
+                1: [members[-1] + 1.0] * 4,
+                2: [7.0] * 5,
+                3: [members[-1]],
+            }
+        if group.rank % 2:  # a mismatch here is none of the others' business
+            with pytest.raises(tr.MismatchError) as caught:
+                half.allreduce(torch.ones(1 + members.index(group.rank)), name="odd").wait()
+            assert caught.value.sets == tuple((place,) for place in range(len(members)))
+        assert whole.allreduce(torch.ones(1), name="w").wait().item() == size
+
+    together(size, body, transport)
+
+
+class _Slow:
+    """A library that takes its time before it begins an allreduce."""
+
+    def __init__(self, natives: Any, seconds: float) -> None:
+        self._natives, self._seconds, self.world_size = natives, seconds, natives.world_size
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Any:
+        time.sleep(self._seconds)
+        return self._natives.allreduce(tensor, op)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._natives, name)
+
+
+def test_two_coordinators_of_one_group_at_the_same_time() -> None:
+    def body(group: tr.Group) -> None:
+        first, second = group.coordinate(), group.coordinate()
+        slow = first if group.rank else second
+        slow._executor._natives = _Slow(slow.natives, 0.2)  # one is slow here, the other one there
+        one = first.allreduce(torch.full((5,), 1.0), name="w")
+        two = second.allreduce(torch.full((5,), 100.0), name="w")
+        assert one.wait(timeout_s=5.0).tolist() == [2.0] * 5
+        assert two.wait(timeout_s=5.0).tolist() == [200.0] * 5
+
+    together(2, body)
+
+
+def test_two_coordinators_with_libraries_of_their_own() -> None:
+    def body(group: tr.Group) -> None:
+        both = [
+            Coordinator(
+                group,
+                group._runner,
+                EngineCollectives(group.subgroup(range(3), name=f"natives {number}")),
+                CoordinationConfig(),
+                scope=f"number {number}",
+                patience=lambda timeout_s: timeout_s or 30.0,
+            )
+            for number in range(2)
+        ]
+        for step in range(40):
+            order = [0, 1] if (group.rank + step) % 2 else [1, 0]
+            works = {number: both[number].allreduce(torch.full((5,), 10.0**number), name="w") for number in order}
+            assert works[0].wait().tolist() == [3.0] * 5
+            assert works[1].wait().tolist() == [30.0] * 5
+        for coordinator in both:
+            coordinator.close()
+
+    together(3, body)
+
+
+def test_many_threads_of_one_rank() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+
+        def work(thread: int) -> None:
+            for step in range(15):
+                tensor = torch.full((thread + 1,), float(step + group.rank))
+                assert coordinator.allreduce(tensor, name=f"thread {thread}").wait().tolist() == [
+                    sum(step + rank for rank in range(3))
+                ] * (thread + 1)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+
+    together(3, body)
+
+
+def test_observers_are_told() -> None:
+    class Notes(tr.Observer):
+        def __init__(self) -> None:
+            self.told: list[tuple[Any, ...]] = []
+
+        def coordinated(self, name: str, iteration: int, **facts: Any) -> None:
+            times = [facts[key] for key in ("submitted", "agreed", "begun", "packed", "ended", "unpacked")]
+            assert times == sorted(times), name
+            self.told.append((name, iteration, facts["kind"], facts["num_bytes"], facts["error"] is None))
+
+    def body(group: tr.Group) -> list[tuple[Any, ...]]:
+        notes = Notes()
+        group.observers.append(notes)
+        coordinator = group.coordinate()
+        for _ in range(2):
+            coordinator.allreduce(torch.ones(3), name="w").wait()
+        with pytest.raises(tr.MismatchError):
+            coordinator.allreduce(torch.ones(3 + group.rank), name="w").wait()
+        coordinator.barrier()
+        return notes.told
+
+    for rank, told in enumerate(together(2, body)):
+        kinds = OpKind.ALLREDUCE.name.lower(), OpKind.BARRIER.name.lower()
+        assert told == [
+            ("w", 0, kinds[0], 12, True),
+            ("w", 1, kinds[0], 12, True),
+            ("w", 2, kinds[0], 12 + 4 * rank, False),
+            ("barrier#1", 0, kinds[1], 0, True),
+        ]

@@ -1,0 +1,300 @@
+"""What no correct rank sends: a ``ProtocolError``, never another exception, never an endless loop."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from parley import Parley, Sent, ask, group, names
+
+from totalreduce.coordination.messages import Kind, encode, split
+from totalreduce.coordination.negotiator import Negotiator
+from totalreduce.coordination.requests import Disagreement, Request, Response, respond
+from totalreduce.foundation.errors import ProtocolError
+from totalreduce.foundation.types import OpKind
+
+REQUESTS = st.builds(
+    Request,
+    name=st.text(max_size=5),
+    kind=st.sampled_from([kind for kind in OpKind if kind not in (OpKind.ALLGATHER, OpKind.ALLTOALL)]),
+    dtype=st.sampled_from(["float32", "int8"]),
+    itemsize=st.sampled_from([1, 4]),
+    shape=st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
+    device=st.sampled_from(["cpu", "cuda"]),
+    reduction=st.sampled_from(["", "sum"]),
+    root=st.integers(0, 300),
+    prescale=st.floats(allow_nan=False),
+    postscale=st.floats(allow_nan=False) | st.integers(-5, 5),
+    splits=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    batch=st.none() | st.tuples(st.text(max_size=3), st.integers(2, 9)),
+    cached=st.booleans(),
+)
+
+
+@given(REQUESTS)
+def test_requests_and_responses_travel(request: Request) -> None:
+    wire = json.loads(json.dumps(request.to_wire()))
+    assert Request.from_wire(wire) == request
+    error = Disagreement("a", ((0, 2), (1,)), ("x", "y"))
+    for response in (Response(request, ((1,), (2,)), None, (3,)), Response(request, error=error)):
+        assert Response.from_wire(json.loads(json.dumps(response.to_wire()))) == response
+
+
+def test_scales_that_nearly_agree_are_told_apart() -> None:
+    first, second = ask("a", prescale=1 / 3), ask("a", prescale=0.333333)
+    response = respond({0: first, 1: second}, 2, ())
+    assert response.error is not None
+    assert len(set(response.error.values)) == 2
+
+
+def recorded(world_size: int) -> list[Sent]:
+    """One message of every kind, and some more, as they are really sent."""
+    parley = Parley(world_size, stall_warning_s=1.0, stall_abort_s=50.0)
+    parley.submit_all(ask("a"), ask("b"), *group("g", (1,), (2,)))
+    parley.take()
+    for rank in range(world_size):
+        parley.submit(rank, ask("a", 5 + rank), ask("c", rank, kind=OpKind.ALLGATHER))
+    parley.take()
+    parley.submit(0, ask("late"))
+    parley.settle()
+    parley.tick(2.0)
+    parley.run()
+    if world_size > 2:
+        parley.join(1)
+        parley.settle()
+    parley.tick(60.0)
+    return parley.sent
+
+
+PHASES = ("IDLE", "VOTE", "INVALID", "GATHER", "joined")
+
+
+def under_attack(phase: str, world_size: int, target: int) -> Parley:
+    """Ranks that have just come to where the target is in some phase, or idle while rank 0 has joined."""
+    parley = Parley(world_size, stall_warning_s=1.0)
+    parley.submit_all(ask("a"), ask("b"), *group("g", (1,), (2,)))
+    parley.take()
+    if phase == "joined":
+        parley.join(0)
+        parley.settle()
+    if phase in ("IDLE", "joined"):
+        return parley
+    for rank in range(world_size):
+        parley.submit(rank, ask("a", 5 + rank), ask("c", rank, kind=OpKind.ALLGATHER))
+    while parley.ranks[target]._phase.name != phase:
+        for pair in parley.wires:
+            if parley.ranks[target]._phase.name != phase:
+                parley.move(*pair)
+    return parley
+
+
+def bombard(parley: Parley, target: int, peer: int, message: bytes) -> bool:
+    """Whether it is refused, at once or later; anything else than a ``ProtocolError`` is a failure.
+
+    Then everything must come to rest.
+    """
+    parley.honest = False
+    try:
+        parley.ranks[target].receive(peer, message, parley.now)
+        parley.collect(target)
+        parley.run()
+        for _ in range(20):
+            parley.tick(parley.now + 100.0)
+            parley.run()
+    except ProtocolError:
+        return True
+    return False
+
+
+MALICE = [
+    b"",
+    b"\0" * 10,
+    encode(Kind.VOTE, 0, 200, bits=1),
+    encode(Kind.VOTE, 2**64 - 1, 0, bits=1),
+    *[
+        encode(kind, 0, value=value)
+        for kind in (Kind.REQUESTS, Kind.RESPONSES, Kind.ASK, Kind.TELL, Kind.ABORT)
+        for value in (
+            None,
+            3,
+            "text",
+            {},
+            [],
+            [1],
+            [[1, 2, 3]],
+            [[float("inf"), [], False]],
+            [[1, 5, False]],
+            [[1, [5], False]],
+            [[1, [[]], False]],
+            [[], [float("inf")]],
+            [[], [0, 0]],
+            [[], [7]],
+            [[None], []],
+            [[[None, [], None, []]], []],
+            ["stall", "a", [float("inf")], 1.0, ""],
+            ["stall", "a", 5, 1.0, ""],
+            ["lost", float("inf"), ""],
+            ["lost", [], ""],
+            [["a", float("nan"), 5]],
+            [["a", 10**400, 5]],
+            [["a", 10**4000, 5]],
+        )
+    ],
+    *[encode(kind, 1, value=0)[:10] + b"[" * depth + b"]" * depth for kind in Kind for depth in (5, 900, 990, 100_000)],
+    *[encode(kind, 1, value=0)[:10] + body for kind in Kind for body in (b"\xff\xfe", b"{", b"9" * 5000, b"\0" * 9)],
+]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_malice(phase: str) -> None:
+    for world_size, target in ((2, 0), (2, 1), (3, 0), (3, 1)):
+        for message in MALICE:
+            for peer in set(range(world_size)) - {target}:
+                parley = under_attack(phase, world_size, target)
+                number = parley.ranks[target]._number.to_bytes(8, "little")
+                current = message if len(message) < 10 or message[9] else message[:2] + number + message[10:]
+                bombard(parley, target, peer, current)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.sampled_from(PHASES), st.integers(0, 2), st.integers(0, 2), st.binary(max_size=60), st.booleans())
+@example("IDLE", 0, 1, b"", False)
+def test_random_bytes(phase: str, target: int, peer: int, noise: bytes, headed: bool) -> None:
+    message = noise
+    if headed and len(noise) > 2:  # random bodies behind headers that are looked at further
+        message = encode(list(Kind)[noise[0] % len(Kind)], noise[1] % 3, noise[2] % 3, bits=0)[:10] + noise[3:]
+    bombard(under_attack(phase, 3, target), target, peer, message)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_real_messages_cut_off_and_altered(world_size: int) -> None:
+    generator = random.Random(world_size)
+    real = recorded(world_size)
+    assert {sent.kind for sent in real} == set(Kind)
+    refused = 0
+    for sent in real:
+        for trial in range(12):
+            body = bytearray(sent.message)
+            if trial < 3:
+                body = body[: generator.randrange(len(body) + 1)]
+            elif trial < 6:
+                place = generator.randrange(len(body))
+                body[place : place + generator.randint(0, 3)] = generator.randbytes(generator.randint(0, 3))
+            elif trial < 9:  # one figure, bracket or quotation mark for another: still JSON, often
+                places = [place for place in range(10, len(body)) if chr(body[place]) in '0123456789[]",']
+                if places:
+                    body[generator.choice(places)] = ord(generator.choice('0123456789 []",'))
+            parley = under_attack(generator.choice(PHASES), world_size, sent.target)
+            number = parley.ranks[sent.target]._number
+            if len(body) >= 10 and trial % 2:
+                body[2:10] = number.to_bytes(8, "little")
+            refused += bombard(parley, sent.target, sent.source, bytes(body))
+    assert refused > 100
+
+
+def test_a_vote_that_nobody_casts_does_not_begin_cycles_for_ever() -> None:
+    parley = Parley(2)
+    with pytest.raises(ProtocolError):
+        parley.ranks[0].receive(1, encode(Kind.VOTE, 0, 7, bits=1), 0.0)
+    alone = Parley(1).ranks[0]
+    with pytest.raises(ProtocolError):
+        alone.receive(0, encode(Kind.VOTE, 0, 0, bits=1), 0.0)
+
+
+@pytest.mark.parametrize("kind", [Kind.INVALID, Kind.RESPONSES, Kind.REQUESTS])
+def test_what_the_cycle_had_no_part_for(kind: Kind) -> None:
+    """It must not stay behind and draw the rank into one cycle after the other."""
+    parley = Parley(2)
+    parley.submit_all(ask("a"))
+    parley.take()
+    target = 1 if kind is Kind.RESPONSES else 0
+    parley.submit_all(ask("a"))
+    number = parley.ranks[target]._number
+    message = encode(kind, number, bits=0) if kind is Kind.INVALID else encode(kind, number, value=[])
+    parley.ranks[target].receive(1 - target, message, 0.0)
+    with pytest.raises(ProtocolError):
+        parley.move(1 - target, target)
+
+
+@pytest.mark.parametrize("bits", [0b10, 0b100, 0b11])
+def test_out_of_date_is_only_what_is_remembered(bits: int) -> None:
+    parley = Parley(2)
+    parley.submit_all(ask("a"), ask("b"))
+    parley.take()
+    for rank in range(2):
+        parley.submit(rank, ask("b", 5 + rank))  # an error: its bit becomes free
+    parley.take()
+    assert parley.snapshot() == [("a", 0)]
+    parley.submit_all(ask("a", 9))
+    while parley.ranks[0]._phase.name != "INVALID":
+        parley.move(1, 0)
+    with pytest.raises(ProtocolError):
+        parley.ranks[0].receive(1, encode(Kind.INVALID, parley.ranks[0]._number, bits=bits), 0.0)
+
+
+def test_another_ranks_part() -> None:
+    parley = Parley(4)
+    parley.submit(0, ask("a"))
+    parley.run()
+    parley.submit(0, ask("b"))
+    for peer, message in (
+        (1, encode(Kind.VOTE, 1, 0, bits=7)),  # round 0 is rank 3's
+        (3, encode(Kind.VOTE, 1, 1, bits=7)),  # round 1 is rank 2's
+        (3, encode(Kind.REQUESTS, 1, value=[])),  # rank 3 speaks to rank 2
+        (1, encode(Kind.RESPONSES, 1, value=[[], []])),
+    ):
+        with pytest.raises(ProtocolError):
+            parley.ranks[0].receive(peer, message, 0.0)
+    parley.ranks[0].receive(2, encode(Kind.VOTE, 1, 1, bits=7), 0.0)
+    with pytest.raises(ProtocolError, match="twice"):
+        parley.ranks[0].receive(2, encode(Kind.VOTE, 1, 1, bits=7), 0.0)
+
+
+def answered(negotiator: Negotiator, *responses: Response, joined: tuple[int, ...] = ()) -> Callable[[], None]:
+    value = [[response.to_wire() for response in responses], joined]
+    return lambda: negotiator.receive(0, encode(Kind.RESPONSES, negotiator._number, value=value), 0.0)
+
+
+def test_answers_that_fit_no_question() -> None:
+    def gathering() -> Negotiator:
+        parley = Parley(2)
+        parley.submit_all(ask("known"))
+        parley.take()
+        parley.submit_all(ask("asked"))
+        parley.move(0, 1)
+        return parley.ranks[1]
+
+    for responses in (
+        [Response(ask("asked")), Response(ask("asked"))],
+        [Response(ask("never asked"))],
+        [Response(ask("known"))],
+    ):
+        with pytest.raises(ProtocolError):
+            answered(gathering(), *responses)()
+    negotiator = gathering()
+    answered(negotiator, Response(ask("asked")))()
+    assert names(negotiator.pop_responses()) == ["asked"]
+
+
+def test_garbage_is_not_passed_on() -> None:
+    """Or who sits further down the tree would take the messenger for the culprit."""
+    parley = Parley(8)
+    parley.submit_all(ask("a"))
+    for _ in range(3):
+        for pair in parley.wires:
+            parley.move(*pair)
+            if parley.ranks[4]._cycle is not None and parley.ranks[4]._cycle.gathered:
+                break
+    four = parley.ranks[4]
+    while not four._cycle.gathered:  # type: ignore[union-attr]
+        for pair in parley.wires:
+            wire = parley.wires[pair]
+            if wire and (pair[0] != 0 or split(wire[0])[0] is not Kind.RESPONSES):
+                parley.move(*pair)
+    with pytest.raises(ProtocolError):
+        four.receive(0, encode(Kind.RESPONSES, 0, value=[[[None]], []]), 0.0)
+    assert not four.outbox
