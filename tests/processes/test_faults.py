@@ -414,3 +414,24 @@ def test_a_disagreement_is_an_error_everywhere_and_the_group_goes_on(fleet):
         assert facts["value"] == 3 * sum(range(100_000)) + 3 * 100_000
         assert facts["lost"] == "None"
         assert worker.wait() == 0
+
+
+FAILS = """
+group = tr.init(timeout_s=30)
+if rank == 1:
+    if os.environ["WAY"] == "with":
+        with group:
+            raise ValueError("no such file: batch 17")
+    raise ValueError("no such file: batch 17")
+attempt("lost", lambda: group.allreduce(torch.ones(10), name="x").wait())
+group.close()
+"""
+
+
+@pytest.mark.parametrize("way", ["with", "uncaught"])
+def test_the_others_are_told_which_exception_ended_a_rank(fleet, way):
+    workers = fleet.start(3, FAILS, WAY=way)
+    for worker in (workers[0], workers[2]):
+        answer = worker.read("lost")
+        assert (answer["error"], answer["rank"]) == ("PeerLost", 1)
+        assert "it has closed the group after ValueError: no such file: batch 17" in answer["text"]

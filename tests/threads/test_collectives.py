@@ -315,3 +315,21 @@ def test_a_rank_may_leave_when_its_part_is_done(transport: str) -> None:
         return [output.unique().tolist() for output in outputs]
 
     assert run_ranks(3, body, transport=transport)[0] == [[0], [1], [2]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", ["engine", "coordinator"])
+def test_more_than_two_gigabytes(door: str) -> None:
+    """Lengths and offsets beyond 31 bits, in elements and in bytes; 2.1 GB a rank."""
+    count = (1 << 31) + 5
+
+    def body(group: tr.Group) -> list[int]:
+        tensor = torch.zeros(count, dtype=torch.uint8)
+        places = [0, (1 << 30) + 1, (1 << 31) - 1, 1 << 31, count - 1]
+        tensor[places] = torch.arange(1, 6, dtype=torch.uint8) * (group.rank + 1)
+        who = group if door == "engine" else group.coordinate()
+        who.allreduce(tensor, name="large").wait(300)
+        assert int(tensor.count_nonzero()) == 5
+        return tensor[places].tolist()
+
+    assert run_ranks(2, body, transport="shm", timeout_s=600) == [[3, 6, 9, 12, 15]] * 2

@@ -297,8 +297,8 @@ class Engine:
         reports, self._reports = self._reports, []
         return reports
 
-    def close(self, now: float, *, tell: Collection[int]) -> None:
-        """Fail what is pending and take nothing more; the peers in ``tell`` learn that this was on purpose."""
+    def close(self, now: float, *, tell: Collection[int], reason: str = "") -> None:
+        """Fail what is pending and take nothing more; the peers in ``tell`` learn that this was on purpose, and why."""
         if self._closed:
             return
         self._closed = True
@@ -314,7 +314,7 @@ class Engine:
             if self._lost is not None and self._lost.rank != peer:
                 # Or a peer that has not heard of the loss yet would take this rank's leaving for the cause.
                 self._control(peer, Frame.LOST, body=self._lost_body(self._lost))
-            self._control(peer, Frame.GOODBYE)
+            self._control(peer, Frame.GOODBYE, body=json.dumps({"reason": reason[:500]}).encode() if reason else b"")
 
     @property
     def num_active(self) -> int:
@@ -1029,7 +1029,8 @@ class Engine:
             case Frame.CHANNEL:
                 self._channels.arrived(peer, header.operation, body, last=bool(header.step), now=now)
             case Frame.GOODBYE:
-                self.peer_departed(peer, "it has closed the group", now)
+                reason = f" after {_decode(body, peer).get('reason')}" if body else ""
+                self.peer_departed(peer, f"it has closed the group{reason}", now)
             case _:
                 raise ProtocolError(f"rank {peer} sent a {header.frame.name} frame, which the transport handles")
 

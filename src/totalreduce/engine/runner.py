@@ -297,11 +297,11 @@ class Runner:
         if self._driver is not None:
             self.transport.wake()
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float, reason: str = "") -> None:
         """Fail what is pending, tell the peers, end the threads and the connections, within about ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            self.engine.close(time.monotonic(), tell=self.transport.connected_peers())
+            self.engine.close(time.monotonic(), tell=self.transport.connected_peers(), reason=reason)
             completed = self.engine.pop_completed()
             self._deadline = deadline
             self._stop = True  # last: the communication thread looks at both without the lock

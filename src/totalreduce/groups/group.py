@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 import weakref
 from collections import Counter
@@ -88,7 +89,7 @@ class Group:
     ) -> None:
         if error is not None:
             self._quiesce.clear()  # deferred work of a failed step must not hide the failure
-        self.close()
+        self.close(reason=_reason(error))
 
     # -------------------------------------------------------------------------------------------------- collectives
 
@@ -606,11 +607,12 @@ class Group:
         """Have ``callback`` called once when the group has ended, at the interpreter's exit at the latest."""
         self._at_close.append(callback)
 
-    def close(self, timeout_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = 5.0, *, reason: str = "") -> None:
         """Flush deferred work, tell the peers, end threads and connections; harmless when called twice.
 
-        Pending operations fail with ``GroupClosed``. Not collective: the others notice when they need this rank. A
-        subgroup only stops taking operations: threads and connections are the whole group's.
+        Pending operations fail with ``GroupClosed``; the others' error says the ``reason``, if there is one. Not
+        collective: the others notice when they need this rank. A subgroup only stops taking operations: threads and
+        connections are the whole group's.
         """
         if self._closed:
             return
@@ -623,7 +625,7 @@ class Group:
                 self._coordinator.close(timeout_s)
             if self._parent is None:
                 self._finalizer.detach()
-                _close(self._runner, self._at_close, timeout_s)
+                _close(self._runner, self._at_close, timeout_s, reason)
             else:
                 for callback in self._at_close:
                     callback()
@@ -704,8 +706,16 @@ def _algorithm(schedule: str) -> Algorithm:
         raise ConfigurationError(f"schedule {schedule!r} is not known; there are {known}") from cause
 
 
-def _close(runner: Runner, at_close: list[Callable[[], None]], timeout_s: float = 2.0) -> None:
-    runner.close(timeout_s)
+def _reason(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _close(
+    runner: Runner, at_close: list[Callable[[], None]], timeout_s: float = 2.0, reason: str | None = None
+) -> None:
+    if reason is None and not hasattr(sys, "ps1"):  # the interpreter ends: of an exception that nobody caught?
+        reason = _reason(getattr(sys, "last_value", None))
+    runner.close(timeout_s, reason or "")
     for callback in at_close:
         callback()
     at_close.clear()
