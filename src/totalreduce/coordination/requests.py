@@ -6,6 +6,7 @@ raise the same error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -59,10 +60,7 @@ class Request:
     @property
     def num_elements(self) -> int:
         """Product of the shape."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:

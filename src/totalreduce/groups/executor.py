@@ -5,6 +5,7 @@ Batches are started in the agreed order; while one is on the wire the next one i
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -329,7 +330,7 @@ class Executor:
     def _allgather(self, batch: _Batch, response: Response, entry: Entry) -> None:
         tensor = entry.tensor.detach()
         rows = [part[0] for part in response.rows]
-        width = tensor[0].numel() if len(tensor) else _product(tensor.shape[1:])
+        width = tensor[0].numel() if len(tensor) else math.prod(tensor.shape[1:])
         longest = max(rows)
         part = tensor.new_zeros(longest * width)
         part[: tensor.numel()] = tensor.reshape(-1)
@@ -347,7 +348,7 @@ class Executor:
 
     def _alltoall(self, batch: _Batch, response: Response, entry: Entry) -> None:
         tensor = entry.tensor.detach().contiguous()
-        width = _product(tensor.shape[1:])
+        width = math.prod(tensor.shape[1:])
         received = [rows[self._rank] for rows in response.rows]
         sent = [rows * width for rows in entry.request.splits]
         output = tensor.new_empty((sum(received), *tensor.shape[1:]))
@@ -363,7 +364,7 @@ class Executor:
         """The first ranks have one row more where the rows do not divide evenly."""
         tensor = entry.tensor.detach()
         size = self._natives.world_size
-        width, count = _product(tensor.shape[1:]), len(tensor)
+        width, count = math.prod(tensor.shape[1:]), len(tensor)
         rows = [count // size + (rank < count % size) for rank in range(size)]
         longest = max(rows)
         padded = tensor.new_zeros((size, longest, *tensor.shape[1:]))
@@ -430,13 +431,6 @@ def _extreme(dtype: torch.dtype, *, largest: bool) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return float("inf") if largest else float("-inf")
     return torch.iinfo(dtype).max if largest else torch.iinfo(dtype).min
-
-
-def _product(extents: Sequence[int]) -> int:
-    count = 1
-    for extent in extents:
-        count *= extent
-    return count
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
