@@ -420,7 +420,8 @@ class Coordinator:
 
         def hurry(now: float) -> bool:
             self._negotiator.hurry(now)
-            return self._settle(now)
+            self._settle(now)
+            return False  # whoever waits moves the messages, or wakes who does
 
         self._runner.act(hurry)
         self._runner.wait(handle, timeout_s, explain=lambda now: self._explain(handle, now))
