@@ -20,6 +20,11 @@ from totalreduce.launch.local import run_workers
 FOREIGN = ("TOTALREDUCE_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "OMP_NUM")
 
 
+def _heed_signals():
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def environment():
     return {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
@@ -37,8 +42,8 @@ def launcher(environment):
             stderr=subprocess.PIPE,
             text=True,
             env=environment | extra,
-            # A shell that starts the tests in the background makes them ignore SIGINT.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            # A shell that starts the tests in the background makes them ignore SIGINT, nohup SIGHUP.
+            preexec_fn=_heed_signals,
         )
         started.append(process)
         return process

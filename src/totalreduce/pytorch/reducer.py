@@ -272,7 +272,7 @@ class Reducer:
         )
 
     def _empty(self, num_elements: int, /, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if device.type == "cpu":
+        if device.type == "cpu" and self._group.coordinator is None:  # a native library has no use for shared memory
             return self._group.empty(num_elements, dtype=dtype)
         return torch.empty(num_elements, dtype=dtype, device=device)
 
