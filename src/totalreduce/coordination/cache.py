@@ -40,7 +40,7 @@ class ResponseCache:
 
     Attributes:
         capacity: Entries at most; 0 switches it off.
-        version: Counts changes of the entries; while it stays, ``classify`` says the same.
+        version: Counts changes of the entries, not of the order of use; while it stays, ``classify`` says the same.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -52,7 +52,7 @@ class ResponseCache:
         self._free: list[int] = []  #: Bits of erased entries, descending: the lowest is used first.
         #: By name: what this rank asked when the entry was made, where ranks may ask differently.
         self._own: dict[str, Request] = {}
-        self.version = 0  #: Counts changes of the entries, not of the order of use.
+        self.version = 0
         self._last_use: tuple[int, list[Response]] = (0, [])
 
     def __len__(self) -> int:

@@ -43,8 +43,6 @@ _STATUS = _SHUT_DOWN | _UNCACHED | _INVALID
 _REQUESTS_MAX = 1024
 #: The longest pause between two cycles that nobody is blocked for, in seconds.
 _PAUSE_MAX_S = 0.005
-
-
 #: Lists of responses are never changed once they are made.
 _NONE: list[Response] = []
 
@@ -533,9 +531,8 @@ class Negotiator:
             responses = self.cache.use(cycle.common)
             self.counters.hits += len(responses)
             if self.joined:
-                joined = tuple(
-                    sorted(self.joined)
-                )  # as in responses that are new, or they would not be fused with those
+                # As in responses that are new, or they would not be fused with those.
+                joined = tuple(sorted(self.joined))
                 responses = [response.with_joined(joined) for response in responses]
             self._respond(responses)
         new = list(new)

@@ -314,7 +314,7 @@ class Coordinator:
             shown,
             OpKind.REDUCE_SCATTER,
             *self._described(tensor, shown),
-            reduction=op.name.lower(),
+            reduction=_REDUCTIONS[op],
             prescale=float(prescale),
             postscale=float(postscale),
             cached=cached,

@@ -93,7 +93,6 @@ class _Batch:
     work: NativeWork | None = None
     buffer: torch.Tensor | None = None
     finish: Callable[[], None] = lambda: None
-    kept: list[Any] = field(default_factory=list)
     error: BaseException | None = None
 
 
@@ -354,7 +353,6 @@ class Executor:
         output = tensor.new_empty((sum(received), *tensor.shape[1:]))
         counts = [rows * width for rows in received]
         batch.work = self._natives.alltoall(output.view(-1), tensor.view(-1), counts, sent)
-        batch.kept.append(tensor)
         entry.rows[:] = received
         batch.finish = lambda: self._deliver(
             entry, torch.split_with_sizes(output.view(-1), counts), tuple(output.shape)

@@ -119,7 +119,7 @@ class NativeCollectives(Protocol):
     They return at once. All ranks must call them in one agreed order: they are for whoever sees to that order, and an
     operation of the engine needs none of them. One thread at a time. Results are as exact and as repeatable as the
     library makes them. Tensors are contiguous, of a device that the library knows, and untouched until the work is
-    done; dtypes and counts are equal on all ranks.
+    done, which keeps them alive; dtypes and counts are equal on all ranks.
 
     Raises:
         UnsupportedError: The library cannot do this; by any of them.

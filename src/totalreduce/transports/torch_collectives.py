@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, final
@@ -17,7 +17,7 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.transports.base import NativeWork
 from totalreduce.transports.native import Reduction, check_tensor, reduction_for
 
-__all__ = ["ENDED", "TorchCollectives", "destroy", "everybody", "reason"]
+__all__ = ["ENDED", "TorchCollectives", "destroy", "everybody", "forming_a_group", "reason"]
 
 #: What gloo raises when a connection has ended, and torch when the program has destroyed its process group.
 ENDED: Final = (RuntimeError, ValueError)
@@ -131,15 +131,13 @@ class TorchCollectives:
     def split(self, ranks: Sequence[int], timeout_s: float) -> TorchCollectives:
         """A new process group."""
         members = [dist.get_global_rank(self._group, rank) for rank in ranks]
-        everybody = len(members) == dist.get_world_size()
-        try:
+        all_ranks = len(members) == dist.get_world_size()
+        with forming_a_group():
             # Of a part of the ranks only those come here, and torch must not wait for the others.
             patience = timedelta(seconds=timeout_s)
-            group = dist.new_group(members, patience, use_local_synchronization=not everybody)
-        except RuntimeError as error:
-            raise RendezvousError(f"torch.distributed cannot make a private group: {reason(error)}") from error
+            group = dist.new_group(members, patience, use_local_synchronization=not all_ranks)
         assert isinstance(group, dist.ProcessGroup)
-        return TorchCollectives(group, reusable_name=not everybody)
+        return TorchCollectives(group, reusable_name=not all_ranks)
 
     def close(self) -> None:
         """Give the group back."""
@@ -156,16 +154,27 @@ class TorchCollectives:
         return _TorchWork(what, self._rank, work, finish)
 
 
+@contextlib.contextmanager
+def forming_a_group() -> Iterator[None]:
+    """Say in the library's own words that torch could not make a private group.
+
+    Raises:
+        RendezvousError: Torch could not.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RendezvousError(f"torch.distributed cannot make a private group: {reason(error)}") from error
+
+
 def everybody(timeout_s: float) -> TorchCollectives:
     """A private group with the members and the back end of the default process group. Collective.
 
     Raises:
         RendezvousError: Somebody did not come in time.
     """
-    try:
+    with forming_a_group():
         group = dist.new_group(timeout=timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise RendezvousError(f"torch.distributed cannot make a private group: {reason(error)}") from error
     assert isinstance(group, dist.ProcessGroup)
     return TorchCollectives(group)
 

@@ -33,9 +33,8 @@ import torch
 import torch.distributed as dist
 
 from totalreduce.foundation.config import TcpConfig
-from totalreduce.foundation.errors import RendezvousError
 from totalreduce.transports.passing import HEAD_BYTES, PassingTransport, Wire, WireError
-from totalreduce.transports.torch_collectives import ENDED, TorchCollectives, destroy, reason
+from totalreduce.transports.torch_collectives import ENDED, destroy, everybody, forming_a_group, reason
 
 __all__ = ["TorchTransport"]
 
@@ -306,14 +305,10 @@ class TorchTransport(PassingTransport):
         Raises:
             RendezvousError: Somebody did not come in time.
         """
-        deadline = timedelta(seconds=timeout_s)
-        try:
-            messages = dist.new_group(backend="gloo", timeout=deadline)
-            collectives = dist.new_group(timeout=deadline)
+        with forming_a_group():
+            messages = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            self.native = everybody(timeout_s)
             super().__init__(_GlooWire(messages), config)
-        except RuntimeError as error:
-            raise RendezvousError(f"torch.distributed cannot make a private group: {reason(error)}") from error
-        self.native = TorchCollectives(collectives)
 
     def close(self, timeout_s: float) -> None:
         """Also give back the group of the collectives."""
