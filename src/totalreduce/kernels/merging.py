@@ -1,0 +1,87 @@
+"""Adding sparse vectors, and finding out which of one's elements another has. Indices are ascending int32 throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba import int32, njit, uint64
+
+from totalreduce.kernels.vectors import trailing_zeros
+
+__all__ = ["Array", "add_up", "found_in", "sum_sparse"]
+
+Array = np.ndarray[Any, Any]
+
+#: Indices that are added up at a time: 128 KiB of sums stay in the second cache.
+_BLOCK = 1 << 15
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def sum_sparse(index: Array, value: Array, bounds: Array, out_index: Array, out_value: Array) -> int:
+    """Add sparse vectors; where several have an element, in the order of the vectors, whatever else is there.
+
+    Args:
+        index: int32: the lists of all vectors, one after the other, each ascending.
+        value: float32, as long.
+        bounds: int64: where each list begins, and where the last one ends.
+        out_index: int32, room for as many as all lists have together.
+        out_value: float32, likewise.
+
+    Returns:
+        How many different indices there are.
+    """
+    num_lists = bounds.size - 1
+    at = bounds[:num_lists].copy()
+    sums = np.zeros(_BLOCK, np.float32)
+    touched = np.zeros(_BLOCK // 64, np.uint64)
+    num_out = 0
+    while True:
+        lowest = np.int64(1) << 40
+        for j in range(num_lists):
+            if at[j] < bounds[j + 1]:
+                lowest = min(lowest, np.int64(index[at[j]]))
+        if lowest == np.int64(1) << 40:
+            return num_out
+        begin = lowest // 64 * 64
+        for j in range(num_lists):
+            i, end = at[j], bounds[j + 1]
+            while i < end and index[i] - begin < _BLOCK:
+                place = index[i] - begin
+                sums[place] += value[i]
+                touched[place >> 6] |= uint64(1) << uint64(place & 63)
+                i += 1
+            at[j] = i
+        for word in range(touched.size):
+            bits = touched[word]
+            if bits == uint64(0):
+                continue
+            touched[word] = uint64(0)
+            while bits != uint64(0):
+                place = word * 64 + trailing_zeros(bits)
+                out_index[num_out], out_value[num_out] = int32(begin + place), sums[place]
+                sums[place] = np.float32(0.0)
+                num_out += 1
+                bits &= bits - uint64(1)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def found_in(index: Array, other: Array) -> Array:
+    """For each of ``index`` whether ``other`` has it; both ascending."""
+    found = np.zeros(index.size, np.bool_)
+    j = 0
+    for i in range(index.size):
+        while j < other.size and other[j] < index[i]:
+            j += 1
+        found[i] = j < other.size and other[j] == index[i]
+    return found
+
+
+def add_up(lists: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """The sum of sparse vectors, given as indices and values; see ``sum_sparse``."""
+    index, value = (np.concatenate(column) for column in zip(*lists, strict=True))
+    bounds = np.cumsum([0, *(indices.size for indices, _ in lists)])
+    out_index, out_value = np.empty_like(index), np.empty_like(value)
+    count = sum_sparse(index, value, bounds, out_index, out_value)
+    return out_index[:count], out_value[:count]

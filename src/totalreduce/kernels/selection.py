@@ -1,0 +1,157 @@
+"""Selecting the largest elements of float32 memory, in one pass over it.
+
+Magnitudes are compared as integers: the bits of |x|, which grow as |x| does, infinities and NaN above everything. A
+*bound* is such an integer. Everything here releases the GIL, keeps no state and is compiled once per machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import int32, int64, njit
+
+from totalreduce.kernels.vectors import LANES, accumulate_lanes, select_lanes
+
+__all__ = ["INFINITY", "LANES", "Array", "Kth", "accumulate", "keep_largest", "kth_magnitude", "select"]
+
+Array = np.ndarray[Any, Any]
+
+#: The bits of infinity: no finite magnitude reaches it.
+INFINITY = 0x7F800000
+_MAGNITUDE = 0x7FFFFFFF
+#: Elements between two looks at how much room is left.
+_BLOCK = 4096
+#: Digits of the radix selection: 2^11 counters fit into the first cache.
+_DIGITS = ((20, 0x7FF), (9, 0x7FF), (0, 0x1FF))
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def accumulate(
+    gradient: Array, residual: Array, scale: float, bound: int, first: int, index: Array, value: Array, count: int
+) -> int:
+    """``gradient = gradient * scale + residual`` in place, and list those elements whose magnitude reaches the bound.
+
+    Traffic: 12 bytes per element (two reads, one write) and what is listed.
+
+    Args:
+        gradient: float32, contiguous; becomes the accumulated gradient.
+        residual: float32, as long; is only read.
+        scale: Factor of the gradient.
+        bound: Bits of the smallest magnitude to list.
+        first: Index of element 0.
+        index: int32; gets the indices, ascending.
+        value: float32, as long; gets the elements.
+        count: How many the lists hold already.
+
+    Returns:
+        How many they hold now; ``-1 - count`` if they were too short for all: those listed are complete up to some
+        element, and everything is accumulated all the same.
+    """
+    n = gradient.size
+    room = index.size - LANES
+    full = False
+    for begin in range(0, n, _BLOCK):
+        end = min(begin + _BLOCK, n)
+        if not full and count + (end - begin) > room:
+            full = True
+        if full:
+            for i in range(begin, end):
+                gradient[i] = gradient[i] * scale + residual[i]
+            continue
+        vector_end = begin + (end - begin) // LANES * LANES
+        for i in range(begin, vector_end, LANES):
+            count = accumulate_lanes(
+                gradient, residual, int64(i), scale, int32(bound), int32(first + i), index, value, count
+            )
+        if vector_end < end:
+            for i in range(vector_end, end):
+                gradient[i] = gradient[i] * scale + residual[i]
+            count = _select_scalar(gradient, vector_end, end, bound, first, index, value, count)
+    return -1 - count if full else count
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def select(source: Array, bound: int, first: int, index: Array, value: Array, count: int) -> int:
+    """As ``accumulate``, of memory that is only read, and that has been accumulated before."""
+    n = source.size
+    room = index.size - LANES
+    for begin in range(0, n, _BLOCK):
+        end = min(begin + _BLOCK, n)
+        if count + (end - begin) > room:
+            return -1 - count
+        vector_end = begin + (end - begin) // LANES * LANES
+        for i in range(begin, vector_end, LANES):
+            count = select_lanes(source, int64(i), int32(bound), int32(first + i), index, value, count)
+        count = _select_scalar(source, vector_end, end, bound, first, index, value, count)
+    return count
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _select_scalar(
+    source: Array, begin: int, end: int, bound: int, first: int, index: Array, value: Array, count: int
+) -> int:
+    bits = source.view(np.int32)
+    for i in range(begin, end):
+        if bits[i] & _MAGNITUDE >= bound:
+            index[count], value[count] = first + i, source[i]
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _histogram(values: Array, prefix: int, prefix_shift: int, shift: int, mask: int, counts: Array) -> None:
+    bits = values.view(np.int32)
+    for i in range(bits.size):
+        magnitude = bits[i] & _MAGNITUDE
+        if magnitude >> prefix_shift == prefix:
+            counts[(magnitude >> shift) & mask] += 1
+
+
+class Kth(NamedTuple):
+    """The k-th largest magnitude: its bits, how many magnitudes are above it, and how many equal it."""
+
+    bits: int
+    above: int
+    equal: int
+
+
+def kth_magnitude(parts: Sequence[Array], k: int) -> Kth:
+    """Find the k-th largest magnitude. Exact, by three passes of radix selection.
+
+    Args:
+        parts: float32 arrays that together have at least k elements.
+        k: From 1.
+    """
+    prefix, above, equal, prefix_shift = 0, 0, 0, 31
+    for shift, mask in _DIGITS:
+        counts = np.zeros(mask + 1, np.int64)
+        for part in parts:
+            _histogram(part, prefix, prefix_shift, shift, mask, counts)
+        from_top = np.cumsum(counts[::-1])
+        digit = int(np.searchsorted(from_top, k - above))
+        above += int(from_top[digit - 1]) if digit else 0
+        equal = int(counts[mask - digit])
+        prefix = prefix << (prefix_shift - shift) | (mask - digit)
+        prefix_shift = shift
+    return Kth(prefix, above, equal)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def keep_largest(index: Array, value: Array, bound: int, ties: int) -> int:
+    """Keep, in place and in order, the elements whose magnitude exceeds the bound, and the first ``ties`` that equal it.
+
+    Returns:
+        How many are left.
+    """
+    bits = value.view(np.int32)
+    kept = 0
+    for i in range(index.size):
+        magnitude = bits[i] & _MAGNITUDE
+        if magnitude > bound or (magnitude == bound and ties > 0):
+            if magnitude == bound:
+                ties -= 1
+            index[kept], value[kept] = index[i], value[i]
+            kept += 1
+    return kept

@@ -1,0 +1,118 @@
+"""What a method is to those who use it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from totalreduce.sparse.accumulator import Accumulator
+from totalreduce.sparse.actions import Action, Array
+
+__all__ = ["BucketShape", "Method", "Report", "Session", "Update"]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketShape:
+    """What a bucket holds; equal on all ranks.
+
+    Attributes:
+        shapes: Of its segments, in order. A segment that is a part of a parameter is one-dimensional.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each segment."""
+        return [int(np.prod(shape, dtype=np.int64)) for shape in self.shapes]
+
+    @property
+    def num_elements(self) -> int:
+        """Of all segments."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The sum over all ranks of what was applied; the same bits on every rank.
+
+    Attributes:
+        present: For each segment whether some rank had a gradient for it.
+        indices: int32, ascending: which elements; ``None``: all.
+        values: float32: their sums.
+    """
+
+    present: Array
+    indices: Array | None
+    values: Array
+
+
+@dataclass(slots=True)
+class Report:
+    """What happened to one bucket in one step, on this rank.
+
+    Attributes:
+        method: Name of the method that was used.
+        k: How many elements were to be sent.
+        selected: How many were chosen on this rank.
+        applied: How many elements were updated.
+        sent_bytes: Payload that left this rank; a collective is counted as its schedule for large blocks sends it.
+        received_bytes: Payload that came.
+        imbalance: Largest over mean of the bytes that ranks received for their regions in the step before; 1 is perfect.
+        local_threshold: Smallest magnitude chosen on this rank.
+        global_threshold: Smallest magnitude applied.
+        rescans: How often the candidates had to be listed again, since the beginning.
+        skipped: Whether some rank's gradients were not finite.
+    """
+
+    method: str = ""
+    k: int = 0
+    selected: int = 0
+    applied: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    imbalance: float = 1.0
+    local_threshold: float = 0.0
+    global_threshold: float = 0.0
+    rescans: int = 0
+    skipped: bool = False
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class Session(Protocol):
+    """One bucket's state on one rank. A round is ``accumulate`` and then ``exchange``, to its end."""
+
+    report: Report
+
+    def accumulate(self, gradients: Accumulator, residuals: Accumulator, scale: float) -> None:
+        """Make the gradients ``gradients * scale + residuals``, in place, and choose. Local; no GIL while it works."""
+
+    def exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
+        """Agree with the other ranks on the sum, and leave in the gradients what was not applied: the new residual.
+
+        Args:
+            present: For each segment whether this rank had a gradient; those without are zero.
+
+        Returns:
+            ``None`` where some rank's gradients are not finite: then the gradients' memory is worthless, and neither the
+            residuals nor this object have changed.
+        """
+
+    def state(self) -> Mapping[str, Any]:
+        """What has to be kept, beside the residuals, to go on with the same bits: numbers and arrays."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+
+
+class Method(Protocol):
+    """Settings; equal on all ranks. Frozen, so that they can be compared."""
+
+    name: ClassVar[str]
+
+    def session(self, shape: BucketShape, rank: int, world_size: int) -> Session:
+        """The state of one bucket on one rank."""
+

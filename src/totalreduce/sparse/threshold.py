@@ -1,0 +1,100 @@
+"""Which magnitude k elements reach, over the lists of all ranks: a radix search with one small allgather per digit."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, final
+
+import numpy as np
+
+from totalreduce.sparse.actions import Action, Allgather, Allreduce, Array
+
+__all__ = ["GlobalThreshold", "magnitude"]
+
+#: Bins of a histogram: 128 of 2^16 are an octave, and each of them 0.5 % of a magnitude, which is some 2 % of a count;
+#: 256 of 2^23 are all octaves.
+_FINE = (128, 16)
+_COARSE = (256, 23)
+#: For up to so many ranks everybody's histogram is gathered, which says how many elements each rank has as well.
+_GATHERED_RANKS = 32
+_MAGNITUDE = 0x7FFFFFFF
+
+
+def magnitude(bits: int) -> float:
+    """The float32 that has these bits."""
+    return float(np.array(bits, np.int32).view(np.float32))
+
+
+@final
+class GlobalThreshold:
+    """The threshold of one bucket, equal on all ranks, from step to step.
+
+    Attributes:
+        bound: The last one found; 0 at the beginning. It is where the next search looks first.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known."""
+        self.bound = 0
+
+    def agree(
+        self, values: Array, k: int, world_size: int, *, fresh: bool
+    ) -> Generator[Action, Any, tuple[int, Array]]:
+        """Find the bound that as near to k elements as possible reach, over all ranks.
+
+        Args:
+            values: float32, finite: this rank's.
+            k: How many are wanted, equal on all ranks.
+            world_size: Number of ranks.
+            fresh: Look for it; else take the last one if there is one, and only count.
+
+        Returns:
+            The bound, and how many elements of each rank reach it.
+        """
+        bits = values.view(np.int32) & _MAGNITUDE
+        if k == 0:
+            return _MAGNITUDE, np.zeros(world_size, np.int64)
+        if self.bound and not fresh:
+            return self.bound, (yield from _counted(bits, self.bound, world_size))
+        reached, counts, low = _NOTHING, None, 0
+        if self.bound:
+            low = max(1, self.bound - (_FINE[0] // 2 << _FINE[1]))
+            reached, counts = yield from _reached(bits, low, _FINE, world_size)
+        if not reached.size or not reached[-1] < k <= reached[0]:
+            # From the beginning: the octave, and then within it.
+            octaves, _ = yield from _reached(bits, 1, _COARSE, world_size)
+            low = 1 + (max(0, int((octaves >= k).sum()) - 1) << _COARSE[1])
+            reached, counts = yield from _reached(bits, low, _FINE, world_size)
+        best = int(np.abs(reached - k).argmin())
+        # Of bounds that as many elements reach, the highest.
+        best += int((reached[best:] == reached[best]).sum()) - 1
+        self.bound = low + (best << _FINE[1])
+        if counts is None:
+            return self.bound, (yield from _counted(bits, self.bound, world_size))
+        return self.bound, counts[:, best]
+
+
+_NOTHING = np.empty(0, np.int64)
+
+
+def _counted(bits: Array, bound: int, world_size: int) -> Generator[Action, Any, Array]:
+    count = np.array([(bits >= bound).sum()], np.uint32)
+    told = yield Allgather(count.view(np.uint8), [count.nbytes] * world_size)
+    return np.concatenate(told).view(np.uint32).astype(np.int64)
+
+
+def _reached(
+    bits: Array, low: int, window: tuple[int, int], world_size: int
+) -> Generator[Action, Any, tuple[Array, Array | None]]:
+    """How many elements reach each of the bounds ``low + (bin << shift)``: of all ranks, and of each one if gathered."""
+    num_bins, shift = window
+    bins = np.clip((bits - low) >> shift, -1, num_bins - 1) + 1
+    counts = np.bincount(bins, minlength=num_bins + 1)[1:]
+    counts = counts[::-1].cumsum()[::-1]
+    if world_size > _GATHERED_RANKS:
+        total = yield Allreduce(np.ascontiguousarray(counts, np.int64))
+        return total, None
+    own = counts.astype(np.uint32)
+    told = yield Allgather(own.view(np.uint8), [own.nbytes] * world_size)
+    by_rank = np.stack(told).view(np.uint32).astype(np.int64)
+    return by_rank.sum(axis=0), by_rank
