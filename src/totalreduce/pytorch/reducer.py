@@ -25,6 +25,7 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError, MissingTensorError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.pytorch.buckets import Bucket, BucketSpec, ParameterSpec, WireFormat
+from totalreduce.pytorch.readiness import Readiness
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
@@ -130,11 +131,7 @@ class Reducer:
         self.bucket_of = {member: spec.index for spec in plan for member in spec.members}
         self._works: list[Work | None] = [None] * len(plan)
         self._priorities = list(range(len(plan)))[::-1]
-        # A bucket leaves early when every parameter that had a gradient in one of the last two rounds has
-        # one. A wrong guess costs time, never correctness (rule 3).
-        self._fired: list[set[int]] = [set() for _ in plan]
-        self._fired_before: list[set[int]] = [set(spec.members) for spec in plan]
-        self._awaited: list[set[int]] = [set(spec.members) for spec in plan]
+        self._readiness = Readiness([spec.members for spec in plan])
         self._agreed = False
         self._checked: set[int] = set()
         self._widened: set[int] = set()
@@ -171,22 +168,15 @@ class Reducer:
         self.closed = self._agreed = False
         self._checked.clear()
         self._widened.clear()
-        for index, fired in enumerate(self._fired):
-            if fired:
-                self._fired_before[index] = fired
-            self._works[index] = None
-            self._fired[index] = set()
+        self._works = [None] * len(self.buckets)
+        self._readiness.begin()
 
     def gradient_ready(self, member: int) -> None:
         """A parameter's gradient was accumulated; its bucket leaves if that was the last it waited for."""
-        index = self.bucket_of[member]
-        self._fired[index].add(member)
-        if self._works[index] is not None or index == len(self.buckets) - 1:
-            return
-        self._awaited[index].discard(member)
-        if not self._awaited[index]:
-            self.buckets[index].capture()
-            self._submit(index)
+        for index in self._readiness.fired(member):
+            if self._works[index] is None and index != len(self.buckets) - 1:
+                self.buckets[index].capture()
+                self._submit(index)
 
     def close(self) -> None:
         """Send what has not left, then the last bucket with the word on what changed since it left."""
@@ -207,10 +197,8 @@ class Reducer:
             self._capture(self.buckets[-1])
             self._submit(len(self.buckets) - 1, changed)
         self.closed = True
-        if self.joined:
-            return
-        for index, fired in enumerate(self._fired):
-            self._awaited[index] = (fired | self._fired_before[index]) or set(self.buckets[index].spec.members)
+        if not self.joined:
+            self._readiness.close()
 
     def _capture(self, bucket: Bucket) -> None:
         if self.joined:

@@ -1,0 +1,114 @@
+"""The buckets of one model, exchanged step after step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import final
+
+import numpy as np
+
+from totalreduce.foundation.errors import DeadlineExceededError
+from totalreduce.sparse.accumulator import Accumulator
+from totalreduce.sparse.actions import Array
+from totalreduce.sparse.carrier import Carrier
+from totalreduce.sparse.session import BucketShape, Method, Report, Update
+from totalreduce.sparse.worker import ExchangeWorker, Job
+
+__all__ = ["SparseRounds"]
+
+
+@final
+class SparseRounds:
+    """Sessions, and the thread in which they work.
+
+    Args:
+        method: Settings, equal on all ranks.
+        shapes: Of the buckets.
+        carrier: The ranks.
+        in_order: See ``ExchangeWorker``.
+
+    Attributes:
+        sessions: By bucket.
+    """
+
+    def __init__(
+        self, method: Method, shapes: Sequence[BucketShape], carrier: Carrier, *, in_order: bool = False
+    ) -> None:
+        """Nothing is exchanged yet."""
+        self.sessions = [method.session(shape, carrier.rank, carrier.world_size) for shape in shapes]
+        self._jobs: list[Job | None] = [None] * len(shapes)
+        self._worker = ExchangeWorker(carrier, in_order=in_order)
+
+    def start(
+        self,
+        bucket: int,
+        gradients: Sequence[Array],
+        residuals: Sequence[Array],
+        *,
+        present: Sequence[bool],
+        scale: float = 1.0,
+        priority: int = 0,
+    ) -> None:
+        """Exchange one bucket; returns at once. Every rank starts every bucket once in each round.
+
+        Args:
+            bucket: Its number.
+            gradients: Of its segments, float32, contiguous, one-dimensional. They become the new residuals, and must be
+                left alone until ``finish``.
+            residuals: As many; only read.
+            present: Whether this rank has a gradient, by segment; where not, its elements are zero.
+            scale: Factor of the gradients.
+            priority: Smaller is more urgent.
+        """
+        session = self.sessions[bucket]
+        accumulated, kept = Accumulator(gradients), Accumulator(residuals)
+        job = Job(
+            bucket,
+            lambda: session.accumulate(accumulated, kept, scale),
+            lambda: session.exchange(np.array(present, np.bool_)),
+            priority,
+        )
+        self._jobs[bucket] = job
+        self._worker.start(job)
+
+    def finish(self, timeout_s: float) -> list[Update] | None:
+        """Wait for every bucket.
+
+        Returns:
+            What was applied, by bucket; ``None`` on all ranks if some rank's gradients were not finite, in any bucket: then
+            the residuals are as they were, and the gradients' memory is worthless.
+
+        Raises:
+            DeadlineExceededError: It takes too long; may be called again.
+            PeerLost: A rank died.
+        """
+        deadline = time.monotonic() + timeout_s
+        updates: list[Update] = []
+        finite = True
+        for bucket, job in enumerate(self._jobs):
+            assert job is not None, "every bucket was started"
+            try:
+                update: Update | None = job.result.result(max(0.0, deadline - time.monotonic()))
+            except FutureTimeoutError as cause:
+                if job.result.done():
+                    raise  # its own
+                raise DeadlineExceededError(
+                    f"waited {timeout_s:g} s for the sparse exchange of bucket {bucket}: another rank is late, or does not "
+                    "take part in this round"
+                ) from cause
+            if update is None:
+                finite = False
+            else:
+                updates.append(update)
+        self._jobs = [None] * len(self._jobs)
+        return updates if finite else None
+
+    def reports(self) -> list[Report]:
+        """What happened in the last round, by bucket."""
+        return [session.report for session in self.sessions]
+
+    def close(self) -> None:
+        """End the thread; harmless when called twice."""
+        self._worker.close()

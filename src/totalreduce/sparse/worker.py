@@ -1,0 +1,129 @@
+"""The thread in which buckets are selected and their exchanges go on, beside backward.
+
+What is nearly done goes first: a reply that has come is worked on before another bucket is selected.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Any, final
+
+from totalreduce.foundation.errors import GroupClosed
+from totalreduce.sparse.actions import Action
+from totalreduce.sparse.carrier import Carried, Carrier
+
+__all__ = ["ExchangeWorker", "Job"]
+
+
+@final
+class Job:
+    """One bucket's round.
+
+    Args:
+        channel: Number of the bucket.
+        prepare: Local work, done first.
+        exchange: Makes the generator when that is done.
+        priority: Of its messages.
+
+    Attributes:
+        result: What the exchange returns.
+        worked_s: Seconds of computing; see ``ExchangeWorker``.
+    """
+
+    def __init__(
+        self,
+        channel: int,
+        prepare: Callable[[], None],
+        exchange: Callable[[], Generator[Action, Any, Any]],
+        priority: int,
+    ) -> None:
+        """See the class."""
+        self.channel, self.prepare, self.exchange, self.priority = channel, prepare, exchange, priority
+        self.result: Future[Any] = Future()
+        self.running: Generator[Action, Any, Any] | None = None
+        self.under_way: Carried | None = None
+        self.steps = 0
+
+
+@final
+class ExchangeWorker:
+    """Runs jobs in one thread of its own, as many at a time as there are.
+
+    Args:
+        carrier: Carries out their actions.
+        in_order: Whether the actions of one job must all have begun before those of the next: for libraries that need
+            the same order on all ranks.
+    """
+
+    def __init__(self, carrier: Carrier, *, in_order: bool = False) -> None:
+        """Starts the thread with the first job."""
+        self._carrier, self._in_order = carrier, in_order
+        self._events: queue.PriorityQueue[tuple[int, int, Job | None]] = queue.PriorityQueue()
+        self._numbers = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def start(self, job: Job) -> None:
+        """Run it; returns at once. ``job.result`` says when it is done.
+
+        Raises:
+            GroupClosed: The worker was closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise GroupClosed("the sparse exchange was closed")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="totalreduce-sparse", daemon=True)
+                self._thread.start()
+        self._put(1, job)
+
+    def close(self) -> None:
+        """End the thread. Jobs that have not ended fail with ``GroupClosed``; harmless when called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            thread = self._thread
+        self._put(2, None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _put(self, urgency: int, job: Job | None) -> None:
+        self._events.put((urgency, next(self._numbers), job))
+
+    def _run(self) -> None:
+        while True:
+            _, _, job = self._events.get()
+            if job is None:
+                return
+            try:
+                self._advance(job)
+            except BaseException as error:  # noqa: BLE001 - whoever waits for the job raises it
+                job.running = None
+                job.result.set_exception(error)
+
+    def _advance(self, job: Job) -> None:
+        reply = None
+        if job.running is None:
+            job.prepare()
+            job.running = job.exchange()
+        else:
+            assert job.under_way is not None
+            reply = job.under_way.reply()
+        while True:
+            try:
+                action = job.running.send(reply)
+            except StopIteration as stop:
+                job.result.set_result(stop.value)
+                return
+            job.under_way = self._carrier.start(action, channel=job.channel, step=job.steps, priority=job.priority)
+            job.steps += 1
+            if not self._in_order:
+                job.under_way.on_done(lambda: self._put(0, job))
+                return
+            reply = job.under_way.reply()
