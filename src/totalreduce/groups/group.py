@@ -538,6 +538,11 @@ class Group:
         return self._engine.observers
 
     @property
+    def timeout_s(self) -> float:
+        """Patience, in seconds, of waits that name none."""
+        return self._engine.config.timeout_s
+
+    @property
     def shares_memory(self) -> bool:
         """Whether ``empty`` makes tensors that other ranks read where they lie."""
         return not self._closed and self._runner.transport.allocate(1) is not None
@@ -666,7 +671,7 @@ class Group:
     def _patience(self, timeout_s: float | None) -> float:
         if timeout_s is not None and timeout_s <= 0:
             raise ConfigurationError(f"timeout_s must be positive, not {timeout_s}")
-        return self._engine.config.timeout_s if timeout_s is None else timeout_s
+        return self.timeout_s if timeout_s is None else timeout_s
 
     def _root(self, root: int) -> int:
         if not 0 <= root < self.world_size:

@@ -8,6 +8,7 @@ after ``step()`` with ``overlap="iterations"`` is in ``deferred``.
 from __future__ import annotations
 
 import enum
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from totalreduce.foundation.errors import ConfigurationError, MissingTensorError, PlanMismatchError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.pytorch import internals
+from totalreduce.pytorch.compressed import CompressedPlan, CompressedReducer, ErrorFeedback, Residuals
 from totalreduce.pytorch.deferred import DeferredUpdates
 from totalreduce.pytorch.facade import OptimizerFacade
 from totalreduce.pytorch.hooks import WeakHook
@@ -26,6 +28,9 @@ from totalreduce.pytorch.order import ForwardOrder
 from totalreduce.pytorch.planning import PlanSettings, agree_on_plan, name_parameters, sparse_parameters
 from totalreduce.pytorch.reducer import Arithmetic, Reducer, operation_names
 from totalreduce.pytorch.sparse_gradients import SparseReducer
+from totalreduce.sparse.group_driver import GroupDriver
+from totalreduce.sparse.rounds import SparseRounds
+from totalreduce.sparse.session import Method, Report
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
@@ -78,6 +83,10 @@ class DistributedOptimizer(OptimizerFacade):
         sparse: Sparse gradients are made ``"dense"``, or everybody's rows are ``"gather"``-ed (of modules with
             ``sparse=True``, and of ``SparseAdam``).
         join_divisor: What averages are divided by while some ranks have joined: ``"world"`` or ``"active"``.
+        sync: What is sent of the gradients of large matrices: ``tr.OkTopk(density=0.01)``, another method of
+            ``totalreduce.sparse``, or ``None``: everything. See docs/sparse.md.
+        feedback: What becomes of the gradients that ``sync`` keeps back.
+        grad_scaler: The ``GradScaler`` that scales the loss, so that ``sync`` keeps back unscaled gradients.
         name: Prefix of the operations' names; different for each optimizer that shares a group.
 
     Raises:
@@ -102,6 +111,9 @@ class DistributedOptimizer(OptimizerFacade):
         backward_passes_per_step: int = 1,
         sparse: Literal["dense", "gather"] = "dense",
         join_divisor: Literal["world", "active"] = "world",
+        sync: Method | None = None,
+        feedback: ErrorFeedback | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         name: str = "model",
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
@@ -111,6 +123,9 @@ class DistributedOptimizer(OptimizerFacade):
         if model is not None and named_parameters is not None:
             raise ConfigurationError("pass the model or named_parameters: the model has names already")
         super().__init__(optimizer)
+        feedback = feedback or ErrorFeedback()
+        if sync is not None:
+            _refuse_unfit(optimizer, feedback)
         if bucket_bytes is None:
             bucket_bytes = _BUCKET_BYTES
             if group.coordinator is not None:
@@ -126,6 +141,12 @@ class DistributedOptimizer(OptimizerFacade):
             backward_passes_per_step=backward_passes_per_step,
             sparse=sparse,
             join_divisor=join_divisor,
+            sync=sync,
+            feedback=feedback,
+        )
+        self._residuals, self._grad_scaler = Residuals(), grad_scaler
+        self.skipped_steps = (
+            0  #: Steps without an update, because some rank's gradients were not finite (``sync`` only).
         )
         self._model, self._group, self._name = model, group, name
         self._named = None if named_parameters is None else list(named_parameters)
@@ -138,6 +159,7 @@ class DistributedOptimizer(OptimizerFacade):
         self._handles: list[RemovableHandle] = []
         self._recording: list[RemovableHandle] = []
         self._remove_hooks = weakref.finalize(self, _remove_hooks, self._handles, self._recording)
+        self._compressed: CompressedReducer | None = None
         self._plan_gradients()
 
     # -------------------- planning
@@ -168,6 +190,11 @@ class DistributedOptimizer(OptimizerFacade):
             self._reducer.begin()
         self._reducer.abandon()
         self._stream.close()
+        if self._compressed is not None:
+            if self._phase is not _Phase.OPEN:
+                self._compressed.begin()
+            self._compressed.abandon()
+        self._close_compressed()
         self._phase = _Phase.LOCAL
         self._planned = False
         _remove_hooks(self._handles, self._recording)
@@ -198,12 +225,14 @@ class DistributedOptimizer(OptimizerFacade):
             forbid_missing=settings.on_missing == "error",
         )
         self._sparse = SparseReducer(self._group, self._name, list(plan.sparse.values()), list(plan.sparse))
-        self._passes = [0] * len(plan.parameters)
+        self._compressed = self._make_compressed(plan.compressed)
+        hooked = [*plan.parameters, *plan.compressed.parameters]
+        self._passes = [0] * len(hooked)
         self._ordered = False
         model = torch.nn.Module() if self._model is None else self._model
-        self._order = ForwardOrder(model, {p: index for index, p in enumerate(plan.parameters)})
+        self._order = ForwardOrder(model, {p: index for index, p in enumerate(hooked)})
         self._waits: dict[int, list[int]] | None = None
-        for index, parameter in enumerate(self._plan.parameters):
+        for index, parameter in enumerate(hooked):
             hook = WeakHook(self._on_gradient, index)
             self._handles.append(internals.after_gradient(parameter, hook))
         for module in self._order.relevant:
@@ -213,12 +242,37 @@ class DistributedOptimizer(OptimizerFacade):
                 self._handles += internals.around_state_dict(module, WeakHook(self._on_state_dict))
         self._planned = True
 
+    def _make_compressed(self, plan: CompressedPlan) -> CompressedReducer | None:
+        settings, scaler = self._settings, self._grad_scaler
+        if settings.sync is None or not plan.buckets:
+            return None
+        rounds = SparseRounds(settings.sync, plan.shapes(), GroupDriver(self._group, self._name))
+        self._end_rounds = weakref.finalize(self, rounds.close)
+        return CompressedReducer(
+            plan,
+            rounds,
+            self._residuals,
+            settings.feedback,
+            world_size=self._group.world_size,
+            timeout_s=self._group.timeout_s,
+            loss_scale=(lambda: 1.0) if scaler is None else scaler.get_scale,
+        )
+
+    def _close_compressed(self) -> None:
+        if self._compressed is not None:
+            self._end_rounds()
+            self._compressed = None
+
     def _use_order(self) -> None:
         if self._ordered or not self._order.seen:
             return
         self._ordered = True
         members = [bucket.members for bucket in self._plan.buckets]
         self._reducer.set_priorities(self._order.bucket_priorities(members))
+        if self._compressed is not None:
+            first = len(self._plan.parameters)
+            compressed = [[first + member for member in bucket] for bucket in self._compressed.members]
+            self._compressed.set_priorities(self._order.bucket_priorities(compressed))
         if self._settings.overlap == "backward":
             _remove_hooks(self._recording)
 
@@ -241,11 +295,17 @@ class DistributedOptimizer(OptimizerFacade):
             self.synchronize()
         if self._phase is not _Phase.OPEN:
             self._open_round()
-        self._reducer.gradient_ready(index)
+        compressed = index - len(self._plan.parameters)
+        if compressed < 0:
+            self._reducer.gradient_ready(index)
+        elif self._compressed is not None:
+            self._compressed.gradient_ready(compressed)
 
-    def _open_round(self) -> None:
+    def _open_round(self, *, joined: bool = False) -> None:
         self._use_order()
-        self._reducer.begin()
+        self._reducer.begin(joined=joined)
+        if self._compressed is not None:
+            self._compressed.begin(joined=joined)
         self._phase = _Phase.OPEN
 
     def _check_fresh(self, index: int) -> None:
@@ -302,7 +362,19 @@ class DistributedOptimizer(OptimizerFacade):
             bucket.release()
         for parameter, gradient in zip(self._sparse.parameters, self._gather(joined=False), strict=True):
             parameter.grad = gradient
+        self._finish_compressed()
         self._phase = _Phase.SYNCHRONISED
+
+    def _finish_compressed(self) -> None:
+        if self._compressed is None:
+            return
+        factor = 1.0
+        if self._settings.op is ReduceOp.AVG:
+            active = self._reducer.active if self._settings.join_divisor == "active" else 0
+            factor = 1.0 / (active or self._group.world_size)
+        self._compressed.finish(factor)
+        if self._compressed.skipped:
+            self.skipped_steps += 1
 
     def _gather(self, *, joined: bool) -> list[torch.Tensor | None]:
         divide_by_active = self._settings.join_divisor == "active" and self._reducer.active
@@ -331,14 +403,15 @@ class DistributedOptimizer(OptimizerFacade):
         rounds = 0
         while rounds == 0 or self._reducer.active:
             rounds += 1
-            self._reducer.begin(joined=True)
-            self._reducer.close()
+            self._open_round(joined=True)
+            self._close_reducers()
             with suppress(MissingTensorError):  # the others', who raise it
                 self._reducer.finish()
             for bucket in self._reducer.buckets:
                 bucket.release()
             if self._reducer.active:
                 self._gather(joined=True)
+            self._finish_compressed()
         self._phase = _Phase.LOCAL
         # Who came last took part in the fewest rounds.
         last = torch.tensor([self._group.rank - rounds * self._group.world_size])
@@ -349,7 +422,12 @@ class DistributedOptimizer(OptimizerFacade):
         self._plan.check_unchanged(self._inner.param_groups)
         if self._phase is not _Phase.OPEN:
             self._open_round()
+        self._close_reducers()
+
+    def _close_reducers(self) -> None:
         self._reducer.close()
+        if self._compressed is not None:
+            self._compressed.close()
 
     def flush(self) -> None:
         """Apply every update that ``step()`` deferred. Nothing to do with ``overlap="backward"``.
@@ -407,7 +485,16 @@ class DistributedOptimizer(OptimizerFacade):
             result = None
         else:
             self.synchronize()
-            result = self._inner.step()
+            result = None
+            if self._compressed is None or not self._compressed.skipped:
+                result = self._inner.step()
+            elif self._grad_scaler is None and self.skipped_steps == 1:
+                warnings.warn(
+                    "a step was skipped on all ranks, because some rank's gradients were not finite; nothing was kept "
+                    "of it. DistributedOptimizer.skipped_steps counts such steps.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         self._phase = _Phase.LOCAL
         self._passes = [0] * len(self._passes)
         return result
@@ -480,11 +567,28 @@ class DistributedOptimizer(OptimizerFacade):
         self._closed = True
         self._remove_hooks()
         self._stream.close()
+        self._close_compressed()
 
     @property
     def resubmissions(self) -> int:
         """How many buckets were sent twice, because gradients changed after backward. 0 in a tidy loop."""
         return self._reducer.resubmissions
+
+    # -------------------- what a sparse method keeps back
+
+    @property
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What this rank has not sent yet, by parameter: float32, in the parameter's shape. Only to be read."""
+        plan = self._plan.compressed
+        return {
+            spec.name: self._residuals.of(parameter).as_strided(spec.shape, spec.stride)
+            for parameter, spec in zip(plan.parameters, plan.specs, strict=True)
+        }
+
+    @property
+    def reports(self) -> list[Report]:
+        """What the sparse method did in the last step, by bucket."""
+        return [] if self._compressed is None else self._compressed.reports()
 
     # -------------------- what the wrapped optimizer answers
 
@@ -517,6 +621,15 @@ class DistributedOptimizer(OptimizerFacade):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._inner!r}, rank {self._group.rank} of {self._group.world_size})"
+
+
+def _refuse_unfit(optimizer: torch.optim.Optimizer, feedback: ErrorFeedback) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError("sync= cannot be used with LBFGS, which needs whole gradients")
+    if feedback.momentum and any(group.get("momentum") for group in optimizer.param_groups):
+        raise ConfigurationError(
+            "ErrorFeedback(momentum=...) takes the place of the optimizer's own momentum: build SGD with momentum=0"
+        )
 
 
 def _remove_hooks(*lists: list[RemovableHandle]) -> None:

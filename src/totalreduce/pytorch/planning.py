@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.pytorch import internals
 from totalreduce.pytorch.buckets import BucketSpec, ParameterSpec, plan_buckets
+from totalreduce.pytorch.compressed import CompressedPlan, ErrorFeedback
 from totalreduce.pytorch.consent import agree_or_refuse
 from totalreduce.pytorch.hooks import WeakHook
+from totalreduce.sparse.session import Method
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
@@ -45,6 +47,8 @@ class PlanSettings:
     backward_passes_per_step: int
     sparse: Literal["dense", "gather"]
     join_divisor: Literal["world", "active"]
+    sync: Method | None
+    feedback: ErrorFeedback
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
@@ -70,8 +74,20 @@ class PlanSettings:
             )
         if self.sparse not in ("dense", "gather"):
             raise ConfigurationError(f"sparse is 'dense' or 'gather', not {self.sparse!r}")
+        if self.sync is not None and (self.overlap != "backward" or self.on_missing != "zero"):
+            raise ConfigurationError(
+                f"sync={self.sync.name!r} needs overlap='backward' and on_missing='zero', not "
+                f"{self.overlap!r} and {self.on_missing!r}: what is selected cannot be taken back one by one"
+            )
         if self.join_divisor not in ("world", "active"):
             raise ConfigurationError(f"join_divisor is 'world' or 'active', not {self.join_divisor!r}")
+
+    def document(self) -> dict[str, object]:
+        """JSON-ready."""
+        settings = {**asdict(self), "op": self.op.name.lower()}
+        if self.sync is not None:
+            settings["sync"]["method"] = self.sync.name
+        return settings
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
@@ -90,6 +106,7 @@ class GradientPlan:
         parameters: Trainable parameters of the optimizer, in the model's registration order, each once.
         specs: Their descriptions.
         buckets: How they are packed.
+        compressed: Those that are not reduced whole, which are none of the above.
         sparse: Parameters whose gradients are gathered instead, by name, in the same order.
         frozen: The optimizer's parameters that were not trainable when the plan was made.
         num_given: How many parameters the optimizer's groups held then.
@@ -98,6 +115,7 @@ class GradientPlan:
     parameters: tuple[torch.nn.Parameter, ...]
     specs: tuple[ParameterSpec, ...]
     buckets: tuple[BucketSpec, ...]
+    compressed: CompressedPlan
     sparse: Mapping[str, torch.nn.Parameter]
     frozen: tuple[torch.nn.Parameter, ...]
     num_given: int
@@ -105,10 +123,11 @@ class GradientPlan:
     def document(self, settings: PlanSettings) -> dict[str, object]:
         """JSON-ready: everything that must be equal on all ranks."""
         return {
-            "settings": {**asdict(settings), "op": settings.op.name.lower()},
-            "parameters": {spec.name: spec.describe() for spec in self.specs},
+            "settings": settings.document(),
+            "parameters": {spec.name: spec.describe() for spec in (*self.specs, *self.compressed.specs)},
             "sparse": {name: list(parameter.shape) for name, parameter in self.sparse.items()},
             "buckets": [[self.specs[member].name for member in bucket.members] for bucket in self.buckets],
+            "compressed": self.compressed.document(),
         }
 
     def check_unchanged(self, groups: Iterable[Mapping[str, Sequence[torch.nn.Parameter]]]) -> None:
@@ -231,11 +250,22 @@ def build_plan(
     gathers = settings.sparse == "gather"
     gathered = [p for p in chosen if gathers and p in sparse]
     reduced = [p for p in chosen if not (gathers and p in sparse)]
-    specs = tuple(ParameterSpec.of(names[p][0], names[p][1:], p, any_device=any_device) for p in reduced)
+    described = {p: ParameterSpec.of(names[p][0], names[p][1:], p, any_device=any_device) for p in reduced}
+    few = [p for p in reduced if settings.sync is not None and settings.feedback.compresses(described[p])]
+    for parameter in few:
+        if described[parameter].device != "cpu":
+            raise UnsupportedError(
+                f"parameter {names[parameter][0]!r} is on {parameter.device}: sync= compresses gradients in CPU memory "
+                "only. Move the model to the CPU, or use tr.ddp_hook with DistributedDataParallel."
+            )
+    whole = {p: spec for p, spec in described.items() if p not in set(few)}
     return GradientPlan(
-        parameters=tuple(reduced),
-        specs=specs,
-        buckets=plan_buckets(specs, settings.bucket_bytes),
+        parameters=tuple(whole),
+        specs=tuple(whole.values()),
+        buckets=plan_buckets(tuple(whole.values()), settings.bucket_bytes),
+        compressed=CompressedPlan.of(
+            few, [described[p] for p in few], settings.feedback, whole=settings.sync is not None and settings.sync.whole
+        ),
         sparse={names[p][0]: p for p in gathered},
         frozen=tuple(parameter for parameter in given if not parameter.requires_grad),
         num_given=len(given),

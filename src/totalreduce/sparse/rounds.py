@@ -77,8 +77,8 @@ class SparseRounds:
         """Wait for every bucket.
 
         Returns:
-            What was applied, by bucket; ``None`` on all ranks if some rank's gradients were not finite, in any bucket: then
-            the residuals are as they were, and the gradients' memory is worthless.
+            What was applied, by bucket; ``None`` on all ranks if some rank's gradients were not finite, in any bucket:
+            then the residuals are as they were, and the gradients' memory is worthless.
 
         Raises:
             DeadlineExceededError: It takes too long; may be called again.
@@ -95,8 +95,8 @@ class SparseRounds:
                 if job.result.done():
                     raise  # its own
                 raise DeadlineExceededError(
-                    f"waited {timeout_s:g} s for the sparse exchange of bucket {bucket}: another rank is late, or does not "
-                    "take part in this round"
+                    f"waited {timeout_s:g} s for the sparse exchange of bucket {bucket}: another rank is late, or does "
+                    "not take part in this round"
                 ) from cause
             if update is None:
                 finite = False

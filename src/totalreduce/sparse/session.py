@@ -61,7 +61,7 @@ class Report:
         applied: How many elements were updated.
         sent_bytes: Payload that left this rank; a collective is counted as its schedule for large blocks sends it.
         received_bytes: Payload that came.
-        imbalance: Largest over mean of the bytes that ranks received for their regions in the step before; 1 is perfect.
+        imbalance: Largest over mean of the bytes that ranks received for their regions in the step before; 1: perfect.
         local_threshold: Smallest magnitude chosen on this rank.
         global_threshold: Smallest magnitude applied.
         rescans: How often the candidates had to be listed again, since the beginning.
@@ -97,8 +97,8 @@ class Session(Protocol):
             present: For each segment whether this rank had a gradient; those without are zero.
 
         Returns:
-            ``None`` where some rank's gradients are not finite: then the gradients' memory is worthless, and neither the
-            residuals nor this object have changed.
+            ``None`` where some rank's gradients are not finite: then the gradients' memory is worthless, and neither
+            the residuals nor this object have changed.
         """
 
     def state(self) -> Mapping[str, Any]:
@@ -109,10 +109,15 @@ class Session(Protocol):
 
 
 class Method(Protocol):
-    """Settings; equal on all ranks. Frozen, so that they can be compared."""
+    """Settings, as a frozen dataclass; equal on all ranks.
+
+    Attributes:
+        name: What users call it.
+        whole: Whether it has to see parameters whole, however large they are.
+    """
 
     name: ClassVar[str]
+    whole: ClassVar[bool]
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> Session:
         """The state of one bucket on one rank."""
-

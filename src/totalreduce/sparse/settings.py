@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["TopkSettings"]
+__all__ = ["DensitySettings", "TopkSettings"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TopkSettings:
-    """How many elements are sent, and as what.
+class DensitySettings:
+    """How many elements are sent.
 
     Attributes:
+        name: Of the method, which inherits from this.
         density: Share of a bucket's elements that is sent, from 0 to 1.
         warmup_steps: For so many steps the density falls, geometrically, from ``warmup_density``.
         warmup_density: Where it begins.
-        values: ``"bfloat16"``: values are rounded, and the residual keeps what is cut off; or ``"float32"``.
 
     Raises:
         ConfigurationError: A value makes no sense.
     """
 
+    name: ClassVar[str]
+    whole: ClassVar[bool] = False
+
     density: float = 0.01
     warmup_steps: int = 0
     warmup_density: float = 0.25
-    values: Literal["bfloat16", "float32"] = "bfloat16"
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
@@ -38,8 +40,6 @@ class TopkSettings:
                 raise ConfigurationError(f"{name} is the share of elements that is sent: from 0 to 1, not {value}")
         if self.warmup_steps < 0 or (self.warmup_steps and not self.density):
             raise ConfigurationError(f"warmup_steps cannot be {self.warmup_steps} with a density of {self.density}")
-        if self.values not in ("bfloat16", "float32"):
-            raise ConfigurationError(f"values is 'bfloat16' or 'float32', not {self.values!r}")
 
     def count(self, num_elements: int, step: int) -> int:
         """How many of so many elements are sent in a step (from 0); one at least, unless the density is 0."""
@@ -49,3 +49,23 @@ class TopkSettings:
         if density == 0 or num_elements == 0:
             return 0
         return min(num_elements, max(1, round(density * num_elements)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopkSettings(DensitySettings):
+    """How many elements are sent, and as what; see ``DensitySettings`` for how many.
+
+    Attributes:
+        values: ``"bfloat16"``: values are rounded, and the residual keeps what is cut off; or ``"float32"``.
+
+    Raises:
+        ConfigurationError: A value makes no sense.
+    """
+
+    values: Literal["bfloat16", "float32"] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        DensitySettings.__post_init__(self)  # super() would look for the class that dataclass(slots=True) has replaced
+        if self.values not in ("bfloat16", "float32"):
+            raise ConfigurationError(f"values is 'bfloat16' or 'float32', not {self.values!r}")

@@ -103,7 +103,7 @@ class ExchangeWorker:
                 return
             try:
                 self._advance(job)
-            except BaseException as error:  # noqa: BLE001 - whoever waits for the job raises it
+            except BaseException as error:
                 job.running = None
                 job.result.set_exception(error)
 

@@ -1,0 +1,411 @@
+"""Gradients that are not sent whole: from hooks to sparse exchanges, and from their results to ``parameter.grad``.
+
+A bucket leaves when its parameters have their gradients, and takes their memory with it: the gradient becomes the
+accumulated gradient and, when the round is over, the residual, while the memory of the old residual becomes
+``parameter.grad``. So nothing is copied, and beside the gradients there is one residual of float32.
+
+A gradient that comes after its bucket has left (a second backward pass) is added to the residual: it is sent later, not
+lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.pytorch.buckets import ParameterSpec
+from totalreduce.pytorch.readiness import Readiness
+from totalreduce.sparse.accumulator import Accumulator
+from totalreduce.sparse.rounds import SparseRounds
+from totalreduce.sparse.session import BucketShape, Report, Update
+
+__all__ = ["CompressedPlan", "CompressedReducer", "ErrorFeedback", "Part", "Residuals", "plan_parts"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorFeedback:
+    """What happens to gradients around a sparse method. Equal on all ranks.
+
+    Attributes:
+        momentum: Momentum correction (Lin et al., "Deep Gradient Compression", ICLR 2018): velocities are accumulated
+            instead of gradients, and forgotten where they were applied (factor masking). For SGD *without* momentum of
+            its own; costs one more float32 for each element.
+        clip_norm: Each rank's gradient is clipped to this norm over the square root of the number of ranks before it is
+            accumulated. The norm is that of all compressed gradients, so nothing leaves before backward has ended.
+        elements_min: Parameters with fewer elements, or one dimension, are reduced whole.
+        bucket_elements: So many elements are selected and sent together, at most; larger parameters are cut.
+
+    Raises:
+        ConfigurationError: A value makes no sense.
+    """
+
+    momentum: float = 0.0
+    clip_norm: float | None = None
+    elements_min: int = 16_384
+    bucket_elements: int = 4 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        if not 0 <= self.momentum < 1:
+            raise ConfigurationError(f"momentum is from 0 to below 1, not {self.momentum}")
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise ConfigurationError(f"clip_norm is a positive norm, or None; not {self.clip_norm}")
+        if self.elements_min < 0 or not 0 < self.bucket_elements < 2**31:
+            raise ConfigurationError(
+                f"elements_min is from 0, not {self.elements_min}; bucket_elements from 1 to 2^31 - 1, "
+                f"not {self.bucket_elements}"
+            )
+
+    def compresses(self, spec: ParameterSpec) -> bool:
+        """Whether a parameter's gradients are compressed."""
+        return len(spec.shape) >= 2 and spec.num_elements >= max(1, self.elements_min)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of one parameter, in the order of its memory."""
+
+    member: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedPlan:
+    """Which gradients are compressed, and in which buckets.
+
+    Attributes:
+        parameters: In registration order.
+        specs: Their descriptions.
+        buckets: The parts in each, last registered first.
+    """
+
+    parameters: tuple[torch.nn.Parameter, ...]
+    specs: tuple[ParameterSpec, ...]
+    buckets: tuple[tuple[Part, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        parameters: Sequence[torch.nn.Parameter],
+        specs: Sequence[ParameterSpec],
+        feedback: ErrorFeedback,
+        *,
+        whole: bool,
+    ) -> CompressedPlan:
+        """Cut them into buckets; see ``plan_parts``."""
+        return cls(tuple(parameters), tuple(specs), plan_parts(specs, feedback.bucket_elements, whole=whole))
+
+    def document(self) -> list[list[list[object]]]:
+        """JSON-ready: names and ranges by bucket."""
+        return [[[self.specs[part.member].name, part.begin, part.end] for part in bucket] for bucket in self.buckets]
+
+    def shapes(self) -> list[BucketShape]:
+        """Of the buckets; a part of a parameter is one-dimensional."""
+        return [BucketShape(tuple(self._shape(part) for part in bucket)) for bucket in self.buckets]
+
+    def _shape(self, part: Part) -> tuple[int, ...]:
+        spec = self.specs[part.member]
+        whole = part.end - part.begin == spec.num_elements
+        return spec.shape if whole else (part.end - part.begin,)
+
+
+def plan_parts(specs: Sequence[ParameterSpec], bucket_elements: int, *, whole: bool) -> tuple[tuple[Part, ...], ...]:
+    """Cut parameters into buckets, last registered first: the order in which backward makes gradients.
+
+    Args:
+        specs: In registration order.
+        bucket_elements: Elements of a bucket, at most.
+        whole: Do not cut parameters; a larger one has a bucket of its own.
+    """
+    buckets: list[tuple[Part, ...]] = []
+    filling: list[Part] = []
+    filled = 0
+    for member in reversed(range(len(specs))):
+        size = specs[member].num_elements
+        pieces = 1 if whole else -(-size // bucket_elements)
+        for piece in range(pieces):
+            part = Part(member, size * piece // pieces, size * (piece + 1) // pieces)
+            if filling and filled + part.end - part.begin > bucket_elements:
+                buckets.append(tuple(filling))
+                filling, filled = [], 0
+            filling.append(part)
+            filled += part.end - part.begin
+    if filling:
+        buckets.append(tuple(filling))
+    return tuple(buckets)
+
+
+class Residuals:
+    """What was not applied yet, by parameter: float32, one-dimensional, in the order of the parameter's memory.
+
+    Attributes:
+        kept: The residuals.
+        velocities: With momentum correction, as large.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was kept back."""
+        self.kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The residual; zeros at first."""
+        return self.kept.setdefault(parameter, torch.zeros(parameter.numel()))
+
+    def norm(self) -> float:
+        """Of all residuals together."""
+        return math.sqrt(sum(float(kept.double().square().sum()) for kept in self.kept.values()))
+
+
+@final
+class CompressedReducer:
+    """The compressed buckets of one plan and the round that is under way.
+
+    Args:
+        plan: What to reduce.
+        rounds: Exchanges its buckets.
+        residuals: Outlive the plan.
+        feedback: Settings.
+        world_size: Number of ranks.
+        timeout_s: Patience of ``finish``.
+        loss_scale: By what the loss, and so the gradients, are multiplied at present.
+    """
+
+    def __init__(
+        self,
+        plan: CompressedPlan,
+        rounds: SparseRounds,
+        residuals: Residuals,
+        feedback: ErrorFeedback,
+        *,
+        world_size: int,
+        timeout_s: float,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        """See the class."""
+        self.plan, self.rounds = plan, rounds
+        self._residuals, self._feedback = residuals, feedback
+        self._world_size, self._timeout_s, self._loss_scale = world_size, timeout_s, loss_scale
+        self._members = [sorted({part.member for part in bucket}) for bucket in plan.buckets]
+        self._readiness = Readiness(self._members)
+        self._priorities = list(range(len(plan.buckets)))[::-1]
+        self._left: set[int] = set()
+        self._present: set[int] = set()
+        self._accumulated: dict[int, torch.Tensor] = {}
+        self._velocities: dict[int, torch.Tensor] = {}
+        self._scale = 1.0
+        self.joined = False
+        self.closed = True
+        self.skipped = False  #: The last round ended without a result, because of gradients that are not finite.
+
+    @property
+    def members(self) -> list[list[int]]:
+        """The parameters of each bucket."""
+        return self._members
+
+    def set_priorities(self, priorities: Mapping[int, int]) -> None:
+        """Set the urgency of buckets by index; a smaller number leaves first."""
+        for index, priority in priorities.items():
+            self._priorities[index] = priority
+
+    def begin(self, *, joined: bool = False) -> None:
+        """Open a round. The one before is over."""
+        self.joined, self.closed, self.skipped = joined, False, False
+        self._left.clear()
+        self._present.clear()
+        self._accumulated.clear()
+        self._velocities.clear()
+        self._readiness.begin()
+        self._scale = self._loss_scale()
+
+    def gradient_ready(self, member: int) -> None:
+        """A parameter's gradient was accumulated; its buckets leave if that was the last they waited for."""
+        for index in self._readiness.fired(member):
+            if index not in self._left and self._feedback.clip_norm is None:
+                self._leave(index, 1.0)
+
+    def close(self) -> None:
+        """Send what has not left."""
+        if self.closed:
+            return
+        self.closed = True
+        if not self.joined:
+            self._readiness.close()
+        clip = 1.0
+        if self._feedback.clip_norm is not None:
+            for member in range(len(self.plan.parameters)):
+                self._take(member)
+            clip = self._clipping(self._feedback.clip_norm)
+        for index in sorted(range(len(self.plan.buckets)), key=lambda index: (self._priorities[index], -index)):
+            if index not in self._left:
+                self._leave(index, clip)
+
+    def finish(self, factor: float) -> None:
+        """Wait for a closed round and install its results. May be called again after it raised.
+
+        Args:
+            factor: What sums over the ranks are multiplied by.
+        """
+        updates = self.rounds.finish(self._timeout_s)
+        self.skipped = updates is None
+        if updates is None:
+            for member, accumulated in self._accumulated.items():
+                accumulated.fill_(math.nan)
+                self._install(member, accumulated)
+        else:
+            self._commit(updates, factor * self._scale)
+        self._accumulated.clear()
+
+    def abandon(self) -> None:
+        """End an open round without a result. Collective. What was sent goes back to the residuals.
+
+        Gradients whose buckets have not left stay.
+        """
+        self.joined = self.closed = True
+        for index in range(len(self.plan.buckets)):
+            if index not in self._left:
+                self._leave(index, 1.0)
+        updates = self.rounds.finish(self._timeout_s)
+        if updates is not None:
+            self._commit(updates, 1.0)
+            for index, update in enumerate(updates):
+                # Every rank takes back its share of what all have applied.
+                self._target(index, self._residuals.kept).add_scaled(update, 1.0 / self._world_size)
+        self._accumulated.clear()
+
+    def reports(self) -> list[Report]:
+        """What happened in the last round, by bucket."""
+        return self.rounds.reports()
+
+    # -------------------- a bucket leaves
+
+    def _leave(self, index: int, clip: float) -> None:
+        self._left.add(index)
+        bucket = self.plan.buckets[index]
+        for part in bucket:
+            self._take(part.member)
+        gradients = [self._accumulated[part.member][part.begin : part.end].numpy() for part in bucket]
+        residuals = [
+            self._residuals.of(self.plan.parameters[part.member])[part.begin : part.end].numpy() for part in bucket
+        ]
+        self.rounds.start(
+            index,
+            gradients,
+            residuals,
+            present=[part.member in self._present for part in bucket],
+            scale=clip if self._feedback.momentum else clip / self._scale,
+            priority=self._priorities[index],
+        )
+
+    @torch.no_grad()
+    def _take(self, member: int) -> None:
+        """Take a parameter's gradient away from it: flat, float32, in memory that nobody else has."""
+        if member in self._accumulated:
+            return
+        parameter, spec = self.plan.parameters[member], self.plan.specs[member]
+        gradient = parameter.grad
+        if self.joined or gradient is None:
+            flat = torch.zeros(spec.num_elements)
+        else:
+            self._present.add(member)
+            flat = _flat(gradient, spec)
+            parameter.grad = None
+        momentum = self._feedback.momentum
+        if momentum and not self.joined:
+            velocity = self._residuals.velocities.get(parameter)
+            flat.div_(self._scale)
+            if velocity is not None:
+                flat.add_(velocity, alpha=momentum)
+            self._velocities[member] = flat.clone()
+        self._accumulated[member] = flat
+
+    def _clipping(self, norm: float) -> float:
+        total = math.sqrt(sum(float(flat.square().sum(dtype=torch.float64)) for flat in self._accumulated.values()))
+        if not self._feedback.momentum:
+            total /= self._scale
+        wanted = norm / math.sqrt(self._world_size)
+        return min(1.0, wanted / total) if total else 1.0  # not a number: found by the selection
+
+    # -------------------- and comes back
+
+    def _commit(self, updates: Sequence[Update], factor: float) -> None:
+        kept = self._residuals.kept
+        results = {member: kept[self.plan.parameters[member]] for member in self._accumulated}
+        velocities = {self.plan.parameters[member]: flat for member, flat in self._velocities.items()}
+        self._residuals.velocities.update(velocities)
+        wanted: set[int] = set()
+        for index, update in enumerate(updates):
+            bucket = self.plan.buckets[index]
+            target = self._target(index, {self.plan.parameters[member]: flat for member, flat in results.items()})
+            target.assign(update, factor)
+            wanted.update(
+                part.member
+                for part, present, changed in zip(bucket, update.present, target.touched(update), strict=True)
+                if present or changed
+            )
+            if velocities and update.indices is not None:  # factor masking: what was applied loses its velocity
+                self._target(index, velocities).put(update.indices, 0.0)
+        for member, accumulated in self._accumulated.items():
+            parameter = self.plan.parameters[member]
+            late = parameter.grad
+            if late is not None and not self.joined:
+                accumulated.add_(_flat(late, self.plan.specs[member]), alpha=1.0 / self._scale)
+            kept[parameter] = accumulated
+            if not self.joined:
+                parameter.grad = None
+                if member in wanted:
+                    self._install(member, results[member])
+
+    def _target(self, index: int, flats: Mapping[torch.nn.Parameter, torch.Tensor]) -> _Target:
+        bucket = self.plan.buckets[index]
+        return _Target([flats[self.plan.parameters[part.member]][part.begin : part.end].numpy() for part in bucket])
+
+    def _install(self, member: int, flat: torch.Tensor) -> None:
+        parameter, spec = self.plan.parameters[member], self.plan.specs[member]
+        shaped = flat.as_strided(spec.shape, spec.stride)
+        parameter.grad = shaped if parameter.dtype is torch.float32 else shaped.to(parameter.dtype)
+
+
+@final
+class _Target(Accumulator):
+    """Memory that an update is written to."""
+
+    def assign(self, update: Update, factor: float) -> None:
+        """Become the update times a factor."""
+        if update.indices is None:
+            for (start, segment), size in zip(self.pieces(), map(len, self.segments), strict=True):
+                np.multiply(update.values[start : start + size], np.float32(factor), out=segment)
+            return
+        self.clear()
+        self.put(update.indices, update.values * np.float32(factor))
+
+    def add_scaled(self, update: Update, factor: float) -> None:
+        """Add the update times a factor."""
+        if update.indices is None:
+            for start, segment in self.pieces():
+                segment[...] += update.values[start : start + segment.size] * np.float32(factor)
+        else:
+            self.add(update.indices, update.values * np.float32(factor))
+
+    def touched(self, update: Update) -> list[bool]:
+        """For each segment whether the update has some of its elements."""
+        if update.indices is None:
+            return [False] * len(self.segments)  # all of them: ``present`` says for which there were gradients
+        edges = np.searchsorted(update.indices, [*(start for start, _ in self.pieces()), self.num_elements])
+        return [bool(count) for count in np.diff(edges)]
+
+
+def _flat(gradient: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+    """The gradient as float32, flat, in the order of the parameter's memory; its own memory where that is possible."""
+    gradient = gradient.detach()
+    alone = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+    if gradient.dtype is not torch.float32 or gradient.stride() != spec.stride or not alone:
+        gradient = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32).copy_(gradient)
+    return gradient.as_strided((spec.num_elements,), (1,))

@@ -1,0 +1,485 @@
+"""``DistributedOptimizer(sync=...)``: what is sent and what is kept back add up, whatever the loop around does."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from optimizer_cases import Net, all_equal, batches, flat, loss_of, shard
+
+from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.group import Group
+from totalreduce.pytorch.buckets import ParameterSpec
+from totalreduce.pytorch.compressed import ErrorFeedback, Part, plan_parts
+from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.sparse.dense import Dense
+from totalreduce.sparse.methods import METHODS
+from totalreduce.sparse.oktopk import OkTopk
+from totalreduce.sparse.powersgd import PowerSGD
+from totalreduce.sparse.topka import TopkA
+from totalreduce.testing import run_ranks
+
+SIZES = [1, 2, 3, 4]
+#: Everything with two dimensions is compressed, in several buckets, and the largest matrix is cut.
+SMALL = ErrorFeedback(elements_min=0, bucket_elements=100)
+FLOAT = torch.float32
+
+
+def wrap(model: torch.nn.Module, group: Group, sync: object = None, **settings: object) -> DistributedOptimizer:
+    settings.setdefault("feedback", SMALL)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return DistributedOptimizer(inner, model, group=group, sync=sync or OkTopk(density=0.1), **settings)
+
+
+def total_residual(optimizer: DistributedOptimizer, model: torch.nn.Module, group: Group) -> torch.Tensor:
+    """The sum over the ranks of what they keep back, in float64, in the order of the model's matrices."""
+    kept = [optimizer.residuals[name].double().flatten() for name, p in model.named_parameters() if p.dim() > 1]
+    total = torch.cat(kept)
+    group.allreduce(total).wait()
+    return total
+
+
+def alone(num_steps: int) -> torch.Tensor:
+    """What one process makes of whole batches."""
+    model = Net(FLOAT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches(num_steps, dtype=FLOAT):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    return flat(model)
+
+
+def matrices(tensors: dict[str, torch.Tensor], group: Group) -> torch.Tensor:
+    total = torch.cat([tensor.double().flatten() for tensor in tensors.values()])
+    group.allreduce(total).wait()
+    return total
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("powersgd", "gaussiank")])
+def test_with_everything_sent_training_is_that_of_one_process(world_size: int, name: str) -> None:
+    settings = {} if name == "dense" else {"density": 1.0}
+    if name in ("oktopk", "topka", "gtopk", "topkdsa"):
+        settings["values"] = "float32"
+
+    def body(group: Group) -> torch.Tensor:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, METHODS[name](**settings))
+        for batch in batches(10, dtype=FLOAT):
+            optimizer.zero_grad()
+            loss_of(model, shard(batch, group)).backward()
+            optimizer.step()
+        return flat(model)
+
+    results = run_ranks(world_size, body)
+    assert all_equal(results)
+    torch.testing.assert_close(results[0], alone(10), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("name", METHODS)
+def test_gradients_are_applied_or_kept_back(world_size: int, name: str) -> None:
+    settings = {} if name in ("dense", "powersgd") else {"density": 0.05}
+
+    def body(group: Group) -> torch.Tensor:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, METHODS[name](**settings))
+        before = torch.zeros(sum(p.numel() for p in model.parameters() if p.dim() > 1), dtype=torch.float64)
+        for batch in batches(6, dtype=FLOAT):
+            optimizer.zero_grad()
+            twin = copy.deepcopy(model)
+            loss_of(twin, shard(batch, group)).backward()
+            own = {n: p.grad for n, p in twin.named_parameters() if p.dim() > 1}
+            loss_of(model, shard(batch, group)).backward()
+            optimizer.synchronize()
+            applied = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.dim() > 1])
+            optimizer.step()
+            after = total_residual(optimizer, model, group)
+            expected = before + matrices(own, group)
+            torch.testing.assert_close(applied * group.world_size + after, expected, rtol=1e-6, atol=1e-6)
+            before = after
+        return flat(model)
+
+    results = run_ranks(world_size, body)
+    assert all_equal(results)
+
+
+def test_parameters_are_cut_into_buckets() -> None:
+    def spec(*shape: int) -> ParameterSpec:
+        return ParameterSpec.of("p", (), torch.empty(shape))
+
+    specs = [spec(10, 10), spec(5, 5), spec(16, 16)]
+    assert plan_parts(specs, 100, whole=False) == (
+        (Part(2, 0, 85),),
+        (Part(2, 85, 170),),
+        (Part(2, 170, 256),),
+        (Part(1, 0, 25),),
+        (Part(0, 0, 100),),
+    )
+    assert plan_parts(specs, 300, whole=True) == ((Part(2, 0, 256), Part(1, 0, 25)), (Part(0, 0, 100),))
+    assert plan_parts([], 100, whole=False) == ()
+
+
+class Recorder:
+    """Keeps copies of what must not change."""
+
+    def __init__(self, optimizer: DistributedOptimizer, model: torch.nn.Module) -> None:
+        self.residuals = {name: kept.clone() for name, kept in optimizer.residuals.items()}
+        self.parameters = flat(model)
+
+    def same(self, optimizer: DistributedOptimizer, model: torch.nn.Module) -> bool:
+        kept = optimizer.residuals
+        return torch.equal(self.parameters, flat(model)) and all(
+            torch.equal(kept[name], was) for name, was in self.residuals.items()
+        )
+
+
+@pytest.mark.filterwarnings("ignore:a step was skipped:RuntimeWarning")
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("layer", ["first", "third"])
+def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(world_size: int, bad: float, layer: str) -> None:
+    def body(group: Group) -> torch.Tensor:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group)
+        for step, batch in enumerate(batches(8, dtype=FLOAT)):
+            optimizer.zero_grad()
+            loss = loss_of(model, shard(batch, group))
+            if step == 4:
+                before = Recorder(optimizer, model)
+                if group.rank == world_size - 1:
+                    loss = loss + getattr(model, layer).weight[1, 1] * bad
+                loss.backward()
+                optimizer.step()
+                assert before.same(optimizer, model)
+                assert any(report.skipped for report in optimizer.reports)
+            else:
+                loss.backward()
+                optimizer.step()
+        assert optimizer.skipped_steps == 1
+        return flat(model)
+
+    assert all_equal(run_ranks(world_size, body))
+
+
+def test_the_first_skipped_step_is_told() -> None:
+    def body(group: Group) -> None:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group)
+        for step in range(3):
+            (model.first.weight.sum() * (math.nan if step else 1)).backward()
+            if step == 1:
+                with pytest.warns(RuntimeWarning, match="skipped on all ranks"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_with_a_grad_scaler_residuals_are_unscaled(world_size: int) -> None:
+    def body(group: Group) -> None:
+        plain_model, model = Net(FLOAT), Net(FLOAT)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        plain = wrap(plain_model, group, name="plain")
+        scaled = wrap(model, group, name="scaled", grad_scaler=scaler)
+        for step, batch in enumerate(batches(8, dtype=FLOAT)):
+            part = shard(batch, group)
+            scaled.zero_grad()
+            loss = scaler.scale(loss_of(model, part))
+            if step == 5 and group.rank == 0:
+                loss = loss * math.inf
+            before = Recorder(scaled, model)
+            loss.backward()
+            scaler.unscale_(scaled)
+            scaler.step(scaled)
+            scaler.update()
+            if step == 5:
+                assert before.same(scaled, model)
+                continue
+            plain.zero_grad()
+            loss_of(plain_model, part).backward()
+            plain.step()
+            for name, kept in plain.residuals.items():
+                torch.testing.assert_close(scaled.residuals[name], kept, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(flat(model), flat(plain_model), rtol=1e-5, atol=1e-6)
+        assert scaler.get_scale() != 1024.0
+        assert (plain.skipped_steps, scaled.skipped_steps) == (0, 1)
+
+    run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("how", ["no_sync", "passes_per_step"])
+def test_accumulated_gradients_are_compressed_once(world_size: int, how: str) -> None:
+    def body(group: Group) -> torch.Tensor:
+        model, once = Net(FLOAT), Net(FLOAT)
+        optimizer = wrap(model, group, name="parts", backward_passes_per_step=2 if how == "passes_per_step" else 1)
+        whole = wrap(once, group, name="whole")
+        for batch in batches(5, dtype=FLOAT):
+            inputs, targets = shard(batch, group)
+            halves = [(inputs[i::2], targets[i::2]) for i in range(2)]
+            optimizer.zero_grad()
+            if how == "no_sync":
+                with optimizer.no_sync():
+                    loss_of(model, halves[0]).backward()
+            else:
+                loss_of(model, halves[0]).backward()
+            loss_of(model, halves[1]).backward()
+            optimizer.step()
+            whole.zero_grad()
+            (loss_of(once, halves[0]) + loss_of(once, halves[1])).backward()
+            whole.step()
+        torch.testing.assert_close(flat(model), flat(once), rtol=1e-5, atol=1e-6)
+        return flat(model)
+
+    assert all_equal(run_ranks(world_size, body))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_that_comes_late_is_kept(world_size: int) -> None:
+    def body(group: Group) -> None:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, OkTopk(density=0.05))
+        first, second = batches(2, dtype=FLOAT)
+        expected = []
+        for batch in (first, second):
+            twin = copy.deepcopy(model)
+            loss_of(twin, shard(batch, group)).backward()
+            expected.append(matrices({n: p.grad for n, p in twin.named_parameters() if p.dim() > 1}, group))
+        loss_of(model, shard(first, group)).backward()
+        loss_of(model, shard(second, group)).backward()
+        optimizer.synchronize()
+        applied = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.dim() > 1])
+        kept = total_residual(optimizer, model, group)
+        torch.testing.assert_close(applied * group.world_size + kept, sum(expected), rtol=1e-6, atol=1e-6)
+
+    run_ranks(world_size, body)
+
+
+class Branching(torch.nn.Module):
+    """Only one of two layers is used, and a third one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6, bias=False) for _ in range(3))
+        generator = torch.Generator().manual_seed(3)  # the global one belongs to all ranks of the process
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(6, 6, generator=generator))
+
+    def forward(self, inputs: torch.Tensor, which: int) -> torch.Tensor:
+        return self.layers[which](inputs).square().sum()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_branches_taken_by_some_ranks_only(world_size: int) -> None:
+    def body(group: Group) -> torch.Tensor:
+        model = Branching()
+        inner = torch.optim.SGD(model.parameters(), lr=0.01, weight_decay=0.5)
+        optimizer = DistributedOptimizer(inner, model, group=group, sync=TopkA(density=0.1), feedback=SMALL)
+        generator = torch.Generator().manual_seed(group.rank)
+        unused = model.layers[2].weight.detach().clone()
+        for step in range(6):
+            optimizer.zero_grad()
+            which = (group.rank + step) % 2
+            model(torch.randn(4, 6, generator=generator), which).backward()
+            optimizer.step()
+            assert model.layers[2].weight.grad is None
+        assert torch.equal(model.layers[2].weight, unused)  # not even decayed
+        return flat(model)
+
+    assert all_equal(run_ranks(world_size, body))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_accumulate_in_float32(dtype: torch.dtype) -> None:
+    def body(group: Group) -> torch.Tensor:
+        model = Net(FLOAT).to(dtype)
+        optimizer = wrap(model, group, OkTopk(density=0.2))
+        for batch in batches(5, dtype=dtype):
+            optimizer.zero_grad()
+            loss_of(model, shard(batch, group)).backward()
+            optimizer.synchronize()
+            assert all(p.grad.dtype is dtype for p in model.parameters())
+            optimizer.step()
+        assert all(kept.dtype is torch.float32 for kept in optimizer.residuals.values())
+        assert any(bool(kept.any()) for kept in optimizer.residuals.values())
+        return flat(model)
+
+    assert all_equal(run_ranks(2, body))
+
+
+def test_momentum_correction_is_that_of_its_paper() -> None:
+    """Lin et al. 2018, section 3.2 and 3.3, written out for one rank and one matrix."""
+    momentum, density, steps = 0.9, 0.1, 6
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(10, 10, generator=generator) for _ in range(steps)]
+    velocity, kept, position = torch.zeros(100), torch.zeros(100), torch.zeros(100)
+    for gradient in gradients:
+        velocity = momentum * velocity + gradient.flatten()
+        kept = kept + velocity
+        chosen = kept.abs().topk(round(density * 100)).indices
+        position[chosen] -= 0.1 * kept[chosen]
+        kept[chosen] = 0
+        velocity[chosen] = 0
+
+    def body(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = torch.nn.Parameter(torch.zeros(10, 10))
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD([weight], lr=0.1),
+            group=group,
+            sync=TopkA(density=density, values="float32"),
+            feedback=ErrorFeedback(momentum=momentum, elements_min=0),
+        )
+        for gradient in gradients:
+            optimizer.zero_grad()
+            (weight * gradient).sum().backward()
+            optimizer.step()
+        (left,) = optimizer.residuals.values()
+        return weight.detach().flatten(), left.flatten()
+
+    [(got, left)] = run_ranks(1, body)
+    torch.testing.assert_close(got, position)
+    torch.testing.assert_close(left, kept)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_local_gradients_are_clipped_before_they_are_kept(world_size: int) -> None:
+    limit = 0.01
+
+    def body(group: Group) -> None:
+        model = Net(FLOAT)
+        feedback = ErrorFeedback(clip_norm=limit, elements_min=0, bucket_elements=100)
+        optimizer = wrap(model, group, Dense(), feedback=feedback)
+        batch = shard(batches(1, dtype=FLOAT)[0], group)
+        twin = copy.deepcopy(model)
+        loss_of(twin, batch).backward()
+        own = torch.cat([p.grad.double().flatten() for p in twin.parameters() if p.dim() > 1])
+        own *= limit / math.sqrt(group.world_size) / own.norm()
+        group.allreduce(own).wait()
+        loss_of(model, batch).backward()
+        optimizer.synchronize()
+        got = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.dim() > 1])
+        torch.testing.assert_close(got * group.world_size, own, rtol=1e-5, atol=1e-9)
+
+    run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_without_data_join(world_size: int) -> None:
+    def body(group: Group) -> tuple[int, torch.Tensor]:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, OkTopk(density=0.3))
+        data = batches(3 + group.rank, dtype=FLOAT)
+        for batch in data:
+            optimizer.zero_grad()
+            loss_of(model, shard(batch, group)).backward()
+            optimizer.step()
+        last = optimizer.join()
+        parameters = flat(model)
+        group.broadcast(parameters, root=last)
+        return last, parameters
+
+    results = run_ranks(world_size, body)
+    assert {last for last, _ in results} == {world_size - 1}
+    assert all_equal([parameters for _, parameters in results])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("begun", [False, True])
+def test_residuals_outlive_a_new_plan(world_size: int, begun: bool) -> None:
+    def body(group: Group) -> torch.Tensor:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, OkTopk(density=0.05))
+        first, second = batches(2, dtype=FLOAT)
+        loss_of(model, shard(first, group)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = total_residual(optimizer, model, group)
+        if begun:
+            twin = copy.deepcopy(model)
+            loss_of(twin, shard(second, group)).backward()
+            own = {n: p.grad for n, p in twin.named_parameters() if p.dim() > 1}
+            before = before + matrices(own, group)
+            loss_of(model, shard(second, group)).backward()
+        model.head.bias.requires_grad_(False)
+        model.head.bias.grad = None
+        optimizer.replan()
+        after = total_residual(optimizer, model, group)
+        waiting = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters() if p.dim() > 1
+        }
+        torch.testing.assert_close(after + matrices(waiting, group), before, rtol=1e-5, atol=1e-6)
+        optimizer.step()
+        return flat(model)
+
+    assert all_equal(run_ranks(world_size, body))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"overlap": "iterations"}, "needs overlap='backward'"),
+        ({"on_missing": "error"}, "needs overlap='backward'"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: dict[str, object], match: str) -> None:
+    def body(group: Group) -> None:
+        with pytest.raises(ConfigurationError, match=match):
+            wrap(Net(FLOAT), group, **settings)
+
+    run_ranks(1, body)
+
+
+def test_optimizers_that_cannot_be_used() -> None:
+    def body(group: Group) -> None:
+        model = Net(FLOAT)
+        with pytest.raises(ConfigurationError, match="LBFGS"):
+            DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model, group=group, sync=OkTopk())
+        with pytest.raises(ConfigurationError, match="momentum=0"):
+            DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), momentum=0.9),
+                model,
+                group=group,
+                sync=OkTopk(),
+                feedback=ErrorFeedback(momentum=0.9),
+            )
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("bad", [{"momentum": 1.0}, {"clip_norm": 0.0}, {"elements_min": -1}, {"bucket_elements": 0}])
+def test_feedback_that_makes_no_sense(bad: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(bad))):
+        ErrorFeedback(**bad)
+
+
+def test_ranks_with_other_settings_are_told() -> None:
+    def body(group: Group) -> None:
+        with pytest.raises(PlanMismatchError, match="density"):
+            wrap(Net(FLOAT), group, OkTopk(density=0.1 if group.rank else 0.2))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sums_instead_of_averages(world_size: int) -> None:
+    def body(group: Group) -> None:
+        batch = shard(batches(1, dtype=FLOAT)[0], group)
+        gradients = []
+        for op in (ReduceOp.SUM, ReduceOp.AVG):
+            model = Net(FLOAT)
+            optimizer = wrap(model, group, PowerSGD(rank=2), op=op, name=op.name)
+            loss_of(model, batch).backward()
+            optimizer.synchronize()
+            gradients.append(model.second.weight.grad.clone())
+            optimizer.close()
+        torch.testing.assert_close(gradients[0], gradients[1] * group.world_size)
+
+    run_ranks(world_size, body)
