@@ -10,6 +10,7 @@ import typer
 
 from totalreduce.cli.bench.arithmetic import format_bytes
 from totalreduce.cli.bench.launching import Setting, run_benchmark
+from totalreduce.cli.bench.methods import make_method
 from totalreduce.cli.bench.options import (
     AgainstOption,
     HostsOption,
@@ -32,6 +33,8 @@ _LABELS = {
     "fifo": "DistributedOptimizer, fifo",
     "alone": "no communication",
     "timeline": "DistributedOptimizer, timeline on",
+    "fp16": "DDP / gloo, fp16 hook",
+    "powersgd": "DDP / gloo, PowerSGD hook, rank 4",
 }
 
 
@@ -40,7 +43,8 @@ class StepFigure:
     """One contestant.
 
     Attributes:
-        contestant: ``totalreduce``, ``gloo`` (that is DDP), ``fifo``, ``timeline`` or ``alone`` (no communication).
+        contestant: ``totalreduce``, ``gloo`` (that is DDP), ``fifo``, ``timeline``, ``fp16`` and ``powersgd`` (DDP with
+            these hooks) or ``alone`` (no communication).
         seconds: Time of a step, averaged over ranks, median over steps.
         ratio: Total Reduce's step time divided by this contestant's: below 1, Total Reduce is faster.
         bytes_sent: By the average rank in one step; ``None`` where unknown.
@@ -67,6 +71,12 @@ def bench_step(
         bool, typer.Option("--no-communication", help="Also train every rank for itself.")
     ] = False,
     timeline: Annotated[bool, typer.Option("--timeline", help="Also train with the timeline on.")] = False,
+    sync: Annotated[
+        str | None,
+        typer.Option(help="Sparse method of DistributedOptimizer: oktopk, topka ... See bench sparse."),
+    ] = None,
+    density: Annotated[float, typer.Option(help="Share of the elements that the sparse method sends.")] = 0.01,
+    hooks: Annotated[str, typer.Option(help="Also train by DDP with these hooks: fp16, powersgd, or both.")] = "",
     transport: TransportOption = "auto",
     ranks: RanksOption = None,
     emulate_hosts: HostsOption = 0,
@@ -80,7 +90,9 @@ def bench_step(
     With --transport torch gloo carries out DistributedOptimizer's reductions, too.
 
     All train the same model on the same batches in turns; replicas must be the same bits on all ranks and
-    agree with DDP's in the end, or there is no figure.
+    agree with DDP's in the end, or there is no figure. With --sync they need not agree with DDP's.
+
+    Example: totalreduce bench step --emulate-hosts 4 --against gloo --sync oktopk --hooks fp16,powersgd
     """
     setting = make_setting(ranks, emulate_hosts, emulate_rate, against, rounds, transport=transport)
     setting.refuse_mpi("step")
@@ -91,6 +103,9 @@ def bench_step(
         "bucket_bytes": None if bucket is None else int(bucket * (1 << 20)),
         "no_communication": no_communication,
         "timeline": timeline,
+        "sync": sync,
+        "density": density,
+        "hooks": [hook for hook in hooks.split(",") if hook],
     }
     figures, results = measure_step(setting, parameters)
     _print(setting, model, figures, results[0])
@@ -110,6 +125,10 @@ def measure_step(setting: Setting, parameters: dict[str, Any]) -> tuple[list[Ste
         raise ConfigurationError(f"--overlap is backward or iterations, not {parameters['overlap']!r}")
     if parameters["steps"] < 1 or (parameters["bucket_bytes"] or 1) < 1:
         raise ConfigurationError("--steps must be at least 1 and --bucket positive")
+    if set(parameters.get("hooks", ())) - {"fp16", "powersgd"}:
+        raise ConfigurationError(f"--hooks are fp16 and powersgd, not {','.join(parameters['hooks'])!r}")
+    if parameters.get("sync") is not None:
+        make_method(parameters["sync"], parameters["density"])
     results = run_benchmark("step", parameters, setting)
     return summarise(results), results
 

@@ -1,0 +1,26 @@
+"""Sparse methods by the names of the command line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from totalreduce.foundation.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from totalreduce.sparse.session import Method
+
+__all__ = ["make_method"]
+
+
+def make_method(name: str, density: float) -> Method:
+    """A method's settings; those that send no share of the elements ignore the density.
+
+    Raises:
+        ConfigurationError: There is no such method, or no such density.
+    """
+    from totalreduce.sparse.methods import METHODS
+
+    if name not in METHODS:
+        raise ConfigurationError(f"{name!r} is no sparse method; there are {', '.join(METHODS)}")
+    settings = {} if name in ("dense", "powersgd") else {"density": density}
+    return METHODS[name](**settings)
