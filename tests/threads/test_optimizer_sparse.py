@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -483,3 +484,102 @@ def test_sums_instead_of_averages(world_size: int) -> None:
         torch.testing.assert_close(gradients[0], gradients[1] * group.world_size)
 
     run_ranks(world_size, body)
+
+
+def step(optimizer: DistributedOptimizer, model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_saved_state_goes_on_with_the_same_bits(world_size: int, name: str, tmp_path: Path) -> None:
+    settings = {} if name in ("dense", "powersgd") else {"density": 0.1, "warmup_steps": 4}
+    feedback = ErrorFeedback(momentum=0.5, elements_min=0, bucket_elements=100)
+
+    def body(group: Group) -> None:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, METHODS[name](**settings), name="first", feedback=feedback)
+        data = [shard(batch, group) for batch in batches(8, dtype=FLOAT)]
+        for batch in data[:3]:
+            step(optimizer, model, batch)
+        path = tmp_path / f"{group.rank}.pt"
+        torch.save((model.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict()), path)
+        for batch in data[3:]:
+            step(optimizer, model, batch)
+        again = Net(FLOAT)
+        resumed = wrap(again, group, METHODS[name](**settings), name="second", feedback=feedback)
+        weights, state, residuals = torch.load(path, weights_only=True)
+        again.load_state_dict(weights)
+        resumed.load_state_dict(state)
+        resumed.load_residual_state_dict(residuals)
+        for batch in data[3:]:
+            step(resumed, again, batch)
+        assert torch.equal(flat(again), flat(model))
+        for parameter, kept in optimizer.residuals.items():
+            assert torch.equal(resumed.residuals[parameter], kept)
+
+    run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 3), (4, 2), (3, 4), (2, 1), (5, 3)])
+def test_the_sum_of_residuals_outlives_a_change_of_ranks(old: int, new: int) -> None:
+    def save(group: Group) -> tuple[dict[str, object], torch.Tensor]:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, OkTopk(density=0.05))
+        for batch in batches(4, size=60, dtype=FLOAT):
+            step(optimizer, model, shard(batch, group))
+        return optimizer.residual_state_dict(), total_residual(optimizer, model, group)
+
+    saved = run_ranks(old, save)
+    states, total = [state for state, _ in saved], saved[0][1]
+
+    def load(group: Group) -> torch.Tensor:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, OkTopk(density=0.05))
+        optimizer.load_residual_state_dict(*states)
+        torch.testing.assert_close(total_residual(optimizer, model, group), total, rtol=1e-6, atol=1e-7)
+        for batch in batches(2, size=60, dtype=FLOAT):
+            step(optimizer, model, shard(batch, group))
+        if old > 1:
+            with pytest.raises(ConfigurationError, match=f"saved by {old} ranks and there are {new}"):
+                optimizer.load_residual_state_dict(states[0])
+        return flat(model)
+
+    assert all_equal(run_ranks(new, load))
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    def body(group: Group) -> None:
+        model = Net(FLOAT)
+        state = wrap(model, group).residual_state_dict()
+        state["residuals"]["second.weight"] = torch.zeros(3, 3)
+        optimizer = wrap(Net(FLOAT), group, name="other")
+        with pytest.raises(ConfigurationError, match=r"'second.weight' is \(3, 3\)"):
+            optimizer.load_residual_state_dict(state)
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_flush_sends_all_that_was_kept_back(world_size: int) -> None:
+    def body(group: Group) -> torch.Tensor:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, OkTopk(density=0.05))
+        first, second, third = (shard(batch, group) for batch in batches(3, dtype=FLOAT))
+        step(optimizer, model, first)
+        assert bool(total_residual(optimizer, model, group).any())
+        optimizer.flush_residuals()
+        step(optimizer, model, second)
+        assert not bool(total_residual(optimizer, model, group).any())
+        assert {report.method for report in optimizer.reports} == {"dense"}
+        step(optimizer, model, third)
+        assert {report.method for report in optimizer.reports} == {"oktopk"}
+        loss_of(model, first).backward()
+        with pytest.raises(ConfigurationError, match="before backward"):
+            optimizer.flush_residuals()
+        optimizer.step()
+        return flat(model)
+
+    assert all_equal(run_ranks(world_size, body))

@@ -11,7 +11,7 @@ lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -106,6 +106,10 @@ class CompressedPlan:
         """JSON-ready: names and ranges by bucket."""
         return [[[self.specs[part.member].name, part.begin, part.end] for part in bucket] for bucket in self.buckets]
 
+    def described(self) -> Iterator[tuple[torch.nn.Parameter, ParameterSpec]]:
+        """Parameters and their descriptions."""
+        yield from zip(self.parameters, self.specs, strict=True)
+
     def shapes(self) -> list[BucketShape]:
         """Of the buckets; a part of a parameter is one-dimensional."""
         return [BucketShape(tuple(self._shape(part) for part in bucket)) for bucket in self.buckets]
@@ -159,6 +163,40 @@ class Residuals:
         """The residual; zeros at first."""
         return self.kept.setdefault(parameter, torch.zeros(parameter.numel()))
 
+    def state(self, plan: CompressedPlan) -> dict[str, dict[str, torch.Tensor]]:
+        """Copies, by name, in the parameters' shapes."""
+        return {
+            "residuals": {spec.name: _shaped(self.of(p), spec).clone() for p, spec in plan.described()},
+            "velocities": {
+                spec.name: _shaped(self.velocities[p], spec).clone()
+                for p, spec in plan.described()
+                if p in self.velocities
+            },
+        }
+
+    def load(self, plan: CompressedPlan, states: Sequence[Mapping[str, Mapping[str, torch.Tensor]]]) -> None:
+        """Become the sum of some ranks' states: nothing, if there is none.
+
+        Raises:
+            ConfigurationError: They are of another model.
+        """
+        for state in states:
+            shapes = {name: tuple(kept.shape) for name, kept in state["residuals"].items()}
+            wanted = {spec.name: spec.shape for spec in plan.specs}
+            if shapes != wanted:
+                odd = sorted(name for name in {*shapes, *wanted} if shapes.get(name) != wanted.get(name))
+                raise ConfigurationError(
+                    f"the saved residuals are of another model: {odd[0]!r} is {shapes.get(odd[0], 'missing')} in them "
+                    f"and {wanted.get(odd[0], 'not compressed')} here"
+                )
+        for mine, key in ((self.kept, "residuals"), (self.velocities, "velocities")):
+            mine.clear()
+            for parameter, spec in plan.described():
+                for state in states:
+                    if spec.name in state[key]:
+                        total = mine.setdefault(parameter, torch.zeros(spec.num_elements))
+                        _shaped(total, spec).add_(state[key][spec.name])
+
     def norm(self) -> float:
         """Of all residuals together."""
         return math.sqrt(sum(float(kept.double().square().sum()) for kept in self.kept.values()))
@@ -201,6 +239,8 @@ class CompressedReducer:
         self._accumulated: dict[int, torch.Tensor] = {}
         self._velocities: dict[int, torch.Tensor] = {}
         self._scale = 1.0
+        self._whole = False
+        self.send_whole = False  #: The next round sends everything.
         self.joined = False
         self.closed = True
         self.skipped = False  #: The last round ended without a result, because of gradients that are not finite.
@@ -218,6 +258,7 @@ class CompressedReducer:
     def begin(self, *, joined: bool = False) -> None:
         """Open a round. The one before is over."""
         self.joined, self.closed, self.skipped = joined, False, False
+        self._whole, self.send_whole = self.send_whole, False
         self._left.clear()
         self._present.clear()
         self._accumulated.clear()
@@ -302,6 +343,7 @@ class CompressedReducer:
             present=[part.member in self._present for part in bucket],
             scale=clip if self._feedback.momentum else clip / self._scale,
             priority=self._priorities[index],
+            whole=self._whole,
         )
 
     @torch.no_grad()
@@ -369,7 +411,7 @@ class CompressedReducer:
 
     def _install(self, member: int, flat: torch.Tensor) -> None:
         parameter, spec = self.plan.parameters[member], self.plan.specs[member]
-        shaped = flat.as_strided(spec.shape, spec.stride)
+        shaped = _shaped(flat, spec)
         parameter.grad = shaped if parameter.dtype is torch.float32 else shaped.to(parameter.dtype)
 
 
@@ -400,6 +442,10 @@ class _Target(Accumulator):
             return [False] * len(self.segments)  # all of them: ``present`` says for which there were gradients
         edges = np.searchsorted(update.indices, [*(start for start, _ in self.pieces()), self.num_elements])
         return [bool(count) for count in np.diff(edges)]
+
+
+def _shaped(flat: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+    return flat.as_strided(spec.shape, spec.stride)
 
 
 def _flat(gradient: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:

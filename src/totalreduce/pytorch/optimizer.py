@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -582,8 +582,65 @@ class DistributedOptimizer(OptimizerFacade):
         plan = self._plan.compressed
         return {
             spec.name: self._residuals.of(parameter).as_strided(spec.shape, spec.stride)
-            for parameter, spec in zip(plan.parameters, plan.specs, strict=True)
+            for parameter, spec in plan.described()
         }
+
+    def flush_residuals(self) -> None:
+        """Have the next step send whole gradients and all residuals: nothing is kept back after it. On every rank.
+
+        For the last step before an evaluation, or before the residuals are given up. Call it before its backward.
+        """
+        self._check_usable()
+        if self._phase is _Phase.OPEN:
+            raise ConfigurationError("gradients of this step have left already: call flush_residuals() before backward")
+        if self._compressed is not None:
+            self._compressed.send_whole = True
+
+    def residual_state_dict(self) -> dict[str, Any]:
+        """What ``sync`` has to know to go on with the same bits, of this rank: save it beside ``state_dict()``.
+
+        Every rank has a state of its own. To go on with fewer or more ranks, or another method, give all of them to
+        ``load_residual_state_dict``.
+        """
+        self._check_usable()
+        self.flush()
+        sessions = [] if self._compressed is None else self._compressed.rounds.state()
+        return {
+            "rank": self._group.rank,
+            "world_size": self._group.world_size,
+            "method": None if self._settings.sync is None else self._settings.sync.name,
+            "buckets": self._plan.compressed.document(),
+            "sessions": sessions,
+            **self._residuals.state(self._plan.compressed),
+        }
+
+    def load_residual_state_dict(self, *states: Mapping[str, Any]) -> None:
+        """Go on from what ``residual_state_dict`` returned.
+
+        Args:
+            states: This rank's own. Or all of them, if the number of ranks was another one: then each rank takes
+                some, so that the sum of all residuals stays what it was.
+
+        Raises:
+            ConfigurationError: States are missing, or of another model.
+        """
+        self._check_usable()
+        self.flush()
+        rank, size = self._group.rank, self._group.world_size
+        by_rank = {state["rank"]: state for state in states}
+        old_size = max((state["world_size"] for state in states), default=0)
+        if not (set(by_rank) == {rank} and old_size == size) and set(by_rank) != set(range(old_size)):
+            raise ConfigurationError(
+                f"residuals were saved by {old_size} ranks and there are {size} now: give load_residual_state_dict the "
+                f"states of all of them, not only of {sorted(by_rank)}; or, if the number is the same, of rank {rank}"
+            )
+        own = [by_rank[old] for old in sorted(by_rank) if old % size == rank]
+        self._residuals.load(self._plan.compressed, own)
+        plan = self._plan.compressed.document()
+        method = None if self._settings.sync is None else self._settings.sync.name
+        known = states[0]
+        if self._compressed is not None and known["method"] == method and known["buckets"] == plan:
+            self._compressed.rounds.load_state(by_rank.get(rank, known)["sessions"])
 
     @property
     def reports(self) -> list[Report]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import final
+from typing import Any, final
 
 import numpy as np
+import torch
 
 from totalreduce.foundation.errors import DeadlineExceededError
 from totalreduce.sparse.accumulator import Accumulator
 from totalreduce.sparse.actions import Array
 from totalreduce.sparse.carrier import Carrier
-from totalreduce.sparse.session import BucketShape, Method, Report, Update
+from totalreduce.sparse.session import BucketShape, Method, Report, Session, Update
 from totalreduce.sparse.worker import ExchangeWorker, Job
 
 __all__ = ["SparseRounds"]
@@ -37,7 +38,9 @@ class SparseRounds:
         self, method: Method, shapes: Sequence[BucketShape], carrier: Carrier, *, in_order: bool = False
     ) -> None:
         """Nothing is exchanged yet."""
+        self._shapes, self._carrier = shapes, carrier
         self.sessions = [method.session(shape, carrier.rank, carrier.world_size) for shape in shapes]
+        self._latest = list(self.sessions)
         self._jobs: list[Job | None] = [None] * len(shapes)
         self._worker = ExchangeWorker(carrier, in_order=in_order)
 
@@ -50,6 +53,7 @@ class SparseRounds:
         present: Sequence[bool],
         scale: float = 1.0,
         priority: int = 0,
+        whole: bool = False,
     ) -> None:
         """Exchange one bucket; returns at once. Every rank starts every bucket once in each round.
 
@@ -61,8 +65,14 @@ class SparseRounds:
             present: Whether this rank has a gradient, by segment; where not, its elements are zero.
             scale: Factor of the gradients.
             priority: Smaller is more urgent.
+            whole: Send everything this time, whatever the method; on all ranks.
         """
-        session = self.sessions[bucket]
+        session: Session = self.sessions[bucket]
+        if whole:
+            from totalreduce.sparse.dense import Dense
+
+            session = Dense().session(self._shapes[bucket], self._carrier.rank, self._carrier.world_size)
+        self._latest[bucket] = session
         accumulated, kept = Accumulator(gradients), Accumulator(residuals)
         job = Job(
             bucket,
@@ -107,7 +117,24 @@ class SparseRounds:
 
     def reports(self) -> list[Report]:
         """What happened in the last round, by bucket."""
-        return [session.report for session in self.sessions]
+        return [session.report for session in self._latest]
+
+    def state(self) -> list[dict[str, Any]]:
+        """Of the sessions, by bucket. Between rounds only."""
+        return [
+            {
+                key: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+                for key, value in session.state().items()
+            }
+            for session in self.sessions
+        ]
+
+    def load_state(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from there. Between rounds only."""
+        for session, saved in zip(self.sessions, state, strict=True):
+            session.load_state(
+                {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in saved.items()}
+            )
 
     def close(self) -> None:
         """End the thread; harmless when called twice."""
