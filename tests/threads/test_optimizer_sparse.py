@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from totalreduce.groups.group import Group
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.compressed import ErrorFeedback, Part, plan_parts
 from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.sparse import auto
 from totalreduce.sparse.dense import Dense
 from totalreduce.sparse.methods import METHODS
 from totalreduce.sparse.oktopk import OkTopk
@@ -583,3 +585,57 @@ def test_a_flush_sends_all_that_was_kept_back(world_size: int) -> None:
         return flat(model)
 
     assert all_equal(run_ranks(world_size, body))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("faster", ["dense", "oktopk", "topka"])
+def test_auto_takes_what_is_faster(world_size: int, faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is made up: whatever is to be fast takes no time."""
+
+    def seconds(trial: auto._Trial) -> float:
+        return 0.5 if trial.rounds.sessions[0].report.method == faster else 2.0
+
+    monkeypatch.setattr(auto._Trial, "seconds", seconds)
+    monkeypatch.setattr("totalreduce.pytorch.auto.time", _Clock(0.5 if faster == "dense" else 1.0))
+
+    def body(group: Group) -> torch.Tensor:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, auto.Auto(density=0.1))
+        for batch in batches(3, dtype=FLOAT):
+            step(optimizer, model, shard(batch, group))
+        methods = {report.method for report in optimizer.reports}
+        assert methods == (set() if faster == "dense" else {faster})
+        assert all(choice.dense_s > 0 and set(choice.sparse_s) == {"oktopk", "topka"} for choice in optimizer.choices)
+        decided = "sent whole" if faster == "dense" else f"compressed by {faster}"
+        assert all(decided in choice.describe() for choice in optimizer.choices)
+        return flat(model)
+
+    assert all_equal(run_ranks(world_size, body))
+
+
+class _Clock:
+    """Every second look at it is so much later."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._looks = threading.local()
+
+    def monotonic(self) -> float:
+        looks = self._looks.count = getattr(self._looks, "count", 0) + 1
+        return looks * self._seconds
+
+
+def test_auto_measures_for_itself() -> None:
+    def body(group: Group) -> torch.Tensor:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, auto.Auto(density=0.1))
+        for batch in batches(2, dtype=FLOAT):
+            step(optimizer, model, shard(batch, group))
+        return flat(model)
+
+    assert all_equal(run_ranks(2, body))
+
+
+def test_auto_refuses_what_it_cannot_try() -> None:
+    with pytest.raises(ConfigurationError, match="'magic' is no method"):
+        auto.Auto(methods=("magic",))

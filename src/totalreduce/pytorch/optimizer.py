@@ -34,6 +34,7 @@ from totalreduce.sparse.session import Method, Report
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
+    from totalreduce.sparse.auto import Choice
 
 __all__ = ["DistributedOptimizer"]
 
@@ -84,7 +85,8 @@ class DistributedOptimizer(OptimizerFacade):
             ``sparse=True``, and of ``SparseAdam``).
         join_divisor: What averages are divided by while some ranks have joined: ``"world"`` or ``"active"``.
         sync: What is sent of the gradients of large matrices: ``tr.OkTopk(density=0.01)``, another method of
-            ``totalreduce.sparse``, or ``None``: everything. See docs/sparse.md.
+            ``totalreduce.sparse``, ``tr.Auto()``, which measures what is faster, or ``None``: everything. See
+            docs/sparse.md.
         feedback: What becomes of the gradients that ``sync`` keeps back.
         grad_scaler: The ``GradScaler`` that scales the loss, so that ``sync`` keeps back unscaled gradients.
         name: Prefix of the operations' names; different for each optimizer that shares a group.
@@ -145,9 +147,10 @@ class DistributedOptimizer(OptimizerFacade):
             feedback=feedback,
         )
         self._residuals, self._grad_scaler = Residuals(), grad_scaler
-        self.skipped_steps = (
-            0  #: Steps without an update, because some rank's gradients were not finite (``sync`` only).
-        )
+        #: Steps without an update, because some rank's gradients were not finite (with ``sync`` only).
+        self.skipped_steps = 0
+        #: What ``tr.Auto`` has measured and decided, for each bucket that it could compress.
+        self.choices: list[Choice] = []
         self._model, self._group, self._name = model, group, name
         self._named = None if named_parameters is None else list(named_parameters)
         self._phase = _Phase.LOCAL
@@ -203,7 +206,18 @@ class DistributedOptimizer(OptimizerFacade):
         settings, groups = self._settings, self._inner.param_groups
         named = name_parameters(self._model, self._named, groups)
         sparse = sparse_parameters(self._model, self._inner)
-        self._plan = plan = agree_on_plan(self._group, self._name, named, groups, settings, sparse)
+        plan = agree_on_plan(self._group, self._name, named, groups, settings, sparse)
+        methods = [settings.sync] * len(plan.compressed.buckets) if settings.sync is not None else []
+        self.choices = []
+        if settings.sync is not None and settings.sync.name == "auto" and methods:
+            from totalreduce.pytorch import auto
+
+            assert isinstance(settings.sync, auto.Auto), "methods are told apart by their names"
+            self.choices = auto.choose_methods(settings.sync, plan.compressed, self._group, self._name)
+            whole = auto.sent_whole(plan.compressed, self.choices)
+            plan = agree_on_plan(self._group, self._name, named, groups, settings, sparse, whole)
+            methods = auto.methods_for(plan.compressed, self.choices)
+        self._plan = plan
         arithmetic = Arithmetic.of(
             settings.op,
             self._group.world_size,
@@ -225,7 +239,7 @@ class DistributedOptimizer(OptimizerFacade):
             forbid_missing=settings.on_missing == "error",
         )
         self._sparse = SparseReducer(self._group, self._name, list(plan.sparse.values()), list(plan.sparse))
-        self._compressed = self._make_compressed(plan.compressed)
+        self._compressed = self._make_compressed(plan.compressed, methods)
         hooked = [*plan.parameters, *plan.compressed.parameters]
         self._passes = [0] * len(hooked)
         self._ordered = False
@@ -242,11 +256,11 @@ class DistributedOptimizer(OptimizerFacade):
                 self._handles += internals.around_state_dict(module, WeakHook(self._on_state_dict))
         self._planned = True
 
-    def _make_compressed(self, plan: CompressedPlan) -> CompressedReducer | None:
+    def _make_compressed(self, plan: CompressedPlan, methods: Sequence[Method]) -> CompressedReducer | None:
         settings, scaler = self._settings, self._grad_scaler
-        if settings.sync is None or not plan.buckets:
+        if not plan.buckets:
             return None
-        rounds = SparseRounds(settings.sync, plan.shapes(), GroupDriver(self._group, self._name))
+        rounds = SparseRounds(methods, plan.shapes(), GroupDriver(self._group, self._name))
         self._end_rounds = weakref.finalize(self, rounds.close)
         return CompressedReducer(
             plan,

@@ -153,6 +153,7 @@ def agree_on_plan(
     groups: Iterable[Mapping[str, Sequence[torch.nn.Parameter]]],
     settings: PlanSettings,
     sparse: Collection[torch.Tensor],
+    whole: Collection[str] = (),
 ) -> GradientPlan:
     """Build the plan and compare it with the other ranks'. Collective.
 
@@ -163,7 +164,9 @@ def agree_on_plan(
     return agree_or_refuse(
         group,
         f"{name}.plan",
-        lambda: build_plan(named, groups, settings, sparse=sparse, any_device=group.coordinator is not None),
+        lambda: build_plan(
+            named, groups, settings, sparse=sparse, whole=whole, any_device=group.coordinator is not None
+        ),
         lambda plan: plan.document(settings),
     )
 
@@ -213,6 +216,7 @@ def build_plan(
     settings: PlanSettings,
     *,
     sparse: Collection[torch.Tensor] = (),
+    whole: Collection[str] = (),
     any_device: bool = False,
 ) -> GradientPlan:
     """Plan the gradients of the optimizer's trainable parameters. Purely local.
@@ -224,6 +228,7 @@ def build_plan(
         groups: The optimizer's.
         settings: Of the optimizer.
         sparse: Parameters with sparse gradients, which are gathered if the settings say so.
+        whole: Names of parameters that are not compressed, whatever the settings say.
         any_device: Whether gradients may be elsewhere than on the CPU.
 
     Raises:
@@ -251,18 +256,22 @@ def build_plan(
     gathered = [p for p in chosen if gathers and p in sparse]
     reduced = [p for p in chosen if not (gathers and p in sparse)]
     described = {p: ParameterSpec.of(names[p][0], names[p][1:], p, any_device=any_device) for p in reduced}
-    few = [p for p in reduced if settings.sync is not None and settings.feedback.compresses(described[p])]
+    few = [
+        p
+        for p, spec in described.items()
+        if settings.sync is not None and spec.name not in whole and settings.feedback.compresses(spec)
+    ]
     for parameter in few:
         if described[parameter].device != "cpu":
             raise UnsupportedError(
                 f"parameter {names[parameter][0]!r} is on {parameter.device}: sync= compresses gradients in CPU memory "
                 "only. Move the model to the CPU, or use tr.ddp_hook with DistributedDataParallel."
             )
-    whole = {p: spec for p, spec in described.items() if p not in set(few)}
+    rest = {p: spec for p, spec in described.items() if p not in set(few)}
     return GradientPlan(
-        parameters=tuple(whole),
-        specs=tuple(whole.values()),
-        buckets=plan_buckets(tuple(whole.values()), settings.bucket_bytes),
+        parameters=tuple(rest),
+        specs=tuple(rest.values()),
+        buckets=plan_buckets(tuple(rest.values()), settings.bucket_bytes),
         compressed=CompressedPlan.of(
             few, [described[p] for p in few], settings.feedback, whole=settings.sync is not None and settings.sync.whole
         ),

@@ -25,7 +25,7 @@ class SparseRounds:
     """Sessions, and the thread in which they work.
 
     Args:
-        method: Settings, equal on all ranks.
+        methods: Settings, by bucket, equal on all ranks.
         shapes: Of the buckets.
         carrier: The ranks.
         in_order: See ``ExchangeWorker``.
@@ -35,11 +35,14 @@ class SparseRounds:
     """
 
     def __init__(
-        self, method: Method, shapes: Sequence[BucketShape], carrier: Carrier, *, in_order: bool = False
+        self, methods: Sequence[Method], shapes: Sequence[BucketShape], carrier: Carrier, *, in_order: bool = False
     ) -> None:
         """Nothing is exchanged yet."""
         self._shapes, self._carrier = shapes, carrier
-        self.sessions = [method.session(shape, carrier.rank, carrier.world_size) for shape in shapes]
+        self.sessions = [
+            method.session(shape, carrier.rank, carrier.world_size)
+            for method, shape in zip(methods, shapes, strict=True)
+        ]
         self._latest = list(self.sessions)
         self._jobs: list[Job | None] = [None] * len(shapes)
         self._worker = ExchangeWorker(carrier, in_order=in_order)

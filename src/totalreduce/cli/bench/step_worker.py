@@ -126,7 +126,7 @@ def _contestant(
     if name in _HOOKS:
         # One bucket: the PowerSGD hook's collectives would leave in different orders on the ranks with more.
         replica = DistributedDataParallel(model, bucket_cap_mb=1024)
-        replica.register_comm_hook(*_HOOKS[name]())  # type: ignore[no-untyped-call]
+        replica.register_comm_hook(*_HOOKS[name]())
         return Contestant(replica, optimizer, _nothing, _nothing)
     group = context.group_of(name)
     if name == "timeline":
