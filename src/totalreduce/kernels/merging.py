@@ -1,4 +1,4 @@
-"""Adding sparse vectors, and finding out which of one's elements another has. Indices are ascending int32 throughout."""
+"""Adding sparse vectors, and finding out which of one's elements another has. Indices are ascending int32."""
 
 from __future__ import annotations
 

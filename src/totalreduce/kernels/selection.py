@@ -140,7 +140,7 @@ def kth_magnitude(parts: Sequence[Array], k: int) -> Kth:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def keep_largest(index: Array, value: Array, bound: int, ties: int) -> int:
-    """Keep, in place and in order, the elements whose magnitude exceeds the bound, and the first ``ties`` that equal it.
+    """Keep, in place and in order, elements whose magnitude exceeds the bound, and the first ``ties`` that equal it.
 
     Returns:
         How many are left.

@@ -28,8 +28,7 @@ class Accumulator:
 
     def pieces(self) -> Iterator[tuple[int, Array]]:
         """Where each segment begins, and the segment."""
-        for start, segment in zip(self._starts[:-1].tolist(), self.segments, strict=True):
-            yield start, segment
+        yield from zip(self._starts[:-1].tolist(), self.segments, strict=True)
 
     def split(self, indices: Array) -> Iterator[tuple[Array, slice, Array]]:
         """For each segment that has some of the ascending indices: it, which of the indices, and those within it."""
@@ -41,6 +40,11 @@ class Accumulator:
             chosen = slice(edges[number], edges[number + 1])
             if chosen.start < chosen.stop:
                 yield segment, chosen, indices[chosen] - start
+
+    def clear(self) -> None:
+        """Set everything to zero."""
+        for segment in self.segments:
+            segment[...] = 0.0
 
     def put(self, indices: Array, values: Array | float) -> None:
         """Set elements."""

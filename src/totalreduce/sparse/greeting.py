@@ -1,4 +1,4 @@
-"""The first thing that ranks tell each other about a bucket: is it finite, who has gradients, and the method's numbers."""
+"""What ranks tell each other about a bucket first: is it finite, who has gradients, and the method's numbers."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def greet(
     bits = np.unpackbits(table[:, : flags.size], axis=1)[:, : 1 + present.size].astype(bool)
     return Greetings(
         finite=bool(bits[:, 0].all()),
-        present=bits[:, 1:].any(axis=0),
+        present=np.logical_or.reduce(bits[:, 1:]),
         numbers=np.ascontiguousarray(table[:, flags.size :]).view(np.uint32).reshape(len(blocks), -1),
     )

@@ -1,17 +1,18 @@
 """Ok-Topk: a sparse allreduce that sends O(k) bytes per rank, whatever the number of ranks.
 
-Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, after its description; what is
-done otherwise, and why, is in docs/design/0007-sparse.md. Its five phases:
+Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, after its description; what
+is done otherwise, and why, is in docs/design/0007-sparse.md. Its five phases:
 
 1. *Local selection.* The k largest elements of residual plus gradient (``selector``).
-2. *Partition.* The bucket is cut into one region per rank, so that all ranks' selections together fall into them evenly.
-   Every rank contributes evenly spaced samples of its indices; their quantiles are the cuts. It is done again after
-   ``partition_interval`` steps, or when a rank receives a tenth more than the mean.
-3. *Split and reduce.* Each rank sends every region's elements to the region's owner, who adds them in the order of the
-   ranks.
+2. *Partition.* The bucket is cut into one region per rank, so that all ranks' selections together take equally many
+   bytes in each. Every rank contributes evenly spaced samples of its indices; their weighted quantiles are the cuts.
+   It is done again after ``partition_interval`` steps, or when a rank receives a tenth more than the mean.
+3. *Split and reduce.* Each rank sends every region's elements to the region's owner, who adds them in the order of
+   the ranks.
 4. *Global selection.* Histograms of the reduced magnitudes, gathered, say which magnitude k elements reach over all
    regions, and how many there are in each.
-5. *Balance and gather.* Owners with more than their share of those hand some on (``balance``), and everybody gathers all.
+5. *Balance and gather.* Owners with more than their share of those hand some on (``balance``), and everybody gathers
+   all.
 
 What was chosen here and is not in the result stays in the residual, like what rounding cut off.
 """
@@ -20,26 +21,25 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.kernels import merging
 from totalreduce.sparse import blocks
-from totalreduce.sparse.accumulator import Accumulator
 from totalreduce.sparse.actions import Action, Allgather, Alltoall, Array
-from totalreduce.sparse.greeting import greet
-from totalreduce.sparse.selector import Selection, Selector
-from totalreduce.sparse.session import BucketShape, Report, Update
+from totalreduce.sparse.common import TopkSession, joined, reduce_region, to_owners
+from totalreduce.sparse.selector import Selection
+from totalreduce.sparse.session import BucketShape, Update
 from totalreduce.sparse.settings import TopkSettings
-from totalreduce.sparse.threshold import GlobalThreshold, magnitude
+from totalreduce.sparse.threshold import GlobalThreshold
 
 __all__ = ["OkTopk", "OkTopkSession"]
 
 #: So many samples of every rank's indices: a cut is off by a rank's share over this, at most.
 _SAMPLES = 256
-#: Partition again where a rank receives so many times the mean, but not within so many steps of the last time, nor for a few bytes.
+#: Partition again where a rank receives so many times the mean, but not within so many steps of the last time, nor for
+#: a few bytes.
 _IMBALANCE_MAX = 1.1
 _PATIENCE = 2
 _FEW_BYTES = 4096
@@ -50,8 +50,8 @@ class OkTopk(TopkSettings):
     """Settings of Ok-Topk; see ``TopkSettings`` for the others.
 
     Attributes:
-        threshold_interval: The global threshold is found anew every so many steps. In between the last one is used, which
-            saves a small exchange for each bucket, and as many elements are applied as reach it.
+        threshold_interval: The global threshold is found anew every so many steps. In between the last one is used,
+            which saves a small exchange for each bucket, and as many elements are applied as reach it.
         partition_interval: The partition is found anew after so many steps, at the latest.
         balance: Hand elements on before they are gathered where an owner has more than this times its share.
 
@@ -80,69 +80,48 @@ class OkTopk(TopkSettings):
 
 
 @final
-class OkTopkSession:
+class OkTopkSession(TopkSession[OkTopk]):
     """See ``session.Session``."""
 
     def __init__(self, settings: OkTopk, shape: BucketShape, rank: int, world_size: int) -> None:
         """Nothing was exchanged yet."""
-        self._settings, self._rank, self._world_size = settings, rank, world_size
-        self._num_elements = shape.num_elements
-        self._selector = Selector()
+        super().__init__(settings, shape, rank, world_size)
         self._threshold = GlobalThreshold()
-        self._steps = 0
         #: Where the regions begin, and where the last one ends; ``None``: to be agreed on.
         self._cuts: list[int] | None = None
         self._partitioned_at = 0
         self._received = 0
-        self.report = Report(OkTopk.name)
 
-    def accumulate(self, gradients: Accumulator, residuals: Accumulator, scale: float) -> None:
-        """See ``Session``."""
-        k = self._settings.count(self._num_elements, self._steps)
-        self._gradients = gradients
-        self._selection = self._selector.accumulate(gradients, residuals, scale, k)
-        self.report = Report(
-            OkTopk.name,
-            k=k,
-            selected=self._selection.indices.size,
-            local_threshold=magnitude(self._selection.bound),
-            rescans=self._selector.rescans,
-        )
-
-    def exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
-        """See ``Session``."""
+    def _exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
         selection, kind, size = self._selection, self._settings.values, self._world_size
         sent = blocks.rounded(selection.values, kind)
         cuts = self._cuts
         if cuts is None:
             sampled = yield Allgather(_samples(selection).view(np.uint8), [4 * _SAMPLES] * size)
-            cuts = _quantiles(np.concatenate(sampled).view(np.int32), self._num_elements, size)
-        parts = self._split(selection.indices, sent, cuts, kind)
-        numbers = [(part.size, self._received) for part in parts]
-        greetings = yield from greet(self._rank, finite=selection.finite, present=present, numbers=numbers)
+            per_sample = max(1.0, self.report.k / _SAMPLES)
+            value_bits = 8 * blocks.value_bytes(1, kind)
+            samples = np.concatenate(sampled).view(np.int32)
+            cuts = _quantiles(samples, self._num_elements, size, per_sample, value_bits)
+        parts = to_owners(selection.indices, sent, cuts, self._rank, kind)
+        greetings = yield from self._greet(present, [(part.size, self._received) for part in parts])
         if not greetings.finite:
-            self.report.skipped = True
             return None
         sizes, burdens = greetings.numbers.T.astype(np.int64)
         received = yield Alltoall(parts, sizes.tolist())
-        indices, values = self._reduce(received, selection.indices, sent, cuts)
+        indices, values = reduce_region(received, selection.indices, sent, cuts, self._rank)
         bound, counts = yield from self._agree(values)
         chosen = values.view(np.int32) & _MAGNITUDE >= bound
         indices, exact = indices[chosen], values[chosen]
         applied = blocks.rounded(exact, kind)
-        update = yield from self._gather(indices, applied, counts, cuts, kind)
-        # What is left: all but what was applied, and what rounding cut off here.
-        kept = merging.found_in(selection.indices, update.indices)
-        self._gradients.put(selection.indices[kept], (selection.values - sent)[kept])
-        self._gradients.add(indices, exact - applied)
+        update = Update(greetings.present, *(yield from self._gather(indices, applied, counts, cuts, kind)))
+        self._keep(sent, update, indices, exact - applied)
         self._look_ahead(cuts, int(sizes.sum()), burdens)
-        self.report.applied, self.report.global_threshold = update.indices.size, magnitude(bound)
-        return Update(greetings.present, update.indices, update.values)
+        return update
 
     def state(self) -> Mapping[str, Any]:
         """See ``Session``."""
         return {
-            "steps": self._steps,
+            **super().state(),
             "partitioned_at": self._partitioned_at,
             "cuts": self._cuts or [],
             "threshold": self._threshold.bound,
@@ -151,28 +130,11 @@ class OkTopkSession:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """See ``Session``."""
-        self._steps, self._partitioned_at = state["steps"], state["partitioned_at"]
+        super().load_state(state)
+        self._partitioned_at = state["partitioned_at"]
         cuts = list(state["cuts"])
         self._cuts = cuts if len(cuts) == self._world_size + 1 else None  # other ranks, other regions
         self._threshold.bound, self._received = state["threshold"], state["received"]
-
-    def _split(self, indices: Array, values: Array, cuts: list[int], kind: blocks.ValueKind) -> list[Array]:
-        edges = np.searchsorted(indices, cuts).tolist()
-        parts = []
-        for owner in range(self._world_size):
-            own = slice(edges[owner], edges[owner + 1])
-            if owner == self._rank:  # it need not travel
-                parts.append(np.empty(0, np.uint8))
-            else:
-                parts.append(blocks.pack(indices[own], values[own], cuts[owner], cuts[owner + 1], kind))
-        return parts
-
-    def _reduce(self, received: list[Array], indices: Array, values: Array, cuts: list[int]) -> tuple[Array, Array]:
-        begin, end = cuts[self._rank], cuts[self._rank + 1]
-        low, high = np.searchsorted(indices, (begin, end)).tolist()
-        lists = [blocks.unpack(block, begin, end) for block in received]
-        lists[self._rank] = indices[low:high], values[low:high]
-        return merging.add_up(lists)
 
     def _agree(self, values: Array) -> Generator[Action, Any, tuple[int, Array]]:
         fresh = self._steps % self._settings.threshold_interval == 0
@@ -180,7 +142,7 @@ class OkTopkSession:
 
     def _gather(
         self, indices: Array, values: Array, counts: Array, cuts: list[int], kind: blocks.ValueKind
-    ) -> Generator[Action, Any, _Gathered]:
+    ) -> Generator[Action, Any, tuple[Array, Array]]:
         size, begins, ends = self._world_size, list(cuts[:-1]), list(cuts[1:])
         total = int(counts.sum())
         if size > 1 and counts.max() * size > self._settings.balance * total:
@@ -195,7 +157,7 @@ class OkTopkSession:
         block = blocks.pack(indices, values, begin, end, kind, size=own)
         gathered = yield Allgather(block, lengths)
         lists = [blocks.unpack(block, begins[rank], ends[rank]) for rank, block in enumerate(gathered)]
-        return _Gathered(*(np.concatenate(column) for column in zip(*lists, strict=True)))
+        return joined(lists)
 
     def _balance(
         self, indices: Array, values: Array, counts: Array, kind: blocks.ValueKind
@@ -223,8 +185,7 @@ class OkTopkSession:
         received = yield Alltoall(parts, lengths)
         lists = [blocks.unpack(block, 0, n) for block in received]
         lists[rank] = indices[own], values[own]
-        together, amounts = (np.concatenate(column) for column in zip(*lists, strict=True))
-        return together, amounts
+        return joined(lists)
 
     def _look_ahead(self, cuts: list[int], received: int, burdens: Array) -> None:
         """Decide by what all ranks know, the bytes that each one received in the step before, whether to cut anew."""
@@ -233,20 +194,13 @@ class OkTopkSession:
         self._received = received
         if self._cuts is None:
             self._cuts, self._partitioned_at = cuts, self._steps
-        self._steps += 1
-        age = self._steps - self._partitioned_at
+        age = self._steps + 1 - self._partitioned_at
         uneven = self.report.imbalance > _IMBALANCE_MAX and mean > _FEW_BYTES and age >= _PATIENCE
         if age >= self._settings.partition_interval or uneven:
             self._cuts = None
 
 
 _MAGNITUDE = 0x7FFFFFFF
-
-
-@dataclass(frozen=True, slots=True)
-class _Gathered:
-    indices: Array
-    values: Array
 
 
 def _samples(selection: Selection) -> Array:
@@ -259,12 +213,29 @@ def _samples(selection: Selection) -> Array:
     return samples
 
 
-def _quantiles(samples: Array, num_elements: int, world_size: int) -> list[int]:
+def _quantiles(samples: Array, num_elements: int, world_size: int, per_sample: float, value_bits: int) -> list[int]:
+    """Cut where equal shares of the bits are: an index takes fewer where more are chosen.
+
+    Args:
+        samples: Of all ranks.
+        num_elements: Of the bucket.
+        world_size: Number of ranks.
+        per_sample: How many chosen elements of its rank a sample stands for.
+        value_bits: Of one value.
+    """
     pooled = np.sort(samples[samples >= 0], axis=None)
-    if not pooled.size:
+    last = pooled.size - 1
+    if last < 0:
         return [num_elements * rank // world_size for rank in range(world_size + 1)]
-    inner = [int(pooled[pooled.size * rank // world_size]) for rank in range(1, world_size)]
-    return [0, *inner, num_elements]
+    # How far apart the elements of one rank are, around each sample. The ranks' samples may lie in heaps.
+    places = np.arange(pooled.size)
+    low, high = np.maximum(places - world_size, 0), np.minimum(places + world_size, last)
+    spacing = (pooled[high] - pooled[low]) / np.maximum(high - low, 1) * (world_size / per_sample)
+    # 1.5 + log2(1 + spacing), but in arithmetic that gives the same bits on all machines.
+    fraction, exponent = np.frexp(1.0 + spacing)
+    bits = np.cumsum(exponent + (2.0 * fraction - 2.0) + 1.5 + value_bits)
+    cuts = np.searchsorted(bits, [bits[-1] * rank / world_size for rank in range(1, world_size)])
+    return [0, *pooled[cuts].tolist(), num_elements]
 
 
 def _shares(total: int, world_size: int) -> list[int]:

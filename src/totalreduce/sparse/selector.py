@@ -17,7 +17,7 @@ import numpy as np
 from totalreduce.kernels import selection
 from totalreduce.sparse.accumulator import Accumulator, Array
 
-__all__ = ["Selection", "Selector", "sample_bound"]
+__all__ = ["NOTHING", "NOT_FINITE", "Candidates", "Selection", "Selector", "sample_bound"]
 
 #: So many times k are candidates, and so many times k have room.
 _CANDIDATES = 1.25
@@ -26,6 +26,7 @@ _ROOM = 3.0
 _SLACK = 4096 + selection.LANES
 #: A sample has so many elements above its bound, if there are as many.
 _SAMPLED = 1000
+_MAGNITUDE = 0x7FFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Selection:
         indices: int32, ascending.
         values: float32, as accumulated.
         bound: Bits of the smallest magnitude among them; 0 where nothing was.
-        finite: Whether all elements, chosen or not, are finite; nothing is chosen otherwise.
+        finite: Whether all elements, chosen or not, are finite, and so small that no sum over the ranks overflows;
+            nothing is chosen otherwise.
     """
 
     indices: Array
@@ -45,8 +47,44 @@ class Selection:
     finite: bool
 
 
-_NONE = Selection(np.empty(0, np.int32), np.empty(0, np.float32), 0, finite=True)
-_NOT_FINITE = Selection(np.empty(0, np.int32), np.empty(0, np.float32), 0, finite=False)
+NOTHING = Selection(np.empty(0, np.int32), np.empty(0, np.float32), 0, finite=True)
+NOT_FINITE = Selection(np.empty(0, np.int32), np.empty(0, np.float32), 0, finite=False)
+
+
+@final
+class Candidates:
+    """Lists of indices and values, whose memory is used again.
+
+    Attributes:
+        index: int32.
+        value: float32.
+        count: How many there are.
+        complete: Whether all are listed; else those up to some element are, as many as there was to be room for.
+    """
+
+    def __init__(self) -> None:
+        """There is no room yet."""
+        self.index, self.value = np.empty(0, np.int32), np.empty(0, np.float32)
+        self.count, self.complete = 0, True
+
+    def begin(self, room: int) -> None:
+        """Make room for so many; forget what is there."""
+        if self.index.size < room + _SLACK:
+            self.index, self.value = np.empty(room + _SLACK, np.int32), np.empty(room + _SLACK, np.float32)
+        self.count, self.complete = 0, True
+
+    def add(self, count: int) -> None:
+        """Take what a function of ``selection`` has returned."""
+        self.count = count if count >= 0 else -1 - count
+        self.complete &= count >= 0
+
+    def find(self, source: Accumulator, bound: int, room: int) -> None:
+        """List what reaches a bound."""
+        self.begin(room)
+        for start, segment in source.pieces():
+            self.add(selection.select(segment, bound, start, self.index, self.value, self.count))
+            if not self.complete:
+                return
 
 
 @final
@@ -55,14 +93,16 @@ class Selector:
 
     Attributes:
         bound: What the next pass lists; ``None`` before the first one.
+        limit: Bits of the smallest magnitude that counts as not finite.
         rescans: How often the candidates had to be listed again.
     """
 
-    def __init__(self) -> None:
-        """Nothing is known yet."""
+    def __init__(self, world_size: int = 1) -> None:
+        """Nothing is known yet. A sum over so many ranks must not overflow, after rounding to bfloat16 either."""
         self.bound: int | None = None
+        self.limit = int((np.finfo(np.float32).max / np.float32(2 * world_size)).view(np.int32))
         self.rescans = 0
-        self._index, self._value = np.empty(0, np.int32), np.empty(0, np.float32)
+        self._candidates = Candidates()
 
     def accumulate(self, gradients: Accumulator, residuals: Accumulator, scale: float, k: int) -> Selection:
         """``gradients = gradients * scale + residuals`` in place, and choose the k largest that are not zero.
@@ -71,40 +111,40 @@ class Selector:
         """
         bound = self.bound
         if k == 0:
-            bound = selection.INFINITY
+            bound = self.limit
         elif bound is None:
             bound = sample_bound([gradients, residuals], scale, k)
-        self._make_room(min(int(_ROOM * k), gradients.num_elements) + _SLACK)
-        count, complete = 0, True
+        room, found = min(int(_ROOM * k), gradients.num_elements), self._candidates
+        found.begin(room)
         for (start, gradient), residual in zip(gradients.pieces(), residuals.segments, strict=True):
-            count = selection.accumulate(
-                gradient, residual, np.float32(scale), bound, start, self._index, self._value, count
+            found.add(
+                selection.accumulate(
+                    gradient, residual, np.float32(scale), bound, start, found.index, found.value, found.count
+                )
             )
-            if count < 0:
-                count, complete = -1 - count, False
         if k == 0:
-            return _NOT_FINITE if count or not complete else _NONE
-        if not complete or count < k:
+            return NOT_FINITE if found.count or not found.complete else NOTHING
+        if not found.complete or found.count < k:
             self.rescans += 1
             bound = sample_bound([gradients], 1.0, k)
-            count, complete = self._list(gradients, bound)
-        if not complete or (count < k and bound > 1):
-            if selection.kth_magnitude(gradients.segments, 1).bits >= selection.INFINITY:
-                return _NOT_FINITE
+            found.find(gradients, bound, room)
+        if not found.complete or (found.count < k and bound > 1):
+            if selection.kth_magnitude(gradients.segments, 1).bits >= self.limit:
+                return NOT_FINITE
             exact = selection.kth_magnitude(gradients.segments, k)
             bound = max(exact.bits, 1)
-            self._make_room(exact.above + exact.equal + _SLACK)
-            count, complete = self._list(gradients, bound)
-            assert complete, "there is room for all that reach the exact bound"
-        return self._choose(count, min(k, count))
+            found.find(gradients, bound, exact.above + exact.equal)
+            assert found.complete, "there is room for all that reach the exact bound"
+        return self._choose(min(k, found.count))
 
-    def _choose(self, count: int, k: int) -> Selection:
-        index, value = self._index[:count], self._value[:count]
+    def _choose(self, k: int) -> Selection:
+        count = self._candidates.count
+        index, value = self._candidates.index[:count], self._candidates.value[:count]
         if k == 0:
             self.bound = 1
-            return _NONE
-        if count and not np.isfinite(value).all():
-            return _NOT_FINITE
+            return NOTHING
+        if (value.view(np.int32) & _MAGNITUDE).max() >= self.limit:
+            return NOT_FINITE
         rank = int(k * _CANDIDATES) + 1
         chosen = selection.kth_magnitude([value], k)
         if count >= rank:
@@ -113,18 +153,6 @@ class Selector:
             self.bound = max(1, chosen.bits - (1 << 20))
         kept = selection.keep_largest(index, value, chosen.bits, k - chosen.above)
         return Selection(index[:kept], value[:kept], chosen.bits, finite=True)
-
-    def _list(self, source: Accumulator, bound: int) -> tuple[int, bool]:
-        count = 0
-        for start, segment in source.pieces():
-            count = selection.select(segment, bound, start, self._index, self._value, count)
-            if count < 0:
-                return -1 - count, False
-        return count, True
-
-    def _make_room(self, room: int) -> None:
-        if self._index.size < room:
-            self._index, self._value = np.empty(room, np.int32), np.empty(room, np.float32)
 
 
 def sample_bound(terms: Sequence[Accumulator], scale: float, k: int) -> int:
@@ -137,8 +165,9 @@ def sample_bound(terms: Sequence[Accumulator], scale: float, k: int) -> int:
     """
     n = terms[0].num_elements
     stride = max(1, min(k // _SAMPLED, n // _SAMPLED))
-    sample = np.concatenate([segment[::stride] for segment in terms[0].segments]) * np.float32(scale)
-    for term in terms[1:]:
-        sample += np.concatenate([segment[::stride] for segment in term.segments])
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found when it is listed
+        sample = np.concatenate([segment[::stride] for segment in terms[0].segments]) * np.float32(scale)
+        for term in terms[1:]:
+            sample += np.concatenate([segment[::stride] for segment in term.segments])
     wanted = min(sample.size, int(k * _CANDIDATES / n * sample.size) + 1)
     return max(1, selection.kth_magnitude([sample], wanted).bits)

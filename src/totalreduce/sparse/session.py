@@ -59,7 +59,7 @@ class Report:
         k: How many elements were to be sent.
         selected: How many were chosen on this rank.
         applied: How many elements were updated.
-        sent_bytes: Payload that left this rank; a collective is counted as its schedule for large blocks sends it.
+        sent_bytes: Payload that left this rank; collectives are counted as direct exchanges, an allreduce as a ring.
         received_bytes: Payload that came.
         imbalance: Largest over mean of the bytes that ranks received for their regions in the step before; 1: perfect.
         local_threshold: Smallest magnitude chosen on this rank.

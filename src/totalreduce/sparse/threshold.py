@@ -65,7 +65,8 @@ class GlobalThreshold:
             octaves, _ = yield from _reached(bits, 1, _COARSE, world_size)
             low = 1 + (max(0, int((octaves >= k).sum()) - 1) << _COARSE[1])
             reached, counts = yield from _reached(bits, low, _FINE, world_size)
-        best = int(np.abs(reached - k).argmin())
+        # Never one that none reach: where more than 2 k are equal, nothing would be applied, in this step and the next.
+        best = int(np.abs(reached[: max(1, np.count_nonzero(reached))] - k).argmin())
         # Of bounds that as many elements reach, the highest.
         best += int((reached[best:] == reached[best]).sum()) - 1
         self.bound = low + (best << _FINE[1])
@@ -86,7 +87,7 @@ def _counted(bits: Array, bound: int, world_size: int) -> Generator[Action, Any,
 def _reached(
     bits: Array, low: int, window: tuple[int, int], world_size: int
 ) -> Generator[Action, Any, tuple[Array, Array | None]]:
-    """How many elements reach each of the bounds ``low + (bin << shift)``: of all ranks, and of each one if gathered."""
+    """How many elements reach each bound ``low + (bin << shift)``: of all ranks, and of each one if gathered."""
     num_bins, shift = window
     bins = np.clip((bits - low) >> shift, -1, num_bins - 1) + 1
     counts = np.bincount(bins, minlength=num_bins + 1)[1:]

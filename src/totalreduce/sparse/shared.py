@@ -1,0 +1,58 @@
+"""Shared top-k: one rank chooses for all, so that what travels needs no indices and can be added like a dense bucket.
+
+CLT-k of Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression", NeurIPS 2020. The leader, another rank every
+step, broadcasts the indices of its k largest elements, 1 byte each at a density of 1 %; then everybody's elements there
+are added by a plain allreduce. The ranks' residuals resemble each other, so that the leader's choice is a good one for
+all. Nothing is selected among sums and nothing rounded: all residuals are exactly zero where the update is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import numpy as np
+
+from totalreduce.sparse import blocks
+from totalreduce.sparse.actions import Action, Allreduce, Array, Broadcast
+from totalreduce.sparse.common import TopkSession
+from totalreduce.sparse.session import BucketShape, Update
+from totalreduce.sparse.settings import DensitySettings
+
+__all__ = ["SharedTopk", "SharedTopkSession"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedTopk(DensitySettings):
+    """Settings of the shared top-k; see ``DensitySettings``."""
+
+    name: ClassVar[str] = "shared"
+
+    def session(self, shape: BucketShape, rank: int, world_size: int) -> SharedTopkSession:
+        """The state of one bucket on one rank."""
+        return SharedTopkSession(self, shape, rank, world_size)
+
+
+@final
+class SharedTopkSession(TopkSession[SharedTopk]):
+    """See ``session.Session``."""
+
+    def _count(self) -> int:
+        return super()._count() if self._rank == self._leader else 0
+
+    def _exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
+        n, leader = self._num_elements, self._leader
+        block = blocks.pack(self._selection.indices, np.empty(0, np.float32), 0, n, "none")
+        greetings = yield from self._greet(present, [[block.size]] * self._world_size)
+        if not greetings.finite:
+            return None
+        block = yield Broadcast(block, int(greetings.numbers[leader, 0]), leader)
+        indices, _ = blocks.unpack(block, 0, n)
+        total = yield Allreduce(self._gradients.take(indices))
+        self._gradients.put(indices, 0.0)
+        return Update(greetings.present, indices, total)
+
+    @property
+    def _leader(self) -> int:
+        return self._steps % self._world_size
