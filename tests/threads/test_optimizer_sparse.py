@@ -15,7 +15,7 @@ from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.buckets import ParameterSpec
-from totalreduce.pytorch.compressed import ErrorFeedback, Part, plan_parts
+from totalreduce.pytorch.error_feedback import ErrorFeedback, Part, plan_parts
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.sparse import auto
 from totalreduce.sparse.dense import Dense

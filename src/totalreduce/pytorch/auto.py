@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.pytorch.compressed import CompressedPlan
+from totalreduce.pytorch.error_feedback import CompressedPlan
 from totalreduce.sparse.auto import Auto, Choice, choose
 from totalreduce.sparse.group_driver import GroupDriver
 from totalreduce.sparse.session import Method

@@ -11,195 +11,19 @@ lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import numpy as np
 import torch
 
-from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.pytorch.buckets import ParameterSpec
+from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, flattened, shaped
 from totalreduce.pytorch.readiness import Readiness
 from totalreduce.sparse.accumulator import Accumulator
 from totalreduce.sparse.rounds import SparseRounds
-from totalreduce.sparse.session import BucketShape, Report, Update
+from totalreduce.sparse.session import Report, Update
 
-__all__ = ["CompressedPlan", "CompressedReducer", "ErrorFeedback", "Part", "Residuals", "plan_parts"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ErrorFeedback:
-    """What happens to gradients around a sparse method. Equal on all ranks.
-
-    Attributes:
-        momentum: Momentum correction (Lin et al., "Deep Gradient Compression", ICLR 2018): velocities are accumulated
-            instead of gradients, and forgotten where they were applied (factor masking). For SGD *without* momentum of
-            its own; costs one more float32 for each element.
-        clip_norm: Each rank's gradient is clipped to this norm over the square root of the number of ranks before it is
-            accumulated. The norm is that of all compressed gradients, so nothing leaves before backward has ended.
-        elements_min: Parameters with fewer elements, or one dimension, are reduced whole.
-        bucket_elements: So many elements are selected and sent together, at most; larger parameters are cut.
-
-    Raises:
-        ConfigurationError: A value makes no sense.
-    """
-
-    momentum: float = 0.0
-    clip_norm: float | None = None
-    elements_min: int = 16_384
-    bucket_elements: int = 4 * 1024 * 1024
-
-    def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
-        if not 0 <= self.momentum < 1:
-            raise ConfigurationError(f"momentum is from 0 to below 1, not {self.momentum}")
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise ConfigurationError(f"clip_norm is a positive norm, or None; not {self.clip_norm}")
-        if self.elements_min < 0 or not 0 < self.bucket_elements < 2**31:
-            raise ConfigurationError(
-                f"elements_min is from 0, not {self.elements_min}; bucket_elements from 1 to 2^31 - 1, "
-                f"not {self.bucket_elements}"
-            )
-
-    def compresses(self, spec: ParameterSpec) -> bool:
-        """Whether a parameter's gradients are compressed."""
-        return len(spec.shape) >= 2 and spec.num_elements >= max(1, self.elements_min)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A stretch of one parameter, in the order of its memory."""
-
-    member: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class CompressedPlan:
-    """Which gradients are compressed, and in which buckets.
-
-    Attributes:
-        parameters: In registration order.
-        specs: Their descriptions.
-        buckets: The parts in each, last registered first.
-    """
-
-    parameters: tuple[torch.nn.Parameter, ...]
-    specs: tuple[ParameterSpec, ...]
-    buckets: tuple[tuple[Part, ...], ...]
-
-    @classmethod
-    def of(
-        cls,
-        parameters: Sequence[torch.nn.Parameter],
-        specs: Sequence[ParameterSpec],
-        feedback: ErrorFeedback,
-        *,
-        whole: bool,
-    ) -> CompressedPlan:
-        """Cut them into buckets; see ``plan_parts``."""
-        return cls(tuple(parameters), tuple(specs), plan_parts(specs, feedback.bucket_elements, whole=whole))
-
-    def document(self) -> list[list[list[object]]]:
-        """JSON-ready: names and ranges by bucket."""
-        return [[[self.specs[part.member].name, part.begin, part.end] for part in bucket] for bucket in self.buckets]
-
-    def described(self) -> Iterator[tuple[torch.nn.Parameter, ParameterSpec]]:
-        """Parameters and their descriptions."""
-        yield from zip(self.parameters, self.specs, strict=True)
-
-    def shapes(self) -> list[BucketShape]:
-        """Of the buckets; a part of a parameter is one-dimensional."""
-        return [BucketShape(tuple(self._shape(part) for part in bucket)) for bucket in self.buckets]
-
-    def _shape(self, part: Part) -> tuple[int, ...]:
-        spec = self.specs[part.member]
-        whole = part.end - part.begin == spec.num_elements
-        return spec.shape if whole else (part.end - part.begin,)
-
-
-def plan_parts(specs: Sequence[ParameterSpec], bucket_elements: int, *, whole: bool) -> tuple[tuple[Part, ...], ...]:
-    """Cut parameters into buckets, last registered first: the order in which backward makes gradients.
-
-    Args:
-        specs: In registration order.
-        bucket_elements: Elements of a bucket, at most.
-        whole: Do not cut parameters; a larger one has a bucket of its own.
-    """
-    buckets: list[tuple[Part, ...]] = []
-    filling: list[Part] = []
-    filled = 0
-    for member in reversed(range(len(specs))):
-        size = specs[member].num_elements
-        pieces = 1 if whole else -(-size // bucket_elements)
-        for piece in range(pieces):
-            part = Part(member, size * piece // pieces, size * (piece + 1) // pieces)
-            if filling and filled + part.end - part.begin > bucket_elements:
-                buckets.append(tuple(filling))
-                filling, filled = [], 0
-            filling.append(part)
-            filled += part.end - part.begin
-    if filling:
-        buckets.append(tuple(filling))
-    return tuple(buckets)
-
-
-class Residuals:
-    """What was not applied yet, by parameter: float32, one-dimensional, in the order of the parameter's memory.
-
-    Attributes:
-        kept: The residuals.
-        velocities: With momentum correction, as large.
-    """
-
-    def __init__(self) -> None:
-        """Nothing was kept back."""
-        self.kept: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self.velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
-
-    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The residual; zeros at first."""
-        return self.kept.setdefault(parameter, torch.zeros(parameter.numel()))
-
-    def state(self, plan: CompressedPlan) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies, by name, in the parameters' shapes."""
-        return {
-            "residuals": {spec.name: _shaped(self.of(p), spec).clone() for p, spec in plan.described()},
-            "velocities": {
-                spec.name: _shaped(self.velocities[p], spec).clone()
-                for p, spec in plan.described()
-                if p in self.velocities
-            },
-        }
-
-    def load(self, plan: CompressedPlan, states: Sequence[Mapping[str, Mapping[str, torch.Tensor]]]) -> None:
-        """Become the sum of some ranks' states: nothing, if there is none.
-
-        Raises:
-            ConfigurationError: They are of another model.
-        """
-        for state in states:
-            shapes = {name: tuple(kept.shape) for name, kept in state["residuals"].items()}
-            wanted = {spec.name: spec.shape for spec in plan.specs}
-            if shapes != wanted:
-                odd = sorted(name for name in {*shapes, *wanted} if shapes.get(name) != wanted.get(name))
-                raise ConfigurationError(
-                    f"the saved residuals are of another model: {odd[0]!r} is {shapes.get(odd[0], 'missing')} in them "
-                    f"and {wanted.get(odd[0], 'not compressed')} here"
-                )
-        for mine, key in ((self.kept, "residuals"), (self.velocities, "velocities")):
-            mine.clear()
-            for parameter, spec in plan.described():
-                for state in states:
-                    if spec.name in state[key]:
-                        total = mine.setdefault(parameter, torch.zeros(spec.num_elements))
-                        _shaped(total, spec).add_(state[key][spec.name])
-
-    def norm(self) -> float:
-        """Of all residuals together."""
-        return math.sqrt(sum(float(kept.double().square().sum()) for kept in self.kept.values()))
+__all__ = ["CompressedReducer"]
 
 
 @final
@@ -357,7 +181,7 @@ class CompressedReducer:
             flat = torch.zeros(spec.num_elements)
         else:
             self._present.add(member)
-            flat = _flat(gradient, spec)
+            flat = flattened(gradient, spec)
             parameter.grad = None
         momentum = self._feedback.momentum
         if momentum and not self.joined:
@@ -393,12 +217,12 @@ class CompressedReducer:
                 if present or changed
             )
             if velocities and update.indices is not None:  # factor masking: what was applied loses its velocity
-                self._target(index, velocities).put(update.indices, 0.0)
+                self._target(index, velocities).erase(update.indices)
         for member, accumulated in self._accumulated.items():
             parameter = self.plan.parameters[member]
             late = parameter.grad
             if late is not None and not self.joined:
-                accumulated.add_(_flat(late, self.plan.specs[member]), alpha=1.0 / self._scale)
+                accumulated.add_(flattened(late, self.plan.specs[member]), alpha=1.0 / self._scale)
             kept[parameter] = accumulated
             if not self.joined:
                 parameter.grad = None
@@ -411,8 +235,7 @@ class CompressedReducer:
 
     def _install(self, member: int, flat: torch.Tensor) -> None:
         parameter, spec = self.plan.parameters[member], self.plan.specs[member]
-        shaped = _shaped(flat, spec)
-        parameter.grad = shaped if parameter.dtype is torch.float32 else shaped.to(parameter.dtype)
+        parameter.grad = shaped(flat, spec).to(parameter.dtype)  # itself, if that is float32
 
 
 @final
@@ -426,7 +249,7 @@ class _Target(Accumulator):
                 np.multiply(update.values[start : start + size], np.float32(factor), out=segment)
             return
         self.clear()
-        self.put(update.indices, update.values * np.float32(factor))
+        self.put(update.indices, update.values, factor)
 
     def add_scaled(self, update: Update, factor: float) -> None:
         """Add the update times a factor."""
@@ -434,24 +257,10 @@ class _Target(Accumulator):
             for start, segment in self.pieces():
                 segment[...] += update.values[start : start + segment.size] * np.float32(factor)
         else:
-            self.add(update.indices, update.values * np.float32(factor))
+            self.add(update.indices, update.values, factor)
 
     def touched(self, update: Update) -> list[bool]:
         """For each segment whether the update has some of its elements."""
         if update.indices is None:
             return [False] * len(self.segments)  # all of them: ``present`` says for which there were gradients
-        edges = np.searchsorted(update.indices, [*(start for start, _ in self.pieces()), self.num_elements])
-        return [bool(count) for count in np.diff(edges)]
-
-
-def _shaped(flat: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    return flat.as_strided(spec.shape, spec.stride)
-
-
-def _flat(gradient: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    """The gradient as float32, flat, in the order of the parameter's memory; its own memory where that is possible."""
-    gradient = gradient.detach()
-    alone = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
-    if gradient.dtype is not torch.float32 or gradient.stride() != spec.stride or not alone:
-        gradient = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32).copy_(gradient)
-    return gradient.as_strided((spec.num_elements,), (1,))
+        return [count > 0 for count in self.spread(update.indices)]

@@ -20,20 +20,19 @@ from torch.utils.hooks import RemovableHandle
 from totalreduce.foundation.errors import ConfigurationError, MissingTensorError, PlanMismatchError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.pytorch import internals
-from totalreduce.pytorch.compressed import CompressedPlan, CompressedReducer, ErrorFeedback, Residuals
 from totalreduce.pytorch.deferred import DeferredUpdates
+from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals
 from totalreduce.pytorch.facade import OptimizerFacade
 from totalreduce.pytorch.hooks import WeakHook
 from totalreduce.pytorch.order import ForwardOrder
 from totalreduce.pytorch.planning import PlanSettings, agree_on_plan, name_parameters, sparse_parameters
 from totalreduce.pytorch.reducer import Arithmetic, Reducer, operation_names
 from totalreduce.pytorch.sparse_gradients import SparseReducer
-from totalreduce.sparse.group_driver import GroupDriver
-from totalreduce.sparse.rounds import SparseRounds
 from totalreduce.sparse.session import Method, Report
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
+    from totalreduce.pytorch.compressed import CompressedReducer
     from totalreduce.sparse.auto import Choice
 
 __all__ = ["DistributedOptimizer"]
@@ -260,6 +259,11 @@ class DistributedOptimizer(OptimizerFacade):
         settings, scaler = self._settings, self._grad_scaler
         if not plan.buckets:
             return None
+        # Only now: compiled kernels take half a second to load.
+        from totalreduce.pytorch.compressed import CompressedReducer
+        from totalreduce.sparse.group_driver import GroupDriver
+        from totalreduce.sparse.rounds import SparseRounds
+
         rounds = SparseRounds(methods, plan.shapes(), GroupDriver(self._group, self._name))
         self._end_rounds = weakref.finalize(self, rounds.close)
         return CompressedReducer(

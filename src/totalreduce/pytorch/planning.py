@@ -15,8 +15,8 @@ from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.pytorch import internals
 from totalreduce.pytorch.buckets import BucketSpec, ParameterSpec, plan_buckets
-from totalreduce.pytorch.compressed import CompressedPlan, ErrorFeedback
 from totalreduce.pytorch.consent import agree_or_refuse
+from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback
 from totalreduce.pytorch.hooks import WeakHook
 from totalreduce.sparse.session import Method
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from totalreduce.kernels import scattering
+
 __all__ = ["Accumulator", "Array"]
 
 Array = np.ndarray[Any, Any]
@@ -30,38 +32,48 @@ class Accumulator:
         """Where each segment begins, and the segment."""
         yield from zip(self._starts[:-1].tolist(), self.segments, strict=True)
 
-    def split(self, indices: Array) -> Iterator[tuple[Array, slice, Array]]:
-        """For each segment that has some of the ascending indices: it, which of the indices, and those within it."""
-        if len(self.segments) == 1:
-            yield self.segments[0], slice(0, indices.size), indices
-            return
-        edges = np.searchsorted(indices, self._starts).tolist()
-        for number, (start, segment) in enumerate(self.pieces()):
-            chosen = slice(edges[number], edges[number + 1])
-            if chosen.start < chosen.stop:
-                yield segment, chosen, indices[chosen] - start
-
     def clear(self) -> None:
         """Set everything to zero."""
         for segment in self.segments:
             segment[...] = 0.0
 
-    def put(self, indices: Array, values: Array | float) -> None:
-        """Set elements."""
-        for segment, chosen, places in self.split(indices):
-            segment[places] = values[chosen] if isinstance(values, np.ndarray) else values
+    def put(self, indices: Array, values: Array, factor: float = 1.0) -> None:
+        """Set elements to values times a factor."""
+        for start, segment, chosen in self._split(indices):
+            scattering.scatter(segment, start, indices[chosen], values[chosen], np.float32(factor))
 
-    def add(self, indices: Array, values: Array) -> None:
-        """Add to elements; no index twice."""
-        for segment, chosen, places in self.split(indices):
-            segment[places] += values[chosen]
+    def add(self, indices: Array, values: Array, factor: float = 1.0) -> None:
+        """Add values times a factor to elements; no index twice."""
+        for start, segment, chosen in self._split(indices):
+            scattering.scatter_add(segment, start, indices[chosen], values[chosen], np.float32(factor))
+
+    def erase(self, indices: Array) -> None:
+        """Set elements to zero."""
+        self.put(indices, np.zeros(indices.size, np.float32))
+
+    def keep_rest(self, indices: Array, values: Array, sent: Array, applied: Array) -> None:
+        """Set to ``values - sent`` those elements whose indices were applied, too."""
+        for start, segment, chosen in self._split(indices):
+            scattering.keep_rest(segment, start, indices[chosen], values[chosen], sent[chosen], applied)
 
     def take(self, indices: Array) -> Array:
         """Elements."""
         out = np.empty(indices.size, np.float32)
-        for segment, chosen, places in self.split(indices):
-            out[chosen] = segment[places]
+        for start, segment, chosen in self._split(indices):
+            scattering.gather(segment, start, indices[chosen], out[chosen])
         return out
+
+    def spread(self, indices: Array) -> list[int]:
+        """How many of the ascending indices each segment has."""
+        return [int(count) for count in np.diff(np.searchsorted(indices, self._starts))]
+
+    def _split(self, indices: Array) -> Iterator[tuple[int, Array, slice]]:
+        """For each segment that has some of the ascending indices: where it begins, it, and which of the indices."""
+        end = 0
+        for (start, segment), count in zip(self.pieces(), self.spread(indices), strict=True):
+            begin, end = end, end + count
+            if count:
+                yield start, segment, slice(begin, end)
 
     def flat(self) -> Array:
         """A copy of all of it."""

@@ -107,8 +107,8 @@ class TopkSession(BaseSession, Generic[S]):
             cut_off: What that has cut off.
         """
         chosen = self._selection
-        applied = merging.found_in(chosen.indices, update.indices)
-        self._gradients.put(chosen.indices[applied], (chosen.values - sent)[applied])
+        assert update.indices is not None, "only some elements are applied"
+        self._gradients.keep_rest(chosen.indices, chosen.values, sent, update.indices)
         self._gradients.add(reduced, cut_off)
 
 

@@ -57,7 +57,7 @@ class GTopkSession(TopkSession[GTopk]):
         """Merge up to the root; the block that this rank has made of what came to it."""
         rank, distance = self._rank, 1
         indices, values = self._selection.indices, self._selection.values
-        self._gradients.put(indices, 0.0)
+        self._gradients.erase(indices)
         block = np.empty(0, np.uint8)
         while distance < self._world_size:
             sends, receives = {}, {}

@@ -1,13 +1,14 @@
 """Choosing exactly the k largest elements of residual plus gradient, in one pass over them.
 
-A pass lists the *candidates*: everything that reaches a bound, which the step before has set so that a quarter more
-than k do. The k largest of the candidates are then found by radix selection. Where the gradient has jumped and the
-candidates are too few or too many, a bound is estimated from a sample, and they are listed again; exact selection over
-everything is the last resort (many equal magnitudes).
+A pass lists the *candidates*: everything that reaches a bound, which the step before has set for 1.3 k of them. The k
+largest of these are then found by radix selection. Where the gradient has jumped and the candidates are too few or too
+many, a bound is estimated from a sample, and they are listed again; exact selection over everything is the last resort
+(many equal magnitudes).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -16,17 +17,23 @@ import numpy as np
 
 from totalreduce.kernels import selection
 from totalreduce.sparse.accumulator import Accumulator, Array
+from totalreduce.sparse.threshold import bits_of, magnitude
 
 __all__ = ["NOTHING", "NOT_FINITE", "Candidates", "Selection", "Selector", "sample_bound"]
 
 #: So many times k are candidates, and so many times k have room.
-_CANDIDATES = 1.25
+_CANDIDATES = 1.3
 _ROOM = 3.0
 #: What ``selection`` needs beyond the last element listed.
 _SLACK = 4096 + selection.LANES
 #: A sample has so many elements above its bound, if there are as many.
 _SAMPLED = 1000
 _MAGNITUDE = 0x7FFFFFFF
+#: With fewer times k the slope of the tail is not known; then it is that of a normal distribution at some 1 %.
+_CERTAIN = 1.02
+_STEEP = 8.0
+#: What the threshold is believed to change by from step to step.
+_DRIFT = (0.8, 1.25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,7 @@ class Selector:
         self.bound: int | None = None
         self.limit = int((np.finfo(np.float32).max / np.float32(2 * world_size)).view(np.int32))
         self.rescans = 0
+        self._last = 0.0
         self._candidates = Candidates()
 
     def accumulate(self, gradients: Accumulator, residuals: Accumulator, scale: float, k: int) -> Selection:
@@ -135,9 +143,9 @@ class Selector:
             bound = max(exact.bits, 1)
             found.find(gradients, bound, exact.above + exact.equal)
             assert found.complete, "there is room for all that reach the exact bound"
-        return self._choose(min(k, found.count))
+        return self._choose(min(k, found.count), bound)
 
-    def _choose(self, k: int) -> Selection:
+    def _choose(self, k: int, bound: int) -> Selection:
         count = self._candidates.count
         index, value = self._candidates.index[:count], self._candidates.value[:count]
         if k == 0:
@@ -145,14 +153,27 @@ class Selector:
             return NOTHING
         if (value.view(np.int32) & _MAGNITUDE).max() >= self.limit:
             return NOT_FINITE
-        rank = int(k * _CANDIDATES) + 1
         chosen = selection.kth_magnitude([value], k)
-        if count >= rank:
-            self.bound = selection.kth_magnitude([value], rank).bits
-        else:  # by a fixed share of the magnitude; an eighth of an octave is some 0.9
-            self.bound = max(1, chosen.bits - (1 << 20))
+        self.bound = self._next_bound(bound, chosen.bits, count / k)
         kept = selection.keep_largest(index, value, chosen.bits, k - chosen.above)
         return Selection(index[:kept], value[:kept], chosen.bits, finite=True)
+
+    def _next_bound(self, bound: int, chosen: int, surplus: float) -> int:
+        """Guess what ``_CANDIDATES`` times k elements will reach in the next step.
+
+        Two points of this step's tail are known: so many elements reach the bound and k reach the chosen magnitude. In
+        between the count falls as a power of the magnitude. And the tail moves as it did since the last step.
+
+        Args:
+            bound: What was listed.
+            chosen: Bits of the k-th largest magnitude.
+            surplus: How many times k were listed.
+        """
+        low, high = magnitude(bound), magnitude(chosen)
+        drift, self._last = high / self._last if self._last else 1.0, high
+        steepness = math.log(surplus) / math.log(high / low) if surplus > _CERTAIN and high > low else _STEEP
+        step = _CANDIDATES ** (-1.0 / max(steepness, 1.0))
+        return max(1, bits_of(high * step * min(max(drift, _DRIFT[0]), _DRIFT[1])))
 
 
 def sample_bound(terms: Sequence[Accumulator], scale: float, k: int) -> int:

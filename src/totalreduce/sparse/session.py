@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from totalreduce.sparse.accumulator import Accumulator
 from totalreduce.sparse.actions import Action, Array
+
+if TYPE_CHECKING:
+    from totalreduce.sparse.accumulator import Accumulator
 
 __all__ = ["BucketShape", "Method", "Report", "Session", "Update"]
 

@@ -50,7 +50,7 @@ class SharedTopkSession(TopkSession[SharedTopk]):
         block = yield Broadcast(block, int(greetings.numbers[leader, 0]), leader)
         indices, _ = blocks.unpack(block, 0, n)
         total = yield Allreduce(self._gradients.take(indices))
-        self._gradients.put(indices, 0.0)
+        self._gradients.erase(indices)
         return Update(greetings.present, indices, total)
 
     @property

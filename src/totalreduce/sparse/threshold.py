@@ -9,7 +9,7 @@ import numpy as np
 
 from totalreduce.sparse.actions import Action, Allgather, Allreduce, Array
 
-__all__ = ["GlobalThreshold", "magnitude"]
+__all__ = ["GlobalThreshold", "bits_of", "magnitude"]
 
 #: Bins of a histogram: 128 of 2^16 are an octave, and each of them 0.5 % of a magnitude, which is some 2 % of a count;
 #: 256 of 2^23 are all octaves.
@@ -23,6 +23,11 @@ _MAGNITUDE = 0x7FFFFFFF
 def magnitude(bits: int) -> float:
     """The float32 that has these bits."""
     return float(np.array(bits, np.int32).view(np.float32))
+
+
+def bits_of(value: float) -> int:
+    """The bits of a float32, rounded."""
+    return int(np.array(value, np.float32).view(np.int32))
 
 
 @final
