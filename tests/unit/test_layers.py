@@ -10,8 +10,8 @@ import totalreduce
 
 ROOT = Path(totalreduce.__path__[0])
 FILES = sorted(ROOT.rglob("*.py"))
-#: Who carries exchanges out, and the thread that does it beside the backward pass.
-SPARSE_DRIVERS = {"group_driver.py", "c10d_driver.py", "rounds.py", "worker.py"}
+#: Who carries exchanges out and measures them, and the thread that does it beside the backward pass.
+SPARSE_DRIVERS = {"auto.py", "c10d_driver.py", "group_driver.py", "rounds.py", "worker.py"}
 PURE = [
     *(path for path in (ROOT / "engine").glob("*.py") if path.name != "runner.py"),
     *(ROOT / "coordination").glob("*.py"),

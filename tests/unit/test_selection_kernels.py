@@ -189,7 +189,7 @@ def test_a_bound_that_no_longer_fits_costs_a_second_reading_and_no_error() -> No
         values = normal(n, step) * np.float32(factor)
         choice = selector.accumulate(Accumulator([values.copy()]), zero, 1.0, 500)
         assert same(choice.indices, reference(values, 500))
-    assert selector.rescans == 2
+    assert 2 <= selector.rescans <= 3  # the drift after a jump may cost another one
 
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN, np.float32(3e38)])

@@ -6,7 +6,7 @@ is done otherwise, and why, is in docs/design/0007-sparse.md. Its five phases:
 1. *Local selection.* The k largest elements of residual plus gradient (``selector``).
 2. *Partition.* The bucket is cut into one region per rank, so that all ranks' selections together take equally many
    bytes in each. Every rank contributes evenly spaced samples of its indices; their weighted quantiles are the cuts.
-   It is done again after ``partition_interval`` steps, or when a rank receives a tenth more than the mean.
+   It is done again after ``partition_interval`` steps, or when a rank would receive a tenth more than the mean.
 3. *Split and reduce.* Each rank sends every region's elements to the region's owner, who adds them in the order of
    the ranks.
 4. *Global selection.* Histograms of the reduced magnitudes, gathered, say which magnitude k elements reach over all
@@ -19,7 +19,7 @@ What was chosen here and is not in the result stays in the residual, like what r
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -38,11 +38,15 @@ __all__ = ["OkTopk", "OkTopkSession"]
 
 #: So many samples of every rank's indices: a cut is off by a rank's share over this, at most.
 _SAMPLES = 256
-#: Partition again where a rank receives so many times the mean, but not within so many steps of the last time, nor for
-#: a few bytes.
+#: Partition again where a rank would receive so many times the mean, and so much more than after the last partition;
+#: but not for a few bytes.
 _IMBALANCE_MAX = 1.1
+_WORSE = 1.05
+_FEW_BYTES = 2048
+#: Up to so many ranks tell each other all sizes, and partition again before anything is sent. More ranks do so in the
+#: step after the next one, and not within so many steps of the last time.
+_TOLD_RANKS = 32
 _PATIENCE = 2
-_FEW_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,22 +95,25 @@ class OkTopkSession(TopkSession[OkTopk]):
         self._cuts: list[int] | None = None
         self._partitioned_at = 0
         self._received = 0
+        self._best = 1.0  # the imbalance right after the last partition
 
     def _exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
         selection, kind, size = self._selection, self._settings.values, self._world_size
         sent = blocks.rounded(selection.values, kind)
-        cuts = self._cuts
-        if cuts is None:
-            sampled = yield Allgather(_samples(selection).view(np.uint8), [4 * _SAMPLES] * size)
-            per_sample = max(1.0, self.report.k / _SAMPLES)
-            value_bits = 8 * blocks.value_bytes(1, kind)
-            samples = np.concatenate(sampled).view(np.int32)
-            cuts = _quantiles(samples, self._num_elements, size, per_sample, value_bits)
-        parts = to_owners(selection.indices, sent, cuts, self._rank, kind)
-        greetings = yield from self._greet(present, [(part.size, self._received) for part in parts])
-        if not greetings.finite:
-            return None
-        sizes, burdens = greetings.numbers.T.astype(np.int64)
+        cuts, fresh = self._cuts, False
+        while True:
+            if cuts is None:
+                sampled = yield Allgather(_samples(selection).view(np.uint8), [4 * _SAMPLES] * size)
+                cuts, fresh = self._cut(np.concatenate(sampled).view(np.int32)), True
+            parts = to_owners(selection.indices, sent, cuts, self._rank, kind)
+            greetings = yield from self._greet(present, self._told(parts))
+            if not greetings.finite:
+                return None
+            sizes, burdens = self._heard(greetings.numbers)
+            uneven = self._uneven(burdens, fresh=fresh)
+            if fresh or not uneven or size > _TOLD_RANKS:
+                break
+            cuts = None
         received = yield Alltoall(parts, sizes.tolist())
         indices, values = reduce_region(received, selection.indices, sent, cuts, self._rank)
         bound, counts = yield from self._agree(values)
@@ -115,7 +122,7 @@ class OkTopkSession(TopkSession[OkTopk]):
         applied = blocks.rounded(exact, kind)
         update = Update(greetings.present, *(yield from self._gather(indices, applied, counts, cuts, kind)))
         self._keep(sent, update, indices, exact - applied)
-        self._look_ahead(cuts, int(sizes.sum()), burdens)
+        self._look_ahead(cuts, int(sizes.sum()), fresh=fresh, uneven=uneven)
         return update
 
     def state(self) -> Mapping[str, Any]:
@@ -126,6 +133,7 @@ class OkTopkSession(TopkSession[OkTopk]):
             "cuts": self._cuts or [],
             "threshold": self._threshold.bound,
             "received": self._received,
+            "best": self._best,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -134,7 +142,7 @@ class OkTopkSession(TopkSession[OkTopk]):
         self._partitioned_at = state["partitioned_at"]
         cuts = list(state["cuts"])
         self._cuts = cuts if len(cuts) == self._world_size + 1 else None  # other ranks, other regions
-        self._threshold.bound, self._received = state["threshold"], state["received"]
+        self._threshold.bound, self._received, self._best = state["threshold"], state["received"], state["best"]
 
     def _agree(self, values: Array) -> Generator[Action, Any, tuple[int, Array]]:
         fresh = self._steps % self._settings.threshold_interval == 0
@@ -187,16 +195,41 @@ class OkTopkSession(TopkSession[OkTopk]):
         lists[rank] = indices[own], values[own]
         return joined(lists)
 
-    def _look_ahead(self, cuts: list[int], received: int, burdens: Array) -> None:
-        """Decide by what all ranks know, the bytes that each one received in the step before, whether to cut anew."""
+    def _cut(self, samples: Array) -> list[int]:
+        per_sample = max(1.0, self.report.k / _SAMPLES)
+        value_bits = 8 * blocks.value_bytes(1, self._settings.values)
+        return _quantiles(samples, self._num_elements, self._world_size, per_sample, value_bits)
+
+    def _told(self, parts: Sequence[Array]) -> list[list[int]]:
+        """What each rank is told: the sizes of all parts; of many ranks its own, and what came in the last step."""
+        told = [part.size for part in parts]
+        if self._world_size <= _TOLD_RANKS:
+            return [told] * self._world_size
+        return [[length, self._received] for length in told]
+
+    def _heard(self, numbers: Array) -> tuple[Array, Array]:
+        """The sizes of what comes here, by source, and the bytes that every rank receives (or did in the last step)."""
+        table = numbers.astype(np.int64)
+        if self._world_size <= _TOLD_RANKS:
+            return table[:, self._rank], table.sum(axis=0)
+        return table[:, 0], table[:, 1]
+
+    def _uneven(self, burdens: Array, *, fresh: bool) -> bool:
+        """Whether the regions should be cut anew: decided by what all ranks know."""
         mean = float(burdens.mean())
-        self.report.imbalance = float(burdens.max()) / mean if mean else 1.0
+        imbalance = self.report.imbalance = float(burdens.max()) / mean if mean else 1.0
+        if fresh:
+            self._best = imbalance
+        return mean > _FEW_BYTES and imbalance > max(_IMBALANCE_MAX, _WORSE * self._best)
+
+    def _look_ahead(self, cuts: list[int], received: int, *, fresh: bool, uneven: bool) -> None:
+        """Decide whether the next step cuts anew."""
         self._received = received
-        if self._cuts is None:
+        if fresh:
             self._cuts, self._partitioned_at = cuts, self._steps
         age = self._steps + 1 - self._partitioned_at
-        uneven = self.report.imbalance > _IMBALANCE_MAX and mean > _FEW_BYTES and age >= _PATIENCE
-        if age >= self._settings.partition_interval or uneven:
+        late = self._world_size > _TOLD_RANKS and uneven and age >= _PATIENCE
+        if age >= self._settings.partition_interval or late:
             self._cuts = None
 
 

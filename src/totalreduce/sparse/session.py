@@ -63,7 +63,8 @@ class Report:
         applied: How many elements were updated.
         sent_bytes: Payload that left this rank; collectives are counted as direct exchanges, an allreduce as a ring.
         received_bytes: Payload that came.
-        imbalance: Largest over mean of the bytes that ranks received for their regions in the step before; 1: perfect.
+        imbalance: Largest over mean of the bytes that ranks receive for their regions, 1 being even (of more than 32
+            ranks: in the step before).
         local_threshold: Smallest magnitude chosen on this rank.
         global_threshold: Smallest magnitude applied.
         rescans: How often the candidates had to be listed again, since the beginning.
