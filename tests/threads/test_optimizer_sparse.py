@@ -457,7 +457,9 @@ def test_optimizers_that_cannot_be_used() -> None:
     run_ranks(1, body)
 
 
-@pytest.mark.parametrize("bad", [{"momentum": 1.0}, {"clip_norm": 0.0}, {"elements_min": -1}, {"bucket_elements": 0}])
+@pytest.mark.parametrize(
+    "bad", [{"momentum": 1.0}, {"clip_norm": 0.0}, {"elements_min": -1}, {"bucket_elements": 0}, {"xi_every": -1}]
+)
 def test_feedback_that_makes_no_sense(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(bad))):
         ErrorFeedback(**bad)
@@ -639,3 +641,50 @@ def test_auto_measures_for_itself() -> None:
 def test_auto_refuses_what_it_cannot_try() -> None:
     with pytest.raises(ConfigurationError, match="'magic' is no method"):
         auto.Auto(methods=("magic",))
+
+
+def test_what_happened_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    feedback = ErrorFeedback(elements_min=0, bucket_elements=200, report_every=2, xi_every=2)
+
+    def body(group: Group) -> None:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, OkTopk(density=0.1), feedback=feedback)
+        for number, batch in enumerate(batches(4, dtype=FLOAT)):
+            step(optimizer, model, shard(batch, group))
+            assert [report.k for report in optimizer.reports] == [report.selected for report in optimizer.reports]
+            assert all(("xi" in report.extra) == (number % 2 == 1) for report in optimizer.reports)
+        assert all(0 < report.extra["xi"] < 10 and report.sent_bytes > 0 for report in optimizer.reports)
+        kept = torch.cat([part.flatten() for part in optimizer.residuals.values()])
+        assert optimizer.residual_norm() == pytest.approx(float(kept.norm()), rel=1e-5)
+
+    with caplog.at_level("INFO", logger="totalreduce"):
+        run_ranks(2, body)
+    lines = [record.getMessage() for record in caplog.records if "bucket" in record.getMessage()]
+    assert len(lines) == 2 * 3
+    assert all("selected above" in line and "xi" in line for line in lines)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_xi_is_that_of_its_definition(world_size: int) -> None:
+    gradients = [torch.randn(12, 12, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
+    k = 14
+
+    def body(group: Group) -> tuple[float, torch.Tensor]:
+        weight = torch.nn.Parameter(torch.zeros(12, 12))
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0),
+            group=group,
+            sync=TopkA(density=k / 144),
+            feedback=ErrorFeedback(elements_min=0, xi_every=1),
+        )
+        (weight * gradients[group.rank]).sum().backward()
+        optimizer.step()
+        return optimizer.reports[0].extra["xi"], -weight.detach()
+
+    results = run_ranks(world_size, body)
+    mean = sum(gradients) / world_size
+    best = torch.zeros(144)
+    chosen = mean.flatten().abs().topk(k).indices
+    best[chosen] = mean.flatten()[chosen]
+    expected = float((best - results[0][1].flatten()).norm() / mean.norm())
+    assert [xi for xi, _ in results] == pytest.approx([expected] * world_size, rel=1e-5)

@@ -10,6 +10,7 @@ lost.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
@@ -25,6 +26,8 @@ from totalreduce.sparse.session import Report, Update
 
 __all__ = ["CompressedReducer"]
 
+_log = logging.getLogger("totalreduce")
+
 
 @final
 class CompressedReducer:
@@ -35,6 +38,7 @@ class CompressedReducer:
         rounds: Exchanges its buckets.
         residuals: Outlive the plan.
         feedback: Settings.
+        rank: This one's.
         world_size: Number of ranks.
         timeout_s: Patience of ``finish``.
         loss_scale: By what the loss, and so the gradients, are multiplied at present.
@@ -47,6 +51,7 @@ class CompressedReducer:
         residuals: Residuals,
         feedback: ErrorFeedback,
         *,
+        rank: int,
         world_size: int,
         timeout_s: float,
         loss_scale: Callable[[], float],
@@ -54,7 +59,8 @@ class CompressedReducer:
         """See the class."""
         self.plan, self.rounds = plan, rounds
         self._residuals, self._feedback = residuals, feedback
-        self._world_size, self._timeout_s, self._loss_scale = world_size, timeout_s, loss_scale
+        self._rank, self._world_size = rank, world_size
+        self._timeout_s, self._loss_scale = timeout_s, loss_scale
         self._members = [sorted({part.member for part in bucket}) for bucket in plan.buckets]
         self._readiness = Readiness(self._members)
         self._priorities = list(range(len(plan.buckets)))[::-1]
@@ -63,6 +69,7 @@ class CompressedReducer:
         self._accumulated: dict[int, torch.Tensor] = {}
         self._velocities: dict[int, torch.Tensor] = {}
         self._scale = 1.0
+        self._round = 0
         self._whole = False
         self.send_whole = False  #: The next round sends everything.
         self.joined = False
@@ -83,6 +90,7 @@ class CompressedReducer:
         """Open a round. The one before is over."""
         self.joined, self.closed, self.skipped = joined, False, False
         self._whole, self.send_whole = self.send_whole, False
+        self._round += 1
         self._left.clear()
         self._present.clear()
         self._accumulated.clear()
@@ -127,6 +135,9 @@ class CompressedReducer:
         else:
             self._commit(updates, factor * self._scale)
         self._accumulated.clear()
+        if self._rank == 0 and _every(self._feedback.report_every, self._round):
+            for index, report in enumerate(self.reports()):
+                _log.info("step %d, bucket %d: %s", self._round, index, report.describe())
 
     def abandon(self) -> None:
         """End an open round without a result. Collective. What was sent goes back to the residuals.
@@ -168,6 +179,7 @@ class CompressedReducer:
             scale=clip if self._feedback.momentum else clip / self._scale,
             priority=self._priorities[index],
             whole=self._whole,
+            xi=_every(self._feedback.xi_every, self._round),
         )
 
     @torch.no_grad()
@@ -236,6 +248,10 @@ class CompressedReducer:
     def _install(self, member: int, flat: torch.Tensor) -> None:
         parameter, spec = self.plan.parameters[member], self.plan.specs[member]
         parameter.grad = shaped(flat, spec).to(parameter.dtype)  # itself, if that is float32
+
+
+def _every(interval: int, step: int) -> bool:
+    return interval > 0 and step % interval == 0
 
 
 @final

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.sparse.session import BucketShape
 
-__all__ = ["CompressedPlan", "ErrorFeedback", "Part", "Residuals", "flattened", "plan_parts", "shaped"]
+__all__ = ["CompressedPlan", "ErrorFeedback", "Part", "Residuals", "flattened", "plan_parts", "shaped", "states_for"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,9 @@ class ErrorFeedback:
             accumulated. The norm is that of all compressed gradients, so nothing leaves before backward has ended.
         elements_min: Parameters with fewer elements, or one dimension, are reduced whole.
         bucket_elements: So many elements are selected and sent together, at most; larger parameters are cut.
+        report_every: Every so many steps rank 0 logs a line for each bucket; 0: never.
+        xi_every: Every so many steps the distance from the best k elements is measured, the paper's xi, which sends
+            everything twice in that step; 0: never. It is in ``reports``.
 
     Raises:
         ConfigurationError: A value makes no sense.
@@ -39,6 +43,8 @@ class ErrorFeedback:
     clip_norm: float | None = None
     elements_min: int = 16_384
     bucket_elements: int = 4 * 1024 * 1024
+    report_every: int = 0
+    xi_every: int = 0
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
@@ -50,6 +56,11 @@ class ErrorFeedback:
             raise ConfigurationError(
                 f"elements_min is from 0, not {self.elements_min}; bucket_elements from 1 to 2^31 - 1, "
                 f"not {self.bucket_elements}"
+            )
+
+        if self.report_every < 0 or self.xi_every < 0:
+            raise ConfigurationError(
+                f"report_every ({self.report_every}) and xi_every ({self.xi_every}) are numbers of steps, or 0 for never"
             )
 
     def compresses(self, spec: ParameterSpec) -> bool:
@@ -190,6 +201,34 @@ class Residuals:
     def norm(self) -> float:
         """Of all residuals together."""
         return math.sqrt(sum(float(kept.double().square().sum()) for kept in self.kept.values()))
+
+
+def states_for(
+    states: Sequence[Mapping[str, Any]], rank: int, world_size: int
+) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
+    """Share out saved states among the ranks.
+
+    Args:
+        states: This rank's own, or those of all ranks there were; each with its ``rank`` and ``world_size``.
+        rank: This rank.
+        world_size: Number of ranks now.
+
+    Returns:
+        Those whose residuals this rank takes over, so that the sum of all residuals stays what it was; and one for what
+        is equal on all ranks, or was this rank's own.
+
+    Raises:
+        ConfigurationError: States are missing.
+    """
+    by_rank = {state["rank"]: state for state in states}
+    old_size = max((state["world_size"] for state in states), default=0)
+    if not states or (by_rank.keys() != set(range(old_size)) and (*by_rank, old_size) != (rank, world_size)):
+        raise ConfigurationError(
+            f"residuals were saved by {old_size} ranks and there are {world_size} now: give the states of all of them, "
+            f"not only of {sorted(by_rank)}; or, if the number is the same, of rank {rank}"
+        )
+    own = [by_rank[old] for old in sorted(by_rank) if old % world_size == rank]
+    return own, by_rank.get(rank, states[0])
 
 
 def shaped(flat: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:

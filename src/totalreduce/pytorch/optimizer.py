@@ -271,6 +271,7 @@ class DistributedOptimizer(OptimizerFacade):
             rounds,
             self._residuals,
             settings.feedback,
+            rank=self._group.rank,
             world_size=self._group.world_size,
             timeout_s=self._group.timeout_s,
             loss_scale=(lambda: 1.0) if scaler is None else scaler.get_scale,
@@ -659,6 +660,10 @@ class DistributedOptimizer(OptimizerFacade):
         known = states[0]
         if self._compressed is not None and known["method"] == method and known["buckets"] == plan:
             self._compressed.rounds.load_state(by_rank.get(rank, known)["sessions"])
+
+    def residual_norm(self) -> float:
+        """Of everything that this rank has not sent yet."""
+        return self._residuals.norm()
 
     @property
     def reports(self) -> list[Report]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, final
 
@@ -12,10 +12,11 @@ import torch
 
 from totalreduce.foundation.errors import DeadlineExceededError
 from totalreduce.sparse.accumulator import Accumulator
-from totalreduce.sparse.actions import Array
+from totalreduce.sparse.actions import Action, Array
 from totalreduce.sparse.carrier import Carrier
 from totalreduce.sparse.session import BucketShape, Method, Report, Session, Update
 from totalreduce.sparse.worker import ExchangeWorker, Job
+from totalreduce.sparse.xi import with_xi
 
 __all__ = ["SparseRounds"]
 
@@ -57,6 +58,7 @@ class SparseRounds:
         scale: float = 1.0,
         priority: int = 0,
         whole: bool = False,
+        xi: bool = False,
     ) -> None:
         """Exchange one bucket; returns at once. Every rank starts every bucket once in each round.
 
@@ -69,6 +71,7 @@ class SparseRounds:
             scale: Factor of the gradients.
             priority: Smaller is more urgent.
             whole: Send everything this time, whatever the method; on all ranks.
+            xi: Measure it this time (see ``with_xi``), which sends everything twice; on all ranks.
         """
         session: Session = self.sessions[bucket]
         if whole:
@@ -77,12 +80,14 @@ class SparseRounds:
             session = Dense().session(self._shapes[bucket], self._carrier.rank, self._carrier.world_size)
         self._latest[bucket] = session
         accumulated, kept = Accumulator(gradients), Accumulator(residuals)
-        job = Job(
-            bucket,
-            lambda: session.accumulate(accumulated, kept, scale),
-            lambda: session.exchange(np.array(present, np.bool_)),
-            priority,
-        )
+        flags = np.array(present, np.bool_)
+
+        def exchange() -> Generator[Action, Any, Update | None]:
+            if xi:
+                return with_xi(session, flags, accumulated, kept, self._carrier.world_size)
+            return session.exchange(flags)
+
+        job = Job(bucket, lambda: session.accumulate(accumulated, kept, scale), exchange, priority)
         self._jobs[bucket] = job
         self._worker.start(job)
 

@@ -69,6 +69,7 @@ class Report:
         global_threshold: Smallest magnitude applied.
         rescans: How often the candidates had to be listed again, since the beginning.
         skipped: Whether some rank's gradients were not finite.
+        extra: What was asked for, such as ``xi``.
     """
 
     method: str = ""
@@ -83,6 +84,17 @@ class Report:
     rescans: int = 0
     skipped: bool = False
     extra: dict[str, float] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """One line for people."""
+        if self.skipped:
+            return f"{self.method}: skipped, because some rank's gradients were not finite"
+        further = "".join(f", {name} {value:.3g}" for name, value in self.extra.items())
+        return (
+            f"{self.method}: {self.selected} of {self.k} selected above {self.local_threshold:.3g}, "
+            f"{self.applied} applied above {self.global_threshold:.3g}, {self.sent_bytes} bytes sent, "
+            f"{self.received_bytes} received, imbalance {self.imbalance:.2f}{further}"
+        )
 
 
 class Session(Protocol):
