@@ -43,37 +43,58 @@ if TYPE_CHECKING:
     from totalreduce.launch.bootstrap import init
     from totalreduce.pytorch.adasum import AdasumOptimizer, adasum_
     from totalreduce.pytorch.broadcast import broadcast_optimizer_state, broadcast_parameters
+    from totalreduce.pytorch.ddp_hook import ddp_hook
+    from totalreduce.pytorch.error_feedback import ErrorFeedback
     from totalreduce.pytorch.optimizer import DistributedOptimizer
     from totalreduce.pytorch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+    from totalreduce.sparse.auto import Auto
+    from totalreduce.sparse.dense import Dense
+    from totalreduce.sparse.gaussiank import GaussianK
+    from totalreduce.sparse.gtopk import GTopk
+    from totalreduce.sparse.oktopk import OkTopk
+    from totalreduce.sparse.powersgd import PowerSGD
+    from totalreduce.sparse.shared import SharedTopk
+    from totalreduce.sparse.topka import TopkA
+    from totalreduce.sparse.topkdsa import TopkDSA
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AdasumOptimizer": "pytorch.adasum",
     "AuthenticationError": "foundation.errors",
+    "Auto": "sparse.auto",
     "ConfigurationError": "foundation.errors",
     "CoordinationConfig": "coordination.config",
     "Coordinator": "groups.coordinator",
     "DeadlineExceededError": "foundation.errors",
+    "Dense": "sparse.dense",
     "DistributedOptimizer": "pytorch.optimizer",
     "EngineConfig": "foundation.config",
+    "ErrorFeedback": "pytorch.error_feedback",
+    "GTopk": "sparse.gtopk",
+    "GaussianK": "sparse.gaussiank",
     "Group": "groups.group",
     "GroupClosed": "foundation.errors",
     "MismatchError": "foundation.errors",
     "MissingTensorError": "foundation.errors",
     "Observer": "foundation.observer",
+    "OkTopk": "sparse.oktopk",
     "PeerLost": "foundation.errors",
     "Plan": "groups.plan",
     "PlanMismatchError": "foundation.errors",
+    "PowerSGD": "sparse.powersgd",
     "ProtocolError": "foundation.errors",
     "ReduceOp": "foundation.types",
     "RendezvousError": "foundation.errors",
+    "SharedTopk": "sparse.shared",
     "StallError": "foundation.errors",
     "Statistics": "groups.statistics",
     "SyncBatchNorm": "pytorch.sync_batch_norm",
     "TcpConfig": "foundation.config",
     "TensorSpec": "groups.plan",
     "Tls": "foundation.config",
+    "TopkA": "sparse.topka",
+    "TopkDSA": "sparse.topkdsa",
     "TotalReduceError": "foundation.errors",
     "UnsupportedError": "foundation.errors",
     "Work": "groups.work",
@@ -81,35 +102,46 @@ _HOMES = {
     "broadcast_optimizer_state": "pytorch.broadcast",
     "broadcast_parameters": "pytorch.broadcast",
     "convert_sync_batchnorm": "pytorch.sync_batch_norm",
+    "ddp_hook": "pytorch.ddp_hook",
     "init": "launch.bootstrap",
 }
 
 __all__ = [
     "AdasumOptimizer",
     "AuthenticationError",
+    "Auto",
     "ConfigurationError",
     "CoordinationConfig",
     "Coordinator",
     "DeadlineExceededError",
+    "Dense",
     "DistributedOptimizer",
     "EngineConfig",
+    "ErrorFeedback",
+    "GTopk",
+    "GaussianK",
     "Group",
     "GroupClosed",
     "MismatchError",
     "MissingTensorError",
     "Observer",
+    "OkTopk",
     "PeerLost",
     "Plan",
     "PlanMismatchError",
+    "PowerSGD",
     "ProtocolError",
     "ReduceOp",
     "RendezvousError",
+    "SharedTopk",
     "StallError",
     "Statistics",
     "SyncBatchNorm",
     "TcpConfig",
     "TensorSpec",
     "Tls",
+    "TopkA",
+    "TopkDSA",
     "TotalReduceError",
     "UnsupportedError",
     "Work",
@@ -118,6 +150,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "convert_sync_batchnorm",
+    "ddp_hook",
     "init",
 ]
 

@@ -60,7 +60,7 @@ class ErrorFeedback:
 
         if self.report_every < 0 or self.xi_every < 0:
             raise ConfigurationError(
-                f"report_every ({self.report_every}) and xi_every ({self.xi_every}) are numbers of steps, or 0 for never"
+                f"report_every and xi_every are numbers of steps or 0, not {self.report_every} and {self.xi_every}"
             )
 
     def compresses(self, spec: ParameterSpec) -> bool:

@@ -13,8 +13,11 @@ from totalreduce.cli.bench.allreduce import bench_allreduce
 from totalreduce.cli.bench.collectives import bench_collectives
 from totalreduce.cli.bench.coordination import bench_coordination
 from totalreduce.cli.bench.ddp import bench_ddp
+from totalreduce.cli.bench.growth import bench_growth
+from totalreduce.cli.bench.kernels import bench_kernels
 from totalreduce.cli.bench.launching import BenchmarkFailedError
 from totalreduce.cli.bench.replay import bench_replay
+from totalreduce.cli.bench.sparse import bench_sparse
 from totalreduce.cli.bench.step import bench_step
 from totalreduce.cli.bench.summary import bench_report
 from totalreduce.cli.bench.trace import bench_trace
@@ -84,6 +87,24 @@ _register(
     bench_step,
     "totalreduce bench step --against gloo --no-communication",
     "totalreduce bench step --model gpt --overlap iterations --emulate-hosts 4 --against gloo",
+)
+_register(
+    "sparse",
+    bench_sparse,
+    "totalreduce bench sparse -n 4 --against gloo,fp16,powersgd-hook",
+    "totalreduce bench sparse --emulate-hosts 4 --elements 25.6M --methods oktopk,topka --against gloo --plot out.png",
+)
+_register(
+    "kernels",
+    bench_kernels,
+    "totalreduce bench kernels",
+    "totalreduce bench kernels --elements 100M --density 0.001 --distribution student --json out.json",
+)
+_register(
+    "growth",
+    bench_growth,
+    "totalreduce bench growth --plot growth.png",
+    "totalreduce bench growth --processes 2,4 --lockstep 64,256 --json growth.json",
 )
 _register(
     "ddp",

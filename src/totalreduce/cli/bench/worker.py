@@ -22,6 +22,7 @@ _MODULES = {
     "coordination": "totalreduce.cli.bench.coordination_worker",
     "urgent": "totalreduce.cli.bench.urgent_worker",
     "replay": "totalreduce.cli.bench.replay_worker",
+    "sparse": "totalreduce.cli.bench.sparse_worker",
     "step": "totalreduce.cli.bench.step_worker",
 }
 
