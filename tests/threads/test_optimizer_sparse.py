@@ -117,11 +117,10 @@ def test_parameters_are_cut_into_buckets() -> None:
 
     specs = [spec(10, 10), spec(5, 5), spec(16, 16)]
     assert plan_parts(specs, 100, whole=False) == (
-        (Part(2, 0, 85),),
-        (Part(2, 85, 170),),
-        (Part(2, 170, 256),),
-        (Part(1, 0, 25),),
-        (Part(0, 0, 100),),
+        (Part(2, 0, 100),),
+        (Part(2, 100, 200),),
+        (Part(2, 200, 256), Part(1, 0, 25), Part(0, 0, 19)),
+        (Part(0, 19, 100),),
     )
     assert plan_parts(specs, 300, whole=True) == ((Part(2, 0, 256), Part(1, 0, 25)), (Part(0, 0, 100),))
     assert plan_parts([], 100, whole=False) == ()

@@ -1,11 +1,14 @@
-"""Sums of sparse vectors against plain NumPy."""
+"""Sums of sparse vectors, and dense memory that lists are written to, against plain NumPy."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from totalreduce.kernels import merging, plain
+from totalreduce.kernels import merging, plain, scattering
+from totalreduce.sparse.accumulator import Accumulator
 
 BLOCK = 1 << 15
 EMPTY = np.empty(0, np.int32)
@@ -106,3 +109,43 @@ def test_what_is_found_in_another_list(sizes: tuple[int, int]) -> None:
 def test_what_is_found_in_any_other_list(one: set[int], other: set[int]) -> None:
     index, others = (np.array(sorted(indices), np.int32) for indices in (one, other))
     assert np.array_equal(merging.found_in(index, others), plain.found_in(index, others))
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 500, 1000])
+@pytest.mark.parametrize("first", [0, 77, 2**31 - 1001])
+def test_lists_meet_dense_memory(count: int, first: int) -> None:
+    index, value = random_vector(count, 1000, 1, begin=first)
+    applied = random_vector(400, 1000, 2, begin=first)[0]
+    memory = np.random.default_rng(3).standard_normal(1000, np.float32)
+    results = []
+    for module in (scattering, plain):
+        set_to, added_to, kept, taken = memory.copy(), memory.copy(), memory.copy(), np.empty(count, np.float32)
+        module.scatter(set_to, first, index, value, np.float32(0.3))
+        module.scatter_add(added_to, first, index, value, np.float32(0.3))
+        module.keep_rest(kept, first, index, value, value * np.float32(0.9), applied)
+        module.gather(memory, first, index, taken)
+        results.append([array.tobytes() for array in (set_to, added_to, kept, taken)])
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("sizes", [(300,), (100, 200), (0, 300), (300, 0), (1, 0, 0, 298, 1), (50, 50, 50, 150)])
+def test_indices_count_through_all_segments(sizes: tuple[int, ...]) -> None:
+    flat = np.arange(300, dtype=np.float32)
+    edges = np.cumsum([0, *sizes])
+    for count in (0, 1, 60, 300):
+        index, value = random_vector(count, 300, count)
+        memory = flat.copy()
+        accumulator = Accumulator([memory[low:high] for low, high in pairwise(edges)])
+        assert accumulator.take(index).tolist() == index.tolist()
+        assert accumulator.spread(index) == [((index >= low) & (index < high)).sum() for low, high in pairwise(edges)]
+        expected = flat.copy()
+        expected[index] += value
+        accumulator.add(index, value)
+        assert accumulator.flat().tobytes() == expected.tobytes()
+        expected[index] = value
+        accumulator.put(index, value)
+        assert memory.tobytes() == expected.tobytes()
+        accumulator.erase(index)
+        assert not memory[index].any()
+        accumulator.clear()
+        assert not memory.any()

@@ -308,6 +308,7 @@ def test_regions_of_ok_topk_follow_an_embedding_whose_first_rows_are_hot() -> No
     later = run(OkTopk(density=0.01), world_size, n, 10, embedding)[2:]
     regions = np.array([done.reports[0].imbalance for done in later])
     assert regions.mean() < 1.10
+    assert regions.max() < 1.15
     totals = np.sum([done.traffic.received for done in later], axis=0)
     assert totals.max() < 1.10 * totals.mean()
     for done in later:
@@ -460,6 +461,12 @@ def test_power_sgd_is_exact_where_the_rank_suffices() -> None:
         for done in check_method(PowerSGD(rank=3), 3, (shape,), gradients=low_rank(40, 60, 3)):
             had = np.sum(done.accumulated, axis=0)
             assert np.abs(done.applied - had).max() < 1e-4 * np.abs(had).max()
+
+
+@pytest.mark.parametrize("rank", [1, 2, 8])
+def test_power_sgd_of_other_ranks(rank: int) -> None:
+    """Also where it is more than a matrix can have, and where a matrix lies at an odd address."""
+    check_method(PowerSGD(rank=rank), 3, ((3,), (61, 37), (5, 300), (20, 20, 3)))
 
 
 def test_power_sgd_approaches_the_best_approximation() -> None:

@@ -38,13 +38,12 @@ def sum_sparse(index: Array, value: Array, bounds: Array, out_index: Array, out_
     touched = np.zeros(_BLOCK // 64, np.uint64)
     num_out = 0
     while True:
-        lowest = np.int64(1) << 40
+        begin = np.int64(1) << 40
         for j in range(num_lists):
             if at[j] < bounds[j + 1]:
-                lowest = min(lowest, np.int64(index[at[j]]))
-        if lowest == np.int64(1) << 40:
+                begin = min(begin, np.int64(index[at[j]]))
+        if begin == np.int64(1) << 40:
             return num_out
-        begin = lowest // 64 * 64
         for j in range(num_lists):
             i, end = at[j], bounds[j + 1]
             while i < end and index[i] - begin < _BLOCK:

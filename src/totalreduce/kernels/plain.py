@@ -1,4 +1,4 @@
-"""The kernels once more, in plain NumPy: what ``selection``, ``coding`` and ``merging`` must do.
+"""The kernels once more, in plain NumPy: what ``selection``, ``coding``, ``merging`` and ``scattering`` must do.
 
 Same names, same arguments, same results, and no regard for time. Nothing but tests should call this.
 """
@@ -19,9 +19,13 @@ __all__ = [
     "decode_gaps",
     "encode_gaps",
     "found_in",
+    "gather",
     "keep_largest",
+    "keep_rest",
     "kth_magnitude",
     "round_values",
+    "scatter",
+    "scatter_add",
     "select",
     "sum_sparse",
     "widen",
@@ -146,3 +150,24 @@ def sum_sparse(index: Array, value: Array, bounds: Array, out_index: Array, out_
 def found_in(index: Array, other: Array) -> Array:
     """See ``merging.found_in``."""
     return np.isin(index, other)
+
+
+def scatter(target: Array, first: int, index: Array, value: Array, factor: float) -> None:
+    """See ``scattering.scatter``."""
+    target[index - first] = value * np.float32(factor)
+
+
+def scatter_add(target: Array, first: int, index: Array, value: Array, factor: float) -> None:
+    """See ``scattering.scatter_add``."""
+    target[index - first] += value * np.float32(factor)
+
+
+def gather(source: Array, first: int, index: Array, out: Array) -> None:
+    """See ``scattering.gather``."""
+    out[...] = source[index - first]
+
+
+def keep_rest(target: Array, first: int, index: Array, value: Array, sent: Array, applied: Array) -> None:
+    """See ``scattering.keep_rest``."""
+    both = found_in(index, applied)
+    target[index[both] - first] = (value - sent)[both]

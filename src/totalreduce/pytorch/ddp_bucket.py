@@ -95,10 +95,6 @@ class Memory:
         kept = self.residuals.kept
         kept[parameter], self._spares[parameter] = self._spares[parameter], kept[parameter]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what is only to work in."""
-        return {"residuals": self.residuals, "_spares": {}}
-
 
 @final
 class Lane:

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
 from typing import Any, cast, final
 
 import numpy as np
@@ -32,7 +33,7 @@ from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError,
 from totalreduce.pytorch import internals
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.ddp_bucket import HookBucket, Lane, Layout, Memory
-from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, states_for
+from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, states_for
 from totalreduce.sparse.actions import Allgather
 from totalreduce.sparse.auto import Auto
 from totalreduce.sparse.c10d_driver import C10dDriver
@@ -87,8 +88,9 @@ def sparse_hook(state: "SparseHookState", bucket: GradBucket) -> torch.futures.F
 class SparseHookState:
     """What is kept between backward passes; made by ``ddp_hook``.
 
-    Pickled with its model (``torch.save``) it goes on with what it kept back, over the default process group or what
-    ``process_group`` is set to before the first backward pass. ``state_dict`` is for checkpoints: it has names.
+    ``state_dict`` is for checkpoints: it has names. The state can be pickled, too, as torch's own can (``torch.save``):
+    then it is registered with another DDP model of the same structure and settings, whose parameters it knows by the
+    order in which they come in the first pass. ``process_group`` is the default one then, unless set before that pass.
 
     Attributes:
         method: Settings.
@@ -119,6 +121,9 @@ class SparseHookState:
         self._sessions: dict[Parameters, Session] = {}
         #: Of sessions that are not there yet.
         self._saved: dict[Parameters, Mapping[str, Any]] = {}
+        #: In which order parameters were met, and what was pickled of those that were not met yet.
+        self._order: dict[torch.nn.Parameter, int] = {}
+        self._pickled = _Pickled()
         self._whole = False
         self._link: _Link | None = None
         self._pass = _Pass()
@@ -148,6 +153,7 @@ class SparseHookState:
         if bucket.index() == 0 and self._pass.buckets:
             self._abandon()
         parameters = cast("Parameters", tuple(bucket.parameters()))
+        self._meet(parameters)
         made = self._make(parameters, bucket.buffer())
         self._pass.buckets.append(made)
         self._pass.parameters.append(parameters)
@@ -157,6 +163,17 @@ class SparseHookState:
         if bucket.is_last():
             self._end_pass()
         return future
+
+    def _meet(self, parameters: Parameters) -> None:
+        for parameter in parameters:
+            if parameter not in self._order:
+                number = self._order[parameter] = len(self._order)
+                self._pickled.hand_over(number, parameter, self._memory.residuals)
+        sessions = self._pickled.sessions
+        if sessions:
+            state = sessions.pop(tuple(self._order[parameter] for parameter in parameters), None)
+            if state is not None:
+                self._saved[parameters] = state
 
     def _make(self, parameters: Parameters, buffer: torch.Tensor) -> HookBucket:
         if buffer.layout is not torch.strided:
@@ -320,16 +337,50 @@ class SparseHookState:
         return CompressedPlan(tuple(p for p, _ in few), tuple(spec for _, spec in few), ())
 
     def __getstate__(self) -> dict[str, Any]:
-        """As torch's own ``PowerSGDState``: all but the process group."""
-        sessions = {key: session.state() for key, session in self._sessions.items()}
+        """As torch's ``PowerSGDState``: all but the process group."""
         settings = {"method": self.method, "feedback": self.feedback, "grad_scaler": self.grad_scaler}
         counts = {"steps": self.steps, "skipped_steps": self.skipped_steps}
-        return {**settings, **counts, "_memory": self._memory, "_saved": {**self._saved, **sessions}}
+        sessions = {**self._saved, **{key: session.state() for key, session in self._sessions.items()}}
+        pickled = _Pickled(
+            {**self._pickled.residuals, **self._numbered(self._memory.residuals.kept)},
+            {**self._pickled.velocities, **self._numbered(self._memory.residuals.velocities)},
+            {**self._pickled.sessions, **{tuple(self._order[p] for p in key): sessions[key] for key in sessions}},
+        )
+        return {**settings, **counts, "_pickled": pickled}
+
+    def _numbered(self, tensors: Mapping[torch.nn.Parameter, torch.Tensor]) -> dict[int, torch.Tensor]:
+        return {self._order[parameter]: tensor for parameter, tensor in tensors.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Over the default process group, unless ``process_group`` is set."""
+        """Of a model that is not known yet."""
         SparseHookState.__init__(self, state["method"], state["feedback"])
         self.__dict__.update(state)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Pickled:
+    """What a pickled state has kept, by the numbers of parameters."""
+
+    residuals: dict[int, torch.Tensor] = field(default_factory=dict)
+    velocities: dict[int, torch.Tensor] = field(default_factory=dict)
+    sessions: dict[tuple[int, ...], Mapping[str, Any]] = field(default_factory=dict)
+
+    def hand_over(self, number: int, parameter: torch.nn.Parameter, residuals: Residuals) -> None:
+        """What there is of a parameter.
+
+        Raises:
+            ConfigurationError: It has another size.
+        """
+        for mine, theirs in ((self.residuals, residuals.kept), (self.velocities, residuals.velocities)):
+            if number in mine:
+                kept = mine.pop(number)
+                if kept.numel() != parameter.numel():
+                    raise ConfigurationError(
+                        f"the pickled state of ddp_hook is of another model, or DDP has other settings: parameter "
+                        f"{number} has {parameter.numel()} elements here and {kept.numel()} there"
+                    )
+                theirs[parameter] = kept
 
 
 @final

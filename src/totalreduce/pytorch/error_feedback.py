@@ -18,6 +18,9 @@ from totalreduce.sparse.session import BucketShape
 
 __all__ = ["CompressedPlan", "ErrorFeedback", "Part", "Residuals", "flattened", "plan_parts", "shaped", "states_for"]
 
+_BUCKETS = 4
+_BUCKET_ELEMENTS_MIN = 1024 * 1024
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorFeedback:
@@ -30,7 +33,9 @@ class ErrorFeedback:
         clip_norm: Each rank's gradient is clipped to this norm over the square root of the number of ranks before it is
             accumulated. The norm is that of all compressed gradients, so nothing leaves before backward has ended.
         elements_min: Parameters with fewer elements, or one dimension, are reduced whole.
-        bucket_elements: So many elements are selected and sent together, at most; larger parameters are cut.
+        bucket_elements: So many elements are selected and sent together, at most; larger parameters are cut. Default: a
+            quarter of all, so that selecting, sending and backward overlap, but a million at least, since every bucket
+            has a fixed cost.
         report_every: Every so many steps rank 0 logs a line for each bucket; 0: never.
         xi_every: Every so many steps the distance from the best k elements is measured, the paper's xi, which sends
             everything twice in that step; 0: never. It is in ``reports``.
@@ -42,7 +47,7 @@ class ErrorFeedback:
     momentum: float = 0.0
     clip_norm: float | None = None
     elements_min: int = 16_384
-    bucket_elements: int = 4 * 1024 * 1024
+    bucket_elements: int | None = None
     report_every: int = 0
     xi_every: int = 0
 
@@ -52,12 +57,11 @@ class ErrorFeedback:
             raise ConfigurationError(f"momentum is from 0 to below 1, not {self.momentum}")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ConfigurationError(f"clip_norm is a positive norm, or None; not {self.clip_norm}")
-        if self.elements_min < 0 or not 0 < self.bucket_elements < 2**31:
+        if self.elements_min < 0 or not 0 < (self.bucket_elements or 1) < 2**31 or self.bucket_elements == 0:
             raise ConfigurationError(
                 f"elements_min is from 0, not {self.elements_min}; bucket_elements from 1 to 2^31 - 1, "
                 f"not {self.bucket_elements}"
             )
-
         if self.report_every < 0 or self.xi_every < 0:
             raise ConfigurationError(
                 f"report_every and xi_every are numbers of steps or 0, not {self.report_every} and {self.xi_every}"
@@ -101,7 +105,9 @@ class CompressedPlan:
         whole: bool,
     ) -> CompressedPlan:
         """Cut them into buckets; see ``plan_parts``."""
-        return cls(tuple(parameters), tuple(specs), plan_parts(specs, feedback.bucket_elements, whole=whole))
+        quarter = -(-sum(spec.num_elements for spec in specs) // _BUCKETS)
+        size = feedback.bucket_elements or min(max(quarter, _BUCKET_ELEMENTS_MIN), 2**31 - 1)
+        return cls(tuple(parameters), tuple(specs), plan_parts(specs, size, whole=whole))
 
     def document(self) -> list[list[list[object]]]:
         """JSON-ready: names and ranges by bucket."""
@@ -131,17 +137,20 @@ def plan_parts(specs: Sequence[ParameterSpec], bucket_elements: int, *, whole: b
     """
     buckets: list[tuple[Part, ...]] = []
     filling: list[Part] = []
-    filled = 0
+    room = bucket_elements
     for member in reversed(range(len(specs))):
-        size = specs[member].num_elements
-        pieces = 1 if whole else -(-size // bucket_elements)
-        for piece in range(pieces):
-            part = Part(member, size * piece // pieces, size * (piece + 1) // pieces)
-            if filling and filled + part.end - part.begin > bucket_elements:
+        begin, end = 0, specs[member].num_elements
+        if whole and filling and end > room:
+            buckets.append(tuple(filling))
+            filling, room = [], bucket_elements
+        while begin < end:
+            stop = end if whole else min(end, begin + room)
+            filling.append(Part(member, begin, stop))
+            room -= stop - begin
+            begin = stop
+            if room <= 0:
                 buckets.append(tuple(filling))
-                filling, filled = [], 0
-            filling.append(part)
-            filled += part.end - part.begin
+                filling, room = [], bucket_elements
     if filling:
         buckets.append(tuple(filling))
     return tuple(buckets)

@@ -137,6 +137,9 @@ class _Started:
             self.reply()
         callback()
 
+    def push(self, timeout_s: float) -> None:
+        """Nothing: torch has threads that move messages, and gloo ends a connection that is waited for in vain."""
+
     def reply(self) -> Any:
         """See ``Carried``; what it raises is ``torch.distributed.DistBackendError``."""
         if not self._ended:

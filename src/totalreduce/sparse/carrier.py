@@ -16,6 +16,9 @@ class Carried(Protocol):
     def on_done(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called once when it has ended, well or not; at once if it has."""
 
+    def push(self, timeout_s: float) -> None:
+        """Help it along for so long at most, if there is a way to; errors are for ``reply``."""
+
     def reply(self) -> Any:
         """What the exchange is sent. Only after it has ended, or it waits.
 

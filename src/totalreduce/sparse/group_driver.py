@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, final
 
 import numpy as np
 import torch
 
+from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.groups.group import Group
 from totalreduce.groups.work import Work
 from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Array, Broadcast, Messages
@@ -92,6 +94,12 @@ class _Started:
 
         for work in self._works:
             work.on_done(one_done)
+
+    def push(self, timeout_s: float) -> None:
+        """See ``Carried``. Who waits for an operation moves its messages, and makes it urgent."""
+        with suppress(TotalReduceError):
+            for work in self._works:
+                work.wait(timeout_s)
 
     def reply(self) -> Any:
         """See ``Carried``."""

@@ -102,6 +102,7 @@ class SparseRounds:
             DeadlineExceededError: It takes too long; may be called again.
             PeerLost: A rank died.
         """
+        self._worker.hurry()
         deadline = time.monotonic() + timeout_s
         updates: list[Update] = []
         finite = True

@@ -1,6 +1,7 @@
 """The thread in which buckets are selected and their exchanges go on, beside backward.
 
-What is nearly done goes first: a reply that has come is worked on before another bucket is selected.
+What is nearly done goes first: a reply that has come is worked on before another bucket is selected. When somebody waits
+for all jobs and there is nothing to compute, this thread moves messages itself: one wake-up less for every action.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from totalreduce.sparse.actions import Action
 from totalreduce.sparse.carrier import Carried, Carrier
 
 __all__ = ["ExchangeWorker", "Job"]
+
+#: So long one action is helped along before this thread looks whether there is something else to do.
+_PUSH_S = 0.02
 
 
 @final
@@ -67,6 +71,8 @@ class ExchangeWorker:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._hurried = False
+        self._waiting: dict[int, Job] = {}
 
     def start(self, job: Job) -> None:
         """Run it; returns at once. ``job.result`` says when it is done.
@@ -80,7 +86,12 @@ class ExchangeWorker:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="totalreduce-sparse", daemon=True)
                 self._thread.start()
+        self._hurried = False
         self._put(1, job)
+
+    def hurry(self) -> None:
+        """Somebody waits, and starts nothing before the jobs that there are have ended."""
+        self._hurried = True
 
     def close(self) -> None:
         """End the thread. Jobs that have not ended fail with ``GroupClosed``; harmless when called twice."""
@@ -98,9 +109,14 @@ class ExchangeWorker:
 
     def _run(self) -> None:
         while True:
+            while self._hurried and self._waiting and self._events.empty():
+                first = self._waiting[min(self._waiting)].under_way
+                assert first is not None
+                first.push(_PUSH_S)
             _, _, job = self._events.get()
             if job is None:
                 return
+            self._waiting.pop(job.channel, None)
             try:
                 self._advance(job)
             except BaseException as error:
@@ -124,6 +140,7 @@ class ExchangeWorker:
             job.under_way = self._carrier.start(action, channel=job.channel, step=job.steps, priority=job.priority)
             job.steps += 1
             if not self._in_order:
+                self._waiting[job.channel] = job
                 job.under_way.on_done(lambda: self._put(0, job))
                 return
             reply = job.under_way.reply()

@@ -1,10 +1,11 @@
 """What any sparse method must do: settings in, verdict out; public.
 
 ``SparseRanks`` runs all ranks of a method in lockstep and keeps their residuals; ``check_round`` looks at what one step
-did; ``check_method`` runs several steps three times over:
+did; ``check_method`` runs several steps three times over and returns what the first run did:
 
     >>> from totalreduce.sparse.topka import TopkA
-    >>> check_method(TopkA(density=0.1), world_size=3, shapes=((20, 4), (7,)))
+    >>> len(check_method(TopkA(density=0.1), world_size=3, shapes=((20, 4), (7,))))
+    4
 
 It asks for these properties, whatever a method sends:
 

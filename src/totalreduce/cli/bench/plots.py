@@ -119,6 +119,8 @@ def draw_lines(path: Path | None, title: str, axes_names: tuple[str, str], lines
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel(axes_names[0])
     axes.set_ylabel(axes_names[1])
     axes.grid(visible=True, which="major", alpha=0.3)

@@ -75,7 +75,8 @@ class SparseFigure:
         received_bytes: Likewise.
         payload_sent_bytes: Without headers, as the method counts it.
         payload_received_bytes: Likewise.
-        imbalance: Largest over mean of what ranks received in a step, mean over steps.
+        imbalance_sent: Largest over mean of what ranks sent in a step, mean over steps.
+        imbalance_received: Likewise.
         bytes_per_selected: Bytes sent, headers included, for each element that the average rank has selected.
         selected_over_k: Mean over ranks, buckets and steps.
         selected_near: Share of these within 5 % of k.
@@ -94,7 +95,8 @@ class SparseFigure:
     received_bytes: float | None
     payload_sent_bytes: float | None
     payload_received_bytes: float | None
-    imbalance: float | None
+    imbalance_sent: float | None
+    imbalance_received: float | None
     bytes_per_selected: float | None
     selected_over_k: float | None
     selected_near: float | None
@@ -280,7 +282,8 @@ def _figure(
         received_bytes=received,
         payload_sent_bytes=payload_sent,
         payload_received_bytes=payload_received,
-        imbalance=_imbalance([rank["bytes"] for rank in ranks]) if sparse else None,
+        imbalance_sent=_imbalance([rank["bytes"] for rank in ranks], 0) if sparse else None,
+        imbalance_received=_imbalance([rank["bytes"] for rank in ranks], 1) if sparse else None,
         bytes_per_selected=sent / fmean(chosen) if sent is not None and any(chosen) else None,
         selected_over_k=fmean(selected) if selected else None,
         selected_near=_near(selected),
@@ -296,10 +299,10 @@ def _means(rows: list[list[float]]) -> list[float]:
     return [fmean(column) for column in zip(*rows, strict=True)]
 
 
-def _imbalance(ranks: list[list[list[float]]]) -> float:
-    """Mean over steps of the largest over the mean number of bytes that a rank has received."""
-    received = [[rank[1] for rank in step] for step in zip(*ranks, strict=True)]
-    return fmean(max(step) / fmean(step) if any(step) else 1.0 for step in received)
+def _imbalance(ranks: list[list[list[float]]], column: int) -> float:
+    """Mean over steps of the largest over the mean number of bytes that a rank has sent or received."""
+    moved = [[rank[column] for rank in step] for step in zip(*ranks, strict=True)]
+    return fmean(max(step) / fmean(step) if any(step) else 1.0 for step in moved)
 
 
 def _shares_of_k(ranks: list[list[list[list[int]]]]) -> tuple[list[float], list[float]]:
@@ -353,6 +356,7 @@ def _print(setting: Setting, parameters: dict[str, Any], what: str, figures: lis
         (
             "by",
             "sent",
+            "max / mean",
             "received",
             "max / mean",
             "payload sent",
@@ -366,8 +370,8 @@ def _print(setting: Setting, parameters: dict[str, Any], what: str, figures: lis
             "xi",
         ),
         [_row(figure) for figure in figures],
-        "Per rank and step, with headers; largest over mean of what ranks received; near k: within 5 %, of all buckets "
-        "and steps. error: of the update, relative to the dense mean of gradients and residuals.",
+        "Per rank and step, with headers; max / mean: over ranks; near k: within 5 %, of all buckets and steps. "
+        "error: of the update, relative to the dense mean of gradients and residuals.",
     )
 
 
@@ -381,8 +385,9 @@ def _row(figure: SparseFigure) -> tuple[str, ...]:
     return (
         figure.contestant,
         size(figure.sent_bytes),
+        number(figure.imbalance_sent),
         size(figure.received_bytes),
-        number(figure.imbalance),
+        number(figure.imbalance_received),
         size(figure.payload_sent_bytes),
         "" if figure.bytes_per_selected is None else f"{figure.bytes_per_selected:.2f} B",
         number(figure.selected_over_k),

@@ -1,0 +1,612 @@
+"""``tr.ddp_hook`` in real processes, case by case; ``tests/processes/test_ddp_hook.py`` starts this and asks for them.
+
+Reads names of cases from standard input, all ranks the same ones, and prints for each a JSON line with the event
+``case`` and the traceback, if it failed. The variable BACKEND says over which back end of torch.distributed.
+"""
+
+import contextlib
+import copy
+import datetime
+import io
+import json
+import math
+import os
+import pickle
+import sys
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import totalreduce as tr
+from totalreduce.sparse.methods import METHODS
+
+TIMEOUT_S = 60.0
+#: Every matrix is compressed.
+SMALL = tr.ErrorFeedback(elements_min=0)
+#: In MB; after the first pass there is a bucket for about each layer.
+CAP = 0.003
+CASES = {}
+
+
+def case(function):
+    """Make a function known."""
+    CASES[function.__name__] = function
+    return function
+
+
+class Net(torch.nn.Module):
+    """Four layers of matrices and vectors, and one that nobody uses unless told to."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(a, b, dtype=dtype) for a, b in ((9, 40), (40, 33), (33, 20)))
+        self.head = torch.nn.Linear(20, 3, dtype=dtype)
+        self.extra = torch.nn.Linear(20, 20, dtype=dtype)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+    def forward(self, inputs, *, extra=False):
+        for layer in self.layers:
+            inputs = torch.tanh(layer(inputs))
+        if extra:
+            inputs = inputs + self.extra(inputs)
+        return self.head(inputs)
+
+
+def batch(step, rank=None, dtype=torch.float32):
+    """A rank's batch of a step."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(5, 9, generator=generator).to(dtype)
+
+
+def loss_of(model, step, **options):
+    dtype = next(model.parameters()).dtype
+    return model(batch(step, dtype=dtype), **options).float().square().sum()
+
+
+def without_extra(model=None):
+    """A model all of whose parameters are used."""
+    model = model or Net()
+    model.extra = None
+    return model
+
+
+def wrap(module, method, feedback=SMALL, grad_scaler=None, **options):
+    """A model, and the state of its hook."""
+    model = DistributedDataParallel(module, bucket_cap_mb=CAP, **options)
+    state, hook = tr.ddp_hook(method, feedback=feedback, grad_scaler=grad_scaler)
+    model.register_comm_hook(state, hook)
+    return model, state
+
+
+def named_gradients(model):
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def own_gradients(module, *steps, **options):
+    """Of this rank alone, as a model without DDP has them."""
+    twin = copy.deepcopy(module)
+    twin.zero_grad()
+    for step in steps:
+        loss_of(twin, step, **options).backward()
+    return named_gradients(twin)
+
+
+def summed(tensors):
+    """Over the ranks, in float64."""
+    totals = {name: tensor.double() for name, tensor in tensors.items()}
+    for total in totals.values():
+        dist.all_reduce(total)
+    return totals
+
+
+def residuals(state, model):
+    return state.state_dict(model)["residuals"]
+
+
+def same_everywhere(tensors):
+    """Whether all ranks have the same bits."""
+    flat = torch.cat([tensor.detach().flatten().float() for tensor in tensors]).view(torch.int32)
+    first = flat.clone()
+    dist.broadcast(first, 0)
+    odd = torch.tensor([int(not torch.equal(first, flat))])
+    dist.all_reduce(odd)
+    return not odd.item()
+
+
+class Ledger:
+    """Checks that what is applied and what is kept back add up, pass after pass."""
+
+    def __init__(self, model, state, tolerance=1e-5):
+        self.model, self.state, self.tolerance = model, state, tolerance
+        self.before = summed(residuals(state, model))
+
+    def check(self, own):
+        """After a backward pass for which this rank had these gradients."""
+        after, size = summed(residuals(self.state, self.model)), dist.get_world_size()
+        wanted = summed(own)
+        applied = named_gradients(self.model.module)
+        assert set(self.before) == set(after) >= {name for name, gradient in own.items() if gradient.dim() > 1}
+        for name, gradient in wanted.items():
+            total, got = gradient, applied[name].double() * size
+            if name in after:
+                total, got = total + self.before[name], got + after[name]
+            scale = max(1.0, total.abs().max().item())
+            torch.testing.assert_close(got, total, rtol=0, atol=self.tolerance * scale, msg=name)
+        self.before = after
+        assert same_everywhere(applied.values())
+
+
+def train(model, optimizer, steps, first=0, **options):
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        loss_of(model, step, **options).backward()
+        optimizer.step()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+@case
+def everything_sent_is_plain_ddp():
+    plain = DistributedDataParallel(without_extra(), bucket_cap_mb=CAP)
+    train(plain, sgd(plain), 6)
+    for name in METHODS:
+        if name in ("powersgd", "gaussiank"):
+            continue
+        settings = {} if name == "dense" else {"density": 1.0}
+        if name in ("oktopk", "topka", "gtopk", "topkdsa"):
+            settings["values"] = "float32"
+        model, _ = wrap(without_extra(), METHODS[name](**settings), gradient_as_bucket_view=name == "oktopk")
+        train(model, sgd(model), 6)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert same_everywhere(model.parameters())
+
+
+@case
+def what_is_applied_and_kept_back_adds_up():
+    for name, method in METHODS.items():
+        settings = {} if name in ("dense", "powersgd") else {"density": 0.05}
+        model, state = wrap(without_extra(), method(**settings), gradient_as_bucket_view=name == "topka")
+        ledger, optimizer, buckets = Ledger(model, state), sgd(model), []
+        for step in range(6):
+            own = own_gradients(model.module, step)
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            ledger.check(own)
+            optimizer.step()
+            buckets.append(len(state.reports))
+        assert same_everywhere(model.parameters())
+        assert buckets[0] == 1 < buckets[-1], buckets  # DDP has packed them anew
+        assert state.steps == 6
+        if name == "oktopk":
+            assert state.residual_norm() > 0
+            assert all(session._steps == 6 for session in state._sessions.values())
+            assert 0 < sum(report.selected for report in state.reports) < 300
+
+
+@case
+def types_of_gradients():
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        module = without_extra(Net(dtype))
+        model, state = wrap(module, tr.OkTopk(density=0.05))
+        optimizer = sgd(model)
+        ledger = Ledger(model, state)
+        for step in range(4):
+            own = own_gradients(module, step)
+            whole = {name: gradient for name, gradient in own.items() if gradient.dim() == 1}
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            # What rounding to the gradients' type cuts off is kept back, too.
+            ledger.check({name: gradient for name, gradient in own.items() if gradient.dim() > 1})
+            for name, total in summed(whole).items():
+                mean = (total / dist.get_world_size()).to(dtype)
+                gradient = dict(module.named_parameters())[name].grad
+                torch.testing.assert_close(gradient, mean, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+            optimizer.step()
+        assert all(kept.dtype is torch.float32 for kept in residuals(state, model).values())
+
+
+@case
+def some_dense_layouts_of_memory():
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 4, 3)).to(
+        memory_format=torch.channels_last
+    )
+    model, state = wrap(module, tr.TopkA(density=0.1))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    ledger = Ledger(model, state)
+    for _ in range(3):
+        inputs = torch.randn(2, 3, 9, 9, generator=generator)
+        twin = copy.deepcopy(module)
+        twin.zero_grad()
+        twin(inputs).square().sum().backward()
+        model.zero_grad()
+        model(inputs).square().sum().backward()
+        ledger.check(named_gradients(twin))
+
+
+# ---------------------------------------------------------------------------------------------- not finite, accumulated
+
+
+@case
+def a_nan_anywhere_spoils_the_pass_everywhere():
+    for poison, name in ((math.nan, "layers.0.weight"), (math.inf, "head.bias"), (-math.inf, "layers.1.weight")):
+        model, state = wrap(without_extra(), tr.OkTopk(density=0.05))
+        optimizer = sgd(model)
+        train(model, optimizer, 3)
+        ledger, before = Ledger(model, state), residuals(state, model)
+        parameter = dict(model.module.named_parameters())[name]
+        if dist.get_rank() == dist.get_world_size() - 1:
+            handle = parameter.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([2]), poison))  # noqa: B023
+        model.zero_grad()
+        loss_of(model, 3).backward()
+        assert all(gradient.isnan().all() for gradient in named_gradients(model).values())
+        after = residuals(state, model)
+        assert all(torch.equal(kept.view(torch.int32), after[key].view(torch.int32)) for key, kept in before.items())
+        assert (state.steps, state.skipped_steps) == (3, 1)
+        assert all(report.skipped for report in state.reports)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            handle.remove()
+        own = own_gradients(model.module, 4)
+        model.zero_grad()
+        loss_of(model, 4).backward()
+        ledger.check(own)
+
+
+@case
+def passes_without_synchronisation_are_added():
+    for view in (False, True):
+        model, state = wrap(without_extra(), tr.TopkA(density=0.05), gradient_as_bucket_view=view)
+        ledger = Ledger(model, state)
+        for step in range(0, 6, 2):
+            own = own_gradients(model.module, step, step + 1)
+            model.zero_grad()
+            with model.no_sync():
+                loss_of(model, step).backward()
+            loss_of(model, step + 1).backward()
+            ledger.check(own)
+        assert state.steps == 3
+
+
+@case
+def parameters_that_are_not_used():
+    rank = dist.get_rank()
+    for set_to_none in (True, False):
+        model, state = wrap(Net(), tr.OkTopk(density=0.05), find_unused_parameters=True)
+        ledger = Ledger(model, state)
+        # Used by all, by nobody, by one rank only, by nobody.
+        for step, used in enumerate((True, False, rank == 0, False)):
+            own = own_gradients(model.module, step, extra=used)
+            used_somewhere = step in (0, 2)
+            if not used and used_somewhere:
+                own |= {f"extra.{name}": torch.zeros_like(p) for name, p in model.module.extra.named_parameters()}
+            model.zero_grad(set_to_none=set_to_none)
+            loss_of(model, step, extra=used).backward()
+            kept = ledger.before["extra.weight"]
+            ledger.check(own)
+            if not used_somewhere:  # nothing of it was sent
+                torch.testing.assert_close(ledger.before["extra.weight"], kept, rtol=0, atol=1e-6)
+                gradient = model.module.extra.weight.grad
+                assert gradient is None if set_to_none else not gradient.any()
+        assert ledger.before["extra.weight"].any()
+
+
+@case
+def static_graph():
+    model, state = wrap(without_extra(), tr.OkTopk(density=0.05), static_graph=True)
+    ledger = Ledger(model, state)
+    for step in range(4):
+        own = own_gradients(model.module, step)
+        model.zero_grad()
+        loss_of(model, step).backward()
+        ledger.check(own)
+    assert state.steps == 4
+
+
+@case
+def uneven_inputs():
+    model, state = wrap(without_extra(), tr.TopkA(density=0.05))
+    with model.join():
+        for step in range(3 + dist.get_rank()):
+            model.zero_grad()
+            loss_of(model, step).backward()
+    assert state.steps == 2 + dist.get_world_size()
+    assert same_everywhere([torch.tensor([float(state.steps)])])
+
+
+# ----------------------------------------------------------------------------------------------------------- feedback
+
+
+@case
+def gradients_are_clipped_before_they_are_accumulated():
+    size, norm = dist.get_world_size(), 0.5
+    feedback = tr.ErrorFeedback(elements_min=0, clip_norm=norm)
+    model, state = wrap(without_extra(), tr.TopkA(density=0.05), feedback)
+    ledger = Ledger(model, state)
+    for step in range(3):
+        own = own_gradients(model.module, step)
+        total = math.sqrt(sum(g.double().square().sum().item() for g in own.values() if g.dim() > 1))
+        factor = min(1.0, norm / math.sqrt(size) / total)
+        assert factor < 1
+        model.zero_grad()
+        loss_of(model, step).backward()
+        ledger.check({name: g * factor if g.dim() > 1 else g for name, g in own.items()})
+
+
+@case
+def momentum_is_corrected():
+    feedback = tr.ErrorFeedback(elements_min=0, momentum=0.5)
+    model, state = wrap(without_extra(), tr.TopkA(density=0.0), feedback)
+    velocities, totals = {}, {}
+    for step in range(3):
+        for name, gradient in own_gradients(model.module, step).items():
+            velocities[name] = 0.5 * velocities.get(name, 0) + gradient
+            totals[name] = totals.get(name, 0) + velocities[name]
+        loss_of(model, step).backward()
+        model.zero_grad()
+    saved = state.state_dict(model)
+    for name, kept in saved["residuals"].items():
+        torch.testing.assert_close(kept, totals[name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(saved["velocities"][name], velocities[name], rtol=1e-5, atol=1e-5)
+    model, state = wrap(without_extra(), tr.TopkA(density=0.1, values="float32"), feedback)
+    loss_of(model, 0).backward()
+    saved = state.state_dict(model)
+    for name, parameter in model.module.named_parameters():
+        if name in saved["velocities"]:  # what was applied has lost its velocity
+            assert not saved["velocities"][name][parameter.grad != 0].any()
+            assert saved["velocities"][name].any()
+
+
+@case
+def loss_scales_are_taken_out():
+    plain, plain_state = wrap(without_extra(), tr.OkTopk(density=0.05))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    model, state = wrap(without_extra(), tr.OkTopk(density=0.05), grad_scaler=scaler)
+    optimizer, plain_optimizer = sgd(model), sgd(plain)
+    for step in range(5):
+        optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+        loss_of(plain, step).backward()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.step(optimizer)
+        plain_optimizer.step()
+        scaler.update()
+    assert scaler.get_scale() == 4096.0
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    theirs = residuals(plain_state, plain)
+    assert all(torch.equal(kept, theirs[name]) for name, kept in residuals(state, model).items())
+
+
+@case
+def residuals_are_flushed():
+    model, state = wrap(without_extra(), tr.OkTopk(density=0.05))
+    train(model, sgd(model), 3)
+    ledger = Ledger(model, state)
+    own = own_gradients(model.module, 3)
+    state.flush_residuals()
+    model.zero_grad()
+    loss_of(model, 3).backward()
+    ledger.check(own)
+    assert state.residual_norm() == 0
+    loss_of(model, 4).backward()
+    assert state.residual_norm() > 0
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def copied(state):
+    """As it comes back from a file."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def equal(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other) and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+@case
+def states_are_saved_and_loaded():
+    feedback = tr.ErrorFeedback(elements_min=0, momentum=0.5)
+    for method in (tr.OkTopk(density=0.05), tr.PowerSGD(rank=1)):
+        model, state = wrap(without_extra(), method, feedback)
+        train(model, sgd(model), 4)
+        saved = copied(state.state_dict(model))
+        assert saved["steps"] == 4
+        assert len(saved["sessions"]) > 1
+        other, new = wrap(copy.deepcopy(model.module), method, feedback)
+        new.load_state_dict(saved, other)
+        assert equal(saved, copied(new.state_dict(other.module)))
+        train(model, sgd(model), 3, first=4)
+        train(other, sgd(other), 3, first=4)
+        # DDP's first buckets are other ones than those it makes of them; then the sessions' states are found again.
+        assert new.steps == state.steps == 7
+        assert equal(new.state_dict(other)["buckets"], state.state_dict(model)["buckets"])
+        assert not new._saved
+
+
+@case
+def the_same_buckets_go_on_with_the_same_bits():
+    def big_buckets():
+        module = without_extra()
+        model = DistributedDataParallel(module, bucket_cap_mb=25, find_unused_parameters=True)  # never packed anew
+        state, hook = tr.ddp_hook(tr.OkTopk(density=0.05), feedback=SMALL)
+        model.register_comm_hook(state, hook)
+        return model, state
+
+    model, state = big_buckets()
+    train(model, sgd(model), 4)
+    saved, weights = copied(state.state_dict(model)), copy.deepcopy(model.state_dict())
+    train(model, sgd(model), 4, first=4)
+    other, new = big_buckets()
+    other.load_state_dict(weights)
+    new.load_state_dict(saved, other)
+    train(other, sgd(other), 4, first=4)
+    assert equal(copied(state.state_dict(model)), copied(new.state_dict(other)))
+    assert equal(dict(model.state_dict()), dict(other.state_dict()))
+
+
+@case
+def states_of_another_number_of_ranks():
+    model, state = wrap(without_extra(), tr.OkTopk(density=0.05))
+    train(model, sgd(model), 3)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    saved = state.state_dict(model)
+    states = [None] * size
+    dist.all_gather_object(states, saved)
+    more = [copy.deepcopy(states[old % size]) | {"rank": old, "world_size": size + 1} for old in range(size + 1)]
+    state.load_state_dict(more, model)
+    got, per_rank = summed(residuals(state, model)), [old["residuals"] for old in more]
+    for name, total in got.items():
+        torch.testing.assert_close(total, sum(kept[name].double() for kept in per_rank), rtol=1e-6, atol=1e-6)
+    ledger, own = Ledger(model, state), own_gradients(model.module, 3)
+    model.zero_grad()
+    loss_of(model, 3).backward()
+    ledger.check(own)
+    for wrong in ([saved | {"rank": rank + size}], [saved | {"world_size": size + 1}], []):
+        with raises(tr.ConfigurationError, "residuals were saved by"):
+            state.load_state_dict(wrong, model)
+    with raises(tr.ConfigurationError, "of another model"):
+        state.load_state_dict(saved, torch.nn.Linear(3, 3))
+
+
+@case
+def states_are_pickled():
+    model, state = wrap(without_extra(), tr.OkTopk(density=0.05), tr.ErrorFeedback(elements_min=0, momentum=0.5))
+    train(model, sgd(model), 3)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    ((hook, loaded),) = again._comm_hooks  # torch keeps it, but does not register it
+    again.register_comm_hook(loaded, hook)
+    assert loaded.process_group is None
+    assert loaded.steps == 3
+    twice = copy.deepcopy(loaded)
+    loss_of(again, 3).backward()
+    model.zero_grad()
+    loss_of(model, 3).backward()
+    other = DistributedDataParallel(copy.deepcopy(model.module), bucket_cap_mb=CAP)
+    other.register_comm_hook(twice, hook)
+    other.zero_grad()
+    loss_of(other, 3).backward()
+    assert loaded.steps == twice.steps == 4
+    assert equal(copied(loaded.state_dict(again)), copied(twice.state_dict(other)))
+    one, two = summed(residuals(state, model)), summed(residuals(loaded, again))
+    for name, parameter in again.module.named_parameters():
+        if name in one:  # other buckets, so other elements were sent
+            size = dist.get_world_size()
+            got = two[name] + size * parameter.grad
+            torch.testing.assert_close(got, one[name] + size * dict(model.module.named_parameters())[name].grad)
+    small = DistributedDataParallel(torch.nn.Linear(3, 3), bucket_cap_mb=CAP)
+    small.register_comm_hook(pickle.loads(pickle.dumps(state)), hook)
+    with raises(tr.ConfigurationError, "of another model"):
+        small(torch.ones(1, 3)).sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------- groups and mistakes
+
+
+@contextlib.contextmanager
+def raises(kind, text):
+    raised = None
+    try:
+        yield
+    except kind as error:
+        raised = str(error)
+    assert raised is not None, f"no {kind.__name__} was raised"
+    assert text in raised, raised
+
+
+@case
+def groups_of_some_ranks():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(ranks) for ranks in ([*range(size - 1)] or [0], [size - 1])]
+    group = groups[rank == size - 1 and size > 1]
+    model = DistributedDataParallel(without_extra(), process_group=group)
+    state, hook = tr.ddp_hook(tr.TopkA(density=0.05), feedback=SMALL, process_group=group)
+    model.register_comm_hook(state, hook)
+    train(model, sgd(model), 3)
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    members = dist.get_process_group_ranks(group)
+    first = flat.clone()
+    dist.broadcast(first, members[0], group=group)
+    assert torch.equal(first, flat)
+    assert state.state_dict(model)["world_size"] == len(members)
+    state.close()
+    state.close()
+
+
+@case
+def settings_that_differ():
+    if dist.get_world_size() > 1:
+        with raises(tr.PlanMismatchError, "other settings"):
+            tr.ddp_hook(tr.OkTopk(density=0.05 if dist.get_rank() else 0.1))
+    with raises(tr.ConfigurationError, "DistributedOptimizer"):
+        tr.ddp_hook(tr.Auto())
+
+
+@case
+def sparse_gradients_are_refused():
+    module = torch.nn.Sequential(torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 2))
+    model, _ = wrap(module, tr.OkTopk(density=0.05))
+    with raises(tr.UnsupportedError, "sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+@case
+def a_default_device_changes_nothing():
+    model, state = wrap(without_extra(), tr.OkTopk(density=0.05))
+    with torch.device("meta"):
+        loss = loss_of(model, 0) if dist.get_rank() < 0 else None
+    assert loss is None
+    ledger, own = Ledger(model, state), own_gradients(model.module, 0)
+    loss = loss_of(model, 0)
+    with torch.device("meta"):
+        loss.backward()
+    ledger.check(own)
+
+
+# ---------------------------------------------------------------------------------------------------------------- main
+
+
+def say(event, **facts):
+    os.write(1, (json.dumps({"event": event, **facts}) + "\n").encode())
+
+
+def main():
+    """Until there are no more names."""
+    torch.set_num_threads(1)
+    dist.init_process_group(os.environ["BACKEND"], timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    for line in sys.stdin:
+        begin, failure = time.monotonic(), None
+        try:
+            CASES[line.strip()]()
+        except BaseException:
+            failure = traceback.format_exc()
+        say("case", failure=failure, seconds=time.monotonic() - begin)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
