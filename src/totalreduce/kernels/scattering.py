@@ -48,9 +48,10 @@ def gather(source: Array, first: int, index: Array, out: Array) -> None:
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def keep_rest(target: Array, first: int, index: Array, value: Array, sent: Array, applied: Array) -> None:
     """``target[index - first] = value - sent`` for those of ``index`` that ``applied`` has, too."""
-    j = 0
-    for i in range(index.size):
-        while j < applied.size and applied[j] < index[i]:
-            j += 1
-        if j < applied.size and applied[j] == index[i]:
-            target[index[i] - first] = value[i] - sent[i]
+    i = j = 0
+    while i < index.size and j < applied.size:  # both steps without a branch: which one is taken cannot be predicted
+        mine, other = index[i], applied[j]
+        if mine == other:
+            target[mine - first] = value[i] - sent[i]
+        i += mine <= other
+        j += other <= mine

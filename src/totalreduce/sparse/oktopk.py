@@ -26,6 +26,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.kernels import selection as selecting
 from totalreduce.sparse import blocks
 from totalreduce.sparse.actions import Action, Allgather, Alltoall, Array
 from totalreduce.sparse.common import TopkSession, joined, reduce_region, to_owners
@@ -117,8 +118,8 @@ class OkTopkSession(TopkSession[OkTopk]):
         received = yield Alltoall(parts, sizes.tolist())
         indices, values = reduce_region(received, selection.indices, sent, cuts, self._rank)
         bound, counts = yield from self._agree(values)
-        chosen = values.view(np.int32) & _MAGNITUDE >= bound
-        indices, exact = indices[chosen], values[chosen]
+        kept = selecting.keep_largest(indices, values, bound - 1, 0)
+        indices, exact = indices[:kept], values[:kept]
         applied = blocks.rounded(exact, kind)
         update = Update(greetings.present, *(yield from self._gather(indices, applied, counts, cuts, kind)))
         self._keep(sent, update, indices, exact - applied)
@@ -231,9 +232,6 @@ class OkTopkSession(TopkSession[OkTopk]):
         late = self._world_size > _TOLD_RANKS and uneven and age >= _PATIENCE
         if age >= self._settings.partition_interval or late:
             self._cuts = None
-
-
-_MAGNITUDE = 0x7FFFFFFF
 
 
 def _samples(selection: Selection) -> Array:

@@ -185,14 +185,14 @@ def simulate(name: str, world_size: int, k: int, density: float) -> GrowthFigure
     noise = generator.standard_normal(2 * num_elements, dtype=np.float32)
     signal = generator.standard_normal(num_elements, dtype=np.float32) * np.float32(_SIGNAL)
     gradient = np.empty(num_elements, np.float32)
-    gradients, nothing = Accumulator([gradient]), Accumulator([np.zeros(num_elements, np.float32)])
+    gradients, in_common = Accumulator([gradient]), Accumulator([signal])
     traffics: list[Traffic] = []
     steps = 2 if name == "oktopk" else 1  # the others' steps are all alike
     for step in range(steps):
         for session in sessions:
             turn = int(generator.integers(num_elements))
-            np.add(noise[turn : turn + num_elements], signal, out=gradient)
-            session.accumulate(gradients, nothing, 1.0)
+            np.copyto(gradient, noise[turn : turn + num_elements])
+            session.accumulate(gradients, in_common, 1.0)
         present, last = np.ones(1, np.bool_), step == steps - 1
         ended: list[bool] = []
         exchanges = [_cut_short(session.exchange(present), ended, last=last) for session in sessions]
