@@ -91,7 +91,8 @@ def bench_growth(
 
     Ok-Topk's stay where they are, those of TopkA grow as the number of ranks does, and those of gTopk's busiest rank as
     its logarithm.
-    Lockstep with 1024 ranks takes a minute or two and 5 GiB of memory for Ok-Topk.
+    Lockstep with 1024 ranks takes two minutes of one core and 5 GiB of memory for Ok-Topk, and half of that for each of
+    the others.
     """
     names = [name for name in dict.fromkeys(name.strip() for name in methods.split(",")) if name]
     if not names or set(names) - set(_METHODS):
