@@ -50,6 +50,9 @@ DISTRIBUTIONS = ("normal", "student", "embedding")
 PARTS = ("selection", "coding", "waiting", "writing")
 #: A count within this share of k is on target.
 _NEAR = 0.05
+#: What ``DistributedOptimizer`` does where nothing is said.
+_BUCKETS = 4
+_BUCKET_ELEMENTS_MIN = 1 << 20
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 DistributionOption = Annotated[
@@ -115,7 +118,13 @@ def bench_sparse(
         str, typer.Option(help="Separated by commas.")
     ] = "oktopk,topka,gtopk,topkdsa,gaussiank,shared,powersgd,dense",
     distribution: DistributionOption = "normal",
-    bucket_elements: Annotated[str, typer.Option(help="Elements that are selected and sent together, at most.")] = "4M",
+    bucket_elements: Annotated[
+        str | None,
+        typer.Option(
+            help="Elements that are selected and sent together, at most. [dim]default: as DistributedOptimizer's, a "
+            "quarter of all, but a million[/dim]"
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Timed steps in a row, after an untimed one.")] = 3,
     warm_up: Annotated[int, typer.Option("--warm-up", help="Untimed steps at first, from 3.")] = 4,
     transport: TransportOption = "auto",
@@ -170,7 +179,7 @@ def make_parameters(
     density: float,
     methods: str,
     distribution: str,
-    bucket_elements: str,
+    bucket_elements: str | None,
     steps: int,
     warm_up: int,
     against: list[str],
@@ -193,13 +202,15 @@ def make_parameters(
             f"--steps is at least 1 and --warm-up at least 3 (torch's PowerSGD hook begins then), not {steps} and "
             f"{warm_up}"
         )
+    count = parse_count(elements)
+    quarter = max(-(-count // _BUCKETS), _BUCKET_ELEMENTS_MIN)
     return {
-        "elements": parse_count(elements),
+        "elements": count,
         "density": density,
         "methods": names,
         "against": peers,
         "distribution": distribution,
-        "bucket_elements": parse_count(bucket_elements),
+        "bucket_elements": quarter if bucket_elements is None else parse_count(bucket_elements),
         "steps": steps,
         "warm_up": warm_up,
     }
