@@ -53,7 +53,7 @@ def sum_sparse(index: Array, value: Array, bounds: Array, out_index: Array, out_
     """
     num_lists = bounds.size - 1
     if num_lists == 2:
-        return _sum_two(index, value, bounds, out_index, out_value)
+        return int(_sum_two(index, value, bounds, out_index, out_value))
     at = bounds[:num_lists].copy()
     sums = np.zeros(_BLOCK, np.float32)
     touched = np.zeros(_BLOCK // 64, np.uint64)

@@ -104,7 +104,7 @@ class OkTopkSession(TopkSession[OkTopk]):
         cuts, fresh = self._cuts, False
         while True:
             if cuts is None:
-                sampled = yield Allgather(_samples(selection).view(np.uint8), [4 * _SAMPLES] * size)
+                sampled = yield Allgather(self._samples(selection).view(np.uint8), [4 * _SAMPLES] * size)
                 cuts, fresh = self._cut(np.concatenate(sampled).view(np.int32)), True
             parts = to_owners(selection.indices, sent, cuts, self._rank, kind)
             greetings = yield from self._greet(present, self._told(parts))
@@ -196,6 +196,18 @@ class OkTopkSession(TopkSession[OkTopk]):
         lists[rank] = indices[own], values[own]
         return joined(lists)
 
+    def _samples(self, selection: Selection) -> Array:
+        """Evenly spaced ones of the chosen indices; -1 where there are fewer.
+
+        Each rank takes other places, so that the samples of a thousand ranks do not lie in heaps.
+        """
+        chosen = selection.indices
+        samples = np.full(_SAMPLES, -1, np.int32)
+        count = min(_SAMPLES, chosen.size)
+        shift = (self._rank + 0.5) / self._world_size
+        samples[:count] = chosen[((np.arange(count) + shift) * chosen.size / max(count, 1)).astype(np.int64)]
+        return samples
+
     def _cut(self, samples: Array) -> list[int]:
         per_sample = max(1.0, self.report.k / _SAMPLES)
         value_bits = 8 * blocks.value_bytes(1, self._settings.values)
@@ -232,16 +244,6 @@ class OkTopkSession(TopkSession[OkTopk]):
         late = self._world_size > _TOLD_RANKS and uneven and age >= _PATIENCE
         if age >= self._settings.partition_interval or late:
             self._cuts = None
-
-
-def _samples(selection: Selection) -> Array:
-    """Evenly spaced ones of the chosen indices; -1 where there are fewer."""
-    chosen = selection.indices
-    samples = np.full(_SAMPLES, -1, np.int32)
-    if chosen.size:
-        places = np.linspace(0, chosen.size - 1, min(_SAMPLES, chosen.size)).astype(np.int64)
-        samples[: places.size] = chosen[places]
-    return samples
 
 
 def _quantiles(samples: Array, num_elements: int, world_size: int, per_sample: float, value_bits: int) -> list[int]:

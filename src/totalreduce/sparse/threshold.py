@@ -16,7 +16,7 @@ __all__ = ["GlobalThreshold", "bits_of", "magnitude"]
 _FINE = (128, 16)
 _COARSE = (256, 23)
 #: For up to so many ranks everybody's histogram is gathered, which says how many elements each rank has as well.
-_GATHERED_RANKS = 32
+_GATHERED_RANKS = 8
 _MAGNITUDE = 0x7FFFFFFF
 
 
