@@ -6,6 +6,7 @@ ends them.
 
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,6 @@ def train():
 
 attempt("lost", train)
 say("where", place=attempt.into)
-os._exit(0)
 """
 
 
@@ -154,3 +154,17 @@ def test_a_killed_rank_is_noticed_in_the_first_pass_of_a_static_graph(fleet):
         assert "RuntimeError" in facts["kinds"], facts
         assert "sparse exchange" in facts["text"], facts
         assert facts["at"] - since < 3, facts
+
+
+def test_an_interrupt_ends_a_process_that_waits_for_another(fleet):
+    variables = {"BACKEND": "gloo", "TIMEOUT_S": "60", "OPTIONS": "{}", "STEPS": "2"}
+    workers = fleet.start(2, UNTIL_LOST, **variables)
+    for event in ("ready", "there"):
+        for worker in workers:
+            worker.read(event)
+    workers[1].send(signal.SIGSTOP)
+    workers[0].tell()
+    time.sleep(1.0)
+    workers[0].send(signal.SIGINT)
+    assert workers[0].wait(10) != 0
+    assert "KeyboardInterrupt" in workers[0].errors()

@@ -17,6 +17,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from totalreduce.foundation.errors import UnsupportedError
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.error_feedback import ErrorFeedback, Residuals
 from totalreduce.sparse.accumulator import Accumulator
@@ -25,6 +26,9 @@ from totalreduce.sparse.common import counted
 from totalreduce.sparse.session import BucketShape, Report, Session, Update
 
 __all__ = ["HookBucket", "Lane", "Layout", "Memory", "Stretch"]
+
+#: Indices are int32.
+_ELEMENTS_END = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class Layout:
         """Lay out parameters as DDP does: one after the other.
 
         Raises:
-            UnsupportedError: One is not of a real floating type.
+            UnsupportedError: One is not of a real floating type, or there are too many elements for one bucket.
         """
         sorts: tuple[list[Stretch], list[Stretch]] = ([], [])
         end = 0
@@ -61,7 +65,9 @@ class Layout:
             begin, end = end, end + parameter.numel()
             spec = ParameterSpec.of("of a bucket", (), parameter, any_device=True)
             sorts[not feedback.compresses(spec)].append(Stretch(parameter, begin, end))
-        return cls(*map(tuple, sorts))
+        if end >= _ELEMENTS_END:
+            raise UnsupportedError(f"ddp_hook: a bucket of {end} elements; there can be {_ELEMENTS_END - 1}")
+        return cls(tuple(sorts[0]), tuple(sorts[1]))
 
     @property
     def shape(self) -> BucketShape:

@@ -13,12 +13,11 @@ of backward, ahead of DDP, and raises what really happened.
 
 # Annotations are objects in this file, not text: DDP compares those of a hook with its own classes.
 
-import hashlib
+import functools
 import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any, cast, final
@@ -29,18 +28,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError, UnsupportedError
+from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.pytorch import internals
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.ddp_bucket import HookBucket, Lane, Layout, Memory
+from totalreduce.pytorch.ddp_link import Link
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, states_for
-from totalreduce.sparse.actions import Allgather
 from totalreduce.sparse.auto import Auto
-from totalreduce.sparse.c10d_driver import C10dDriver
 from totalreduce.sparse.dense import Dense
 from totalreduce.sparse.session import Method, Report, Session
-from totalreduce.sparse.worker import ExchangeWorker, Job
-from totalreduce.transports.torch_collectives import destroy, forming_a_group
+from totalreduce.sparse.worker import Job
 
 __all__ = ["SparseHookState", "ddp_hook", "sparse_hook"]
 
@@ -61,11 +58,12 @@ def ddp_hook(
     """What ``DistributedDataParallel.register_comm_hook`` takes: a state and a hook. Collective.
 
     The state belongs to one model. Parameters with two or more dimensions are compressed, small ones are reduced whole
-    in the same exchange. DDP's buckets are what is selected and sent together (``bucket_cap_mb``).
+    in the same exchange.
 
     Args:
         method: ``tr.OkTopk(density=0.01)`` or another method of ``totalreduce.sparse``.
-        feedback: What becomes of the gradients that are kept back; ``bucket_elements`` is not used.
+        feedback: What becomes of the gradients that are kept back. DDP's ``bucket_cap_mb`` has the place of
+            ``bucket_elements``.
         process_group: DDP's; ``None``: the default one. A group of the same ranks is made for the exchanges.
         grad_scaler: The ``GradScaler`` that scales the loss, so that unscaled gradients are kept back.
 
@@ -125,13 +123,13 @@ class SparseHookState:
         self._order: dict[torch.nn.Parameter, int] = {}
         self._pickled = _Pickled()
         self._whole = False
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._pass = _Pass()
 
     def connect(self) -> None:
         """Make the group and the threads of the exchanges, unless they are there. Collective."""
         if self._link is None:
-            self._link = link = _Link(self.process_group or dist.group.WORLD, f"{self.method!r} {self.feedback!r}")
+            self._link = link = Link(self.process_group or dist.group.WORLD, f"{self.method!r} {self.feedback!r}")
             # Not at exit: a thread that waits for a lost rank would keep the process.
             weakref.finalize(self, link.close).atexit = False
 
@@ -203,7 +201,7 @@ class SparseHookState:
 
     def _leave(self, this: "_Pass", made: HookBucket) -> None:
         assert self._link is not None
-        selected = self._link.selecting.submit(self._select, this, made)
+        selected = self._link.selecting.submit(functools.partial(self._select, this, made))
         # The other thread waits for that one, and so exchanges buckets in the order in which they came.
         job = Job(len(this.jobs), selected.result, made.exchange, 0)
         this.jobs.append(job)
@@ -212,29 +210,30 @@ class SparseHookState:
     def _select(self, this: "_Pass", made: HookBucket) -> None:
         if self.feedback.clip_norm is None:
             made.take(self._loss_scale, self.feedback.momentum)
-        made.accumulate(this.clip)
+        elif this.clip is None:
+            this.clip = self._clipping(this, self.feedback.clip_norm)
+        made.accumulate(1.0 if this.clip is None else this.clip)
 
     def _end_pass(self) -> None:
         this, self._pass = self._pass, _Pass()
         self._whole = False
         assert self._link is not None
         if self.feedback.clip_norm is not None:
-            self._link.selecting.submit(self._clip, this, self.feedback.clip_norm)
             for made in this.buckets:
                 self._leave(this, made)
-        ended = self._link.selecting.submit(self._finish, this, self._link)
+        ended = self._link.selecting.submit(functools.partial(self._finish, this, self._link))
         if internals.in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(ended.result)
 
-    def _clip(self, this: "_Pass", norm: float) -> None:
+    def _clipping(self, this: "_Pass", norm: float) -> float:
         assert self._link is not None
         for made in this.buckets:
             made.take(self._loss_scale, self.feedback.momentum)
         total = math.sqrt(sum(made.squares() for made in this.buckets))
         wanted = norm / math.sqrt(self._link.driver.world_size)
-        this.clip = min(1.0, wanted / total) if total else 1.0  # not a number: found by the selection
+        return min(1.0, wanted / total) if total else 1.0  # not a number: found by the selection
 
-    def _finish(self, this: "_Pass", link: "_Link") -> None:
+    def _finish(self, this: "_Pass", link: Link) -> None:
         try:
             if this.wait(link.timeout_s + _GRACE_S):
                 for made in this.buckets:
@@ -257,7 +256,7 @@ class SparseHookState:
         """The pass before broke off; let its exchanges end before its memory is used again."""
         this, self._pass = self._pass, _Pass()
         assert self._link is not None
-        self._link.selecting.submit(this.wait, self._link.timeout_s + _GRACE_S)
+        self._link.selecting.submit(functools.partial(this.wait, self._link.timeout_s + _GRACE_S))
 
     def _loss_scale(self) -> float:
         return 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
@@ -283,10 +282,15 @@ class SparseHookState:
 
         Args:
             model: The model, wrapped or not.
+
+        Raises:
+            ConfigurationError: It is another model.
         """
         plan = self._plan(model)
         names = {parameter: name for name, parameter in _inner(model).named_parameters()}
         states = {**self._saved, **{key: session.state() for key, session in self._sessions.items()}}
+        if any(parameter not in names for key in states for parameter in key):
+            raise ConfigurationError("state_dict needs the model for which ddp_hook has worked")
         rank, world_size = self._place()
         return {
             "rank": rank,
@@ -317,10 +321,12 @@ class SparseHookState:
         self.steps, self.skipped_steps = known["steps"], known["skipped_steps"]
         self._sessions.clear()
         self._saved.clear()
+        self._pickled = _Pickled()
         if known["method"] == self.method.name:
             parameters = dict(_inner(model).named_parameters())
             for names, session in zip(known["buckets"], known["sessions"], strict=True):
-                self._saved[tuple(parameters[name] for name in names)] = _with_arrays(session)
+                if parameters.keys() >= set(names):
+                    self._saved[tuple(parameters[name] for name in names)] = _with_arrays(session)
 
     def _place(self) -> tuple[int, int]:
         group = self.process_group or dist.group.WORLD
@@ -391,14 +397,14 @@ class _Pass:
         buckets: Those that have come.
         parameters: Theirs.
         jobs: Their exchanges.
-        clip: Factor of the gradients.
+        clip: Factor of the gradients; ``None``: not known, or none.
     """
 
     def __init__(self) -> None:
         self.buckets: list[HookBucket] = []
         self.parameters: list[Parameters] = []
         self.jobs: list[Job] = []
-        self.clip = 1.0
+        self.clip: float | None = None
         self._gates: list[torch.futures.Future[None]] = []
         self._error: BaseException | None = None
 
@@ -438,51 +444,6 @@ class _Pass:
         self._error = error
         for gate in self._gates:
             gate.set_result(None)
-
-
-@final
-class _Link:
-    """What connects a state with the other ranks: a group of its own, so that DDP's own collectives are not met."""
-
-    def __init__(self, process_group: Any, settings: str) -> None:
-        """Make it, and compare the settings. Collective."""
-        ranks = dist.get_process_group_ranks(process_group)
-        cpu = torch.device("cpu")
-        # As torch does for objects: what is in host memory stays there, if the group has a back end for it.
-        device = cpu if cpu in process_group._device_types else torch.device("cuda", torch.cuda.current_device())
-        timeout = process_group._get_backend(device).options._timeout
-        # torch names a group of a part of the ranks after them, and must not be given the name again: it stays.
-        self._stays = len(ranks) < dist.get_world_size()
-        with forming_a_group():
-            self._group: Any = dist.new_group(
-                ranks, timeout, dist.get_backend_config(process_group), use_local_synchronization=self._stays
-            )
-        self.timeout_s = timeout.total_seconds()
-        self.driver = C10dDriver(self._group, device)
-        self.worker = ExchangeWorker(self.driver, in_order=True)
-        self.selecting = ThreadPoolExecutor(1, "totalreduce-selection")
-        self._compare(settings)
-
-    def _compare(self, settings: str) -> None:
-        digest = bytearray(hashlib.sha256(settings.encode()).digest())
-        own = np.frombuffer(digest, np.uint8)
-        action = Allgather(own, [len(digest)] * self.driver.world_size)
-        digests = self.driver.start(action, channel=0, step=0, priority=0).reply()
-        odd = [rank for rank, other in enumerate(digests) if not np.array_equal(other, own)]
-        if odd:
-            raise PlanMismatchError(
-                "ddp_hook", (f"ranks {odd} have other settings than rank {self.driver.rank}: {settings}",)
-            )
-
-    def close(self) -> None:
-        """End the threads; harmless when called twice."""
-        self.selecting.shutdown(wait=False)
-        self.worker.close()
-
-    def close_group(self) -> None:
-        """Give the group back."""
-        if not self._stays:
-            destroy(self._group)
 
 
 def _inner(model: torch.nn.Module) -> torch.nn.Module:

@@ -171,7 +171,7 @@ class Residuals:
 
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The residual; zeros at first."""
-        return self.kept.setdefault(parameter, torch.zeros(parameter.numel()))
+        return self.kept.setdefault(parameter, torch.zeros(parameter.numel(), device="cpu"))
 
     def state(self, plan: CompressedPlan) -> dict[str, dict[str, torch.Tensor]]:
         """Copies, by name, in the parameters' shapes."""
@@ -204,7 +204,7 @@ class Residuals:
             for parameter, spec in plan.described():
                 for state in states:
                     if spec.name in state[key]:
-                        total = mine.setdefault(parameter, torch.zeros(spec.num_elements))
+                        total = mine.setdefault(parameter, torch.zeros(spec.num_elements, device="cpu"))
                         shaped(total, spec).add_(state[key][spec.name])
 
     def norm(self) -> float:

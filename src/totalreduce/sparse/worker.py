@@ -1,7 +1,7 @@
 """The thread in which buckets are selected and their exchanges go on, beside backward.
 
 What is nearly done goes first: a reply that has come is worked on before another bucket is selected. When somebody
-waits for all jobs and there is nothing to compute, this thread moves messages itself: one wake-up less for every action.
+waits for all jobs and there is nothing to compute, this thread moves messages itself: one wake-up less for each action.
 """
 
 from __future__ import annotations
