@@ -21,7 +21,7 @@ from totalreduce.foundation.errors import ConfigurationError, MissingTensorError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.pytorch import internals
 from totalreduce.pytorch.deferred import DeferredUpdates
-from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals
+from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, states_for
 from totalreduce.pytorch.facade import OptimizerFacade
 from totalreduce.pytorch.hooks import WeakHook
 from totalreduce.pytorch.order import ForwardOrder
@@ -627,8 +627,7 @@ class DistributedOptimizer(OptimizerFacade):
         return {
             "rank": self._group.rank,
             "world_size": self._group.world_size,
-            "method": None if self._settings.sync is None else self._settings.sync.name,
-            "buckets": self._plan.compressed.document(),
+            **self._compressed_buckets(),
             "sessions": sessions,
             **self._residuals.state(self._plan.compressed),
         }
@@ -645,21 +644,18 @@ class DistributedOptimizer(OptimizerFacade):
         """
         self._check_usable()
         self.flush()
-        rank, size = self._group.rank, self._group.world_size
-        by_rank = {state["rank"]: state for state in states}
-        old_size = max((state["world_size"] for state in states), default=0)
-        if not (set(by_rank) == {rank} and old_size == size) and set(by_rank) != set(range(old_size)):
-            raise ConfigurationError(
-                f"residuals were saved by {old_size} ranks and there are {size} now: give load_residual_state_dict the "
-                f"states of all of them, not only of {sorted(by_rank)}; or, if the number is the same, of rank {rank}"
-            )
-        own = [by_rank[old] for old in sorted(by_rank) if old % size == rank]
+        own, known = states_for(states, self._group.rank, self._group.world_size)
         self._residuals.load(self._plan.compressed, own)
-        plan = self._plan.compressed.document()
-        method = None if self._settings.sync is None else self._settings.sync.name
-        known = states[0]
-        if self._compressed is not None and known["method"] == method and known["buckets"] == plan:
-            self._compressed.rounds.load_state(by_rank.get(rank, known)["sessions"])
+        here = self._compressed_buckets()
+        if self._compressed is not None and all(known[key] == value for key, value in here.items()):
+            self._compressed.rounds.load_state(known["sessions"])
+
+    def _compressed_buckets(self) -> dict[str, Any]:
+        """What has to be the same for a saved state to be of use beyond its residuals. JSON-ready."""
+        return {
+            "methods": [] if self._compressed is None else self._compressed.rounds.methods,
+            "buckets": self._plan.compressed.document(),
+        }
 
     def residual_norm(self) -> float:
         """Of everything that this rank has not sent yet."""

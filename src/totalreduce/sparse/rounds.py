@@ -33,6 +33,7 @@ class SparseRounds:
 
     Attributes:
         sessions: By bucket.
+        methods: Their methods' names.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class SparseRounds:
     ) -> None:
         """Nothing is exchanged yet."""
         self._shapes, self._carrier = shapes, carrier
+        self.methods = [method.name for method in methods]
         self.sessions = [
             method.session(shape, carrier.rank, carrier.world_size)
             for method, shape in zip(methods, shapes, strict=True)
