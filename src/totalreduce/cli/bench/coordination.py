@@ -45,7 +45,8 @@ class CoordinationFigure:
         overhead: Of the one over the other, step by step.
         agreement: From the last submission on any rank until the last rank knew that all were ready; ``None`` for
             Horovod, which does not say.
-        ratio: Overhead of ``torch`` divided by this contestant's.
+        ratio: Step of ``torch`` divided by this contestant's. Not of their overheads: where some of those are
+            negative, because a single tensor happened to take longer, the median of their ratios says nothing.
         cycles: Cycles of agreement per step of many, and messages that a rank sent in them.
         messages: See ``cycles``.
     """
@@ -177,7 +178,7 @@ def summarise(samples: dict[str, list[dict[str, Any]]]) -> list[CoordinationFigu
                 estimate(one[name]),
                 estimate(overhead[name]),
                 estimate([value for launch in launches for value in launch["agreement"]]) if ours else None,
-                None if name == "torch" else ratio_estimate(overhead["torch"], overhead[name]),
+                None if name == "torch" else ratio_estimate(many["torch"], many[name]),
                 fmean(launch["cycles"] for launch in launches) if ours else None,
                 fmean(launch["messages"] for launch in launches) if ours else None,
             )
@@ -204,7 +205,7 @@ def _print(setting: Setting, tensors: int, figures: list[CoordinationFigure]) ->
     ]
     print_table(
         f"a step of {tensors} tensors of one element, {setting.describe()}",
-        ("by", "all", "one tensor", "all - one", "agreement", "first row / this", "cycles, messages"),
+        ("by", "all", "one tensor", "all - one", "agreement", "all: first row / this", "cycles, messages"),
         rows,
         "Agreement: from the last submission on any rank until every rank knows. All sums are right on all ranks.",
     )
