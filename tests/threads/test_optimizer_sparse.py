@@ -25,7 +25,7 @@ from totalreduce.sparse.powersgd import PowerSGD
 from totalreduce.sparse.topka import TopkA
 from totalreduce.testing import run_ranks
 
-SIZES = [1, 2, 3, 4]
+SIZES = [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)), 3]
 #: Everything with two dimensions is compressed, in several buckets, and the largest matrix is cut.
 SMALL = ErrorFeedback(elements_min=0, bucket_elements=100)
 FLOAT = torch.float32
@@ -495,7 +495,7 @@ def step(optimizer: DistributedOptimizer, model: torch.nn.Module, batch: tuple[t
     optimizer.step()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_saved_state_goes_on_with_the_same_bits(world_size: int, name: str, tmp_path: Path) -> None:
     settings = {} if name in ("dense", "powersgd") else {"density": 0.1, "warmup_steps": 4}
