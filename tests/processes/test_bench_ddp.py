@@ -33,7 +33,7 @@ def test_a_script_that_fails_is_quoted(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nsys.exit(f'no luck for {sys.argv[3]}' if os.environ['RANK'] == '0' else 0)")
     setting = Setting(ranks=2, hosts=0, rate="1gbit", against=("gloo",), rounds=1)
-    with pytest.raises(BenchmarkFailedError, match=r"(?s)on totalreduce rank 0 failed.*no luck for --backend"):
+    with pytest.raises(BenchmarkFailedError, match=r"(?s)--backend totalreduce: rank 0 failed.*no luck for --backend"):
         measure_ddp(setting, script, ["--steps", "5"])
 
 

@@ -3,10 +3,12 @@
 An example runs as it is: in a process of its own, as ``__main__``, with its own command line.
 """
 
+import contextlib
 import importlib.util
 import json
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -39,15 +41,35 @@ def train(fleet, tmp_path, example, model, ranks, dtype, backends=("totalreduce"
         jobs[backend] = out, fleet.start(ranks, SOURCE.format(argv=argv, folder=str(EXAMPLES)))
     losses = {}
     for backend, (out, workers) in jobs.items():
-        # torch's gloo sometimes aborts in its destructors after all work is done.
-        good = (0,) if backend == "totalreduce" else (0, -signal.SIGABRT)
         for worker in workers:
-            assert worker.wait(90) in good, worker.errors()
+            if backend == "gloo":
+                end_gloo(worker, out)
+            else:
+                assert worker.wait(90) == 0, worker.errors()
         facts = json.loads(out.read_text())
         assert (facts["backend"], facts["model"], facts["world_size"]) == (backend, model, ranks)
         assert len(facts["losses"]) == len(facts["step_s"]) == STEPS
         losses[backend] = facts["losses"]
     return losses
+
+
+def end_gloo(worker, out):
+    """Wait for a worker on gloo. After all work is done gloo may abort or hang in its destructors.
+
+    Seen in torch 2.13: the main thread joins gloo's and holds the interpreter lock, for which gloo's thread waits to
+    free the last tensor.
+    """
+    deadline = time.monotonic() + 90
+    while worker.exit_code is None and not out.exists():
+        assert time.monotonic() < deadline, worker.errors()
+        with contextlib.suppress(AssertionError):
+            worker.wait(1)
+    with contextlib.suppress(AssertionError):
+        worker.wait(10)
+    if worker.exit_code is None:
+        worker.send(signal.SIGKILL)
+        worker.wait()
+    assert worker.exit_code in (0, -signal.SIGABRT, -signal.SIGKILL), worker.errors()
 
 
 @pytest.mark.parametrize(

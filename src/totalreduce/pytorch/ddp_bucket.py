@@ -64,7 +64,7 @@ class Layout:
         for parameter in parameters:
             begin, end = end, end + parameter.numel()
             spec = ParameterSpec.of("of a bucket", (), parameter, any_device=True)
-            sorts[not feedback.compresses(spec)].append(Stretch(parameter, begin, end))
+            sorts[not feedback.compresses(spec.shape)].append(Stretch(parameter, begin, end))
         if end >= _ELEMENTS_END:
             raise UnsupportedError(f"ddp_hook: a bucket of {end} elements; there can be {_ELEMENTS_END - 1}")
         return cls(tuple(sorts[0]), tuple(sorts[1]))

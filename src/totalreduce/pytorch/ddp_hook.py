@@ -339,7 +339,7 @@ class SparseHookState:
             for name, parameter in _inner(model).named_parameters()
             if parameter.requires_grad
         ]
-        few = [(parameter, spec) for parameter, spec in described if self.feedback.compresses(spec)]
+        few = [(parameter, spec) for parameter, spec in described if self.feedback.compresses(spec.shape)]
         return CompressedPlan(tuple(p for p, _ in few), tuple(spec for _, spec in few), ())
 
     def __getstate__(self) -> dict[str, Any]:

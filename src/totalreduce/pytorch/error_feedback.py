@@ -6,7 +6,7 @@ Nothing here communicates: ``compressed`` does, for ``DistributedOptimizer``, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,9 +67,24 @@ class ErrorFeedback:
                 f"report_every and xi_every are numbers of steps or 0, not {self.report_every} and {self.xi_every}"
             )
 
-    def compresses(self, spec: ParameterSpec) -> bool:
-        """Whether a parameter's gradients are compressed."""
-        return len(spec.shape) >= 2 and spec.num_elements >= max(1, self.elements_min)
+    def compresses(self, shape: Sequence[int]) -> bool:
+        """Whether gradients of this shape are compressed."""
+        return len(shape) >= 2 and math.prod(shape) >= max(1, self.elements_min)
+
+    def param_groups(self, parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
+        """Parameter groups for SGD in which every parameter has this momentum exactly once.
+
+        Args:
+            parameters: The model's.
+
+        Returns:
+            Those that are compressed with ``momentum=0``, because it is applied here, and all others with ``momentum``.
+        """
+        by_kind: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+        for parameter in parameters:
+            by_kind[self.compresses(parameter.shape)].append(parameter)
+        groups = [{"params": by_kind[True], "momentum": 0.0}, {"params": by_kind[False], "momentum": self.momentum}]
+        return [group for group in groups if group["params"]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -702,9 +702,11 @@ class DistributedOptimizer(OptimizerFacade):
 def _refuse_unfit(optimizer: torch.optim.Optimizer, feedback: ErrorFeedback) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("sync= cannot be used with LBFGS, which needs whole gradients")
-    if feedback.momentum and any(group.get("momentum") for group in optimizer.param_groups):
+    twice = [parameter for group in optimizer.param_groups if group.get("momentum") for parameter in group["params"]]
+    if feedback.momentum and any(feedback.compresses(parameter.shape) for parameter in twice):
         raise ConfigurationError(
-            "ErrorFeedback(momentum=...) takes the place of the optimizer's own momentum: build SGD with momentum=0"
+            "ErrorFeedback(momentum=...) takes the place of the optimizer's own momentum for what is compressed: build "
+            "it as SGD(feedback.param_groups(model.parameters()), lr=...), or with momentum=0"
         )
 
 

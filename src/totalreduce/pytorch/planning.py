@@ -259,7 +259,7 @@ def build_plan(
     few = [
         p
         for p, spec in described.items()
-        if settings.sync is not None and spec.name not in whole and settings.feedback.compresses(spec)
+        if settings.sync is not None and spec.name not in whole and settings.feedback.compresses(spec.shape)
     ]
     for parameter in few:
         if described[parameter].device != "cpu":

@@ -21,6 +21,7 @@ from totalreduce.cli.bench.sparse import bench_sparse
 from totalreduce.cli.bench.step import bench_step
 from totalreduce.cli.bench.summary import bench_report
 from totalreduce.cli.bench.trace import bench_trace
+from totalreduce.cli.bench.train import bench_train
 from totalreduce.cli.bench.urgent import bench_urgent
 
 __all__ = ["bench_app"]
@@ -105,6 +106,12 @@ _register(
     bench_growth,
     "totalreduce bench growth --plot growth.png",
     "totalreduce bench growth --processes 2,4 --lockstep 64,256 --json growth.json",
+)
+_register(
+    "train",
+    bench_train,
+    "totalreduce bench train --models cnn --quick",
+    "totalreduce bench train --methods oktopk,topka --json train.json --plot train.png",
 )
 _register(
     "ddp",

@@ -11,22 +11,15 @@ from the same training in float64). So both first train a few steps in float64, 
 
 from __future__ import annotations
 
-import json as json_format
 import math
-import os
-import platform
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
 
-import totalreduce
 from totalreduce.cli.bench.launching import BenchmarkFailedError, Setting
 from totalreduce.cli.bench.options import (
     HostsOption,
@@ -39,9 +32,8 @@ from totalreduce.cli.bench.options import (
 )
 from totalreduce.cli.bench.report import duration, print_progress, print_table, times, write_json
 from totalreduce.cli.bench.sampling import Estimate, estimate, ratio_estimate
+from totalreduce.cli.bench.scripts import describe_environment, find_script, launch_script
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.launch.emulate import EmulateOptions
-from totalreduce.launch.local import run_workers
 
 __all__ = ["DdpFigure", "bench_ddp", "compare_exactly", "differences_of", "measure_ddp", "summarise"]
 
@@ -51,7 +43,6 @@ _EXACT_STEPS = 6
 _EXACT_TOLERANCE = 1e-10
 _TIMED_TOLERANCE = 0.1
 _LAUNCH_LIMIT_S = 900.0
-_EXAMPLES = Path(__file__).parents[4] / "examples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +88,14 @@ def bench_ddp(
     if steps < 1:
         raise ConfigurationError(f"--steps must be at least 1, not {steps}")
     options = ["--model", model, *(arguments or [])]
-    path = _find(script)
+    path = find_script(script)
     exact = compare_exactly(setting, path, options)
     launches = measure_ddp(setting, path, [*options, "--steps", str(_WARMUP_STEPS + steps)])
     figures = summarise(launches)
     _print(setting, f"{path.stem} {model}", figures, exact)
-    raw = [{"environment": _environment(), "options": options, "difference_float64": exact, "launches": launches}]
+    raw = [
+        {"environment": describe_environment(), "options": options, "difference_float64": exact, "launches": launches}
+    ]
     write_json(json, "ddp", setting, [asdict(figure) for figure in figures], raw)
 
 
@@ -199,56 +192,9 @@ def _difference(losses: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def _launch(setting: Setting, command: Sequence[str], backend: str) -> dict[str, Any]:
-    emulate = None
-    if setting.hosts:
-        per_host = setting.ranks // setting.hosts
-        emulate = EmulateOptions(num_hosts=setting.hosts, rate=setting.rate, ranks_per_host=per_host)
-    with tempfile.TemporaryDirectory(prefix="totalreduce-bench-") as folder:
-        out = Path(folder) / "out.json"
-        outcome = run_workers(
-            [sys.executable, *command, "--backend", backend, "--json", str(out)],
-            num_workers=setting.ranks,
-            emulate=emulate,
-            output="capture",
-            timeout_s=_LAUNCH_LIMIT_S,
-        )
-        if outcome.interrupted_by is not None:
-            raise BenchmarkFailedError(f"stopped by {outcome.interrupted_by}", outcome.exit_code)
-        if outcome.timed_out:
-            raise BenchmarkFailedError(f"not finished after {_LAUNCH_LIMIT_S:.0f} s; ask for fewer --steps")
-        failure = outcome.first_failure
-        # torch's gloo sometimes aborts in its destructors after all work is done.
-        is_afterwards = out.exists() and all(
-            worker.exit_code == 0 or worker.signal == "SIGABRT" for worker in outcome.workers
-        )
-        if failure is not None and not (is_afterwards and backend == "gloo"):
-            lines = "\n".join(failure.last_errors)
-            raise BenchmarkFailedError(f"on {backend} rank {failure.rank} failed: {failure.describe()}\n{lines}")
-        if not out.exists():
-            raise BenchmarkFailedError(f"{command[0]} did not write its --json file")
-        document: dict[str, Any] = json_format.loads(out.read_text(encoding="utf-8"))
-    return document
-
-
-def _find(script: str) -> Path:
-    for path in (Path(script), _EXAMPLES / f"{script}.py"):
-        if path.is_file():
-            return path.resolve()
-    raise ConfigurationError(
-        f"there is neither a file {script} nor {_EXAMPLES / script}.py; the examples are in the source distribution, "
-        "--script takes the path of one"
+    return launch_script(
+        setting, [*command, "--backend", backend], over_gloo=backend == "gloo", timeout_s=_LAUNCH_LIMIT_S
     )
-
-
-def _environment() -> dict[str, Any]:
-    """Versions and machine, for the JSON document; without loading torch into the launcher."""
-    return {
-        "totalreduce": totalreduce.__version__,
-        "torch": metadata.version("torch"),
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)),
-    }
 
 
 def _print(setting: Setting, what: str, figures: list[DdpFigure], exact: float) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Bar", "Line", "draw_bars", "draw_lines", "require_matplotlib"]
+__all__ = ["Bar", "Line", "Panel", "draw_bars", "draw_lines", "draw_panels", "require_matplotlib"]
 
 _FORMATS = (".png", ".svg", ".pdf")
 _DPI = 150
@@ -47,6 +47,15 @@ class Line:
     x: Sequence[float]
     y: Sequence[float]
     dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One of several pictures beside and below each other; ``axes_names`` are of x and y."""
+
+    title: str
+    axes_names: tuple[str, str]
+    lines: Sequence[Line]
 
 
 def require_matplotlib(path: Path | None) -> None:
@@ -125,6 +134,33 @@ def draw_lines(path: Path | None, title: str, axes_names: tuple[str, str], lines
     axes.set_ylabel(axes_names[1])
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend()
+    _save(figure, path)
+
+
+def draw_panels(path: Path | None, title: str, columns: int, panels: Sequence[Panel]) -> None:
+    """Lines over a logarithmic x, so many panels in a row. Nothing where no file was asked for.
+
+    Raises:
+        ConfigurationError: The file cannot be written.
+    """
+    if path is None:
+        return
+    from matplotlib.figure import Figure
+
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(6.0 * columns, 3.2 * rows), layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    for number, panel in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, columns, number)
+        for line in panel.lines:
+            axes.plot(line.x, line.y, label=line.name)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_title(panel.title, fontsize="medium")
+        axes.set_xlabel(panel.axes_names[0])
+        axes.set_ylabel(panel.axes_names[1])
+        axes.grid(visible=True, which="major", alpha=0.3)
+        axes.legend()
     _save(figure, path)
 
 

@@ -1,0 +1,185 @@
+"""What ``sparse_training.py`` trains: the Ok-Topk paper's three kinds of model, at the size of a small machine.
+
+A network for the handwritten digits that scikit-learn brings along, an LSTM for the words and a GPT for the letters
+of Python's own documentation. About three million parameters each, and batches so small that on 1 Gbit/s a dense
+allreduce takes several times as long as the arithmetic: what large models are to fast processors. Nothing here
+communicates.
+"""
+
+import pydoc_data.topics
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from totalreduce.cli.models import SmallGPT
+
+WORDS, CONTEXT = 4096, 32
+HELD_OUT = 0.1
+EVALUATION_BATCH = 64
+
+
+class DigitsCNN(nn.Sequential):
+    """Two convolutions and a wide hidden layer for pictures of 8 x 8; 3.2 million parameters.
+
+    Args:
+        width: Of the hidden layer.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(1024, width),
+            nn.ReLU(),
+            nn.Linear(width, 10),
+        )
+
+
+class WordLSTM(nn.Module):
+    """An embedding, one LSTM and a linear layer; 3.0 million parameters at width 256.
+
+    Args:
+        width: Of the embedding and of the LSTM's state.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """``int64[batch, length]`` to logits, ``float[batch, length, WORDS]``."""
+        return self.head(self.lstm(self.embedding(words))[0])
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and what it learns.
+
+    Attributes:
+        build: Makes the model; draws from torch's global generator. Takes its width.
+        width: If nothing else is asked for.
+        optimizer: Makes the optimizer. Takes parameter groups, each with its momentum, and the learning rate.
+        learning_rate: The largest one.
+        batch: Examples per rank and step.
+        draw: So many examples from those to train with, by a generator: inputs and targets.
+        held_out: Inputs and targets that are never trained with.
+    """
+
+    build: Callable[[int], nn.Module]
+    width: int
+    optimizer: Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]
+    learning_rate: float
+    batch: int
+    draw: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+    held_out: tuple[Tensor, Tensor]
+
+
+def make_task(name: str) -> Task:
+    """One of ``TASKS``."""
+    return TASKS[name]()
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy over the last dimension."""
+    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, task: Task, rank: int, world_size: int) -> Tensor:
+    """This rank's share of what was held out: ``float64[3]``, the sums of losses and hits and their number."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    batches = list(zip(*(part.split(EVALUATION_BATCH) for part in task.held_out), strict=True))
+    for inputs, targets in batches[rank::world_size]:
+        logits = model(inputs)
+        hits = (logits.argmax(-1) == targets).sum()
+        sums += torch.tensor([loss_of(logits, targets).item() * targets.numel(), hits, targets.numel()])
+    return sums
+
+
+def digits() -> Task:
+    """1,797 handwritten digits of 8 x 8 pixels (UCI, by way of scikit-learn), every fifth held out."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise SystemExit("--model cnn reads scikit-learn's digits: pip install scikit-learn") from error
+    loaded = load_digits()
+    pictures = torch.tensor(loaded.images, dtype=torch.float32)[:, None] / 8 - 1
+    labels = torch.tensor(loaded.target)
+    chosen = torch.arange(len(labels)) % 5 == 0
+
+    def draw(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        places = torch.randint(int((~chosen).sum()), (count,), generator=generator)
+        return pictures[~chosen][places], labels[~chosen][places]
+
+    return Task(DigitsCNN, 3072, _sgd, 0.02, 8, draw, (pictures[chosen], labels[chosen]))
+
+
+def words() -> Task:
+    """The documentation's 4,096 most frequent words; all others are one more."""
+    found = re.findall(r"\w+|[^\w\s]", _text())
+    known = {word: number for number, (word, _) in enumerate(Counter(found).most_common(WORDS - 1))}
+    tokens = torch.tensor([known.get(word, WORDS - 1) for word in found])
+    return _text_task(WordLSTM, 256, _sgd, 0.5, 3, tokens)
+
+
+def characters() -> Task:
+    """The documentation, letter by letter."""
+    alphabet = sorted(set(_text()))
+    numbers = {character: number for number, character in enumerate(alphabet)}
+    tokens = torch.tensor([numbers[character] for character in _text()])
+
+    def build(width: int) -> nn.Module:
+        return SmallGPT(len(alphabet), CONTEXT, width=width, num_layers=4, num_heads=4)
+
+    return _text_task(build, 256, _adam, 5e-4, 1, tokens)
+
+
+TASKS = {"cnn": digits, "lstm": words, "gpt": characters}
+
+
+def _text() -> str:
+    topics = pydoc_data.topics.topics
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _text_task(
+    build: Callable[[int], nn.Module],
+    width: int,
+    optimizer: Callable[[list[dict[str, Any]], float], torch.optim.Optimizer],
+    learning_rate: float,
+    batch: int,
+    tokens: Tensor,
+) -> Task:
+    """Windows of ``CONTEXT`` tokens; every tenth stretch of 64 windows is held out, the first of each ten."""
+    windows = tokens[: len(tokens) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
+    chosen = torch.arange(len(windows)) // 16 % round(1 / HELD_OUT) == 0
+    training = windows[~chosen]
+
+    def draw(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        drawn = training[torch.randint(len(training), (count,), generator=generator)]
+        return drawn[:, :-1], drawn[:, 1:]
+
+    held_out = windows[chosen]
+    return Task(build, width, optimizer, learning_rate, batch, draw, (held_out[:, :-1], held_out[:, 1:]))
+
+
+def _sgd(groups: list[dict[str, Any]], learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=learning_rate, fused=True)
+
+
+def _adam(groups: list[dict[str, Any]], learning_rate: float) -> torch.optim.Optimizer:
+    for group in groups:
+        group["betas"] = (group.pop("momentum"), 0.99)
+    return torch.optim.AdamW(groups, lr=learning_rate, fused=True)

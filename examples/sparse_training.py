@@ -1,0 +1,183 @@
+"""Train one of three models by a sparse method, or by what it is to be compared with, from several seeds.
+
+totalreduce run -n 4 examples/sparse_training.py --model cnn --method oktopk --density 0.01
+totalreduce run -n 4 examples/sparse_training.py --model lstm --method dense --seeds 3
+totalreduce run -n 4 examples/sparse_training.py --model gpt --method oktopk --door ddp
+totalreduce run -n 4 --emulate-hosts 4 examples/sparse_training.py --model cnn --method powersgd --door ddp
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sparse_tasks import TASKS, Task, evaluate, loss_of, make_task
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import totalreduce as tr
+from totalreduce.sparse.methods import METHODS
+
+MOMENTUM = 0.9
+WARMUP = 0.05
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What a rank trains, and how it keeps in step with the others.
+
+    Attributes:
+        module: To be called with inputs.
+        optimizer: Its ``step`` applies gradients that are averages over ranks.
+        schedule: Sets the learning rate.
+        close: Ends communication for this model.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    close: Callable[[], None]
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=tuple(TASKS), default="cnn")
+    parser.add_argument("--method", choices=("alone", *METHODS, "fp16"), default="oktopk")
+    parser.add_argument("--door", choices=("optimizer", "ddp"), default="optimizer", help="ddp: hooks of DDP over gloo")
+    parser.add_argument("--density", type=float, default=0.01, help="share of the elements that is sent")
+    parser.add_argument("--density-warmup", type=float, default=0.1, help="part of the steps with more than that")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--stop-after", type=int, help="steps, of a schedule for --steps")
+    parser.add_argument("--seeds", type=int, default=1, help="one training after the other, from seed 0")
+    parser.add_argument("--batch", type=int, help="examples per rank and step")
+    parser.add_argument("--width", type=int, help="of the model")
+    parser.add_argument("--learning-rate", type=float, help="the largest one")
+    parser.add_argument("--evaluations", type=int, default=20, help="how often the model is looked at")
+    parser.add_argument("--json", type=Path, help="rank 0 writes losses and times to this file")
+    options = parser.parse_args()
+    if options.door == "optimizer" and options.method == "fp16":
+        parser.error("fp16 is a hook: --door ddp")
+    return options
+
+
+def make_method(options: argparse.Namespace) -> Any:
+    if options.method in ("dense", "powersgd"):
+        return METHODS[options.method]()
+    warmup_steps = round(options.density_warmup * options.steps)
+    return METHODS[options.method](density=options.density, warmup_steps=warmup_steps)
+
+
+def make_replica(options: argparse.Namespace, task: Task, group: tr.Group | None, seed: int) -> Replica:
+    """A model, equal on all ranks for equal seeds, and its optimizer."""
+    torch.manual_seed(seed)
+    model = task.build(options.width or task.width)
+    sparse = group is not None and options.method not in ("alone", "dense", "powersgd")
+    # A sparse method accumulates momentum before it selects: what is sent late arrives as if it had been sent in time.
+    feedback = tr.ErrorFeedback(momentum=MOMENTUM if sparse else 0.0)
+    groups = [{"params": list(model.parameters()), "momentum": MOMENTUM}]
+    if sparse:
+        groups = feedback.param_groups(model.parameters())
+    optimizer = task.optimizer(groups, options.learning_rate or task.learning_rate)
+    warmup = max(1, round(WARMUP * options.steps))
+
+    def factor(step: int) -> float:
+        return min((step + 1) / warmup, (1 + math.cos(math.pi * step / options.steps)) / 2)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    if options.method == "alone":
+        return Replica(model, optimizer, schedule, lambda: None)
+    if group is None:
+        replica = DistributedDataParallel(model, bucket_cap_mb=1024 if options.method == "powersgd" else None)
+        if options.method == "fp16":
+            replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif options.method == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
+            replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif options.method != "dense":
+            replica.register_comm_hook(*tr.ddp_hook(make_method(options)))
+        return Replica(replica, optimizer, schedule, lambda: None)
+    method = None if options.method == "dense" else make_method(options)
+    wrapped = tr.DistributedOptimizer(optimizer, model, group=group, sync=method, feedback=feedback, name=f"seed{seed}")
+    return Replica(model, wrapped, schedule, wrapped.close)
+
+
+def train(
+    options: argparse.Namespace,
+    replica: Replica,
+    task: Task,
+    rank: int,
+    seed: int,
+    average: Callable[[int], list[float]],
+) -> dict[str, Any]:
+    """All steps; returns every step's seconds and what the model was worth from time to time."""
+    draw = torch.Generator().manual_seed(1_000_003 * (seed + 1) + rank)
+    last = options.stop_after or options.steps
+    every = max(1, options.steps // options.evaluations)
+    seconds, evaluations = [], []
+    for step in range(1, last + 1):
+        begin = time.perf_counter()
+        inputs, targets = task.draw(options.batch or task.batch, draw)
+        loss = loss_of(replica.module(inputs), targets)
+        replica.optimizer.zero_grad()
+        loss.backward()
+        replica.optimizer.step()
+        replica.schedule.step()
+        seconds.append(time.perf_counter() - begin)
+        if step % every == 0 or step == last:
+            loss_now, accuracy = average(step)
+            evaluations.append({"step": step, "seconds": sum(seconds), "loss": loss_now, "accuracy": accuracy})
+            if rank == 0:
+                print(f"seed {seed}, step {step}: loss {loss_now:.4f}, accuracy {accuracy:.2%}, {sum(seconds):.1f} s")
+    return {"seed": seed, "step_s": seconds, "evaluations": evaluations}
+
+
+def run(options: argparse.Namespace, group: tr.Group | None) -> None:
+    """Train from every seed; ``group`` is None behind torch's DDP."""
+    rank = dist.get_rank() if group is None else group.rank
+    world_size = dist.get_world_size() if group is None else group.world_size
+    task = make_task(options.model)
+    runs = []
+    for seed in range(options.seeds):
+        replica = make_replica(options, task, group, seed)
+
+        def average(_step: int, model: nn.Module = replica.module) -> list[float]:
+            sums = total(evaluate(getattr(model, "module", model), task, rank, world_size), group)
+            return (sums[:2] / sums[2]).tolist()
+
+        runs.append(train(options, replica, task, rank, seed, average))
+        replica.close()
+    if options.json is not None and rank == 0:
+        facts = {name: value for name, value in vars(options).items() if name != "json"}
+        parameters = sum(parameter.numel() for parameter in replica.module.parameters())
+        document = {**facts, "world_size": world_size, "num_parameters": parameters, "runs": runs}
+        options.json.write_text(json.dumps(document) + "\n")
+
+
+def total(sums: Tensor, group: tr.Group | None) -> Tensor:
+    """Over all ranks."""
+    if group is None:
+        dist.all_reduce(sums)
+    else:
+        group.allreduce(sums, name="evaluation").wait()
+    return sums
+
+
+if __name__ == "__main__":
+    chosen = parse_options()
+    torch.set_num_threads(1)
+    if chosen.door == "ddp":
+        dist.init_process_group("gloo")
+        run(chosen, None)
+        # torch 2.13 can hang when gloo ends while a thread of its own still frees the last operation's tensors.
+        time.sleep(0.5)
+        dist.destroy_process_group()
+    else:
+        with tr.init() as everyone:
+            run(chosen, everyone)

@@ -1,0 +1,70 @@
+"""``bench train``: from what the script wrote to figures, and what is refused."""
+
+import pytest
+
+from totalreduce.cli.bench.train import TrainPlan, contestants_of, summarise
+from totalreduce.foundation.errors import ConfigurationError
+
+
+def learnt(*seeds):
+    """A contestant whose held-out losses after 10, 20, ... steps were these, by seed."""
+    return {"runs": [{"evaluations": [look(10 * (i + 1), loss) for i, loss in enumerate(seed)]} for seed in seeds]}
+
+
+def look(step, loss):
+    return {"step": step, "loss": loss, "accuracy": 1 - loss / 4}
+
+
+def timed(*step_s):
+    return {"runs": [{"step_s": list(step_s)}]}
+
+
+DENSE = learnt((3.0, 2.0, 1.0), (3.0, 2.0, 1.2))  # ends with 1.1 and a standard deviation of 0.1414
+
+
+def test_losses_are_compared_in_standard_deviations_of_dense_training():
+    dense, other = summarise({"learnt": {"dense": DENSE, "oktopk": learnt((3, 2, 1.3), (3, 2, 1.5))}, "timed": {}})
+    assert (dense.contestant, dense.loss, dense.distance) == ("dense", pytest.approx(1.1), 0.0)
+    assert dense.loss_sd == pytest.approx(0.02**0.5)
+    assert other.distance == pytest.approx(0.3 / 0.02**0.5)
+    assert (other.accuracy, other.accuracy_sd) == (pytest.approx(0.65), pytest.approx(0.05 / 2**0.5))
+
+
+def test_the_loss_counts_from_when_it_is_reached():
+    goal = 1.1 + 0.02**0.5
+    never, once = (3.0, 2.5, 2.0), (3.0, 1.0, 1.5)  # is above the goal again: does not matter
+    dense, other = summarise({"learnt": {"dense": DENSE, "oktopk": learnt(never, once)}, "timed": {}})
+    assert (other.reached, other.steps) == (1, pytest.approx(10 + 10 * (3 - goal) / 2))
+    first, second = 20 + 10 * (2 - goal) / 1.0, 20 + 10 * (2 - goal) / 0.8
+    assert (dense.reached, dense.steps) == (2, pytest.approx((first + second) / 2))
+    _, lost = summarise({"learnt": {"dense": DENSE, "oktopk": learnt(never, never)}, "timed": {}})
+    assert (lost.reached, lost.steps) == (0, None)
+
+
+def test_steps_become_seconds():
+    # Dense: 4 s, three untimed and then 1 s for every step, of which not all were run. Sparse: slow at first.
+    rates = {"1gbit": {"dense": timed(4, 1, 1, 1, 1), "oktopk": timed(*[0.5] * 10, *[0.1] * 20)}}
+    at_once = learnt((1.0, 1.0, 1.0), (1.0, 1.0, 1.0))
+    dense, other = summarise({"learnt": {"dense": DENSE, "oktopk": at_once}, "timed": rates})
+    assert dense.links["1gbit"].step_s == 1.0
+    assert dense.links["1gbit"].seconds == pytest.approx(dense.steps + 3)
+    assert (other.links["1gbit"].step_s, other.links["1gbit"].seconds) == (0.1, pytest.approx(5.0))
+    assert other.links["1gbit"].gain == pytest.approx((dense.steps + 3) / 5.0)
+    assert dense.links["1gbit"].gain == 1.0
+
+
+def test_who_takes_part():
+    assert contestants_of("oktopk,topka", "fp16,dense,powersgd") == ["dense", "fp16", "powersgd", "oktopk", "topka"]
+    assert contestants_of("shared", "fp16") == ["dense", "fp16", "shared"]
+
+
+@pytest.mark.parametrize(("methods", "against"), [("nonesuch", "dense"), ("", "dense"), ("oktopk", "horovod")])
+def test_unknown_contestants_are_refused(methods, against):
+    with pytest.raises(ConfigurationError, match="takes"):
+        contestants_of(methods, against)
+
+
+@pytest.mark.parametrize(("steps", "seeds"), [(4, 2), (100, 1)])
+def test_plans_that_say_nothing_are_refused(steps, seeds):
+    with pytest.raises(ConfigurationError, match="at least 2 --seeds and 5 --steps"):
+        TrainPlan(models=["cnn"], contestants=["dense"], rates=[], density=0.01, steps=steps, seeds=seeds)
