@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import totalreduce as tr
 from totalreduce.sparse.methods import METHODS
 
+TOPK = tuple(name for name in METHODS if name not in ("dense", "powersgd"))
 MOMENTUM = 0.9
 WARMUP = 0.05
 
@@ -37,12 +38,14 @@ class Replica:
         module: To be called with inputs.
         optimizer: Its ``step`` applies gradients that are averages over ranks.
         schedule: Sets the learning rate.
+        flush: Has the next step send everything.
         close: Ends communication for this model.
     """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
+    flush: Callable[[], None]
     close: Callable[[], None]
 
 
@@ -52,7 +55,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--method", choices=("alone", *METHODS, "fp16"), default="oktopk")
     parser.add_argument("--door", choices=("optimizer", "ddp"), default="optimizer", help="ddp: hooks of DDP over gloo")
     parser.add_argument("--density", type=float, default=0.01, help="share of the elements that is sent")
-    parser.add_argument("--density-warmup", type=float, default=0.1, help="part of the steps with more than that")
+    parser.add_argument("--density-warmup", type=float, default=0.3, help="part of the steps with more than that")
+    parser.add_argument(
+        "--momentum", choices=("optimizer", "correction"), help="correction: before a sparse method selects, not after"
+    )
+    parser.add_argument("--flush-every", type=int, default=0, help="steps between two that send everything kept back")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--stop-after", type=int, help="steps, of a schedule for --steps")
     parser.add_argument("--seeds", type=int, default=1, help="one training after the other, from seed 0")
@@ -68,7 +75,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def make_method(options: argparse.Namespace) -> Any:
-    if options.method in ("dense", "powersgd"):
+    if options.method not in TOPK:
         return METHODS[options.method]()
     warmup_steps = round(options.density_warmup * options.steps)
     return METHODS[options.method](density=options.density, warmup_steps=warmup_steps)
@@ -78,11 +85,10 @@ def make_replica(options: argparse.Namespace, task: Task, group: tr.Group | None
     """A model, equal on all ranks for equal seeds, and its optimizer."""
     torch.manual_seed(seed)
     model = task.build(options.width or task.width)
-    sparse = group is not None and options.method not in ("alone", "dense", "powersgd")
-    # A sparse method accumulates momentum before it selects: what is sent late arrives as if it had been sent in time.
-    feedback = tr.ErrorFeedback(momentum=MOMENTUM if sparse else 0.0)
+    corrects = (options.momentum or task.momentum) == "correction" and options.method in TOPK
+    feedback = tr.ErrorFeedback(momentum=MOMENTUM if corrects else 0.0)
     groups = [{"params": list(model.parameters()), "momentum": MOMENTUM}]
-    if sparse:
+    if corrects:
         groups = feedback.param_groups(model.parameters())
     optimizer = task.optimizer(groups, options.learning_rate or task.learning_rate)
     warmup = max(1, round(WARMUP * options.steps))
@@ -92,7 +98,7 @@ def make_replica(options: argparse.Namespace, task: Task, group: tr.Group | None
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     if options.method == "alone":
-        return Replica(model, optimizer, schedule, lambda: None)
+        return Replica(model, optimizer, schedule, _nothing, _nothing)
     if group is None:
         replica = DistributedDataParallel(model, bucket_cap_mb=1024 if options.method == "powersgd" else None)
         if options.method == "fp16":
@@ -102,10 +108,10 @@ def make_replica(options: argparse.Namespace, task: Task, group: tr.Group | None
             replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif options.method != "dense":
             replica.register_comm_hook(*tr.ddp_hook(make_method(options)))
-        return Replica(replica, optimizer, schedule, lambda: None)
+        return Replica(replica, optimizer, schedule, _nothing, _nothing)
     method = None if options.method == "dense" else make_method(options)
     wrapped = tr.DistributedOptimizer(optimizer, model, group=group, sync=method, feedback=feedback, name=f"seed{seed}")
-    return Replica(model, wrapped, schedule, wrapped.close)
+    return Replica(model, wrapped, schedule, wrapped.flush_residuals, wrapped.close)
 
 
 def train(
@@ -126,6 +132,8 @@ def train(
         inputs, targets = task.draw(options.batch or task.batch, draw)
         loss = loss_of(replica.module(inputs), targets)
         replica.optimizer.zero_grad()
+        if options.flush_every and step % options.flush_every == 0:
+            replica.flush()
         loss.backward()
         replica.optimizer.step()
         replica.schedule.step()
@@ -167,6 +175,10 @@ def total(sums: Tensor, group: tr.Group | None) -> Tensor:
     else:
         group.allreduce(sums, name="evaluation").wait()
     return sums
+
+
+def _nothing() -> None:
+    """Nothing is kept back, and nothing was opened."""
 
 
 if __name__ == "__main__":

@@ -444,13 +444,20 @@ def test_optimizers_that_cannot_be_used() -> None:
         model = Net(FLOAT)
         with pytest.raises(ConfigurationError, match="LBFGS"):
             DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model, group=group, sync=OkTopk())
-        with pytest.raises(ConfigurationError, match="momentum=0"):
+        feedback = ErrorFeedback(momentum=0.9, elements_min=0)
+        groups = feedback.param_groups(model.parameters())
+        assert [group["momentum"] for group in groups] == [0.0, 0.9]
+        assert [{p.dim() > 1 for p in group["params"]} for group in groups] == [{True}, {False}]
+        assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+        fit = torch.optim.SGD(groups, lr=0.1)
+        DistributedOptimizer(fit, model, group=group, sync=OkTopk(), feedback=feedback, name="fit").close()
+        with pytest.raises(ConfigurationError, match="param_groups"):
             DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), momentum=0.9),
                 model,
                 group=group,
                 sync=OkTopk(),
-                feedback=ErrorFeedback(momentum=0.9),
+                feedback=feedback,
             )
 
     run_ranks(1, body)

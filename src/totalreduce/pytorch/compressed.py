@@ -68,6 +68,7 @@ class CompressedReducer:
         self._present: set[int] = set()
         self._accumulated: dict[int, torch.Tensor] = {}
         self._velocities: dict[int, torch.Tensor] = {}
+        self._spare_velocities: dict[int, torch.Tensor] = {}
         self._scale = 1.0
         self._round = 0
         self._whole = False
@@ -197,11 +198,17 @@ class CompressedReducer:
             parameter.grad = None
         momentum = self._feedback.momentum
         if momentum and not self.joined:
+            if self._scale != 1.0:
+                flat.div_(self._scale)
             velocity = self._residuals.velocities.get(parameter)
-            flat.div_(self._scale)
-            if velocity is not None:
-                flat.add_(velocity, alpha=momentum)
-            self._velocities[member] = flat.clone()
+            new = self._spare_velocities.pop(member, None)
+            new = torch.empty_like(flat) if new is None else new
+            if velocity is None:
+                new.copy_(flat)
+            else:
+                torch.add(flat, velocity, alpha=momentum, out=new)
+                flat.copy_(new)
+            self._velocities[member] = new
         self._accumulated[member] = flat
 
     def _clipping(self, norm: float) -> float:
@@ -217,7 +224,11 @@ class CompressedReducer:
         kept = self._residuals.kept
         results = {member: kept[self.plan.parameters[member]] for member in self._accumulated}
         velocities = {self.plan.parameters[member]: flat for member, flat in self._velocities.items()}
-        self._residuals.velocities.update(velocities)
+        old = self._residuals.velocities
+        self._spare_velocities = {
+            member: old[parameter] for member in self._velocities if (parameter := self.plan.parameters[member]) in old
+        }
+        old.update(velocities)
         wanted: set[int] = set()
         for index, update in enumerate(updates):
             bucket = self.plan.buckets[index]

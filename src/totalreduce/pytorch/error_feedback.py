@@ -19,7 +19,7 @@ from totalreduce.sparse.session import BucketShape
 __all__ = ["CompressedPlan", "ErrorFeedback", "Part", "Residuals", "flattened", "plan_parts", "shaped", "states_for"]
 
 _BUCKETS = 4
-_BUCKET_ELEMENTS_MIN = 1024 * 1024
+_BUCKET_ELEMENTS_MIN = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class ErrorFeedback:
             accumulated. The norm is that of all compressed gradients, so nothing leaves before backward has ended.
         elements_min: Parameters with fewer elements, or one dimension, are reduced whole.
         bucket_elements: So many elements are selected and sent together, at most; larger parameters are cut. Default: a
-            quarter of all, so that selecting, sending and backward overlap, but a million at least, since every bucket
+            quarter of all, so that selecting, sending and backward overlap, but four millions at least, since a bucket
             has a fixed cost.
         report_every: Every so many steps rank 0 logs a line for each bucket; 0: never.
         xi_every: Every so many steps the distance from the best k elements is measured, the paper's xi, which sends
@@ -186,7 +186,9 @@ class Residuals:
 
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The residual; zeros at first."""
-        return self.kept.setdefault(parameter, torch.zeros(parameter.numel(), device="cpu"))
+        if parameter not in self.kept:
+            self.kept[parameter] = torch.zeros(parameter.numel(), device="cpu")
+        return self.kept[parameter]
 
     def state(self, plan: CompressedPlan) -> dict[str, dict[str, torch.Tensor]]:
         """Copies, by name, in the parameters' shapes."""
@@ -219,8 +221,9 @@ class Residuals:
             for parameter, spec in plan.described():
                 for state in states:
                     if spec.name in state[key]:
-                        total = mine.setdefault(parameter, torch.zeros(spec.num_elements, device="cpu"))
-                        shaped(total, spec).add_(state[key][spec.name])
+                        if parameter not in mine:
+                            mine[parameter] = torch.zeros(spec.num_elements, device="cpu")
+                        shaped(mine[parameter], spec).add_(state[key][spec.name])
 
     def norm(self) -> float:
         """Of all residuals together."""

@@ -52,7 +52,7 @@ PARTS = ("selection", "coding", "waiting", "writing")
 _NEAR = 0.05
 #: What ``DistributedOptimizer`` does where nothing is said.
 _BUCKETS = 4
-_BUCKET_ELEMENTS_MIN = 1 << 20
+_BUCKET_ELEMENTS_MIN = 4 << 20
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 DistributionOption = Annotated[
@@ -122,7 +122,7 @@ def bench_sparse(
         str | None,
         typer.Option(
             help="Elements that are selected and sent together, at most. [dim]default: as DistributedOptimizer's, a "
-            "quarter of all, but a million[/dim]"
+            "quarter of all, but four millions[/dim]"
         ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Timed steps in a row, after an untimed one.")] = 3,

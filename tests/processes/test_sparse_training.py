@@ -1,0 +1,90 @@
+"""``examples/sparse_training.py`` through both doors, and ``bench train`` around it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from totalreduce.cli.bench import bench_app
+from totalreduce.foundation.errors import ConfigurationError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SOURCE = """
+import runpy
+sys.argv = {argv!r}
+sys.path.insert(0, {folder!r})
+runpy.run_path({argv!r}[0], run_name="__main__")
+"""
+
+
+def train(fleet, out, *options, ranks=2):
+    """What rank 0 wrote."""
+    argv = [str(EXAMPLES / "sparse_training.py"), "--json", str(out), "--steps", "20", "--evaluations", "4", *options]
+    workers = fleet.start(ranks, SOURCE.format(argv=argv, folder=str(EXAMPLES)))
+    for worker in workers:
+        assert worker.wait(90) == 0, worker.errors()
+    return json.loads(out.read_text())
+
+
+def losses(document):
+    return [[look["loss"] for look in run["evaluations"]] for run in document["runs"]]
+
+
+@pytest.mark.parametrize("model", ["cnn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lstm", "gpt"))])
+def test_all_elements_of_all_ranks_are_what_dense_training_has(fleet, tmp_path, model):
+    pytest.importorskip("sklearn")
+    small = ("--model", model, "--width", "64", "--momentum", "optimizer")
+    dense = train(fleet, tmp_path / "dense.json", *small, "--method", "dense")
+    every = train(fleet, tmp_path / "every.json", *small, "--method", "topka", "--density", "1")
+    few = train(fleet, tmp_path / "few.json", *small, "--method", "topka", "--density-warmup", "0")
+    assert [look["step"] for look in dense["runs"][0]["evaluations"]] == [5, 10, 15, 20]
+    assert len(dense["runs"][0]["step_s"]) == 20
+    (wanted,), (all_sent,), (few_sent,) = losses(dense), losses(every), losses(few)
+    assert all_sent == pytest.approx(wanted, rel=2e-3)  # values travel as bfloat16, and the rest a step later
+    assert wanted[-1] < wanted[0]
+    assert few_sent != pytest.approx(wanted, rel=1e-5)
+
+
+def test_doors_and_seeds(fleet, tmp_path):
+    pytest.importorskip("sklearn")
+    small = ("--model", "cnn", "--width", "64", "--seeds", "2")
+    ours = train(fleet, tmp_path / "ours.json", *small, "--method", "dense", ranks=3)
+    ddp = train(fleet, tmp_path / "ddp.json", *small, "--method", "dense", "--door", "ddp", ranks=3)
+    for mine, theirs in zip(losses(ours), losses(ddp), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+    assert losses(ours)[0] != losses(ours)[1]
+    hook = train(fleet, tmp_path / "hook.json", *small, "--method", "oktopk", "--door", "ddp", ranks=3)
+    assert all(seed[-1] < seed[0] for seed in losses(hook))
+
+
+@pytest.mark.slow
+def test_the_benchmark_trains_on_links(tmp_path):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = ("train", "--models", "cnn", "--quick", "--emulate-hosts", "2", "--rates", "1gbit")
+    found = CliRunner().invoke(bench_app, [*arguments, "--json", str(out), "--plot", str(picture)])
+    assert found.exit_code == 0, found.output
+    assert "cnn, 3.2 M parameters, 40 steps from 2 seeds, density 0.01, 2 ranks on 2 emulated hosts" in found.stdout
+    figures = {figure["contestant"]: figure for figure in json.loads(out.read_text())["figures"]["cnn"]}
+    assert list(figures) == ["dense", "fp16", "powersgd", "oktopk"]
+    assert figures["dense"]["distance"] == 0
+    assert abs(figures["fp16"]["loss"] - figures["dense"]["loss"]) < 0.05
+    assert figures["dense"]["links"]["1gbit"]["step_s"] > figures["oktopk"]["links"]["1gbit"]["step_s"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--models", "vgg"), "--models takes cnn, lstm, gpt"),
+        (("--emulate-hosts", "0"), "--emulate-hosts from 2"),
+        (("--seeds", "1"), "at least 2 --seeds"),
+        (("--rates", "fast"), "fast"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, complaint):
+    found = CliRunner().invoke(bench_app, ["train", *arguments])
+    assert isinstance(found.exception, ConfigurationError)
+    assert complaint in str(found.exception)
