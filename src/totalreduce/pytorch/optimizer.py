@@ -662,6 +662,12 @@ class DistributedOptimizer(OptimizerFacade):
         return self._residuals.norm()
 
     @property
+    def hidden_share(self) -> float | None:
+        """Share of the last step's sparse exchanges that lay beside backward; ``None`` if there were none."""
+        overlap = None if self._compressed is None else self._compressed.rounds.overlap
+        return None if overlap is None or not overlap.exchange_s else overlap.hidden_s / overlap.exchange_s
+
+    @property
     def reports(self) -> list[Report]:
         """What the sparse method did in the last step, by bucket."""
         return [] if self._compressed is None else self._compressed.reports()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -18,7 +20,32 @@ from totalreduce.sparse.session import BucketShape, Method, Report, Session, Upd
 from totalreduce.sparse.worker import ExchangeWorker, Job
 from totalreduce.sparse.xi import with_xi
 
-__all__ = ["SparseRounds"]
+__all__ = ["Overlap", "SparseRounds"]
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How much of a round's communication lay beside other work.
+
+    Attributes:
+        exchange_s: Time in which some bucket was under way, from its first message to its result.
+        hidden_s: That part of it before anybody waited.
+    """
+
+    exchange_s: float
+    hidden_s: float
+
+    @classmethod
+    def of(cls, spans: Sequence[tuple[float, float]], waits_from: float) -> Overlap:
+        """From the times at which buckets began and ended, and from when on somebody waited."""
+        exchange = hidden = 0.0
+        reached = -math.inf
+        for begin, end in sorted(spans):
+            new = max(begin, reached)
+            exchange += max(0.0, end - new)
+            hidden += max(0.0, min(end, waits_from) - new)
+            reached = max(reached, end)
+        return cls(exchange, hidden)
 
 
 @final
@@ -34,6 +61,7 @@ class SparseRounds:
     Attributes:
         sessions: By bucket.
         methods: Their methods' names.
+        overlap: Of the last round.
     """
 
     def __init__(
@@ -49,6 +77,7 @@ class SparseRounds:
         self._latest = list(self.sessions)
         self._jobs: list[Job | None] = [None] * len(shapes)
         self._worker = ExchangeWorker(carrier, in_order=in_order)
+        self.overlap = Overlap(0.0, 0.0)
 
     def start(
         self,
@@ -105,7 +134,8 @@ class SparseRounds:
             PeerLost: A rank died.
         """
         self._worker.hurry()
-        deadline = time.monotonic() + timeout_s
+        called = time.monotonic()
+        deadline = called + timeout_s
         updates: list[Update] = []
         finite = True
         for bucket, job in enumerate(self._jobs):
@@ -123,6 +153,7 @@ class SparseRounds:
                 finite = False
             else:
                 updates.append(update)
+        self.overlap = Overlap.of([job.span for job in self._jobs if job is not None], called)
         self._jobs = [None] * len(self._jobs)
         return updates if finite else None
 

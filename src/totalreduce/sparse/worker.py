@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any, final
@@ -35,7 +36,7 @@ class Job:
 
     Attributes:
         result: What the exchange returns.
-        worked_s: Seconds of computing; see ``ExchangeWorker``.
+        span: When its first message could leave and when it ended; ``time.monotonic``.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Job:
         self.running: Generator[Action, Any, Any] | None = None
         self.under_way: Carried | None = None
         self.steps = 0
+        self.span = (0.0, 0.0)
 
 
 @final
@@ -128,6 +130,7 @@ class ExchangeWorker:
         if job.running is None:
             job.prepare()
             job.running = job.exchange()
+            job.span = (time.monotonic(), 0.0)
         else:
             assert job.under_way is not None
             reply = job.under_way.reply()
@@ -135,6 +138,7 @@ class ExchangeWorker:
             try:
                 action = job.running.send(reply)
             except StopIteration as stop:
+                job.span = (job.span[0], time.monotonic())
                 job.result.set_result(stop.value)
                 return
             job.under_way = self._carrier.start(action, channel=job.channel, step=job.steps, priority=job.priority)

@@ -65,7 +65,10 @@ def bench_step(
     ] = "backward",
     steps: Annotated[int, typer.Option(help="Timed steps in a row, after two untimed ones.")] = 10,
     bucket: Annotated[
-        float | None, typer.Option(help="Size of a bucket of gradients in MiB. [dim]default: the library's own[/dim]")
+        float | None,
+        typer.Option(
+            help="Size of a bucket in MiB; with --sync of what is compressed. [dim]default: the library's own[/dim]"
+        ),
     ] = None,
     no_communication: Annotated[
         bool, typer.Option("--no-communication", help="Also train every rank for itself.")
@@ -108,7 +111,7 @@ def bench_step(
         "hooks": [hook for hook in hooks.split(",") if hook],
     }
     figures, results = measure_step(setting, parameters)
-    _print(setting, model, figures, results[0])
+    _print(setting, model, figures, results)
     write_json(json, "step", setting, [asdict(figure) for figure in figures], results)
 
 
@@ -150,7 +153,8 @@ def summarise(results: list[dict[str, Any]]) -> list[StepFigure]:
     ]
 
 
-def _print(setting: Setting, model: str, figures: list[StepFigure], result: dict[str, Any]) -> None:
+def _print(setting: Setting, model: str, figures: list[StepFigure], results: list[dict[str, Any]]) -> None:
+    result = results[0]
     rows = [
         (
             _LABELS[figure.contestant],
@@ -166,9 +170,11 @@ def _print(setting: Setting, model: str, figures: list[StepFigure], result: dict
         if timed is None
         else f" DDP's agree to {exact:.1e} of what training changed in float64, {timed:.1e} in float32."
     )
+    shares = [one["hidden_share"] for one in results if one["hidden_share"] is not None]
+    overlap = f" Of the sparse exchange {fmean(shares):.0%} lay beside backward." if shares else ""
     print_table(
         f"training step of {model}, {result['num_parameters'] / 1e6:.1f} M parameters, {setting.describe()}",
         ("by", "step (95 %)", "DistributedOptimizer / this", "sent per step and rank"),
         rows,
-        f"Replicas are the same bits on all ranks.{agreement}",
+        f"Replicas are the same bits on all ranks.{agreement}{overlap}",
     )

@@ -13,7 +13,8 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Contestant:
     finish: Callable[[], None]
     close: Callable[[], None]
     steps_done: int = 0
+    hidden: list[float] = field(default_factory=list)
 
     def step(self, workload: Workload, rank: int) -> None:
         """One step on this rank's next batch."""
@@ -56,6 +58,8 @@ class Contestant:
         loss_of(self.model, inputs, targets).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.steps_done += 1
+        if isinstance(self.optimizer, tr.DistributedOptimizer) and self.optimizer.hidden_share is not None:
+            self.hidden.append(self.optimizer.hidden_share)
 
     def flat(self) -> torch.Tensor:
         """All parameters in a row."""
@@ -94,6 +98,7 @@ def measure(context: Context, parameters: dict[str, Any]) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "bytes_sent": bytes_sent / contestants["totalreduce"].steps_done,
+        "hidden_share": fmean(shares) if (shares := contestants["totalreduce"].hidden) else None,
         "num_parameters": len(contestants["totalreduce"].flat()),
         "difference": _check(context, workload, contestants, torch.float32, None if compressed else _TIMED_TOLERANCE),
         "difference_float64": exact,
@@ -132,13 +137,16 @@ def _contestant(
     if name == "timeline":
         folder = tempfile.mkdtemp(prefix="totalreduce-bench-timeline-")
         group = context.another_group("timeline", timeline=folder)
+    compressed = parameters.get("sync") is not None
+    elements = None if parameters["bucket_bytes"] is None else max(1, parameters["bucket_bytes"] // 4)
     wrapped = tr.DistributedOptimizer(
         optimizer,
         model,
         group=group,
-        bucket_bytes=parameters["bucket_bytes"],
+        bucket_bytes=None if compressed else parameters["bucket_bytes"],
+        feedback=tr.ErrorFeedback(bucket_elements=elements) if compressed else None,
         overlap=parameters["overlap"],
-        sync=make_method(parameters["sync"], parameters["density"]) if parameters.get("sync") is not None else None,
+        sync=make_method(parameters["sync"], parameters["density"]) if compressed else None,
         name=f"bench.{dtype}",
     )
     return Contestant(model, wrapped, wrapped.flush, wrapped.close)
