@@ -80,7 +80,7 @@ def serve(channel):
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Importing everything a worker touches, before the first fork; what is there stays shared.
-    _ = (tr.init, tr.DistributedOptimizer, tr.broadcast_parameters)
+    _ = (tr.init, tr.DistributedOptimizer, tr.broadcast_parameters, tr.OkTopk, tr.ddp_hook)
     # The first optimizer of a process imports torch's compiler: seconds, if every worker does it at the same time.
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     gc.collect()
