@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import int64, njit, uint8, uint32, uint64
 
-from totalreduce.kernels.vectors import trailing_zeros
+from totalreduce.kernels.vectors import load_word, store_word, trailing_zeros
 
 __all__ = [
     "PIECE",
@@ -38,6 +38,8 @@ Array = np.ndarray[Any, Any]
 PIECE = 128
 _PARAMETER_BITS = 5
 _PARAMETER_MAX = 30
+#: What is pending, at most twelve bits, and a code that is longer than this by one fit into a word.
+_FAST_BITS = 50
 #: The best number of low bits is the binary logarithm of so many times the mean gap.
 _SHARE = 0.69
 
@@ -70,7 +72,17 @@ def _num_bits(index: Array, begin: int, end: int, expected: int, parameter: int)
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _fitting(index: Array, begin: int, end: int, expected: int, parameter: int) -> int:
     """The parameter that makes a piece shortest. Lengths fall towards it and rise behind it."""
-    bits = _num_bits(index, begin, end, expected, parameter)
+    gap = index[begin] - expected
+    less, bits, more = (gap << 1) >> parameter, gap >> parameter, gap >> (parameter + 1)
+    for i in range(begin + 1, end):  # three lengths in one pass: mostly one of them is the shortest
+        gap = int64(index[i]) - int64(index[i - 1]) - 1
+        less += (gap << 1) >> parameter
+        bits += gap >> parameter
+        more += gap >> (parameter + 1)
+    less, more = less - (end - begin), more + (end - begin)
+    if bits <= less and bits <= more:
+        return parameter
+    bits += (end - begin) * (parameter + 1)
     for towards in (-1, 1):
         while 0 <= parameter + towards <= _PARAMETER_MAX:
             other = _num_bits(index, begin, end, expected, parameter + towards)
@@ -104,6 +116,15 @@ def encode_gaps(index: Array, first: int, parameter: int, out: Array) -> int:
             gap = index[i] - expected
             expected = int64(index[i]) + 1
             zeros = gap >> parameter
+            if zeros + parameter <= _FAST_BITS and at + 8 <= out.size:
+                low = gap & ((1 << parameter) - 1)
+                pending |= uint64(1 | (low << 1)) << uint64(num_pending + zeros)
+                num_pending += zeros + 1 + parameter
+                store_word(out, at, pending)
+                at += num_pending >> 3
+                pending >>= uint64(num_pending & ~7)
+                num_pending &= 7
+                continue
             while zeros + num_pending >= 32:  # whole words of zeros
                 out[at], out[at + 1] = uint8(pending & 0xFF), uint8((pending >> 8) & 0xFF)
                 out[at + 2], out[at + 3] = uint8((pending >> 16) & 0xFF), uint8((pending >> 24) & 0xFF)
@@ -157,6 +178,24 @@ def decode_gaps(coded: Array, first: int, end: int, index: Array) -> int:
         window >>= uint64(_PARAMETER_BITS)
         num_bits -= _PARAMETER_BITS
         for i in range(begin, min(begin + PIECE, index.size)):
+            if at + 8 <= coded.size:
+                # Have 56 bits or more: those above them are read again, and are what they were.
+                window |= load_word(coded, at) << uint64(num_bits)
+                at += (63 - num_bits) >> 3
+                num_bits |= 56
+                zeros = trailing_zeros(window)
+                taken = zeros + 1 + parameter
+                if window != uint64(0) and taken <= 56:
+                    low = int64((window >> uint64(zeros + 1)) & uint64((1 << parameter) - 1))
+                    window >>= uint64(taken)
+                    num_bits -= taken
+                    place = expected + ((zeros << parameter) | low)
+                    if place >= end:
+                        return -1
+                    index[i] = place
+                    expected = place + 1
+                    continue
+            window &= (uint64(1) << uint64(num_bits)) - uint64(1)
             zeros = 0
             while window == uint64(0):
                 zeros += num_bits

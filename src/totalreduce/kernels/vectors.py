@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["LANES", "accumulate_lanes", "select_lanes", "trailing_zeros"]
+__all__ = ["LANES", "accumulate_lanes", "load_word", "select_lanes", "store_word", "trailing_zeros"]
 
 LANES = 16
 
@@ -119,6 +119,33 @@ def select_lanes(_typing: Any, source: Any, at: Any, bound: Any, first: Any, ind
         return _append(builder, lanes, bound, first, indices, values, count)
 
     return signature, generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_word(_typing: Any, source: Any, at: Any) -> Any:
+    """The eight bytes from ``source[at]`` on, the first one lowest: Numba runs on little-endian machines only."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = _pointer(context, builder, signature.args[0], *arguments)
+        loaded = builder.load(builder.bitcast(place, _INDEX.as_pointer()))
+        loaded.align = 1
+        return loaded
+
+    return types.uint64(source, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_word(_typing: Any, target: Any, at: Any, word: Any) -> Any:
+    """Undo ``load_word``: overwrite the eight bytes from ``target[at]`` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target, at, word = arguments
+        place = _pointer(context, builder, signature.args[0], target, at)
+        stored = builder.store(word, builder.bitcast(place, _INDEX.as_pointer()))
+        stored.align = 1
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, types.uint64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
