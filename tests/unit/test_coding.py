@@ -36,7 +36,11 @@ def round_trip(index: np.ndarray, begin: int, end: int) -> int:
         out = np.full(room + 16, 0xAB, np.uint8)
         size = module.encode_gaps(index, begin, parameter, out)
         assert size <= room
-        assert (out[size:] == 0xAB).all(), "something was written behind the code"
+        assert np.isin(out[size : size + 7], (0, 0xAB)).all()
+        assert (out[size + 7 :] == 0xAB).all(), "something was written far behind the code"
+        tight = np.zeros(size, np.uint8)
+        assert module.encode_gaps(index, begin, parameter, tight) == size
+        assert np.array_equal(tight, out[:size])
         decoded = np.empty_like(index)
         assert module.decode_gaps(out, begin, end, decoded) == size, "what follows the code is not read"
         assert np.array_equal(decoded, index)

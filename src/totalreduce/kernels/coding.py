@@ -100,7 +100,7 @@ def encode_gaps(index: Array, first: int, parameter: int, out: Array) -> int:
         index: int32.
         first: The smallest index that could be there.
         parameter: ``rice_parameter``; no piece becomes longer than with that.
-        out: uint8, with room for ``coded_bytes_max``.
+        out: uint8, with room for ``coded_bytes_max``. Up to seven bytes behind the code may become zero.
 
     Returns:
         How many bytes were written.
