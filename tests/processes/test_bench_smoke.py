@@ -154,6 +154,19 @@ def test_replay_balances_communication_and_compute(tmp_path):
     assert figure["num_bytes"] * 8 / first / figure["compute_s"] == pytest.approx(0.5)
 
 
+def test_step_sends_a_part_beside_the_whole(tmp_path):
+    out = tmp_path / "out.json"
+    sparse = ("--sync", "oktopk", "--dense", "--no-communication", "--bucket", "0.5")
+    found = run("step", "--model", "cnn", "-n", 2, "--steps", 2, "--rounds", 1, *sparse, "--json", out)
+    assert "lay beside backward" in found.stdout
+    document = json.loads(out.read_text())
+    figures = {figure["contestant"]: figure for figure in document["figures"]}
+    assert list(figures) == ["totalreduce", "dense", "alone"]
+    # 4.3 M parameters at 1 %, 3 bytes and once again, and what is small and sent whole: not 17 MB.
+    assert 100_000 < figures["totalreduce"]["bytes_sent"] < 600_000
+    assert all(0 <= rank["hidden_share"] <= 1 for rank in document["raw"])
+
+
 def test_step_trains_the_same_model_as_ddp(tmp_path):
     out = tmp_path / "out.json"
     run(

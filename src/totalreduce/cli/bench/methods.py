@@ -9,7 +9,18 @@ from totalreduce.foundation.errors import ConfigurationError
 if TYPE_CHECKING:
     from totalreduce.sparse.session import Method
 
-__all__ = ["make_method"]
+__all__ = ["make_method", "make_sync"]
+
+
+def make_sync(name: str, density: float) -> Method:
+    """What ``DistributedOptimizer(sync=...)`` takes: a method, or ``auto``.
+
+    Raises:
+        ConfigurationError: There is no such method, or no such density.
+    """
+    from totalreduce.sparse.auto import Auto
+
+    return Auto(density=density) if name == "auto" else make_method(name, density)
 
 
 def make_method(name: str, density: float) -> Method:

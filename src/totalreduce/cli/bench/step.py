@@ -10,7 +10,7 @@ import typer
 
 from totalreduce.cli.bench.arithmetic import format_bytes
 from totalreduce.cli.bench.launching import Setting, run_benchmark
-from totalreduce.cli.bench.methods import make_method
+from totalreduce.cli.bench.methods import make_sync
 from totalreduce.cli.bench.options import (
     AgainstOption,
     HostsOption,
@@ -33,6 +33,7 @@ _LABELS = {
     "fifo": "DistributedOptimizer, fifo",
     "alone": "no communication",
     "timeline": "DistributedOptimizer, timeline on",
+    "dense": "DistributedOptimizer, dense",
     "fp16": "DDP / gloo, fp16 hook",
     "powersgd": "DDP / gloo, PowerSGD hook, rank 4",
 }
@@ -43,8 +44,8 @@ class StepFigure:
     """One contestant.
 
     Attributes:
-        contestant: ``totalreduce``, ``gloo`` (that is DDP), ``fifo``, ``timeline``, ``fp16`` and ``powersgd`` (DDP with
-            these hooks) or ``alone`` (no communication).
+        contestant: ``totalreduce``, ``gloo`` (that is DDP), ``fifo``, ``timeline``, ``dense`` (without ``--sync``),
+            ``fp16`` and ``powersgd`` (DDP with these hooks) or ``alone`` (no communication).
         seconds: Time of a step, averaged over ranks, median over steps.
         ratio: Total Reduce's step time divided by this contestant's: below 1, Total Reduce is faster.
         bytes_sent: By the average rank in one step; ``None`` where unknown.
@@ -76,10 +77,13 @@ def bench_step(
     timeline: Annotated[bool, typer.Option("--timeline", help="Also train with the timeline on.")] = False,
     sync: Annotated[
         str | None,
-        typer.Option(help="Sparse method of DistributedOptimizer: oktopk, topka ... See bench sparse."),
+        typer.Option(help="Sparse method of DistributedOptimizer: oktopk, topka ... (see bench sparse), or auto."),
     ] = None,
     density: Annotated[float, typer.Option(help="Share of the elements that the sparse method sends.")] = 0.01,
     hooks: Annotated[str, typer.Option(help="Also train by DDP with these hooks: fp16, powersgd, or both.")] = "",
+    dense: Annotated[
+        bool, typer.Option("--dense", help="With --sync: also train by DistributedOptimizer without it.")
+    ] = False,
     transport: TransportOption = "auto",
     ranks: RanksOption = None,
     emulate_hosts: HostsOption = 0,
@@ -108,6 +112,7 @@ def bench_step(
         "timeline": timeline,
         "sync": sync,
         "density": density,
+        "dense": dense,
         "hooks": [hook for hook in hooks.split(",") if hook],
     }
     figures, results = measure_step(setting, parameters)
@@ -131,7 +136,7 @@ def measure_step(setting: Setting, parameters: dict[str, Any]) -> tuple[list[Ste
     if set(parameters.get("hooks", ())) - {"fp16", "powersgd"}:
         raise ConfigurationError(f"--hooks are fp16 and powersgd, not {','.join(parameters['hooks'])!r}")
     if parameters.get("sync") is not None:
-        make_method(parameters["sync"], parameters["density"])
+        make_sync(parameters["sync"], parameters["density"])
     results = run_benchmark("step", parameters, setting)
     return summarise(results), results
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import totalreduce as tr
 from totalreduce.cli.bench.context import Context
-from totalreduce.cli.bench.methods import make_method
+from totalreduce.cli.bench.methods import make_sync
 from totalreduce.cli.bench.values import WrongResultError
 from totalreduce.cli.bench.workloads import Workload, loss_of, workload_by_name
 
@@ -86,6 +86,7 @@ def measure(context: Context, parameters: dict[str, Any]) -> dict[str, Any]:
     compressed = parameters.get("sync") is not None
     exact = None if compressed else _train_exactly(context, workload, parameters)
     names = [*context.peers, *(["timeline"] if parameters["timeline"] else []), *parameters.get("hooks", [])]
+    names += ["dense"] if parameters.get("dense") else []
     names += ["alone"] if parameters["no_communication"] else []
     contestants = {name: _contestant(context, name, workload, parameters, torch.float32) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -134,10 +135,12 @@ def _contestant(
         replica.register_comm_hook(*_HOOKS[name]())
         return Contestant(replica, optimizer, _nothing, _nothing)
     group = context.group_of(name)
+    if name == "dense":
+        group = context.another_group("dense")  # its bytes are not those of the sparse one
     if name == "timeline":
         folder = tempfile.mkdtemp(prefix="totalreduce-bench-timeline-")
         group = context.another_group("timeline", timeline=folder)
-    compressed = parameters.get("sync") is not None
+    compressed = parameters.get("sync") is not None and name != "dense"
     elements = None if parameters["bucket_bytes"] is None else max(1, parameters["bucket_bytes"] // 4)
     wrapped = tr.DistributedOptimizer(
         optimizer,
@@ -146,8 +149,8 @@ def _contestant(
         bucket_bytes=None if compressed else parameters["bucket_bytes"],
         feedback=tr.ErrorFeedback(bucket_elements=elements) if compressed else None,
         overlap=parameters["overlap"],
-        sync=make_method(parameters["sync"], parameters["density"]) if compressed else None,
-        name=f"bench.{dtype}",
+        sync=make_sync(parameters["sync"], parameters["density"]) if compressed else None,
+        name=f"bench.{name}.{dtype}",
     )
     return Contestant(model, wrapped, wrapped.flush, wrapped.close)
 
