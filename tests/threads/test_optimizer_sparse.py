@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,13 @@ from optimizer_cases import Net, all_equal, batches, flat, loss_of, shard
 from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
+from totalreduce.pytorch import compressed
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.error_feedback import ErrorFeedback, Part, plan_parts
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.sparse import auto
 from totalreduce.sparse.dense import Dense
+from totalreduce.sparse.device import DeviceAccumulator, Lane, kernels_for
 from totalreduce.sparse.methods import METHODS
 from totalreduce.sparse.oktopk import OkTopk
 from totalreduce.sparse.powersgd import PowerSGD
@@ -54,6 +57,34 @@ def alone(num_steps: int) -> torch.Tensor:
         loss_of(model, batch).backward()
         optimizer.step()
     return flat(model)
+
+
+@pytest.mark.parametrize("name", ["oktopk", "powersgd"])
+def test_a_device_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none here, so torch's operations work in the CPU's memory as they would in that of an accelerator."""
+    sync = PowerSGD(rank=1) if name == "powersgd" else OkTopk(density=0.1)
+    settings = ErrorFeedback(elements_min=0, bucket_elements=100, momentum=0.9, clip_norm=1.0)
+
+    def train(group: Group) -> list[torch.Tensor]:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, sync, feedback=settings)
+        for step, batch in enumerate(batches(4, dtype=FLOAT)):
+            optimizer.zero_grad()
+            if step == 3:
+                optimizer.flush_residuals()
+            loss_of(model, shard(batch, group)).backward()
+            optimizer.step()
+        return [flat(model), *optimizer.residuals.values()]
+
+    here = run_ranks(3, train)
+
+    def accumulator_of(tensors: list[torch.Tensor], lane: Lane) -> DeviceAccumulator:
+        return DeviceAccumulator(tensors, lane, kernels_for(torch.device("cpu")))
+
+    monkeypatch.setattr(compressed, "accumulator_of", accumulator_of)
+    there = run_ranks(3, train)
+    for mine, theirs in zip(here, there, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
 
 def matrices(tensors: dict[str, torch.Tensor], group: Group) -> torch.Tensor:
@@ -124,6 +155,9 @@ def test_parameters_are_cut_into_buckets() -> None:
     )
     assert plan_parts(specs, 300, whole=True) == ((Part(2, 0, 256), Part(1, 0, 25)), (Part(0, 0, 100),))
     assert plan_parts([], 100, whole=False) == ()
+    elsewhere = [spec(5, 5), replace(spec(10, 5), device="cuda"), spec(2, 2)]
+    for whole in (False, True):
+        assert plan_parts(elsewhere, 100, whole=whole) == ((Part(2, 0, 4),), (Part(1, 0, 50),), (Part(0, 0, 25),))
 
 
 class Recorder:
@@ -518,8 +552,10 @@ def test_a_saved_state_goes_on_with_the_same_bits(world_size: int, name: str, tm
         torch.save((model.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict()), path)
         for batch in data[3:]:
             step(optimizer, model, batch)
+        kept = list(optimizer.residuals.values())
+        optimizer.close()
         again = Net(FLOAT)
-        resumed = wrap(again, group, METHODS[name](**settings), name="second", feedback=feedback)
+        resumed = wrap(again, group, METHODS[name](**settings), name="first", feedback=feedback)
         weights, state, residuals = torch.load(path, weights_only=True)
         again.load_state_dict(weights)
         resumed.load_state_dict(state)
@@ -527,8 +563,8 @@ def test_a_saved_state_goes_on_with_the_same_bits(world_size: int, name: str, tm
         for batch in data[3:]:
             step(resumed, again, batch)
         assert torch.equal(flat(again), flat(model))
-        for parameter, kept in optimizer.residuals.items():
-            assert torch.equal(resumed.residuals[parameter], kept)
+        for mine, theirs in zip(resumed.residuals.values(), kept, strict=True):
+            assert torch.equal(mine, theirs)
 
     run_ranks(world_size, body)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from totalreduce.kernels import merging, plain, scattering
-from totalreduce.sparse.accumulator import Accumulator
+from totalreduce.sparse.accumulator import HostAccumulator
 
 BLOCK = 1 << 15
 EMPTY = np.empty(0, np.int32)
@@ -135,7 +135,7 @@ def test_indices_count_through_all_segments(sizes: tuple[int, ...]) -> None:
     for count in (0, 1, 60, 300):
         index, value = random_vector(count, 300, count)
         memory = flat.copy()
-        accumulator = Accumulator([memory[low:high] for low, high in pairwise(edges)])
+        accumulator = HostAccumulator([memory[low:high] for low, high in pairwise(edges)])
         assert accumulator.take(index).tolist() == index.tolist()
         assert accumulator.spread(index) == [((index >= low) & (index < high)).sum() for low, high in pairwise(edges)]
         expected = flat.copy()

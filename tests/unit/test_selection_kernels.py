@@ -10,8 +10,9 @@ from hypothesis.extra import numpy as arrays
 
 from totalreduce.kernels import plain, selection
 from totalreduce.kernels.selection import INFINITY, LANES
-from totalreduce.sparse.accumulator import Accumulator
-from totalreduce.sparse.selector import Candidates, Selector, sample_bound
+from totalreduce.sparse.accumulator import HostAccumulator
+from totalreduce.sparse.candidates import Candidates
+from totalreduce.sparse.selector import Selector, sample_bound
 
 BLOCK = 4096
 SIZES = (0, 1, LANES - 1, LANES, LANES + 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7)
@@ -145,8 +146,8 @@ def selected(values: np.ndarray, k: int, *, steps: int = 1) -> list:
     selector, zero = Selector(), np.zeros(values.size, np.float32)
     edges = (0, values.size // 3, values.size)
 
-    def cut(flat: np.ndarray) -> Accumulator:
-        return Accumulator([flat[low:high] for low, high in pairwise(edges)])
+    def cut(flat: np.ndarray) -> HostAccumulator:
+        return HostAccumulator([flat[low:high] for low, high in pairwise(edges)])
 
     return [selector.accumulate(cut(values.copy()), cut(zero), 1.0, k) for _ in range(steps)]
 
@@ -184,10 +185,10 @@ def test_exactly_the_k_largest_are_selected(size: int, make) -> None:
 
 def test_a_bound_that_no_longer_fits_costs_a_second_reading_and_no_error() -> None:
     selector, n = Selector(), 50_000
-    zero = Accumulator([np.zeros(n, np.float32)])
+    zero = HostAccumulator([np.zeros(n, np.float32)])
     for step, factor in enumerate((1.0, 1.0, 1e-6, 1e6, 1e6)):
         values = normal(n, step) * np.float32(factor)
-        choice = selector.accumulate(Accumulator([values.copy()]), zero, 1.0, 500)
+        choice = selector.accumulate(HostAccumulator([values.copy()]), zero, 1.0, 500)
         assert same(choice.indices, reference(values, 500))
     assert 2 <= selector.rescans <= 3  # the drift after a jump may cost another one
 
@@ -210,31 +211,32 @@ def test_sums_that_could_overflow_are_not_finite() -> None:
         for factor, finite in ((0.999, True), (1.001, False)):
             values = np.array([1.0, largest * factor, 2.0], np.float32)
             selector = Selector(world_size)
-            nothing = Accumulator([np.zeros(3, np.float32)])
+            nothing = HostAccumulator([np.zeros(3, np.float32)])
             for k in (0, 1, 3):
-                assert selector.accumulate(Accumulator([values.copy()]), nothing, 1.0, k).finite is finite
+                assert selector.accumulate(HostAccumulator([values.copy()]), nothing, 1.0, k).finite is finite
 
 
 def test_an_accumulated_overflow_is_found() -> None:
     gradient, residual = np.full(100, 3e38, np.float32), np.full(100, 1.5e38, np.float32)
     selector = Selector()
-    assert not selector.accumulate(Accumulator([gradient]), Accumulator([residual]), 1.0, 10).finite
+    assert not selector.accumulate(HostAccumulator([gradient]), HostAccumulator([residual]), 1.0, 10).finite
 
 
 def test_a_sampled_bound_is_near() -> None:
-    values = Accumulator([normal(300_000), normal(100_000, 1)])
+    values = HostAccumulator([normal(300_000), normal(100_000, 1)])
     flat = np.abs(values.flat())
     for k in (400, 4000, 40_000):
         bound = np.array(sample_bound([values], 1.0, k), np.int32).view(np.float32)
         assert 1.05 * k < (flat >= bound).sum() < 1.5 * k
 
 
-def test_candidates_forget_and_grow() -> None:
-    found, source = Candidates(), Accumulator([normal(BLOCK), normal(3 * BLOCK, 1)])
-    found.find(source, 1, 10)
+def test_candidates_have_room_or_are_not_complete() -> None:
+    found, source = Candidates(10), HostAccumulator([normal(BLOCK), normal(3 * BLOCK, 1)])
+    source.find(1, found)
     assert not found.complete
     assert found.count >= 10
-    found.find(source, 1, source.num_elements)
+    found = Candidates(source.num_elements)
+    source.find(1, found)
     assert found.complete
     assert found.count == source.num_elements
     assert same(found.value[: found.count], source.flat())

@@ -6,7 +6,7 @@ Magnitudes are compared as integers: the bits of |x|, which grow as |x| does, in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,17 @@ from numba import int32, int64, njit
 
 from totalreduce.kernels.vectors import LANES, accumulate_lanes, select_lanes
 
-__all__ = ["INFINITY", "LANES", "Array", "Kth", "accumulate", "keep_largest", "kth_magnitude", "select"]
+__all__ = [
+    "INFINITY",
+    "LANES",
+    "Array",
+    "Kth",
+    "accumulate",
+    "keep_largest",
+    "kth_magnitude",
+    "radix_select",
+    "select",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -124,11 +134,27 @@ def kth_magnitude(parts: Sequence[Array], k: int) -> Kth:
         parts: float32 arrays that together have at least k elements.
         k: From 1.
     """
-    prefix, above, equal, prefix_shift = 0, 0, 0, 31
-    for shift, mask in _DIGITS:
+
+    def histogram(prefix: int, prefix_shift: int, shift: int, mask: int) -> Array:
         counts = np.zeros(mask + 1, np.int64)
         for part in parts:
             _histogram(part, prefix, prefix_shift, shift, mask, counts)
+        return counts
+
+    return radix_select(histogram, k)
+
+
+def radix_select(histogram: Callable[[int, int, int, int], Array], k: int) -> Kth:
+    """Find the k-th largest magnitude, digit by digit.
+
+    Args:
+        histogram: Counts a digit: of those magnitudes which, shifted by ``prefix_shift``, are ``prefix``, the bits
+            ``mask`` above ``shift``. Called with these four.
+        k: From 1, and no more than there are.
+    """
+    prefix, above, equal, prefix_shift = 0, 0, 0, 31
+    for shift, mask in _DIGITS:
+        counts = histogram(prefix, prefix_shift, shift, mask)
         from_top = np.cumsum(counts[::-1])
         digit = int(np.searchsorted(from_top, k - above))
         above += int(from_top[digit - 1]) if digit else 0

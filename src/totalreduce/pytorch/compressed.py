@@ -15,12 +15,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
-import numpy as np
 import torch
 
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, flattened, shaped
 from totalreduce.pytorch.readiness import Readiness
 from totalreduce.sparse.accumulator import Accumulator
+from totalreduce.sparse.device import Lane, accumulator_of
 from totalreduce.sparse.rounds import SparseRounds
 from totalreduce.sparse.session import Report, Update
 
@@ -61,6 +61,7 @@ class CompressedReducer:
         self._residuals, self._feedback = residuals, feedback
         self._rank, self._world_size = rank, world_size
         self._timeout_s, self._loss_scale = timeout_s, loss_scale
+        self._lane = Lane()
         self._members = [sorted({part.member for part in bucket}) for bucket in plan.buckets]
         self._readiness = Readiness(self._members)
         self._priorities = list(range(len(plan.buckets)))[::-1]
@@ -154,7 +155,7 @@ class CompressedReducer:
             self._commit(updates, 1.0)
             for index, update in enumerate(updates):
                 # Every rank takes back its share of what all have applied.
-                self._target(index, self._residuals.kept).add_scaled(update, 1.0 / self._world_size)
+                update.add_to(self._target(index, self._residuals.kept), 1.0 / self._world_size)
         self._accumulated.clear()
 
     def reports(self) -> list[Report]:
@@ -168,14 +169,12 @@ class CompressedReducer:
         bucket = self.plan.buckets[index]
         for part in bucket:
             self._take(part.member)
-        gradients = [self._accumulated[part.member][part.begin : part.end].numpy() for part in bucket]
-        residuals = [
-            self._residuals.of(self.plan.parameters[part.member])[part.begin : part.end].numpy() for part in bucket
-        ]
+        gradients = [self._accumulated[part.member][part.begin : part.end] for part in bucket]
+        residuals = [self._residuals.of(self.plan.parameters[part.member])[part.begin : part.end] for part in bucket]
         self.rounds.start(
             index,
-            gradients,
-            residuals,
+            accumulator_of(gradients, self._lane),
+            accumulator_of(residuals, self._lane),
             present=[part.member in self._present for part in bucket],
             scale=clip if self._feedback.momentum else clip / self._scale,
             priority=self._priorities[index],
@@ -191,7 +190,7 @@ class CompressedReducer:
         parameter, spec = self.plan.parameters[member], self.plan.specs[member]
         gradient = parameter.grad
         if self.joined or gradient is None:
-            flat = torch.zeros(spec.num_elements)
+            flat = torch.zeros(spec.num_elements, device=parameter.device)
         else:
             self._present.add(member)
             flat = flattened(gradient, spec)
@@ -233,11 +232,13 @@ class CompressedReducer:
         for index, update in enumerate(updates):
             bucket = self.plan.buckets[index]
             target = self._target(index, {self.plan.parameters[member]: flat for member, flat in results.items()})
-            target.assign(update, factor)
+            update.write_to(target, factor)
+            # Where everything is applied, ``present`` says for which parameters there were gradients.
+            counts = [0] * len(bucket) if update.indices is None else target.spread(update.indices)
             wanted.update(
                 part.member
-                for part, present, changed in zip(bucket, update.present, target.touched(update), strict=True)
-                if present or changed
+                for part, present, count in zip(bucket, update.present, counts, strict=True)
+                if present or count
             )
             if velocities and update.indices is not None:  # factor masking: what was applied loses its velocity
                 self._target(index, velocities).erase(update.indices)
@@ -252,9 +253,9 @@ class CompressedReducer:
                 if member in wanted:
                     self._install(member, results[member])
 
-    def _target(self, index: int, flats: Mapping[torch.nn.Parameter, torch.Tensor]) -> _Target:
-        bucket = self.plan.buckets[index]
-        return _Target([flats[self.plan.parameters[part.member]][part.begin : part.end].numpy() for part in bucket])
+    def _target(self, index: int, flats: Mapping[torch.nn.Parameter, torch.Tensor]) -> Accumulator:
+        parts = [flats[self.plan.parameters[part.member]][part.begin : part.end] for part in self.plan.buckets[index]]
+        return accumulator_of(parts, self._lane)
 
     def _install(self, member: int, flat: torch.Tensor) -> None:
         parameter, spec = self.plan.parameters[member], self.plan.specs[member]
@@ -263,31 +264,3 @@ class CompressedReducer:
 
 def _every(interval: int, step: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-@final
-class _Target(Accumulator):
-    """Memory that an update is written to."""
-
-    def assign(self, update: Update, factor: float) -> None:
-        """Become the update times a factor."""
-        if update.indices is None:
-            for (start, segment), size in zip(self.pieces(), map(len, self.segments), strict=True):
-                np.multiply(update.values[start : start + size], np.float32(factor), out=segment)
-            return
-        self.clear()
-        self.put(update.indices, update.values, factor)
-
-    def add_scaled(self, update: Update, factor: float) -> None:
-        """Add the update times a factor."""
-        if update.indices is None:
-            for start, segment in self.pieces():
-                segment[...] += update.values[start : start + segment.size] * np.float32(factor)
-        else:
-            self.add(update.indices, update.values, factor)
-
-    def touched(self, update: Update) -> list[bool]:
-        """For each segment whether the update has some of its elements."""
-        if update.indices is None:
-            return [False] * len(self.segments)  # all of them: ``present`` says for which there were gradients
-        return [count > 0 for count in self.spread(update.indices)]

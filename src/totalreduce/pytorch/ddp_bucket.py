@@ -1,16 +1,16 @@
 """One bucket of DistributedDataParallel on its way: out of DDP's buffer, through the exchange, back into the buffer.
 
-What is kept between backward passes is kept by parameter: DDP packs its buckets anew after the first pass. A parameter
-that is compressed has two float32 tensors in host memory, a residual and a spare one. The gradient is copied into the
-spare one, where the session adds the residual; when the whole pass is known to be good, the two change places. Until
-then nothing has happened that would have to be undone.
+What is kept between backward passes is kept by parameter: DDP packs its buckets anew after the first pass. A residual
+is float32 and lies where the parameter does. The session adds it to the gradient in DDP's own buffer, and only when the
+whole pass is known to be good is what remains there copied to the residual: until then nothing has happened that would
+have to be undone. Of a buffer with narrower numbers the gradient is copied into a spare float32 tensor first, which
+changes places with the residual in the end.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,12 +20,12 @@ import torch
 from totalreduce.foundation.errors import UnsupportedError
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.error_feedback import ErrorFeedback, Residuals
-from totalreduce.sparse.accumulator import Accumulator
 from totalreduce.sparse.actions import Action, Allreduce, Array
 from totalreduce.sparse.common import counted
+from totalreduce.sparse.device import Lane, accumulator_of
 from totalreduce.sparse.session import BucketShape, Report, Session, Update
 
-__all__ = ["HookBucket", "Lane", "Layout", "Memory", "Stretch"]
+__all__ = ["HookBucket", "Layout", "Memory", "Stretch"]
 
 #: Indices are int32.
 _ELEMENTS_END = 1 << 31
@@ -77,53 +77,23 @@ class Layout:
 
 @final
 class Memory:
-    """Residuals, and as much again to work in."""
+    """Residuals, and as much again to work in where DDP's buffers are not of float32."""
 
     def __init__(self) -> None:
         """Nothing was kept back."""
         self.residuals = Residuals()
         self._spares: dict[torch.nn.Parameter, torch.Tensor] = {}
 
-    def residual(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """What was not applied yet; zeros at first."""
-        if parameter not in self.residuals.kept:
-            self.residuals.kept[parameter] = _host_memory(parameter).zero_()
-        return self.residuals.kept[parameter]
-
     def spare(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """As large, with anything in it."""
+        """As large as its residual, with anything in it."""
         if parameter not in self._spares:
-            self._spares[parameter] = _host_memory(parameter)
+            self._spares[parameter] = torch.empty_like(self.residuals.of(parameter))
         return self._spares[parameter]
 
     def swap(self, parameter: torch.nn.Parameter) -> None:
         """The spare one is the residual now."""
         kept = self.residuals.kept
         kept[parameter], self._spares[parameter] = self._spares[parameter], kept[parameter]
-
-
-@final
-class Lane:
-    """Where copies between a GPU and the host go, beside the kernels of the model."""
-
-    def __init__(self) -> None:
-        """Touch no device yet."""
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    @contextlib.contextmanager
-    def beside(self, device: torch.device, ready: torch.cuda.Event | None = None) -> Iterator[None]:
-        """What is done in here is done when it ends; on a GPU it begins when ``ready`` has come."""
-        if device.type != "cuda":
-            yield
-            return
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            if ready is not None:
-                stream.wait_event(ready)
-            yield
-        stream.synchronize()
 
 
 @final
@@ -158,7 +128,7 @@ class HookBucket:
         world_size: int,
     ) -> None:
         """See the class; to be made in DDP's thread, on the stream that computes the gradients."""
-        self._buffer, self._layout, self._session = buffer, layout, session
+        self._buffer, self._layout, self._session = buffer.detach(), layout, session
         self._memory, self._lane = memory, lane
         self._rank, self._world_size = rank, world_size
         self._ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
@@ -167,9 +137,16 @@ class HookBucket:
         self._present: list[bool] = []
         self._velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._whole = np.empty(0, np.float32)
-        self._results: list[tuple[slice | torch.Tensor, torch.Tensor]] = []
+        #: Where means belong, and they.
+        self._means: list[tuple[slice, torch.Tensor]] = []
+        self._sparse_means: tuple[Array, torch.Tensor] | None = None
         self.report = Report("dense", k=sum(stretch.end - stretch.begin for stretch in layout.whole))
-        self._accumulated = Accumulator([memory.spare(stretch.parameter).numpy() for stretch in layout.compressed])
+        self._in_place = buffer.dtype is torch.float32
+        self._flats = [
+            self._buffer[stretch.begin : stretch.end] if self._in_place else memory.spare(stretch.parameter)
+            for stretch in layout.compressed
+        ]
+        self._accumulated = accumulator_of(self._flats, lane)
 
     # ------------------------------------------------------------------------------------------------------ leaving
 
@@ -181,23 +158,25 @@ class HookBucket:
             momentum: Of ``ErrorFeedback``.
         """
         buffer = self._buffer
-        with torch.no_grad(), self._lane.beside(buffer.device, self._ready):
+        with self._lane.beside(buffer.device, self._ready):
             self._scale = loss_scale()
-            for stretch in self._layout.compressed:
-                self._memory.spare(stretch.parameter).copy_(buffer[stretch.begin : stretch.end])
+            if not self._in_place:
+                for stretch, flat in zip(self._layout.compressed, self._flats, strict=True):
+                    flat.copy_(buffer[stretch.begin : stretch.end])
             if self._layout.whole:
                 dtype = torch.float64 if buffer.dtype is torch.float64 else torch.float32
                 parts = [buffer[stretch.begin : stretch.end] for stretch in self._layout.whole]
                 self._whole = torch.cat(parts).to("cpu", dtype).numpy()
-            buffer.zero_()  # here, and not when all wait for the result
-        self._present = [_any(segment) for segment in self._accumulated.segments]
+        # A parameter that the pass did not use has only zeros in the buffer.
+        self._present = self._accumulated.present()
         if momentum:
-            for stretch in self._layout.compressed:
-                self._correct(stretch.parameter, momentum)
+            with self._lane.beside(buffer.device, self._ready):
+                for stretch, flat in zip(self._layout.compressed, self._flats, strict=True):
+                    self._correct(stretch.parameter, flat, momentum)
             self._unscaled = True
 
-    def _correct(self, parameter: torch.nn.Parameter, momentum: float) -> None:
-        flat, velocity = self._memory.spare(parameter), self._memory.residuals.velocities.get(parameter)
+    def _correct(self, parameter: torch.nn.Parameter, flat: torch.Tensor, momentum: float) -> None:
+        velocity = self._memory.residuals.velocities.get(parameter)
         flat.div_(self._scale)
         if velocity is not None:
             flat.add_(velocity, alpha=momentum)
@@ -205,17 +184,14 @@ class HookBucket:
 
     def squares(self) -> float:
         """The square of the norm of what is compressed."""
-        scale = 1.0 if self._unscaled else self._scale
-        flats = (torch.from_numpy(segment) for segment in self._accumulated.segments)
-        return sum((float(torch.linalg.vector_norm(flat, dtype=torch.float64)) / scale) ** 2 for flat in flats)
+        return (self._accumulated.norm() / (1.0 if self._unscaled else self._scale)) ** 2
 
     def accumulate(self, clip: float) -> None:
         """Add the residuals, and choose. ``clip``: factor of the gradients."""
         if self._session is None:
             return
-        residuals = Accumulator(
-            [self._memory.residual(stretch.parameter).numpy() for stretch in self._layout.compressed]
-        )
+        kept = [self._memory.residuals.of(stretch.parameter) for stretch in self._layout.compressed]
+        residuals = accumulator_of(kept, self._lane)
         scale = clip if self._unscaled else clip / self._scale
         self._session.accumulate(self._accumulated, residuals, scale)
         self.report = self._session.report
@@ -235,28 +211,50 @@ class HookBucket:
 
     def commit(self) -> None:
         """The pass is good: put the means into the buffer, and keep what was not applied."""
-        buffer = self._buffer
-        with torch.no_grad(), self._lane.beside(buffer.device):
-            for place, values in self._results:
-                buffer[place.to(buffer.device) if isinstance(place, torch.Tensor) else place] = values.to(buffer.device)
-        for stretch in self._layout.compressed:
-            self._memory.swap(stretch.parameter)
-        self._memory.residuals.velocities.update(self._velocities)
-        self._results.clear()
+        buffer, kept = self._buffer, self._memory.residuals
+        with self._lane.beside(buffer.device):
+            for stretch, flat in zip(self._layout.compressed, self._flats, strict=True):
+                if self._in_place:
+                    kept.of(stretch.parameter).copy_(flat)
+                else:
+                    self._memory.swap(stretch.parameter)
+                    buffer[stretch.begin : stretch.end] = 0
+        if self._in_place:
+            self._accumulated.clear()
+        if self._sparse_means is not None:
+            self._spread(*self._sparse_means)
+        with self._lane.beside(buffer.device):
+            for place, values in self._means:
+                buffer[place] = values.to(buffer.device)
+        kept.velocities.update(self._velocities)
+        self._forget()
+
+    def _spread(self, indices: Array, means: torch.Tensor) -> None:
+        if self._in_place:
+            self._accumulated.put(indices, means.numpy())
+            return
+        begins = [stretch.begin for stretch in self._layout.compressed]
+        shifts = np.array(begins, np.int64) - self._accumulated.starts()
+        places = torch.from_numpy(indices + np.repeat(shifts, self._accumulated.spread(indices)))
+        with self._lane.beside(self._buffer.device):
+            self._buffer[places.to(self._buffer.device)] = means.to(self._buffer.device)
 
     def spoil(self) -> None:
         """Some rank's gradients are not finite, here or in another bucket: say so, and keep everything as it was."""
-        with torch.no_grad(), self._lane.beside(self._buffer.device):
+        with self._lane.beside(self._buffer.device):
             self._buffer.fill_(math.nan)
         self.report.skipped = True
-        self._results.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._means, self._sparse_means = [], None
 
     def _settle_whole(self) -> bool:
         means = (torch.from_numpy(self._whole) / self._world_size).to(self._buffer.dtype)
         begin = 0
         for stretch in self._layout.whole:
             end = begin + stretch.end - stretch.begin
-            self._results.append((slice(stretch.begin, stretch.end), means[begin:end]))
+            self._means.append((slice(stretch.begin, stretch.end), means[begin:end]))
             begin = end
         return bool(means.isfinite().all())
 
@@ -270,30 +268,26 @@ class HookBucket:
             accumulated.add(indices[~used], values[~used], 1.0 / self._world_size)
             indices, values = indices[used], values[used]
         if self._velocities:  # factor masking: what was applied loses its velocity
-            Accumulator([flat.numpy() for flat in self._velocities.values()]).erase(indices)
+            accumulator_of(list(self._velocities.values()), self._lane).erase(indices)
         means, cut_off = self._rounded(values)
         if cut_off is not None:
             accumulated.add(indices, cut_off)
-        shifts = [
-            stretch.begin - start
-            for stretch, (start, _) in zip(self._layout.compressed, accumulated.pieces(), strict=True)
-        ]
-        places = indices + np.repeat(np.array(shifts, np.int64), accumulated.spread(indices))
-        self._results.append((torch.from_numpy(places), means))
+        self._sparse_means = indices, means
         return bool(means.isfinite().all())
 
     def _settle_dense(self, update: Update) -> bool:
         finite = True
-        pieces = zip(self._layout.compressed, self._accumulated.pieces(), update.present, strict=True)
-        for stretch, (start, segment), used in pieces:
-            values = update.values[start : start + segment.size]
+        for number, (stretch, used) in enumerate(zip(self._layout.compressed, update.present, strict=True)):
+            start = self._accumulated.starts()[number]
+            values = update.values[start : start + stretch.end - stretch.begin]
+            part = accumulator_of(self._flats[number : number + 1], self._lane)
             if not used:
-                segment[...] += values / np.float32(self._world_size)
+                part.add_all(values, 1.0 / self._world_size)
                 continue
             means, cut_off = self._rounded(values)
             if cut_off is not None:
-                segment[...] += cut_off
-            self._results.append((slice(stretch.begin, stretch.end), means))
+                part.add_all(cut_off, 1.0)
+            self._means.append((slice(stretch.begin, stretch.end), means))
             finite = finite and bool(means.isfinite().all())
         return finite
 
@@ -307,17 +301,3 @@ class HookBucket:
 
 def _sum(values: Array) -> Generator[Action, Any, None]:
     yield Allreduce(values)
-
-
-def _host_memory(parameter: torch.nn.Parameter) -> torch.Tensor:
-    return torch.empty(parameter.numel(), dtype=torch.float32, device="cpu", pin_memory=parameter.is_cuda)
-
-
-def _any(segment: Array) -> bool:
-    """Whether an element is not zero. A parameter that the pass did not use has only zeros in the buffer."""
-    begin, size = 0, 4096  # as a rule there is one among the first few
-    while begin < segment.size:
-        if segment[begin : begin + size].any():
-            return True
-        begin, size = begin + size, 4 * size
-    return False

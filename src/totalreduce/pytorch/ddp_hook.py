@@ -31,11 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.pytorch import internals
 from totalreduce.pytorch.buckets import ParameterSpec
-from totalreduce.pytorch.ddp_bucket import HookBucket, Lane, Layout, Memory
+from totalreduce.pytorch.ddp_bucket import HookBucket, Layout, Memory
 from totalreduce.pytorch.ddp_link import Link
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, states_for
 from totalreduce.sparse.auto import Auto
 from totalreduce.sparse.dense import Dense
+from totalreduce.sparse.device import Lane
 from totalreduce.sparse.session import Method, Report, Session
 from totalreduce.sparse.worker import Job
 
@@ -442,6 +443,8 @@ class _Pass:
     def end(self, error: BaseException | None) -> None:
         """Let DDP go on."""
         self._error = error
+        # DDP keeps the futures until the next pass, and with them this; it packs its buckets anew before that.
+        self.buckets, self.parameters, self.jobs = [], [], []
         for gate in self._gates:
             gate.set_result(None)
 

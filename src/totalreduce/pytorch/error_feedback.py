@@ -145,6 +145,8 @@ class CompressedPlan:
 def plan_parts(specs: Sequence[ParameterSpec], bucket_elements: int, *, whole: bool) -> tuple[tuple[Part, ...], ...]:
     """Cut parameters into buckets, last registered first: the order in which backward makes gradients.
 
+    What is in a bucket is on one kind of device.
+
     Args:
         specs: In registration order.
         bucket_elements: Elements of a bucket, at most.
@@ -155,7 +157,8 @@ def plan_parts(specs: Sequence[ParameterSpec], bucket_elements: int, *, whole: b
     room = bucket_elements
     for member in reversed(range(len(specs))):
         begin, end = 0, specs[member].num_elements
-        if whole and filling and end > room:
+        elsewhere = filling and specs[filling[-1].member].device != specs[member].device
+        if filling and (elsewhere or (whole and end > room)):
             buckets.append(tuple(filling))
             filling, room = [], bucket_elements
         while begin < end:
@@ -172,7 +175,7 @@ def plan_parts(specs: Sequence[ParameterSpec], bucket_elements: int, *, whole: b
 
 
 class Residuals:
-    """What was not applied yet, by parameter: float32, one-dimensional, in the order of the parameter's memory.
+    """What was not applied yet, by parameter: float32, one-dimensional, in the order and place of its memory.
 
     Attributes:
         kept: The residuals.
@@ -187,7 +190,7 @@ class Residuals:
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The residual; zeros at first."""
         if parameter not in self.kept:
-            self.kept[parameter] = torch.zeros(parameter.numel(), device="cpu")
+            self.kept[parameter] = torch.zeros(parameter.numel(), device=parameter.device)
         return self.kept[parameter]
 
     def state(self, plan: CompressedPlan) -> dict[str, dict[str, torch.Tensor]]:
@@ -222,12 +225,13 @@ class Residuals:
                 for state in states:
                     if spec.name in state[key]:
                         if parameter not in mine:
-                            mine[parameter] = torch.zeros(spec.num_elements, device="cpu")
-                        shaped(mine[parameter], spec).add_(state[key][spec.name])
+                            mine[parameter] = torch.zeros(spec.num_elements, device=parameter.device)
+                        shaped(mine[parameter], spec).add_(state[key][spec.name].to(parameter.device))
 
     def norm(self) -> float:
         """Of all residuals together."""
-        return math.sqrt(sum(float(kept.double().square().sum()) for kept in self.kept.values()))
+        norms = [float(torch.linalg.vector_norm(kept, dtype=torch.float64)) for kept in self.kept.values()]
+        return math.hypot(*norms)
 
 
 def states_for(
@@ -268,5 +272,6 @@ def flattened(gradient: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
     gradient = gradient.detach()
     alone = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
     if gradient.dtype is not torch.float32 or gradient.stride() != spec.stride or not alone:
-        gradient = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32).copy_(gradient)
+        own = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32, device=gradient.device)
+        gradient = own.copy_(gradient)
     return gradient.as_strided((spec.num_elements,), (1,))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
+from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.pytorch import internals
 from totalreduce.pytorch.buckets import BucketSpec, ParameterSpec, plan_buckets
@@ -234,7 +234,7 @@ def build_plan(
     Raises:
         ConfigurationError: A parameter is not in the model, is uninitialised, or is already synchronised by
             another ``DistributedOptimizer``; or there is nothing to train.
-        UnsupportedError: A gradient would be sparse, complex, or not on the CPU.
+        UnsupportedError: A gradient would be sparse, complex, or where the group cannot read it.
     """
     given = [parameter for group in groups for parameter in group["params"]]
     strangers = [parameter for parameter in given if parameter not in names]
@@ -261,12 +261,6 @@ def build_plan(
         for p, spec in described.items()
         if settings.sync is not None and spec.name not in whole and settings.feedback.compresses(spec.shape)
     ]
-    for parameter in few:
-        if described[parameter].device != "cpu":
-            raise UnsupportedError(
-                f"parameter {names[parameter][0]!r} is on {parameter.device}: sync= compresses gradients in CPU memory "
-                "only. Move the model to the CPU, or use tr.ddp_hook with DistributedDataParallel."
-            )
     rest = {p: spec for p, spec in described.items() if p not in set(few)}
     return GradientPlan(
         parameters=tuple(rest),

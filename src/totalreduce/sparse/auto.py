@@ -17,6 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.sparse.accumulator import HostAccumulator
 from totalreduce.sparse.carrier import Carrier
 from totalreduce.sparse.methods import METHODS
 from totalreduce.sparse.rounds import SparseRounds
@@ -162,12 +163,10 @@ class _Trial:
         self._number += 1
         gradient = np.roll(self._draws[self._number % 2], 7919 * self._number)
         begin = time.monotonic()
-        self.rounds.start(0, [gradient], [self._residual], present=[True])
+        self.rounds.start(0, HostAccumulator([gradient]), HostAccumulator([self._residual]), present=[True])
         updates = self.rounds.finish(_TIMEOUT_S)
         assert updates is not None, "made-up gradients are finite"
-        self._residual[...] = 0.0
-        if updates[0].indices is not None:
-            self._residual[updates[0].indices] = updates[0].values
+        updates[0].write_to(HostAccumulator([self._residual]), 1.0)
         seconds = time.monotonic() - begin
         self._residual = gradient
         return seconds

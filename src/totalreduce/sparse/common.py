@@ -51,6 +51,7 @@ class BaseSession(ABC):
     def exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
         """See ``Session``."""
         update = yield from counted(self._exchange(present), self._rank, self._world_size, self.report)
+        del self._selection, self._gradients  # a session outlives its round, and memory is scarce
         if update is None:
             self.report.skipped = True
             return None

@@ -11,7 +11,6 @@ bracketed, octave by octave, and then bisected in the bits of the magnitude.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import ClassVar, final
@@ -19,16 +18,15 @@ from typing import ClassVar, final
 import numpy as np
 
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.sparse.accumulator import Accumulator, Array
+from totalreduce.sparse.accumulator import Accumulator
+from totalreduce.sparse.candidates import Candidates
 from totalreduce.sparse.gathering import GatheringSession
-from totalreduce.sparse.selector import NOTHING, Candidates, Selection
+from totalreduce.sparse.selector import NOTHING, Selection
 from totalreduce.sparse.session import BucketShape
 from totalreduce.sparse.settings import TopkSettings
 
 __all__ = ["GaussianK", "GaussianKSession"]
 
-#: Elements that are widened to float64 at a time.
-_CHUNK = 1 << 16
 #: The first correction of a threshold, in the bits of its magnitude: half an octave. It is doubled until there is a
 #: bracket.
 _STRIDE = 1 << 22
@@ -64,11 +62,6 @@ class GaussianK(TopkSettings):
 class GaussianKSession(GatheringSession[GaussianK]):
     """See ``session.Session``."""
 
-    def __init__(self, settings: GaussianK, shape: BucketShape, rank: int, world_size: int) -> None:
-        """Nothing was exchanged yet."""
-        super().__init__(settings, shape, rank, world_size)
-        self._found = Candidates()
-
     def _select(self, gradients: Accumulator, residuals: Accumulator, scale: float, k: int) -> Selection:
         checked = super()._select(gradients, residuals, scale, 0)
         if k == 0 or not checked.finite:
@@ -78,11 +71,12 @@ class GaussianKSession(GatheringSession[GaussianK]):
         low, high = 0, self._selector.limit
         bound, stride = min(_normal_bound(gradients, k), high - 1), _STRIDE
         for _ in range(self._settings.passes):
-            self._found.find(gradients, bound, most)
-            if self._found.complete and least <= self._found.count <= most:
-                return self._first(most)
+            found = _find(gradients, bound, most)
+            if found.complete and least <= found.count <= most:
+                return _first(found, most)
             self._selector.rescans += 1
-            low, high, towards = (low, bound, -stride) if self._is_few(least) else (bound, high, stride)
+            few = found.complete and found.count < least
+            low, high, towards = (low, bound, -stride) if few else (bound, high, stride)
             if high - low == 1:
                 break
             bracketed = low > 0 and high < self._selector.limit
@@ -91,32 +85,28 @@ class GaussianKSession(GatheringSession[GaussianK]):
                 bound = (low + high) // 2
             stride *= 2
         # Many are equal, or there were not tries enough: rather too few, but some.
-        self._found.find(gradients, high, most)
-        if not self._found.count:
-            self._found.find(gradients, max(low, 1), most)
-        return self._first(k)
+        found = _find(gradients, high, most)
+        if not found.count:
+            found = _find(gradients, max(low, 1), most)
+        return _first(found, k)
 
-    def _is_few(self, least: int) -> bool:
-        return self._found.complete and self._found.count < least
 
-    def _first(self, count: int) -> Selection:
-        count = min(count, self._found.count)
-        if not count:
-            return NOTHING
-        indices, values = self._found.index[:count], self._found.value[:count]
-        return Selection(indices, values, int(np.abs(values).min().view(np.int32)), finite=True)
+def _find(gradients: Accumulator, bound: int, room: int) -> Candidates:
+    found = Candidates(room)
+    gradients.find(bound, found)
+    return found
+
+
+def _first(found: Candidates, count: int) -> Selection:
+    count = min(count, found.count)
+    if not count:
+        return NOTHING
+    indices, values = found.index[:count].copy(), found.value[:count].copy()
+    return Selection(indices, values, int(np.abs(values).min().view(np.int32)), finite=True)
 
 
 def _normal_bound(values: Accumulator, k: int) -> int:
     """Bits of the magnitude that k of so many normally distributed elements with that mean and deviation reach."""
-    n = values.num_elements
-    mean = sum(float(chunk.sum()) for chunk in _chunks(values)) / n
-    variance = sum(float(np.square(chunk - mean).sum()) for chunk in _chunks(values)) / n
-    threshold = abs(mean) - math.sqrt(variance) * NormalDist().inv_cdf(k / (2 * n))
+    mean, variance = values.moments()
+    threshold = abs(mean) - math.sqrt(variance) * NormalDist().inv_cdf(k / (2 * values.num_elements))
     return max(1, int(np.float32(min(threshold, float(np.finfo(np.float32).max))).view(np.int32)))
-
-
-def _chunks(values: Accumulator) -> Iterator[Array]:
-    for segment in values.segments:
-        for begin in range(0, segment.size, _CHUNK):
-            yield segment[begin : begin + _CHUNK].astype(np.float64)

@@ -117,12 +117,13 @@ class OkTopkSession(TopkSession[OkTopk]):
             cuts = None
         received = yield Alltoall(parts, sizes.tolist())
         indices, values = reduce_region(received, selection.indices, sent, cuts, self._rank)
+        del parts, received, sent  # other buckets are under way, too, and all these lists are not small
         bound, counts = yield from self._agree(values)
         kept = selecting.keep_largest(indices, values, bound - 1, 0)
         indices, exact = indices[:kept], values[:kept]
         applied = blocks.rounded(exact, kind)
         update = Update(greetings.present, *(yield from self._gather(indices, applied, counts, cuts, kind)))
-        self._keep(sent, update, indices, exact - applied)
+        self._keep(blocks.rounded(selection.values, kind), update, indices, exact - applied)
         self._look_ahead(cuts, int(sizes.sum()), fresh=fresh, uneven=uneven)
         return update
 

@@ -93,7 +93,10 @@ class PowerSGDSession(BaseSession):
             self._starts = _parted(factors, self._fresh)
 
     def _exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
-        segments = self._gradients.segments
+        with self._gradients.on_host() as segments:
+            return (yield from self._project(segments, present))
+
+    def _project(self, segments: Sequence[Array], present: Array) -> Generator[Action, Any, Update | None]:
         matrices = [segments[number].reshape(sides) for number, sides in self._shapes.items()]
         plain = [segment for number, segment in enumerate(segments) if number not in self._shapes]
         greetings = yield from self._greet(present)

@@ -14,7 +14,7 @@ import torch
 
 from totalreduce.foundation.errors import DeadlineExceededError
 from totalreduce.sparse.accumulator import Accumulator
-from totalreduce.sparse.actions import Action, Array
+from totalreduce.sparse.actions import Action
 from totalreduce.sparse.carrier import Carrier
 from totalreduce.sparse.session import BucketShape, Method, Report, Session, Update
 from totalreduce.sparse.worker import ExchangeWorker, Job
@@ -82,8 +82,8 @@ class SparseRounds:
     def start(
         self,
         bucket: int,
-        gradients: Sequence[Array],
-        residuals: Sequence[Array],
+        gradients: Accumulator,
+        residuals: Accumulator,
         *,
         present: Sequence[bool],
         scale: float = 1.0,
@@ -95,9 +95,8 @@ class SparseRounds:
 
         Args:
             bucket: Its number.
-            gradients: Of its segments, float32, contiguous, one-dimensional. They become the new residuals, and must be
-                left alone until ``finish``.
-            residuals: As many; only read.
+            gradients: They become the new residuals, and must be left alone until ``finish``.
+            residuals: As large; only read.
             present: Whether this rank has a gradient, by segment; where not, its elements are zero.
             scale: Factor of the gradients.
             priority: Smaller is more urgent.
@@ -110,15 +109,14 @@ class SparseRounds:
 
             session = Dense().session(self._shapes[bucket], self._carrier.rank, self._carrier.world_size)
         self._latest[bucket] = session
-        accumulated, kept = Accumulator(gradients), Accumulator(residuals)
         flags = np.array(present, np.bool_)
 
         def exchange() -> Generator[Action, Any, Update | None]:
             if xi:
-                return with_xi(session, flags, accumulated, kept, self._carrier.world_size)
+                return with_xi(session, flags, gradients, residuals, self._carrier.world_size)
             return session.exchange(flags)
 
-        job = Job(bucket, lambda: session.accumulate(accumulated, kept, scale), exchange, priority)
+        job = Job(bucket, lambda: session.accumulate(gradients, residuals, scale), exchange, priority)
         self._jobs[bucket] = job
         self._worker.start(job)
 

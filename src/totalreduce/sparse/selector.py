@@ -17,15 +17,14 @@ import numpy as np
 
 from totalreduce.kernels import selection
 from totalreduce.sparse.accumulator import Accumulator, Array
+from totalreduce.sparse.candidates import Candidates
 from totalreduce.sparse.threshold import bits_of, magnitude
 
-__all__ = ["NOTHING", "NOT_FINITE", "Candidates", "Selection", "Selector", "sample_bound"]
+__all__ = ["NOTHING", "NOT_FINITE", "Selection", "Selector", "sample_bound"]
 
 #: So many times k are candidates, and so many times k have room.
 _CANDIDATES = 1.3
 _ROOM = 3.0
-#: What ``selection`` needs beyond the last element listed.
-_SLACK = 4096 + selection.LANES
 #: A sample has so many elements above its bound, if there are as many.
 _SAMPLED = 1000
 _MAGNITUDE = 0x7FFFFFFF
@@ -59,42 +58,6 @@ NOT_FINITE = Selection(np.empty(0, np.int32), np.empty(0, np.float32), 0, finite
 
 
 @final
-class Candidates:
-    """Lists of indices and values, whose memory is used again.
-
-    Attributes:
-        index: int32.
-        value: float32.
-        count: How many there are.
-        complete: Whether all are listed; else those up to some element are, as many as there was to be room for.
-    """
-
-    def __init__(self) -> None:
-        """There is no room yet."""
-        self.index, self.value = np.empty(0, np.int32), np.empty(0, np.float32)
-        self.count, self.complete = 0, True
-
-    def begin(self, room: int) -> None:
-        """Make room for so many; forget what is there."""
-        if self.index.size < room + _SLACK:
-            self.index, self.value = np.empty(room + _SLACK, np.int32), np.empty(room + _SLACK, np.float32)
-        self.count, self.complete = 0, True
-
-    def add(self, count: int) -> None:
-        """Take what a function of ``selection`` has returned."""
-        self.count = count if count >= 0 else -1 - count
-        self.complete &= count >= 0
-
-    def find(self, source: Accumulator, bound: int, room: int) -> None:
-        """List what reaches a bound."""
-        self.begin(room)
-        for start, segment in source.pieces():
-            self.add(selection.select(segment, bound, start, self.index, self.value, self.count))
-            if not self.complete:
-                return
-
-
-@final
 class Selector:
     """The threshold of one bucket, from step to step.
 
@@ -110,7 +73,6 @@ class Selector:
         self.limit = int((np.finfo(np.float32).max / np.float32(2 * world_size)).view(np.int32))
         self.rescans = 0
         self._last = 0.0
-        self._candidates = Candidates()
 
     def accumulate(self, gradients: Accumulator, residuals: Accumulator, scale: float, k: int) -> Selection:
         """``gradients = gradients * scale + residuals`` in place, and choose the k largest that are not zero.
@@ -122,32 +84,30 @@ class Selector:
             bound = self.limit
         elif bound is None:
             bound = sample_bound([gradients, residuals], scale, k)
-        room, found = min(int(_ROOM * k), gradients.num_elements), self._candidates
-        found.begin(room)
-        for (start, gradient), residual in zip(gradients.pieces(), residuals.segments, strict=True):
-            found.add(
-                selection.accumulate(
-                    gradient, residual, np.float32(scale), bound, start, found.index, found.value, found.count
-                )
-            )
+        # Not kept from step to step: buckets are chosen from one after the other, and their lists are not small.
+        room = min(int(_ROOM * k), gradients.num_elements)
+        found = Candidates(room)
+        gradients.accumulate(residuals, scale, bound, found)
         if k == 0:
             return NOT_FINITE if found.count or not found.complete else NOTHING
         if not found.complete or found.count < k:
             self.rescans += 1
             bound = sample_bound([gradients], 1.0, k)
-            found.find(gradients, bound, room)
+            found = Candidates(room)
+            gradients.find(bound, found)
         if not found.complete or (found.count < k and bound > 1):
-            if selection.kth_magnitude(gradients.segments, 1).bits >= self.limit:
+            if gradients.kth_magnitude(1).bits >= self.limit:
                 return NOT_FINITE
-            exact = selection.kth_magnitude(gradients.segments, k)
+            exact = gradients.kth_magnitude(k)
             bound = max(exact.bits, 1)
-            found.find(gradients, bound, exact.above + exact.equal)
+            found = Candidates(exact.above + exact.equal)
+            gradients.find(bound, found)
             assert found.complete, "there is room for all that reach the exact bound"
-        return self._choose(min(k, found.count), bound)
+        return self._choose(found, min(k, found.count), bound)
 
-    def _choose(self, k: int, bound: int) -> Selection:
-        count = self._candidates.count
-        index, value = self._candidates.index[:count], self._candidates.value[:count]
+    def _choose(self, found: Candidates, k: int, bound: int) -> Selection:
+        count = found.count
+        index, value = found.index[:count], found.value[:count]
         if k == 0:
             self.bound = 1
             return NOTHING
@@ -156,7 +116,7 @@ class Selector:
         chosen = selection.kth_magnitude([value], k)
         self.bound = self._next_bound(bound, chosen.bits, count / k)
         kept = selection.keep_largest(index, value, chosen.bits, k - chosen.above)
-        return Selection(index[:kept], value[:kept], chosen.bits, finite=True)
+        return Selection(index[:kept].copy(), value[:kept].copy(), chosen.bits, finite=True)
 
     def _next_bound(self, bound: int, chosen: int, surplus: float) -> int:
         """Guess what ``_CANDIDATES`` times k elements will reach in the next step.
@@ -187,8 +147,8 @@ def sample_bound(terms: Sequence[Accumulator], scale: float, k: int) -> int:
     n = terms[0].num_elements
     stride = max(1, min(k // _SAMPLED, n // _SAMPLED))
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found when it is listed
-        sample = np.concatenate([segment[::stride] for segment in terms[0].segments]) * np.float32(scale)
+        sample = terms[0].sample(stride) * np.float32(scale)
         for term in terms[1:]:
-            sample += np.concatenate([segment[::stride] for segment in term.segments])
+            sample += term.sample(stride)
     wanted = min(sample.size, int(k * _CANDIDATES / n * sample.size) + 1)
     return max(1, selection.kth_magnitude([sample], wanted).bits)

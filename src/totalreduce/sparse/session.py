@@ -51,6 +51,21 @@ class Update:
     indices: Array | None
     values: Array
 
+    def write_to(self, target: Accumulator, factor: float) -> None:
+        """Make the target this, times a factor."""
+        if self.indices is None:
+            target.assign(self.values, factor)
+        else:
+            target.clear()
+            target.put(self.indices, self.values, factor)
+
+    def add_to(self, target: Accumulator, factor: float) -> None:
+        """Add this, times a factor, to the target."""
+        if self.indices is None:
+            target.add_all(self.values, factor)
+        else:
+            target.add(self.indices, self.values, factor)
+
 
 @dataclass(slots=True)
 class Report:

@@ -124,6 +124,7 @@ class ExchangeWorker:
             except BaseException as error:
                 job.running = None
                 job.result.set_exception(error)
+            del job  # and with it a bucket's memory, however long the next one takes to come
 
     def _advance(self, job: Job) -> None:
         reply = None
@@ -139,6 +140,7 @@ class ExchangeWorker:
                 action = job.running.send(reply)
             except StopIteration as stop:
                 job.span = (job.span[0], time.monotonic())
+                job.under_way = None  # what it has received is a part of the memory that other buckets need
                 job.result.set_result(stop.value)
                 return
             job.under_way = self._carrier.start(action, channel=job.channel, step=job.steps, priority=job.priority)

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from totalreduce.sparse.accumulator import Accumulator
+from totalreduce.sparse.accumulator import Accumulator, HostAccumulator
 from totalreduce.sparse.session import BucketShape, Method, Report, Session, Update
 from totalreduce.testing.conformance import ConformanceError
 from totalreduce.testing.lockstep import Traffic, run_exchanges
@@ -36,6 +36,8 @@ __all__ = ["Gradients", "Round", "SparseRanks", "check_method", "check_round", "
 Array = np.ndarray[Any, Any]
 #: The gradient of a step and a rank, float32 of one dimension: a new array, equal for equal arguments.
 Gradients = Callable[[int, int], Array]
+#: A bucket of these segments.
+Memory = Callable[[Sequence[Array]], Accumulator]
 
 #: Of the sum of an element's magnitudes: float32 rounds each of up to sixteen additions by 6e-8.
 _TOLERANCE = 1e-6
@@ -84,9 +86,11 @@ class SparseRanks:
         residuals: By rank, float32, all segments; zero at the beginning.
     """
 
-    def __init__(self, method: Method, world_size: int, shapes: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, method: Method, world_size: int, shapes: Sequence[Sequence[int]], memory: Memory = HostAccumulator
+    ) -> None:
         """Nothing was exchanged yet."""
-        self._method = method
+        self._method, self._memory = method, memory
         self._shape = BucketShape(tuple(tuple(shape) for shape in shapes))
         self._edges = np.cumsum([0, *self._shape.sizes]).tolist()
         self.residuals = [np.zeros(self._shape.num_elements, np.float32) for _ in range(world_size)]
@@ -138,7 +142,7 @@ class SparseRanks:
         return [self._method.session(self._shape, rank, size) for rank in range(size)]
 
     def _cut(self, flat: Array) -> Accumulator:
-        return Accumulator([flat[low:high] for low, high in pairwise(self._edges)])
+        return self._memory([flat[low:high] for low, high in pairwise(self._edges)])
 
 
 def random_gradients(num_elements: int, *, seed: int = 0) -> Gradients:
@@ -159,6 +163,7 @@ def check_method(
     gradients: Gradients | None = None,
     steps: int = 4,
     moves: bool = False,
+    memory: Memory = HostAccumulator,
 ) -> list[Round]:
     """Run the steps three times: as they are, again, and with a step that fails and a restart before each.
 
@@ -169,6 +174,7 @@ def check_method(
         gradients: Of a step and a rank; by default ``random_gradients``.
         steps: How many.
         moves: Whether a rank may change what it keeps of elements that are not applied (gTopk).
+        memory: Makes a bucket of its segments, whose memory it is to use.
 
     Returns:
         The rounds of the first run.
@@ -177,11 +183,11 @@ def check_method(
         ConformanceError: A property does not hold.
     """
     plan = _Plan(BucketShape(tuple(tuple(shape) for shape in shapes)), world_size, gradients)
-    ranks, rounds = SparseRanks(method, world_size, shapes), []
+    ranks, rounds = SparseRanks(method, world_size, shapes, memory), []
     for step in range(steps):
         rounds.append(plan.run(ranks, step))
         check_round(rounds[-1], moves=moves)
-    again, restarted = (SparseRanks(method, world_size, shapes) for _ in range(2))
+    again, restarted = (SparseRanks(method, world_size, shapes, memory) for _ in range(2))
     for step, first in enumerate(rounds):
         _require(plan.run(again, step).bits == first.bits, f"step {step}: a second run gives other bits")
         plan.fail(restarted, step)

@@ -174,7 +174,7 @@ def simulate(name: str, world_size: int, k: int, density: float) -> GrowthFigure
     """
     import numpy as np
 
-    from totalreduce.sparse.accumulator import Accumulator
+    from totalreduce.sparse.accumulator import HostAccumulator
     from totalreduce.sparse.session import BucketShape
     from totalreduce.testing.lockstep import run_exchanges
 
@@ -186,7 +186,7 @@ def simulate(name: str, world_size: int, k: int, density: float) -> GrowthFigure
     noise = generator.standard_normal(2 * num_elements, dtype=np.float32)
     signal = generator.standard_normal(num_elements, dtype=np.float32) * np.float32(_SIGNAL)
     gradient = np.empty(num_elements, np.float32)
-    gradients, in_common = Accumulator([gradient]), Accumulator([signal])
+    gradients, in_common = HostAccumulator([gradient]), HostAccumulator([signal])
     traffics: list[Traffic] = []
     steps = 2 if name == "oktopk" else 1  # the others' steps are all alike
     for step in range(steps):

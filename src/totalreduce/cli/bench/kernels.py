@@ -187,7 +187,7 @@ def _kernels(num_elements: int, k: int, distribution: str) -> list[Kernel]:
     from totalreduce.cli.bench.sparse_worker import GradientSource
     from totalreduce.kernels import merging, selection
     from totalreduce.sparse import blocks
-    from totalreduce.sparse.accumulator import Accumulator
+    from totalreduce.sparse.accumulator import HostAccumulator
     from totalreduce.sparse.selector import Selector
 
     source = GradientSource(num_elements, distribution, 0)
@@ -197,7 +197,7 @@ def _kernels(num_elements: int, k: int, distribution: str) -> list[Kernel]:
     for number in range(_LISTS):
         source.write(fresh, number + 1)
         np.copyto(gradient, fresh)
-        found = Selector().accumulate(Accumulator([gradient]), Accumulator([residual]), 1.0, k)
+        found = Selector().accumulate(HostAccumulator([gradient]), HostAccumulator([residual]), 1.0, k)
         lists.append((found.indices.copy(), blocks.rounded(found.values, "bfloat16")))
     indices, values = lists[-1]
     count = indices.size
@@ -221,7 +221,7 @@ def _kernels(num_elements: int, k: int, distribution: str) -> list[Kernel]:
         return selection.accumulate(gradient, residual, np.float32(1.0), bound, 0, listed_index, listed_value, 0)
 
     def exact() -> object:
-        return selector.accumulate(Accumulator([gradient]), Accumulator([residual]), 1.0, k)
+        return selector.accumulate(HostAccumulator([gradient]), HostAccumulator([residual]), 1.0, k)
 
     def unfused() -> object:
         np.add(gradient, residual, out=gradient)

@@ -18,7 +18,7 @@ from totalreduce.cli.bench.context import Context
 from totalreduce.cli.bench.methods import make_method
 from totalreduce.cli.bench.values import WrongResultError
 from totalreduce.kernels.selection import kth_magnitude
-from totalreduce.sparse.accumulator import Accumulator
+from totalreduce.sparse.accumulator import Accumulator, HostAccumulator
 from totalreduce.sparse.actions import Action, Array
 from totalreduce.sparse.group_driver import GroupDriver
 from totalreduce.sparse.rounds import SparseRounds
@@ -178,7 +178,7 @@ class _Sparse:
             rows, columns = matrix_sides(high - low) if method.whole else (0, 0)
             rest = high - low - rows * columns
             shapes.append(BucketShape((*([(rows, columns)] if rows else []), *([(rest,)] if rest else []))))
-        self._factor = np.float32(1 / context.world_size)
+        self._factor = 1 / context.world_size
         self._edges, self._shapes = edges, shapes
         self._rounds = SparseRounds([method] * len(shapes), shapes, GroupDriver(context.group, f"bench {name}"))
         self._watches = [_Watch(session) for session in self._rounds.sessions]
@@ -193,13 +193,14 @@ class _Sparse:
         begin = time.monotonic()
         gradients, residuals = self._segments(self.gradient), self._segments(self._residual)
         for number, (gradient, residual) in enumerate(zip(gradients, residuals, strict=True)):
-            self._rounds.start(number, gradient, residual, present=[True] * len(gradient), priority=number)
+            present = [True] * len(self._shapes[number].shapes)
+            self._rounds.start(number, gradient, residual, present=present, priority=number)
         updates = self._rounds.finish(_TIMEOUT_S)
         if updates is None:
             raise WrongResultError("a finite gradient was taken for one that is not")
         exchanged = time.monotonic()
         for residual, update in zip(residuals, updates, strict=True):
-            self._assign(residual, update)
+            update.write_to(residual, self._factor)
         end = time.monotonic()
         self.gradient, self._residual = self._residual, self.gradient
         self._update = self.gradient
@@ -217,21 +218,12 @@ class _Sparse:
         """End its thread."""
         self._rounds.close()
 
-    def _segments(self, memory: Array) -> list[list[Array]]:
+    def _segments(self, memory: Array) -> list[HostAccumulator]:
         found = []
         for low, shape in zip(self._edges[:-1], self._shapes, strict=True):
             inner = np.cumsum([low, *shape.sizes]).tolist()
-            found.append([memory[start:stop] for start, stop in pairwise(inner)])
+            found.append(HostAccumulator([memory[start:stop] for start, stop in pairwise(inner)]))
         return found
-
-    def _assign(self, segments: Sequence[Array], update: Update) -> None:
-        target = Accumulator(segments)
-        if update.indices is not None:
-            target.clear()
-            target.put(update.indices, update.values * self._factor)
-            return
-        for start, segment in target.pieces():
-            np.multiply(update.values[start : start + segment.size], self._factor, out=segment)
 
     def _take_sample(self, exchange_s: float, writing_s: float, updates: Sequence[Update]) -> None:
         reports = self._rounds.reports()

@@ -1,0 +1,89 @@
+"""Selection in the memory of any device, in torch's own operations: the reference of ``device_triton``.
+
+It takes several passes, a stretch of the memory at a time, so that what it needs beside is small. Bounds are bits of
+magnitudes, as in ``selection``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from totalreduce.kernels.selection import Array
+
+__all__ = ["DeviceKernels", "Found", "accumulate", "histogram", "select"]
+
+_MAGNITUDE = 0x7FFFFFFF
+#: Elements of a stretch.
+_STRETCH = 1 << 22
+
+
+class Found(NamedTuple):
+    """Elements that reach a bound, on their device.
+
+    Attributes:
+        indices: int64, ascending.
+        values: float32, as long.
+        complete: Whether these are all; else they are the first ones.
+    """
+
+    indices: Tensor
+    values: Tensor
+    complete: bool
+
+
+class DeviceKernels(Protocol):
+    """This module, or ``device_triton``."""
+
+    def accumulate(self, gradient: Tensor, residual: Tensor, scale: float, bound: int, room: int) -> Found:
+        """See ``accumulate`` below."""
+
+    def select(self, source: Tensor, bound: int, room: int) -> Found:
+        """See ``select`` below."""
+
+
+def accumulate(gradient: Tensor, residual: Tensor, scale: float, bound: int, room: int) -> Found:
+    """``gradient = gradient * scale + residual`` in place, and what reaches the bound then.
+
+    Args:
+        gradient: float32, contiguous, one-dimensional.
+        residual: As long; is only read.
+        scale: Factor of the gradient.
+        bound: Bits of the smallest magnitude to list.
+        room: So many are listed, at most.
+    """
+    gradient.mul_(scale).add_(residual)
+    return select(gradient, bound, room)
+
+
+def select(source: Tensor, bound: int, room: int) -> Found:
+    """As ``accumulate``, of memory that is only read."""
+    places, left, complete = [], room, True
+    for begin, bits in _stretches(source):
+        chosen = (bits >= bound).nonzero().squeeze(1) + begin
+        complete = chosen.numel() <= left
+        places.append(chosen[:left])
+        left -= places[-1].numel()
+        if not complete:
+            break
+    index = torch.cat(places) if places else torch.empty(0, dtype=torch.int64, device=source.device)
+    return Found(index, source[index], complete)
+
+
+def histogram(source: Tensor, prefix: int, prefix_shift: int, shift: int, mask: int) -> Array:
+    """One digit of those magnitudes that have a prefix, counted: ``int64[mask + 1]``."""
+    counts = np.zeros(mask + 1, np.int64)
+    for _, bits in _stretches(source):
+        digits = (bits[bits >> prefix_shift == prefix] >> shift) & mask
+        counts += torch.bincount(digits, minlength=mask + 1).cpu().numpy()
+    return counts
+
+
+def _stretches(source: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Where each stretch begins, and the bits of its magnitudes."""
+    for begin in range(0, source.numel(), _STRETCH):
+        yield begin, source[begin : begin + _STRETCH].view(torch.int32) & _MAGNITUDE
