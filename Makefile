@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+TRITON := $(VENV)/triton
 
 .PHONY: demo test torch-suite lint soak bench clean
 demo: $(STAMP)
 	$(BIN)/totalreduce demo $(ARGS)
 
-test: $(STAMP) lint
+test: $(STAMP) $(TRITON)/.installed lint
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(if $(ARGS),,PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/unit/test_device_accumulator.py)
 
 # PyTorch's own tests of torch.distributed, at world sizes 2, 3 and 4: what gloo passes must pass.
 torch-suite: $(STAMP)
@@ -34,6 +36,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,dev]'
 	touch $(STAMP)
+
+# Triton's kernels are tested in its interpreter. It lies beside the rest: where torch finds it, every process loads it.
+$(TRITON)/.installed: constraints.txt $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --upgrade --target $(TRITON) "triton; platform_system == 'Linux'"
+	mkdir -p $(TRITON) && touch $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,7 @@
 """Buckets in the memory of an accelerator: the same lists and the same bits as in the CPU's.
 
-Where there is no GPU, torch's operations work on the CPU, and Triton's kernels are interpreted, if it is installed.
+Where there is no GPU, torch's operations work on the CPU, and Triton's kernels are interpreted: `make test` runs this
+file a second time, with Triton in the path and its interpreter switched on.
 """
 
 from __future__ import annotations
@@ -28,14 +29,13 @@ EDGES = (0, 5000, 5000, 5003, 20_000)
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(params=["torch", "triton"], scope="module")
+TRITON = importlib.util.find_spec("triton") is not None and (WHERE == "cuda" or "TRITON_INTERPRET" in os.environ)
+
+
+@pytest.fixture(params=["torch", "triton"] if TRITON else ["torch"], scope="module")
 def kernels(request: pytest.FixtureRequest):
     if request.param == "torch":
         return plain
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton's kernels need the package triton")
-    if WHERE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
     from totalreduce.kernels import device_triton
 
     return device_triton
