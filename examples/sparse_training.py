@@ -55,7 +55,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--method", choices=("alone", *METHODS, "fp16"), default="oktopk")
     parser.add_argument("--door", choices=("optimizer", "ddp"), default="optimizer", help="ddp: hooks of DDP over gloo")
     parser.add_argument("--density", type=float, default=0.01, help="share of the elements that is sent")
-    parser.add_argument("--density-warmup", type=float, default=0.3, help="part of the steps with more than that")
+    parser.add_argument("--density-warmup", type=float, default=0.05, help="part of the steps with more than that")
     parser.add_argument(
         "--momentum", choices=("optimizer", "correction"), help="correction: before a sparse method selects, not after"
     )
