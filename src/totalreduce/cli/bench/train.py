@@ -43,7 +43,7 @@ _ALONE_STEPS = 60
 _SEEDS_MIN = 2
 _LAUNCH_LIMIT_S = 7200.0
 _QUICK_STEPS = 40
-_LOOKS = 50
+_LOOKS = 25
 
 
 @dataclass(frozen=True, slots=True)
