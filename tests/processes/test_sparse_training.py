@@ -66,7 +66,7 @@ def test_the_benchmark_trains_on_links(tmp_path):
     arguments = ("train", "--models", "cnn", "--quick", "--emulate-hosts", "2", "--rates", "1gbit")
     found = CliRunner().invoke(bench_app, [*arguments, "--json", str(out), "--plot", str(picture)])
     assert found.exit_code == 0, found.output
-    assert "cnn, 3.2 M parameters, 40 steps from 2 seeds, density 0.01, 2 ranks on 2 emulated hosts" in found.stdout
+    assert "cnn, 4.8 M parameters, 40 steps from 2 seeds, density 0.01, 2 ranks on 2 emulated hosts" in found.stdout
     figures = {figure["contestant"]: figure for figure in json.loads(out.read_text())["figures"]["cnn"]}
     assert list(figures) == ["dense", "fp16", "powersgd", "oktopk"]
     assert figures["dense"]["distance"] == 0

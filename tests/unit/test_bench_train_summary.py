@@ -42,14 +42,14 @@ def test_the_loss_counts_from_when_it_is_reached():
 
 
 def test_steps_become_seconds():
-    # Dense: 4 s, three untimed and then 1 s for every step, of which not all were run. Sparse: slow at first.
-    rates = {"1gbit": {"dense": timed(4, 1, 1, 1, 1), "oktopk": timed(*[0.5] * 10, *[0.1] * 20)}}
+    # Dense: 4 s, plain steps of 2 s, then 1 s for every step, of which not all were run. Sparse: slow at first.
+    rates = {"1gbit": {"dense": timed(4, *[2] * 11, 1, 1, 1), "oktopk": timed(*[0.5] * 10, *[0.1] * 20)}}
     at_once = learnt((1.0, 1.0, 1.0), (1.0, 1.0, 1.0))
     dense, other = summarise({"learnt": {"dense": DENSE, "oktopk": at_once}, "timed": rates})
     assert dense.links["1gbit"].step_s == 1.0
-    assert dense.links["1gbit"].seconds == pytest.approx(dense.steps + 3)
+    assert dense.links["1gbit"].seconds == pytest.approx(dense.steps + 14)
     assert (other.links["1gbit"].step_s, other.links["1gbit"].seconds) == (0.1, pytest.approx(5.0))
-    assert other.links["1gbit"].gain == pytest.approx((dense.steps + 3) / 5.0)
+    assert other.links["1gbit"].gain == pytest.approx((dense.steps + 14) / 5.0)
     assert dense.links["1gbit"].gain == 1.0
 
 
@@ -64,7 +64,7 @@ def test_unknown_contestants_are_refused(methods, against):
         contestants_of(methods, against)
 
 
-@pytest.mark.parametrize(("steps", "seeds"), [(4, 2), (100, 1)])
+@pytest.mark.parametrize(("steps", "seeds"), [(13, 2), (100, 1)])
 def test_plans_that_say_nothing_are_refused(steps, seeds):
-    with pytest.raises(ConfigurationError, match="at least 2 --seeds and 5 --steps"):
+    with pytest.raises(ConfigurationError, match="at least 2 --seeds and 14 --steps"):
         TrainPlan(models=["cnn"], contestants=["dense"], rates=[], density=0.01, steps=steps, seeds=seeds)
