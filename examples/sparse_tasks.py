@@ -74,6 +74,7 @@ class Task:
         learning_rate: The largest one.
         momentum: Where a sparse method's is, unless asked otherwise: ``"optimizer"``, on what arrives, or
             ``"correction"``, before elements are selected. Adam learns faster by the latter, SGD by the former.
+        density_warmup: For this part of the steps more is sent than asked for, which Adam needs and SGD does not.
         batch: Examples per rank and step.
         draw: So many examples from those to train with, by a generator: inputs and targets.
         held_out: Inputs and targets that are never trained with.
@@ -84,6 +85,7 @@ class Task:
     optimizer: Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]
     learning_rate: float
     momentum: str
+    density_warmup: float
     batch: int
     draw: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
     held_out: tuple[Tensor, Tensor]
@@ -126,7 +128,7 @@ def digits() -> Task:
         places = torch.randint(int((~chosen).sum()), (count,), generator=generator)
         return pictures[~chosen][places], labels[~chosen][places]
 
-    return Task(DigitsCNN, 4608, _sgd, 0.02, "optimizer", 4, draw, (pictures[chosen], labels[chosen]))
+    return Task(DigitsCNN, 4608, _sgd, 0.02, "optimizer", 0.0, 4, draw, (pictures[chosen], labels[chosen]))
 
 
 def words() -> Task:
@@ -134,7 +136,7 @@ def words() -> Task:
     found = re.findall(r"\w+|[^\w\s]", _text())
     known = {word: number for number, (word, _) in enumerate(Counter(found).most_common(WORDS - 1))}
     tokens = torch.tensor([known.get(word, WORDS - 1) for word in found])
-    return _text_task(WordLSTM, 256, _adam, 1e-2, "correction", 3, tokens)
+    return _text_task(WordLSTM, 256, 1e-2, 3, tokens)
 
 
 def characters() -> Task:
@@ -146,7 +148,7 @@ def characters() -> Task:
     def build(width: int) -> nn.Module:
         return SmallGPT(len(alphabet), CONTEXT, width=width, num_layers=4, num_heads=4)
 
-    return _text_task(build, 256, _adam, 5e-4, "correction", 1, tokens)
+    return _text_task(build, 256, 5e-4, 1, tokens)
 
 
 TASKS = {"cnn": digits, "lstm": words, "gpt": characters}
@@ -160,9 +162,7 @@ def _text() -> str:
 def _text_task(
     build: Callable[[int], nn.Module],
     width: int,
-    optimizer: Callable[[list[dict[str, Any]], float], torch.optim.Optimizer],
     learning_rate: float,
-    momentum: str,
     batch: int,
     tokens: Tensor,
 ) -> Task:
@@ -176,7 +176,9 @@ def _text_task(
         return drawn[:, :-1], drawn[:, 1:]
 
     held_out = windows[chosen][:: max(1, int(chosen.sum()) // LOOKED_AT)]
-    return Task(build, width, optimizer, learning_rate, momentum, batch, draw, (held_out[:, :-1], held_out[:, 1:]))
+    return Task(
+        build, width, _adam, learning_rate, "correction", 0.05, batch, draw, (held_out[:, :-1], held_out[:, 1:])
+    )
 
 
 def _sgd(groups: list[dict[str, Any]], learning_rate: float) -> torch.optim.Optimizer:

@@ -55,7 +55,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--method", choices=("alone", *METHODS, "fp16"), default="oktopk")
     parser.add_argument("--door", choices=("optimizer", "ddp"), default="optimizer", help="ddp: hooks of DDP over gloo")
     parser.add_argument("--density", type=float, default=0.01, help="share of the elements that is sent")
-    parser.add_argument("--density-warmup", type=float, default=0.05, help="part of the steps with more than that")
+    parser.add_argument("--density-warmup", type=float, help="part of the steps with more than that")
     parser.add_argument(
         "--momentum", choices=("optimizer", "correction"), help="correction: before a sparse method selects, not after"
     )
@@ -74,10 +74,11 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def make_method(options: argparse.Namespace) -> Any:
+def make_method(options: argparse.Namespace, task: Task) -> Any:
     if options.method not in TOPK:
         return METHODS[options.method]()
-    warmup_steps = round(options.density_warmup * options.steps)
+    warmup = task.density_warmup if options.density_warmup is None else options.density_warmup
+    warmup_steps = round(warmup * options.steps)
     return METHODS[options.method](density=options.density, warmup_steps=warmup_steps)
 
 
@@ -107,9 +108,9 @@ def make_replica(options: argparse.Namespace, task: Task, group: tr.Group | None
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
             replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif options.method != "dense":
-            replica.register_comm_hook(*tr.ddp_hook(make_method(options)))
+            replica.register_comm_hook(*tr.ddp_hook(make_method(options, task)))
         return Replica(replica, optimizer, schedule, _nothing, _nothing)
-    method = None if options.method == "dense" else make_method(options)
+    method = None if options.method == "dense" else make_method(options, task)
     wrapped = tr.DistributedOptimizer(optimizer, model, group=group, sync=method, feedback=feedback, name=f"seed{seed}")
     return Replica(model, wrapped, schedule, wrapped.flush_residuals, wrapped.close)
 

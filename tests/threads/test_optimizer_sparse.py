@@ -17,7 +17,7 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.pytorch import compressed
 from totalreduce.pytorch.buckets import ParameterSpec
-from totalreduce.pytorch.error_feedback import ErrorFeedback, Part, plan_parts
+from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Part, plan_parts
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.sparse import auto
 from totalreduce.sparse.dense import Dense
@@ -140,6 +140,19 @@ def test_gradients_are_applied_or_kept_back(world_size: int, name: str) -> None:
 
     results = run_ranks(world_size, body)
     assert all_equal(results)
+
+
+@pytest.mark.parametrize(
+    ("millions", "buckets"),
+    [((4.7, 0.1), [4.8]), ((2.0, 5.0), [3.5] * 2), ((14.6,), [3.65] * 4), ((40, 60), [25.0] * 4)],
+)
+def test_buckets_are_as_large_as_each_other(millions: tuple[float, ...], buckets: list[float]) -> None:
+    specs = [
+        ParameterSpec.of("p", (), torch.empty(round(million * 1000), 1000, device="meta"), any_device=True)
+        for million in millions
+    ]
+    plan = CompressedPlan.of([], specs, ErrorFeedback(), whole=False)
+    assert [shape.num_elements for shape in plan.shapes()] == [round(size * 1_000_000) for size in buckets]
 
 
 def test_parameters_are_cut_into_buckets() -> None:

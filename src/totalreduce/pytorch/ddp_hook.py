@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
+from totalreduce.kernels import ahead
 from totalreduce.pytorch import internals
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.ddp_bucket import HookBucket, Layout, Memory
@@ -130,6 +131,7 @@ class SparseHookState:
     def connect(self) -> None:
         """Make the group and the threads of the exchanges, unless they are there. Collective."""
         if self._link is None:
+            ahead.load()
             self._link = link = Link(self.process_group or dist.group.WORLD, f"{self.method!r} {self.feedback!r}")
             # Not at exit: a thread that waits for a lost rank would keep the process.
             weakref.finalize(self, link.close).atexit = False

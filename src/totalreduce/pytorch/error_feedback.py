@@ -19,7 +19,7 @@ from totalreduce.sparse.session import BucketShape
 __all__ = ["CompressedPlan", "ErrorFeedback", "Part", "Residuals", "flattened", "plan_parts", "shaped", "states_for"]
 
 _BUCKETS = 4
-_BUCKET_ELEMENTS_MIN = 4 * 1024 * 1024
+_BUCKET_ELEMENTS_MIN = 3 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +34,8 @@ class ErrorFeedback:
             accumulated. The norm is that of all compressed gradients, so nothing leaves before backward has ended.
         elements_min: Parameters with fewer elements, or one dimension, are reduced whole.
         bucket_elements: So many elements are selected and sent together, at most; larger parameters are cut. Default: a
-            quarter of all, so that selecting, sending and backward overlap, but four millions at least, since a bucket
-            has a fixed cost.
+            quarter of all, so that selecting, sending and backward overlap; of fewer than twelve millions a third, a
+            half, or all, since a bucket has a fixed cost.
         report_every: Every so many steps rank 0 logs a line for each bucket; 0: never.
         xi_every: Every so many steps the distance from the best k elements is measured, the paper's xi, which sends
             everything twice in that step; 0: never. It is in ``reports``.
@@ -120,8 +120,7 @@ class CompressedPlan:
         whole: bool,
     ) -> CompressedPlan:
         """Cut them into buckets; see ``plan_parts``."""
-        quarter = -(-sum(spec.num_elements for spec in specs) // _BUCKETS)
-        size = feedback.bucket_elements or min(max(quarter, _BUCKET_ELEMENTS_MIN), 2**31 - 1)
+        size = feedback.bucket_elements or _even_bucket(sum(spec.num_elements for spec in specs))
         return cls(tuple(parameters), tuple(specs), plan_parts(specs, size, whole=whole))
 
     def document(self) -> list[list[list[object]]]:
@@ -140,6 +139,12 @@ class CompressedPlan:
         spec = self.specs[part.member]
         whole = part.end - part.begin == spec.num_elements
         return spec.shape if whole else (part.end - part.begin,)
+
+
+def _even_bucket(num_elements: int) -> int:
+    """So many elements are in each of the buckets. As large as each other: a rest has a fixed cost, too."""
+    num_buckets = max(1, min(_BUCKETS, num_elements // _BUCKET_ELEMENTS_MIN))
+    return max(1, min(-(-num_elements // num_buckets), 2**31 - 1))
 
 
 def plan_parts(specs: Sequence[ParameterSpec], bucket_elements: int, *, whole: bool) -> tuple[tuple[Part, ...], ...]:

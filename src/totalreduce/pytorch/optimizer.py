@@ -259,11 +259,13 @@ class DistributedOptimizer(OptimizerFacade):
         settings, scaler = self._settings, self._grad_scaler
         if not plan.buckets:
             return None
-        # Only now: compiled kernels take half a second to load.
+        # Only now: compiled kernels take a second to load.
+        from totalreduce.kernels import ahead
         from totalreduce.pytorch.compressed import CompressedReducer
         from totalreduce.sparse.group_driver import GroupDriver
         from totalreduce.sparse.rounds import SparseRounds
 
+        ahead.load()
         rounds = SparseRounds(methods, plan.shapes(), GroupDriver(self._group, self._name))
         self._end_rounds = weakref.finalize(self, rounds.close)
         return CompressedReducer(

@@ -128,7 +128,8 @@ class Accumulator(ABC):
 
     def spread(self, indices: Array) -> list[int]:
         """How many of the indices each segment has."""
-        return [int(count) for count in np.diff(np.searchsorted(indices, self._starts))]
+        edges = np.array(self._starts, np.int32)  # of the same type: else all indices are converted
+        return [int(count) for count in np.diff(np.searchsorted(indices, edges))]
 
     def _split(self, indices: Array) -> Iterator[tuple[int, int, slice]]:
         """For each segment that has some of the indices: its number, where it begins, and which of the indices."""

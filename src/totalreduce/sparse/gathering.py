@@ -28,6 +28,10 @@ class GatheringSession(TopkSession[S]):
         if not greetings.finite:
             return None
         gathered = yield Allgather(block, greetings.numbers[:, 0].tolist())
-        indices, values = merging.add_up([blocks.unpack(block, 0, n) for block in gathered])
+        lists = [
+            (selection.indices, sent) if rank == self._rank else blocks.unpack(gathered[rank], 0, n)
+            for rank in range(self._world_size)
+        ]
+        indices, values = merging.add_up(lists)
         self._gradients.put(selection.indices, selection.values - sent)
         return Update(greetings.present, indices, values)

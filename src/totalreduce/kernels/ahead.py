@@ -1,0 +1,34 @@
+"""Have every compiled kernel of the sparse methods ready before the first gradient is.
+
+Numba keeps what it has compiled in files; to read them takes a second and a half of processor time, and to compile
+twenty where there are none yet. Whoever makes an optimizer expects that, and nobody expects it in his first step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from totalreduce.kernels import coding, merging, scattering, selection
+
+__all__ = ["load"]
+
+
+def load() -> None:
+    """Call every kernel once, with what the methods call it with; takes no time when that was done before."""
+    one, n = np.float32(1.0), 2 * selection.LANES
+    values, index = np.ones(n, np.float32), np.arange(n, dtype=np.int32)
+    room_index, room_value = np.empty(2 * n, np.int32), np.empty(2 * n, np.float32)
+    selection.accumulate(values.copy(), values, one, 1, 0, room_index, room_value, 0)
+    selection.select(values, 1, 0, room_index, room_value, 0)
+    selection.kth_magnitude([values], 1)
+    selection.keep_largest(room_index[:n], room_value[:n], 1, n)
+    code = np.zeros(coding.coded_bytes_max(n, n), np.uint8)
+    coding.decode_gaps(code[: coding.encode_gaps(index, 0, 0, code)], 0, n, index)
+    coding.round_values(values)
+    coding.widen(np.zeros(n, np.uint16))
+    merging.add_up([(index, values)] * 3)
+    merging.found_in(index, index)
+    for scattered in (scattering.scatter, scattering.scatter_add):
+        scattered(values, 0, index, values, one)
+    scattering.gather(values, 0, index, values)
+    scattering.keep_rest(values, 0, index, values, values, index)
