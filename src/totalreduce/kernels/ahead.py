@@ -1,7 +1,7 @@
 """Have every compiled kernel of the sparse methods ready before the first gradient is.
 
-Numba keeps what it has compiled in files; to read them takes a second and a half of processor time, and to compile
-twenty where there are none yet. Whoever makes an optimizer expects that, and nobody expects it in his first step.
+Numba keeps what it has compiled in files; to read them takes a second of processor time, and to compile ten where there
+are none yet. Whoever makes an optimizer may expect that, and nobody does in his first step.
 """
 
 from __future__ import annotations
