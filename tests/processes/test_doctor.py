@@ -84,8 +84,7 @@ def test_emulated_hosts_are_told_apart(tmp_path):
     found = run("--emulate-hosts", 2, "--emulate-rate", "200mbit", "-n", 4, "--json", out)
     document = json.loads(out.read_text())
     assert document["survey"]["hosts"] == [0, 0, 1, 1]
-    # The difference of two streams: where the first one was held up, up to twice the rate.
-    assert 0.3 * 2.5e7 < document["links"]["bytes_per_s"] <= 2 * 2.5e7
+    assert 0.3 * 2.5e7 < document["links"]["bytes_per_s"] < 1.3 * 2.5e7
     assert way_between(document, 1, 2) == "tcp"
     assert "packets of 1500 bytes" in found.stdout
     assert "between hosts:" in found.stdout

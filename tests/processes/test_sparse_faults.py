@@ -36,6 +36,7 @@ def start_or_fall(self, action, *, step, **options):
     if step == phase:
         say("falls")
         os.kill(os.getpid(), number)
+        time.sleep(600)  # the kernel may choose another thread to take SIGSTOP: until then this one would go on
     return start(self, action, step=step, **options)
 
 

@@ -344,6 +344,9 @@ def _bandwidth(group: Group, ring: Sequence[int], how: _Streams) -> float:
     for _ in range(_REPETITIONS - 1):
         if spent_s >= how.repeat_s:
             break
+        if earlier_size:  # it is subtracted: held up itself, it would make the link faster than it is
+            again, longest = seconds_of(earlier_size)
+            earlier_s, spent_s = min(earlier_s, again), spent_s + longest
         again, longest = seconds_of(size)
         mine, spent_s = min(mine, again), spent_s + longest
     if not takes_part:

@@ -158,8 +158,9 @@ def _meet(group: Group, timeout_s: float) -> None:
     except (PeerLost, DeadlineExceededError) as error:
         refused = group.statistics().refused_connections
         group.close(1.0)
-        # Who has the wrong key himself only sees that the others hang up.
-        hint = f" ({refused} connections were refused: is TOTALREDUCE_JOB_KEY the same everywhere?)" if refused else ""
+        # Who has the wrong key himself, or meets a rank that has given up on another, only sees that they hang up.
+        cause = f"{refused} connections were refused" if refused else "the error of the rank that left first says more"
+        hint = f" ({cause}; is TOTALREDUCE_JOB_KEY the same everywhere?)"
         raise RendezvousError(f"rank {group.rank}: the group could not be formed: {error}{hint}") from error
 
 
