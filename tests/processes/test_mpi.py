@@ -42,7 +42,9 @@ def lines(world_size, source, **variables):
     return said
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, *(pytest.param(size, marks=pytest.mark.slow) for size in (7, 8))])
+@pytest.mark.parametrize(
+    "world_size", [1, 2, 3, 4, 5, *(pytest.param(size, marks=pytest.mark.slow) for size in (7, 8))]
+)
 def test_every_case_of_the_conformance_suite(world_size):
     code, said, errors = mpirun(world_size, str(COLLECTIVES), "mpi")
     assert code == 0, errors

@@ -132,7 +132,9 @@ def test_halves_become_what_they_were(size: int) -> None:
     halves = np.ascontiguousarray(coding.narrow(values))
     assert halves.dtype == np.uint16
     for module in (coding, plain):
-        assert module.widen(halves).tobytes() == values.tobytes()
+        out = np.empty_like(values)
+        module.widen(halves, out)
+        assert out.tobytes() == values.tobytes()
 
 
 def make_block(count: int, begin: int, end: int, kind: str, **options) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -153,6 +155,27 @@ def test_blocks_come_back(count: int, kind: str) -> None:
         indices, values = blocks.unpack(block, begin, end)
         assert indices.tobytes() == index.tobytes()
         assert values.tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_blocks_and_lists_come_one_after_the_other(kind: str) -> None:
+    spans = [(500 * number, 500 * number + 400) for number in range(5)]
+    made = [make_block(count, *span, kind) for count, span in zip((30, 0, 1, 400, 7), spans, strict=True)]
+    given = [block for block, _, _ in made]
+    given[3] = made[3][1:]
+    lists = blocks.unpack_all(given, spans)
+    assert lists.bounds.tolist() == [0, 30, 30, 31, 431, 438]
+    assert lists.indices.tobytes() == b"".join(index.tobytes() for _, index, _ in made)
+    assert lists.values.tobytes() == b"".join(value.tobytes() for _, _, value in made)
+    assert [array.size for array in blocks.unpack_all([], [])] == [0, 0, 1]
+
+
+def test_blocks_with_other_kinds_of_values_are_refused() -> None:
+    """There is no room for the values of one of them."""
+    given = [make_block(50, 0, 1000, kind)[0] for kind in ("none", "bfloat16")]
+    for pair in (given, given[::-1]):
+        with pytest.raises(ProtocolError, match="different kinds"):
+            blocks.unpack_all(pair, [(0, 1000)] * 2)
 
 
 def test_a_block_of_no_elements_has_no_bytes_unless_it_is_padded() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from totalreduce.kernels import merging, plain, scattering
+from totalreduce.sparse import blocks
 from totalreduce.sparse.accumulator import HostAccumulator
 
 BLOCK = 1 << 15
@@ -24,11 +25,14 @@ def random_vector(count: int, span: int, seed: int, begin: int = 0) -> tuple[np.
     return vector(generator.choice(span, count, replace=False) + begin, seed)
 
 
+def added(lists) -> tuple[np.ndarray, np.ndarray]:
+    return merging.add_up(*blocks.unpack_all(lists, [(0, 2**31 - 1)] * len(lists)))
+
+
 def both(lists) -> list[tuple[bytes, bytes]]:
     results = []
     for module in (merging, plain):
-        index, value = (np.concatenate(column) for column in zip(*lists, strict=True))
-        bounds = np.cumsum([0, *(indices.size for indices, _ in lists)])
+        index, value, bounds = blocks.unpack_all(lists, [(0, 2**31 - 1)] * len(lists))
         out_index, out_value = np.full(index.size + 3, -7, np.int32), np.full(index.size + 3, -7.0, np.float32)
         count = module.sum_sparse(index, value, bounds, out_index, out_value)
         assert (out_index[count:] == -7).all(), "something was written beyond the sum"
@@ -76,7 +80,7 @@ def test_the_order_of_the_lists_is_the_order_of_the_additions() -> None:
         expected = np.float32(0.0)
         for value in values:
             expected = expected + value[0]
-        index, total = merging.add_up([(one, value) for value in values])
+        index, total = added([(one, value) for value in values])
         assert index.tolist() == [5]
         assert total[0] == expected
 
@@ -84,7 +88,7 @@ def test_the_order_of_the_lists_is_the_order_of_the_additions() -> None:
 def test_where_sums_are_zero_there_are_elements_all_the_same() -> None:
     index = np.array([1, 2], np.int32)
     value = np.array([1.5, -2.0], np.float32)
-    indices, values = merging.add_up([(index, value), (index, -value)])
+    indices, values = added([(index, value), (index, -value)])
     assert indices.tolist() == [1, 2]
     assert values.tolist() == [0.0, 0.0]
 
@@ -93,7 +97,7 @@ def test_special_values_are_added_as_numpy_does() -> None:
     index = np.arange(6, dtype=np.int32)
     one = np.array([-0.0, 1e-45, np.inf, np.nan, 3e38, 1.0], np.float32)
     other = np.array([-0.0, 1e-45, 1.0, 1.0, -3e38, np.inf], np.float32)
-    _, values = merging.add_up([(index, one), (index, other)])
+    _, values = added([(index, one), (index, other)])
     assert np.array_equal(values, one + other, equal_nan=True)
 
 

@@ -141,6 +141,18 @@ def test_any_kth_magnitude_and_what_is_kept(values: np.ndarray, data: st.DataObj
     assert results[0][0] == k
 
 
+@settings(max_examples=200, deadline=None)
+@given(floats, st.integers(0, 2**31 - 1), st.integers(0, 24), st.integers(1, 200))
+def test_magnitudes_are_counted_in_bins(values: np.ndarray, low: int, shift: int, num_bins: int) -> None:
+    counts = []
+    for module in (selection, plain):
+        counts.append(np.ones(num_bins, np.int64))
+        module.count_bins(values, low, shift, counts[-1])
+    assert counts[0].tolist() == counts[1].tolist()
+    reached = (np.abs(values).view(np.int32) >= low).sum()
+    assert counts[0].sum() == num_bins + reached
+
+
 def selected(values: np.ndarray, k: int, *, steps: int = 1) -> list:
     """What a selector chooses in so many steps without any residual, from two segments."""
     selector, zero = Selector(), np.zeros(values.size, np.float32)

@@ -22,11 +22,14 @@ def load() -> None:
     selection.select(values, 1, 0, room_index, room_value, 0)
     selection.kth_magnitude([values], 1)
     selection.keep_largest(room_index[:n], room_value[:n], 1, n)
+    selection.count_bins(values, 1, 0, np.zeros(1, np.int64))
     code = np.zeros(coding.coded_bytes_max(n, n), np.uint8)
     coding.decode_gaps(code[: coding.encode_gaps(index, 0, 0, code)], 0, n, index)
     coding.round_values(values)
-    coding.widen(np.zeros(n, np.uint16))
-    merging.add_up([(index, values)] * 3)
+    coding.widen(np.zeros(n, np.uint16), np.empty(n, np.float32))
+    for num_lists in (2, 3):
+        bounds = np.arange(num_lists + 1) * n
+        merging.add_up(np.tile(index, num_lists), np.tile(values, num_lists), bounds)
     merging.found_in(index, index)
     for scattered in (scattering.scatter, scattering.scatter_add):
         scattered(values, 0, index, values, one)

@@ -239,10 +239,8 @@ def narrow(values: Array) -> Array:
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def widen(halves: Array) -> Array:
-    """float32 from their upper halves."""
-    out = np.empty(halves.size, np.float32)
+def widen(halves: Array, out: Array) -> None:
+    """Write float32 from their upper halves; as many."""
     bits = out.view(np.uint32)
     for i in range(halves.size):
         bits[i] = uint32(halves[i]) << uint32(16)
-    return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,19 +21,20 @@ _BLOCK = 1 << 15
 def _sum_two(index: Array, value: Array, bounds: Array, out_index: Array, out_value: Array) -> int:
     """A merge, without branches that cannot be predicted."""
     zero = np.float32(0.0)
-    i, j, num_out = bounds[0], bounds[1], 0
-    while i < bounds[1] and j < bounds[2]:
+    one = uint64(1)  # unsigned places: a signed one might count from the end, which takes a comparison each time
+    i, i_end, j_end, num_out = uint64(bounds[0]), uint64(bounds[1]), uint64(bounds[2]), uint64(0)
+    j = i_end
+    while i < i_end and j < j_end:
         mine, other, my_value, other_value = index[i], index[j], value[i], value[j]
-        step_mine, step_other = int64(mine <= other), int64(other <= mine)
+        step_mine, step_other = mine <= other, other <= mine
         out_index[num_out] = min(mine, other)
         out_value[num_out] = my_value * np.float32(step_mine) + other_value * np.float32(step_other)
-        i, j = i + step_mine, j + step_other
-        num_out += 1
-    for rest, end in ((i, bounds[1]), (j, bounds[2])):
+        i, j, num_out = i + uint64(step_mine), j + uint64(step_other), num_out + one
+    for rest, end in ((i, i_end), (j, j_end)):
         for at in range(rest, end):
             out_index[num_out], out_value[num_out] = index[at], value[at] + zero
-            num_out += 1
-    return num_out
+            num_out += one
+    return int(int64(num_out))
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -98,10 +98,8 @@ def found_in(index: Array, other: Array) -> Array:
     return found
 
 
-def add_up(lists: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """The sum of sparse vectors, given as indices and values; see ``sum_sparse``."""
-    index, value = (np.concatenate(column) for column in zip(*lists, strict=True))
-    bounds = np.cumsum([0, *(indices.size for indices, _ in lists)])
+def add_up(index: Array, value: Array, bounds: Array) -> tuple[Array, Array]:
+    """The sum of sparse vectors; see ``sum_sparse``."""
     out_index, out_value = np.empty_like(index), np.empty_like(value)
     count = sum_sparse(index, value, bounds, out_index, out_value)
     return out_index[:count], out_value[:count]

@@ -16,6 +16,7 @@ from totalreduce.kernels.selection import Kth
 
 __all__ = [
     "accumulate",
+    "count_bins",
     "decode_gaps",
     "encode_gaps",
     "found_in",
@@ -76,6 +77,13 @@ def keep_largest(index: Array, value: Array, bound: int, ties: int) -> int:
     return count
 
 
+def count_bins(value: Array, low: int, shift: int, counts: Array) -> None:
+    """See ``selection.count_bins``."""
+    above = _magnitudes(value).astype(np.int64) - low
+    bins = np.minimum(above[above >= 0] >> shift, counts.size - 1)
+    counts += np.bincount(bins, minlength=counts.size)
+
+
 def encode_gaps(index: Array, first: int, parameter: int, out: Array) -> int:
     """See ``coding.encode_gaps``."""
     bits: list[int] = []
@@ -129,9 +137,9 @@ def round_values(values: Array) -> None:
     values.view(np.uint32)[...] = np.where(up & (above & _EXPONENT != _EXPONENT), above, below)
 
 
-def widen(halves: Array) -> Array:
+def widen(halves: Array, out: Array) -> None:
     """See ``coding.widen``."""
-    return (halves.astype(np.uint32) << 16).view(np.float32)
+    out[...] = (halves.astype(np.uint32) << 16).view(np.float32)
 
 
 def sum_sparse(index: Array, value: Array, bounds: Array, out_index: Array, out_value: Array) -> int:

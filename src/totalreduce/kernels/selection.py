@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import int32, int64, njit
+from numba import int32, int64, njit, uint64
 
 from totalreduce.kernels.vectors import LANES, accumulate_lanes, select_lanes
 
@@ -20,6 +20,7 @@ __all__ = [
     "Array",
     "Kth",
     "accumulate",
+    "count_bins",
     "keep_largest",
     "kth_magnitude",
     "radix_select",
@@ -172,12 +173,29 @@ def keep_largest(index: Array, value: Array, bound: int, ties: int) -> int:
         How many are left.
     """
     bits = value.view(np.int32)
-    kept = 0
-    for i in range(index.size):
+    kept, left = uint64(0), int64(ties)
+    for i in range(index.size):  # without a branch: what is kept cannot be predicted
         magnitude = bits[i] & _MAGNITUDE
-        if magnitude > bound or (magnitude == bound and ties > 0):
-            if magnitude == bound:
-                ties -= 1
-            index[kept], value[kept] = index[i], value[i]
-            kept += 1
-    return kept
+        tie = int64(magnitude == bound) & int64(left > 0)
+        index[kept], value[kept] = index[i], value[i]
+        kept += uint64(int64(magnitude > bound) | tie)
+        left -= tie
+    return int(int64(kept))
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def count_bins(value: Array, low: int, shift: int, counts: Array) -> None:
+    """Count magnitudes by their bits: bin b has those from ``low + (b << shift)`` to below the next bin's.
+
+    Args:
+        value: float32.
+        low: Elements below are not counted.
+        shift: Of the bits.
+        counts: int64, added to; the last bin has no upper end.
+    """
+    bits = value.view(np.int32)
+    last = counts.size - 1
+    for i in range(bits.size):
+        above = int64(bits[i] & _MAGNITUDE) - low
+        if above >= 0:
+            counts[min(above >> shift, last)] += 1

@@ -1,8 +1,11 @@
-"""What a method's exchange asks for. All blocks are uint8 arrays; ranks ask for the same kinds in the same order."""
+"""What a method's exchange asks for. All blocks are uint8 arrays; ranks ask for the same kinds in the same order.
+
+Who carries them out calls ``meanwhile`` once, when an action is under way: local work that needs no reply.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +22,7 @@ class Allgather:
 
     block: Array
     sizes: Sequence[int]
+    meanwhile: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

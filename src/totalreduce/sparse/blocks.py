@@ -7,7 +7,8 @@ be longer than it need be, with zeros at its end; see ``pack``.
 from __future__ import annotations
 
 import struct
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -16,12 +17,14 @@ from totalreduce.kernels import coding
 from totalreduce.sparse.accumulator import Array
 
 __all__ = [
+    "Lists",
     "ValueKind",
     "block_bytes_max",
     "pack",
     "pack_values",
     "rounded",
     "unpack",
+    "unpack_all",
     "unpack_values",
     "value_bytes",
 ]
@@ -60,8 +63,16 @@ def pack_values(values: Array, kind: ValueKind) -> Array:
 
 def unpack_values(raw: Array, kind: ValueKind) -> Array:
     """Undo ``pack_values``."""
-    aligned = raw.copy()
-    return coding.widen(aligned.view(np.uint16)) if kind == "bfloat16" else aligned.view(np.float32)
+    out = np.empty(raw.size // max(1, _WIDTH[kind]), np.float32)
+    _read_values(raw, kind, out)
+    return out
+
+
+def _read_values(raw: Array, kind: ValueKind, out: Array) -> None:
+    if kind == "bfloat16":
+        coding.widen(raw.copy().view(np.uint16), out)  # a copy lies where two bytes are read at a time
+    else:
+        out.view(np.uint8)[...] = raw
 
 
 def pack(indices: Array, values: Array, begin: int, end: int, kind: ValueKind, *, size: int | None = None) -> Array:
@@ -87,26 +98,77 @@ def pack(indices: Array, values: Array, begin: int, end: int, kind: ValueKind, *
     return block[: stop if size is None else size]
 
 
+class Lists(NamedTuple):
+    """Lists of indices and values, one after the other.
+
+    Attributes:
+        indices: int32.
+        values: float32, as many, or none.
+        bounds: int64: where each list begins, and where the last one ends.
+    """
+
+    indices: Array
+    values: Array
+    bounds: Array
+
+
 def unpack(block: Array, begin: int, end: int) -> tuple[Array, Array]:
     """The indices and values of a block.
 
     Raises:
         ProtocolError: It is not one, or has indices outside [begin, end).
     """
+    lists = unpack_all([block], [(begin, end)])
+    return lists.indices, lists.values
+
+
+def unpack_all(blocks: Sequence[Array | tuple[Array, Array]], spans: Sequence[tuple[int, int]]) -> Lists:
+    """The indices and values of several blocks, one after the other.
+
+    Args:
+        blocks: With values of one kind; or indices and values that need not be unpacked.
+        spans: By block: where its indices begin and end.
+
+    Raises:
+        ProtocolError: One of them is no block, has indices outside its span, or values of another kind.
+    """
+    headers = [
+        (block[0].size, None) if isinstance(block, tuple) else _header(block, end - begin)
+        for block, (begin, end) in zip(blocks, spans, strict=True)
+    ]
+    kinds = {kind for _, kind in headers if kind is not None}
+    if len(kinds) > 1:
+        raise ProtocolError(f"blocks of one exchange have values of different kinds: {sorted(kinds)}")
+    bounds = np.cumsum([0, *(count for count, _ in headers)])
+    indices = np.empty(bounds[-1], np.int32)
+    values = np.empty(0 if "none" in kinds else bounds[-1], np.float32)
+    for block, (begin, end), (_, kind), low, high in zip(
+        blocks, spans, headers, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True
+    ):
+        if isinstance(block, tuple):
+            indices[low:high], values[low:high] = block
+        elif kind is not None:
+            _read(block[_HEADER.size :], kind, begin, end, indices[low:high], values[low:high])
+    return Lists(indices, values, bounds)
+
+
+def _header(block: Array, span: int) -> tuple[int, ValueKind | None]:
+    """How many elements of which kind a block claims to have; no more than can be in it."""
     if not block.size:
-        return np.empty(0, np.int32), np.empty(0, np.float32)
+        return 0, None
     if block.size < _HEADER.size:
         raise ProtocolError(f"a block of {block.size} bytes is too short for its header")
     count, number = _HEADER.unpack_from(block.data)
-    if number >= len(_KINDS) or count > end - begin:
-        raise ProtocolError(f"a block claims {count} elements of kind {number} out of {end - begin}")
-    kind = _KINDS[number]
-    coded = block[_HEADER.size :]
-    if count > 8 * coded.size:  # a gap takes a bit at least: no memory for what cannot have come
+    if number >= len(_KINDS) or count > span:
+        raise ProtocolError(f"a block claims {count} elements of kind {number} out of {span}")
+    if count > 8 * (block.size - _HEADER.size):  # a gap takes a bit at least: no memory for what cannot have come
         raise ProtocolError(f"a block of {block.size} bytes claims {count} elements")
-    indices = np.empty(count, np.int32)
+    return count, _KINDS[number]
+
+
+def _read(coded: Array, kind: ValueKind, begin: int, end: int, indices: Array, values: Array) -> None:
     used = coding.decode_gaps(coded, begin, end, indices)
-    stop = used + value_bytes(count, kind)
+    stop = used + value_bytes(indices.size, kind)
     if used < 0 or stop > coded.size:
-        raise ProtocolError(f"a block of {count} elements is damaged or too short ({block.size} bytes)")
-    return indices, unpack_values(coded[used:stop], kind)
+        raise ProtocolError(f"a block of {indices.size} elements is damaged or too short ({coded.size} bytes)")
+    _read_values(coded[used:stop], kind, values)

@@ -1,15 +1,13 @@
-"""What the sessions of several methods have in common: the frame of a round, the bytes counted, regions and owners."""
+"""What the sessions of several methods have in common: the frame of a round, the bytes counted."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from totalreduce.kernels import merging
-from totalreduce.sparse import blocks
 from totalreduce.sparse.accumulator import Accumulator
 from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Array, Broadcast, Messages
 from totalreduce.sparse.greeting import Greetings, greet
@@ -18,7 +16,7 @@ from totalreduce.sparse.session import BucketShape, Report, Update
 from totalreduce.sparse.settings import DensitySettings
 from totalreduce.sparse.threshold import magnitude
 
-__all__ = ["BaseSession", "TopkSession", "counted", "joined", "reduce_region", "to_owners"]
+__all__ = ["BaseSession", "TopkSession", "counted"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound=DensitySettings)
@@ -98,20 +96,6 @@ class TopkSession(BaseSession, Generic[S]):
     def _count(self) -> int:
         return self._settings.count(self._num_elements, self._steps)
 
-    def _keep(self, sent: Array, update: Update, reduced: Array, cut_off: Array) -> None:
-        """Leave in the gradients all but what was applied.
-
-        Args:
-            sent: The selected values, as they were sent.
-            update: What was applied: some of what the ranks have selected.
-            reduced: Indices whose sums this rank has rounded.
-            cut_off: What that has cut off.
-        """
-        chosen = self._selection
-        assert update.indices is not None, "only some elements are applied"
-        self._gradients.keep_rest(chosen.indices, chosen.values, sent, update.indices)
-        self._gradients.add(reduced, cut_off)
-
 
 def counted(
     exchange: Generator[Action, Any, T], rank: int, world_size: int, report: Report
@@ -146,41 +130,3 @@ def _payload(action: Action, rank: int, world_size: int) -> tuple[int, int]:
             return (action.size * others, 0) if rank == action.root else (0, action.size)
         case Messages():
             return sum(block.size for block in action.sends.values()), sum(action.receives.values())
-
-
-def to_owners(indices: Array, values: Array, cuts: Sequence[int], rank: int, kind: blocks.ValueKind) -> list[Array]:
-    """Cut a list into one block for each region's owner; nothing for oneself.
-
-    Args:
-        indices: int32, ascending.
-        values: Rounded to the kind.
-        cuts: Where the regions begin, and where the last one ends.
-        rank: This one's.
-        kind: How values travel.
-    """
-    edges = np.searchsorted(indices, cuts).tolist()
-    parts = []
-    for owner in range(len(cuts) - 1):
-        own = slice(edges[owner], edges[owner + 1])
-        if owner == rank:  # it need not travel
-            parts.append(np.empty(0, np.uint8))
-        else:
-            parts.append(blocks.pack(indices[own], values[own], cuts[owner], cuts[owner + 1], kind))
-    return parts
-
-
-def joined(lists: Iterable[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Lists of indices and values, one after the other."""
-    indices, values = (np.concatenate(column) for column in zip(*lists, strict=True))
-    return indices, values
-
-
-def reduce_region(
-    received: Sequence[Array], indices: Array, values: Array, cuts: Sequence[int], rank: int
-) -> tuple[Array, Array]:
-    """Add up, in the order of ranks, what ``to_owners`` made everywhere; the own part is taken from the own list."""
-    begin, end = cuts[rank], cuts[rank + 1]
-    low, high = np.searchsorted(indices, (begin, end)).tolist()
-    lists = [blocks.unpack(block, begin, end) for block in received]
-    lists[rank] = indices[low:high], values[low:high]
-    return merging.add_up(lists)

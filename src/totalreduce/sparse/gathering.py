@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator
 from typing import Any, TypeVar
 
@@ -27,11 +28,9 @@ class GatheringSession(TopkSession[S]):
         greetings = yield from self._greet(present, [[block.size]] * self._world_size)
         if not greetings.finite:
             return None
-        gathered = yield Allgather(block, greetings.numbers[:, 0].tolist())
-        lists = [
-            (selection.indices, sent) if rank == self._rank else blocks.unpack(gathered[rank], 0, n)
-            for rank in range(self._world_size)
-        ]
-        indices, values = merging.add_up(lists)
-        self._gradients.put(selection.indices, selection.values - sent)
+        keep_rest = functools.partial(self._gradients.put, selection.indices, selection.values - sent)
+        gathered = yield Allgather(block, greetings.numbers[:, 0].tolist(), keep_rest)
+        own = selection.indices, sent
+        lists = [own if rank == self._rank else other for rank, other in enumerate(gathered)]
+        indices, values = merging.add_up(*blocks.unpack_all(lists, [(0, n)] * self._world_size))
         return Update(greetings.present, indices, values)

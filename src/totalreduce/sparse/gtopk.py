@@ -67,13 +67,14 @@ class GTopkSession(TopkSession[GTopk]):
                 receives[rank + distance] = size
             came = yield Messages(sends, receives)
             for other in came.values():
-                indices, values = self._merge(indices, values, blocks.unpack(other, 0, self._num_elements))
+                lists = blocks.unpack_all([(indices, values), other], [(0, self._num_elements)] * 2)
+                indices, values = self._merge(lists)
             distance *= 2
         return self._leave(indices, values, size) if rank == 0 else block
 
-    def _merge(self, indices: Array, values: Array, other: tuple[Array, Array]) -> tuple[Array, Array]:
+    def _merge(self, lists: blocks.Lists) -> tuple[Array, Array]:
         """The k largest sums; the others become residual."""
-        indices, values = merging.add_up([(indices, values), other])
+        indices, values = merging.add_up(*lists)
         k = min(self.report.k, indices.size)
         if k < indices.size:
             least = selection.kth_magnitude([values], k)

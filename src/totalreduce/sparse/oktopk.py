@@ -19,7 +19,8 @@ What was chosen here and is not in the result stays in the residual, like what r
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -29,7 +30,7 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels import selection as selecting
 from totalreduce.sparse import blocks
 from totalreduce.sparse.actions import Action, Allgather, Alltoall, Array
-from totalreduce.sparse.common import TopkSession, joined, reduce_region, to_owners
+from totalreduce.sparse.regions import RegionSession, reduce_region, to_owners
 from totalreduce.sparse.selector import Selection
 from totalreduce.sparse.session import BucketShape, Update
 from totalreduce.sparse.settings import TopkSettings
@@ -85,7 +86,7 @@ class OkTopk(TopkSettings):
 
 
 @final
-class OkTopkSession(TopkSession[OkTopk]):
+class OkTopkSession(RegionSession[OkTopk]):
     """See ``session.Session``."""
 
     def __init__(self, settings: OkTopk, shape: BucketShape, rank: int, world_size: int) -> None:
@@ -122,10 +123,11 @@ class OkTopkSession(TopkSession[OkTopk]):
         kept = selecting.keep_largest(indices, values, bound - 1, 0)
         indices, exact = indices[:kept], values[:kept]
         applied = blocks.rounded(exact, kind)
-        update = Update(greetings.present, *(yield from self._gather(indices, applied, counts, cuts, kind)))
-        self._keep(blocks.rounded(selection.values, kind), update, indices, exact - applied)
+        keep_own = functools.partial(self._keep_own, cuts, indices, exact - applied)
+        all_indices, all_values = yield from self._gather(indices, applied, counts, cuts, keep_own)
+        self._keep_others(cuts, all_indices)
         self._look_ahead(cuts, int(sizes.sum()), fresh=fresh, uneven=uneven)
-        return update
+        return Update(greetings.present, all_indices, all_values)
 
     def state(self) -> Mapping[str, Any]:
         """See ``Session``."""
@@ -151,12 +153,12 @@ class OkTopkSession(TopkSession[OkTopk]):
         return (yield from self._threshold.agree(values, self.report.k, self._world_size, fresh=fresh))
 
     def _gather(
-        self, indices: Array, values: Array, counts: Array, cuts: list[int], kind: blocks.ValueKind
+        self, indices: Array, values: Array, counts: Array, cuts: list[int], meanwhile: Callable[[], None]
     ) -> Generator[Action, Any, tuple[Array, Array]]:
-        size, begins, ends = self._world_size, list(cuts[:-1]), list(cuts[1:])
+        size, begins, ends, kind = self._world_size, list(cuts[:-1]), list(cuts[1:]), self._settings.values
         total = int(counts.sum())
         if size > 1 and counts.max() * size > self._settings.balance * total:
-            indices, values = yield from self._balance(indices, values, counts, kind)
+            indices, values = yield from self._balance(indices, values, counts)
             counts = np.diff(_shares(total, size))
             begins, ends = [0] * size, [self._num_elements] * size
         lengths = [
@@ -165,15 +167,13 @@ class OkTopkSession(TopkSession[OkTopk]):
         ]
         own, begin, end = lengths[self._rank], begins[self._rank], ends[self._rank]
         block = blocks.pack(indices, values, begin, end, kind, size=own)
-        gathered = yield Allgather(block, lengths)
-        lists = [blocks.unpack(block, begins[rank], ends[rank]) for rank, block in enumerate(gathered)]
-        return joined(lists)
+        gathered = yield Allgather(block, lengths, meanwhile)
+        lists = [(indices, values) if rank == self._rank else other for rank, other in enumerate(gathered)]
+        return blocks.unpack_all(lists, list(zip(begins, ends, strict=True)))[:2]
 
-    def _balance(
-        self, indices: Array, values: Array, counts: Array, kind: blocks.ValueKind
-    ) -> Generator[Action, Any, tuple[Array, Array]]:
+    def _balance(self, indices: Array, values: Array, counts: Array) -> Generator[Action, Any, tuple[Array, Array]]:
         """Hand on, so that every rank has an equal share of all that is to be gathered, in the order of indices."""
-        size, rank, n = self._world_size, self._rank, self._num_elements
+        size, rank, n, kind = self._world_size, self._rank, self._num_elements, self._settings.values
         ends = np.concatenate([[0], np.cumsum(counts)])
         shares = _shares(int(counts.sum()), size)
 
@@ -193,9 +193,8 @@ class OkTopkSession(TopkSession[OkTopk]):
             low, high = overlap(target, rank)
             lengths.append(0 if target == rank else blocks.block_bytes_max(high - low, n, kind))
         received = yield Alltoall(parts, lengths)
-        lists = [blocks.unpack(block, 0, n) for block in received]
-        lists[rank] = indices[own], values[own]
-        return joined(lists)
+        lists = [(indices[own], values[own]) if source == rank else block for source, block in enumerate(received)]
+        return blocks.unpack_all(lists, [(0, n)] * size)[:2]
 
     def _samples(self, selection: Selection) -> Array:
         """Evenly spaced ones of the chosen indices; -1 where there are fewer.

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
+from totalreduce.kernels import selection
 from totalreduce.sparse.actions import Action, Allgather, Allreduce, Array
 
 __all__ = ["GlobalThreshold", "bits_of", "magnitude"]
@@ -56,46 +57,45 @@ class GlobalThreshold:
         Returns:
             The bound, and how many elements of each rank reach it.
         """
-        bits = values.view(np.int32) & _MAGNITUDE
         if k == 0:
             return _MAGNITUDE, np.zeros(world_size, np.int64)
         if self.bound and not fresh:
-            return self.bound, (yield from _counted(bits, self.bound, world_size))
+            return self.bound, (yield from _counted(values, self.bound, world_size))
         reached, counts, low = _NOTHING, None, 0
         if self.bound:
             low = max(1, self.bound - (_FINE[0] // 2 << _FINE[1]))
-            reached, counts = yield from _reached(bits, low, _FINE, world_size)
+            reached, counts = yield from _reached(values, low, _FINE, world_size)
         if not reached.size or not reached[-1] < k <= reached[0]:
             # From the beginning: the octave, and then within it.
-            octaves, _ = yield from _reached(bits, 1, _COARSE, world_size)
+            octaves, _ = yield from _reached(values, 1, _COARSE, world_size)
             low = 1 + (max(0, int((octaves >= k).sum()) - 1) << _COARSE[1])
-            reached, counts = yield from _reached(bits, low, _FINE, world_size)
+            reached, counts = yield from _reached(values, low, _FINE, world_size)
         # Never one that none reach: where more than 2 k are equal, nothing would be applied, in this step and the next.
         best = int(np.abs(reached[: max(1, np.count_nonzero(reached))] - k).argmin())
         # Of bounds that as many elements reach, the highest.
         best += int((reached[best:] == reached[best]).sum()) - 1
         self.bound = low + (best << _FINE[1])
         if counts is None:
-            return self.bound, (yield from _counted(bits, self.bound, world_size))
+            return self.bound, (yield from _counted(values, self.bound, world_size))
         return self.bound, counts[:, best]
 
 
 _NOTHING = np.empty(0, np.int64)
 
 
-def _counted(bits: Array, bound: int, world_size: int) -> Generator[Action, Any, Array]:
-    count = np.array([(bits >= bound).sum()], np.uint32)
+def _counted(values: Array, bound: int, world_size: int) -> Generator[Action, Any, Array]:
+    count = np.array([((values.view(np.int32) & _MAGNITUDE) >= bound).sum()], np.uint32)
     told = yield Allgather(count.view(np.uint8), [count.nbytes] * world_size)
     return np.concatenate(told).view(np.uint32).astype(np.int64)
 
 
 def _reached(
-    bits: Array, low: int, window: tuple[int, int], world_size: int
+    values: Array, low: int, window: tuple[int, int], world_size: int
 ) -> Generator[Action, Any, tuple[Array, Array | None]]:
     """How many elements reach each bound ``low + (bin << shift)``: of all ranks, and of each one if gathered."""
     num_bins, shift = window
-    bins = np.clip((bits - low) >> shift, -1, num_bins - 1) + 1
-    counts = np.bincount(bins, minlength=num_bins + 1)[1:]
+    counts = np.zeros(num_bins, np.int64)
+    selection.count_bins(values, low, shift, counts)
     counts = counts[::-1].cumsum()[::-1]
     if world_size > _GATHERED_RANKS:
         total = yield Allreduce(np.ascontiguousarray(counts, np.int64))

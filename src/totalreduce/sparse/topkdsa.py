@@ -9,15 +9,17 @@ values where that is shorter.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, final
 
 import numpy as np
 
 from totalreduce.sparse import blocks
 from totalreduce.sparse.actions import Action, Allgather, Alltoall, Array
-from totalreduce.sparse.common import TopkSession, joined, reduce_region, to_owners
+from totalreduce.sparse.regions import RegionSession, reduce_region, to_owners
 from totalreduce.sparse.session import BucketShape, Update
 from totalreduce.sparse.settings import TopkSettings
 
@@ -36,7 +38,7 @@ class TopkDSA(TopkSettings):
 
 
 @final
-class TopkDSASession(TopkSession[TopkDSA]):
+class TopkDSASession(RegionSession[TopkDSA]):
     """See ``session.Session``."""
 
     def _exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
@@ -55,11 +57,13 @@ class TopkDSASession(TopkSession[TopkDSA]):
         block = _pack(indices, applied, cuts[self._rank], cuts[self._rank + 1], kind)
         told = yield Allgather(np.array([block.size], np.uint32).view(np.uint8), [4] * size)
         lengths = np.concatenate(told).view(np.uint32).tolist()
-        gathered = yield Allgather(block, lengths)
-        lists = [_unpack(block, cuts[rank], cuts[rank + 1], kind) for rank, block in enumerate(gathered)]
-        update = Update(greetings.present, *joined(lists))
-        self._keep(sent, update, indices, exact - applied)
-        return update
+        gathered = yield Allgather(block, lengths, functools.partial(self._keep_own, cuts, indices, exact - applied))
+        spans = list(pairwise(cuts))
+        lists = [_sparse(block, begin, end, kind) for block, (begin, end) in zip(gathered, spans, strict=True)]
+        lists[self._rank] = indices, applied
+        all_indices, all_values, _ = blocks.unpack_all(lists, spans)
+        self._keep_others(cuts, all_indices)
+        return Update(greetings.present, all_indices, all_values)
 
 
 def _pack(indices: Array, values: Array, begin: int, end: int, kind: blocks.ValueKind) -> Array:
@@ -72,9 +76,10 @@ def _pack(indices: Array, values: Array, begin: int, end: int, kind: blocks.Valu
     return blocks.pack_values(dense, kind)
 
 
-def _unpack(block: Array, begin: int, end: int, kind: blocks.ValueKind) -> tuple[Array, Array]:
+def _sparse(block: Array, begin: int, end: int, kind: blocks.ValueKind) -> Array | tuple[Array, Array]:
+    """A block as it is; of plain values those that are not zero."""
     if block.size != blocks.value_bytes(end - begin, kind):
-        return blocks.unpack(block, begin, end)
+        return block
     dense = blocks.unpack_values(block, kind)
     indices = np.flatnonzero(dense)
     return (indices + begin).astype(np.int32), dense[indices]

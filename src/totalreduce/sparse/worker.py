@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, final
 
 from totalreduce.foundation.errors import GroupClosed
-from totalreduce.sparse.actions import Action
+from totalreduce.sparse.actions import Action, Allgather
 from totalreduce.sparse.carrier import Carried, Carrier
 
 __all__ = ["ExchangeWorker", "Job"]
@@ -145,6 +145,8 @@ class ExchangeWorker:
                 return
             job.under_way = self._carrier.start(action, channel=job.channel, step=job.steps, priority=job.priority)
             job.steps += 1
+            if isinstance(action, Allgather) and action.meanwhile is not None:
+                action.meanwhile()
             if not self._in_order:
                 self._waiting[job.channel] = job
                 job.under_way.on_done(lambda: self._put(0, job))

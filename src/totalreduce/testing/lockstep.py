@@ -63,6 +63,8 @@ def run_exchanges(exchanges: Sequence[Exchange]) -> tuple[list[Any], Traffic]:
 def _allgather(actions: Sequence[Allgather], traffic: Traffic) -> list[Any]:
     blocks = [action.block.copy() for action in actions]
     for rank, action in enumerate(actions):
+        if action.meanwhile is not None:
+            action.meanwhile()
         assert list(action.sizes) == [block.size for block in blocks], f"rank {rank} expects other sizes"
         traffic.sent[rank] += blocks[rank].size * (len(blocks) - 1)
         traffic.received[rank] += sum(action.sizes) - blocks[rank].size

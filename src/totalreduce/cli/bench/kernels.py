@@ -235,6 +235,7 @@ def _kernels(num_elements: int, k: int, distribution: str) -> list[Kernel]:
         """There is nothing to prepare."""
 
     whole, each, n = 12.0, count, num_elements
+    joined = blocks.unpack_all(lists, [(0, n)] * _LISTS)
     return [
         Kernel(FUSED, n, False, whole, refill, fused),
         Kernel("exactly k (all of a selection)", n, False, None, refill, exact),
@@ -250,7 +251,7 @@ def _kernels(num_elements: int, k: int, distribution: str) -> list[Kernel]:
             True,
             None,
             nothing,
-            lambda: merging.add_up(lists),
+            lambda: merging.add_up(*joined),
         ),
         Kernel("find in another list", each, True, None, nothing, lambda: merging.found_in(indices, lists[0][0])),
     ]

@@ -1,0 +1,78 @@
+"""A bucket cut into one region per rank, which adds up what the others have chosen there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from totalreduce.kernels import merging
+from totalreduce.sparse import blocks
+from totalreduce.sparse.accumulator import Array
+from totalreduce.sparse.common import TopkSession
+from totalreduce.sparse.settings import TopkSettings
+
+__all__ = ["RegionSession", "reduce_region", "to_owners"]
+
+S = TypeVar("S", bound=TopkSettings)
+
+
+class RegionSession(TopkSession[S]):
+    """Of a method that reduces regions. What is applied in them is known to the owner first, and to all in the end."""
+
+    def _keep_own(self, cuts: Sequence[int], applied: Array, cut_off: Array) -> None:
+        """Leave in the gradients, in this rank's region, all but what is applied.
+
+        Args:
+            cuts: Where the regions begin, and where the last one ends.
+            applied: Indices in this rank's region.
+            cut_off: What rounding has cut off from their sums.
+        """
+        self._keep_rest(cuts[self._rank], cuts[self._rank + 1], applied)
+        self._gradients.add(applied, cut_off)
+
+    def _keep_others(self, cuts: Sequence[int], applied: Array) -> None:
+        """The same in the other ranks' regions."""
+        self._keep_rest(0, cuts[self._rank], applied)
+        self._keep_rest(cuts[self._rank + 1], self._num_elements, applied)
+
+    def _keep_rest(self, begin: int, end: int, applied: Array) -> None:
+        """Leave, of what was selected here and applied, what did not travel, between two indices."""
+        low, high = np.searchsorted(self._selection.indices, np.array((begin, end), np.int32))
+        first, last = np.searchsorted(applied, np.array((begin, end), np.int32))
+        values = self._selection.values[low:high]
+        sent = blocks.rounded(values, self._settings.values)
+        self._gradients.keep_rest(self._selection.indices[low:high], values, sent, applied[first:last])
+
+
+def to_owners(indices: Array, values: Array, cuts: Sequence[int], rank: int, kind: blocks.ValueKind) -> list[Array]:
+    """Cut a list into one block for each region's owner; nothing for oneself.
+
+    Args:
+        indices: int32, ascending.
+        values: Rounded to the kind.
+        cuts: Where the regions begin, and where the last one ends.
+        rank: This one's.
+        kind: How values travel.
+    """
+    edges = np.searchsorted(indices, np.array(cuts, np.int32)).tolist()
+    parts = []
+    for owner in range(len(cuts) - 1):
+        own = slice(edges[owner], edges[owner + 1])
+        if owner == rank:  # it need not travel
+            parts.append(np.empty(0, np.uint8))
+        else:
+            parts.append(blocks.pack(indices[own], values[own], cuts[owner], cuts[owner + 1], kind))
+    return parts
+
+
+def reduce_region(
+    received: Sequence[Array], indices: Array, values: Array, cuts: Sequence[int], rank: int
+) -> tuple[Array, Array]:
+    """Add up, in the order of ranks, what ``to_owners`` made everywhere; the own part is taken from the own list."""
+    begin, end = cuts[rank], cuts[rank + 1]
+    low, high = np.searchsorted(indices, np.array((begin, end), np.int32)).tolist()
+    own = indices[low:high], values[low:high]
+    lists = [own if source == rank else block for source, block in enumerate(received)]
+    return merging.add_up(*blocks.unpack_all(lists, [(begin, end)] * len(lists)))
