@@ -10,7 +10,8 @@ demo: $(STAMP)
 	$(BIN)/totalreduce demo $(ARGS)
 
 test: $(STAMP) $(TRITON)/.installed lint
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 8 tests/unit tests/simulated)
+	$(BIN)/python -m pytest -m "not slow" $(or $(ARGS),tests/broken tests/threads tests/processes tests/hosts)
 	$(if $(ARGS),,PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/unit/test_device_accumulator.py tests/unit/test_exports.py)
 
 # PyTorch's own tests of torch.distributed, at world sizes 2, 3 and 4: what gloo passes must pass.

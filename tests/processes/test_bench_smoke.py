@@ -155,6 +155,7 @@ def test_replay_balances_communication_and_compute(tmp_path):
     assert figure["num_bytes"] * 8 / first / figure["compute_s"] == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_step_sends_a_part_beside_the_whole(tmp_path):
     out = tmp_path / "out.json"
     sparse = ("--sync", "oktopk", "--dense", "--no-communication", "--bucket", "0.5")
@@ -243,6 +244,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(arguments, compla
     assert complaint in str(found.exception)
 
 
+@pytest.mark.slow
 @pytest.mark.hosts
 def test_a_collectives_share_is_that_of_a_hosts_link(tmp_path):
     try:

@@ -5,8 +5,8 @@ import pytest
 from totalreduce.testing import check_transport
 from totalreduce.testing.conformance_cases import WORLD_SIZES
 
-#: Sockets at every size, the others at some; `make soak` has every transport at every size.
-QUICK = [("tcp", size) for size in WORLD_SIZES] + [("inproc", size) for size in (1, 2, 3, 4)]
+#: `make soak` has every transport at every size.
+QUICK = [("tcp", size) for size in (1, 2, 3, 4, 5, 8)] + [("inproc", size) for size in (1, 2, 3, 4, 7)]
 
 
 @pytest.mark.parametrize(("transport", "world_size"), QUICK)

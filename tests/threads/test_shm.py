@@ -51,7 +51,7 @@ def two_per_host(world_size: int) -> Sequence[Transport]:
     return hosts_of(2, world_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])  # all sizes: `make soak`, test_conformance.py
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])  # all sizes: `make soak`, test_conformance.py
 def test_conformance(world_size: int) -> None:
     assert check_transport("shm", world_sizes=(world_size,)) >= 100 * world_size
 
