@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 
 import torch
@@ -24,6 +25,11 @@ _DTYPES = {
     torch.float64: DType.FLOAT64,
     torch.bool: DType.BOOL,
 }
+
+
+#: One type for all tensors, of which only the beginning is looked at: ctypes takes 70 µs and more to make one for each
+#: size, and the messages of sparse methods have another one each time.
+_MEMORY = ctypes.c_char * sys.maxsize
 
 
 def dtype_of(tensor: torch.Tensor, name: str) -> DType:
@@ -95,6 +101,6 @@ def _view(tensor: torch.Tensor, name: str) -> memoryview:
     address = tensor.data_ptr()
     if not address:
         raise UnsupportedError(f"tensor {name!r} has no memory (it is fake, or known to be zero); use .clone() first")
-    memory = (ctypes.c_char * num_bytes).from_address(address)
+    memory = _MEMORY.from_address(address)
     memory.tensor = tensor  # type: ignore[attr-defined]  # it lives as long as somebody has its bytes
-    return memoryview(memory).cast("B")
+    return memoryview(memory).cast("B")[:num_bytes]
