@@ -146,6 +146,7 @@ class ExchangeWorker:
             job.under_way = self._carrier.start(action, channel=job.channel, step=job.steps, priority=job.priority)
             job.steps += 1
             if isinstance(action, Allgather) and action.meanwhile is not None:
+                job.under_way.push(0.0)  # else it might wait for this thread, which has moved the last messages
                 action.meanwhile()
             if not self._in_order:
                 self._waiting[job.channel] = job
