@@ -131,6 +131,8 @@ def test_any_kth_magnitude_and_what_is_kept(values: np.ndarray, data: st.DataObj
     k = data.draw(st.integers(1, values.size))
     kth = selection.kth_magnitude([values], k)
     assert kth == plain.kth_magnitude([values], k)
+    for low in (kth.bits, max(0, kth.bits - data.draw(st.integers(0, 1 << 23)))):
+        assert selection.kth_magnitude([values], k, low) == kth
     index = np.arange(values.size, dtype=np.int32)
     results = []
     for module in (selection, plain):

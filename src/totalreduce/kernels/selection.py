@@ -36,6 +36,8 @@ _MAGNITUDE = 0x7FFFFFFF
 _BLOCK = 4096
 #: Digits of the radix selection: 2^11 counters fit into the first cache.
 _DIGITS = ((20, 0x7FF), (9, 0x7FF), (0, 0x1FF))
+#: 2^11 bins of 2^11 magnitudes are half an octave.
+_NEAR_SHIFT, _NEAR_MASK = 11, 0x7FF
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -128,13 +130,26 @@ class Kth(NamedTuple):
     equal: int
 
 
-def kth_magnitude(parts: Sequence[Array], k: int) -> Kth:
-    """Find the k-th largest magnitude. Exact, by three passes of radix selection.
+def kth_magnitude(parts: Sequence[Array], k: int, low: int = 0) -> Kth:
+    """Find the k-th largest magnitude. Exact, by three passes of radix selection, or two.
 
     Args:
         parts: float32 arrays that together have at least k elements.
         k: From 1.
+        low: Bits that the k-th magnitude reaches, with luck by less than half an octave: then two passes do, and
+            counters of values so near each other are not waited for.
     """
+    if low:
+        base, counts = low >> _NEAR_SHIFT, np.zeros(_NEAR_MASK + 1, np.int64)
+        for part in parts:
+            count_bins(part, base << _NEAR_SHIFT, _NEAR_SHIFT, counts)
+        nearest, above = _digit(counts, k)
+        if nearest < _NEAR_MASK:  # the last one is open
+            counts = np.zeros(_NEAR_MASK + 1, np.int64)
+            for part in parts:
+                _histogram(part, base + nearest, _NEAR_SHIFT, 0, _NEAR_MASK, counts)
+            last, between = _digit(counts, k - above)
+            return Kth((base + nearest) << _NEAR_SHIFT | last, above + between, int(counts[last]))
 
     def histogram(prefix: int, prefix_shift: int, shift: int, mask: int) -> Array:
         counts = np.zeros(mask + 1, np.int64)
@@ -156,13 +171,17 @@ def radix_select(histogram: Callable[[int, int, int, int], Array], k: int) -> Kt
     prefix, above, equal, prefix_shift = 0, 0, 0, 31
     for shift, mask in _DIGITS:
         counts = histogram(prefix, prefix_shift, shift, mask)
-        from_top = np.cumsum(counts[::-1])
-        digit = int(np.searchsorted(from_top, k - above))
-        above += int(from_top[digit - 1]) if digit else 0
-        equal = int(counts[mask - digit])
-        prefix = prefix << (prefix_shift - shift) | (mask - digit)
-        prefix_shift = shift
+        digit, more = _digit(counts, k - above)
+        above, equal = above + more, int(counts[digit])
+        prefix, prefix_shift = prefix << (prefix_shift - shift) | digit, shift
     return Kth(prefix, above, equal)
+
+
+def _digit(counts: Array, k: int) -> tuple[int, int]:
+    """The bin in which the k-th element from the top is, and how many are in those above."""
+    from_top = np.cumsum(counts[::-1])
+    place = int(np.searchsorted(from_top, k))
+    return counts.size - 1 - place, int(from_top[place - 1]) if place else 0
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

@@ -113,7 +113,7 @@ class Selector:
             return NOTHING
         if (value.view(np.int32) & _MAGNITUDE).max() >= self.limit:
             return NOT_FINITE
-        chosen = selection.kth_magnitude([value], k)
+        chosen = selection.kth_magnitude([value], k, bound)
         self.bound = self._next_bound(bound, chosen.bits, count / k)
         kept = selection.keep_largest(index, value, chosen.bits, k - chosen.above)
         return Selection(index[:kept].copy(), value[:kept].copy(), chosen.bits, finite=True)
