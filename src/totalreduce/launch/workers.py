@@ -210,10 +210,6 @@ def worker_environments(
     common.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Gradients are new memory in every step: in pages of 4 KiB a tenth of a step with 15 M parameters was page faults.
     common.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # What one step frees the next one needs. glibc (its largest threshold is 32 MiB) would give it back to the kernel,
-    # which clears every page again: a sixth of a sparse step with 5 M parameters.
-    common.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
-    common.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 30))
     # A worker's output goes through a pipe, where Python would keep it back by the block.
     common.setdefault("PYTHONUNBUFFERED", "1")
     common |= {
