@@ -34,30 +34,40 @@ def here():
     os.sched_setaffinity(0, before)
 
 
+def settled(outbox, here, rank, others, where):
+    """Whether the rank is alone on the processor ``where``, which it has said is its own.
+
+    Again if it says another one: with other programs on the machine the scheduler may move this thread meanwhile.
+    """
+    for _ in range(20):
+        os.sched_setaffinity(0, here[:1])
+        os.sched_setaffinity(0, here)
+        alone = Seat(rank, outbox).settle(others)
+        if outbox.words[CPU_WORD] == where + 1:
+            return alone
+    pytest.fail(f"it says {outbox.words[CPU_WORD] - 1} and not {where}")
+
+
 def test_who_is_alone_stays_and_says_where(outbox, here):
     first, second = here
-    assert Seat(1, outbox).settle(neighbours((0, second + 1)))
-    assert outbox.words[CPU_WORD] == first + 1
+    assert settled(outbox, here, 1, neighbours((0, second + 1)), first)
     assert os.sched_getaffinity(0) == {first, second}
 
 
 def test_the_higher_rank_moves_away_and_may_still_use_everything(outbox, here):
     first, second = here
-    assert Seat(1, outbox).settle(neighbours((0, first + 1)))
-    assert outbox.words[CPU_WORD] == second + 1
+    assert settled(outbox, here, 1, neighbours((0, first + 1)), second)
     assert os.sched_getaffinity(0) == {first, second}
 
 
 def test_the_lower_rank_stays(outbox, here):
     first, _ = here
-    assert not Seat(1, outbox).settle(neighbours((2, first + 1)))
-    assert outbox.words[CPU_WORD] == first + 1
+    assert not settled(outbox, here, 1, neighbours((2, first + 1)), first)
 
 
 def test_where_all_processors_are_taken_nobody_moves(outbox, here):
     first, second = here
-    assert not Seat(2, outbox).settle(neighbours((0, first + 1), (1, second + 1)))
-    assert outbox.words[CPU_WORD] == first + 1
+    assert not settled(outbox, here, 2, neighbours((0, first + 1), (1, second + 1)), first)
 
 
 def test_a_sleeper_is_kept_off_its_neighbours_processors_until_it_wakes(outbox, here):
