@@ -11,7 +11,7 @@ demo: $(STAMP)
 
 test: $(STAMP) $(TRITON)/.installed lint
 	$(if $(ARGS),,$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 8 tests/unit tests/simulated)
-	$(BIN)/python -m pytest -m "not slow" $(or $(ARGS),tests/broken tests/threads tests/processes tests/hosts)
+	$(BIN)/python -m pytest -m "not slow" $(or $(ARGS),--ignore tests/unit --ignore tests/simulated)
 	$(if $(ARGS),,PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/unit/test_device_accumulator.py tests/unit/test_exports.py)
 
 # PyTorch's own tests of torch.distributed, at world sizes 2, 3 and 4: what gloo passes must pass.

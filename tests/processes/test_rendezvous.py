@@ -115,5 +115,6 @@ def test_a_rank_that_dies_before_the_others_are_there_is_reported_in_time(fleet)
         answer = worker.read("join")
         assert answer["error"] == "RendezvousError", (worker.rank, answer)
         assert "rank 2 is lost" in answer["text"]
+        assert "TOTALREDUCE_JOB_KEY" in answer["text"]  # who was never met may have left because of somebody's key
         assert answer["seconds"] < 4.5
     assert workers[2].wait() == 9

@@ -139,17 +139,6 @@ def kth_magnitude(parts: Sequence[Array], k: int, low: int = 0) -> Kth:
         low: Bits that the k-th magnitude reaches, with luck by less than half an octave: then two passes do, and
             counters of values so near each other are not waited for.
     """
-    if low:
-        base, counts = low >> _NEAR_SHIFT, np.zeros(_NEAR_MASK + 1, np.int64)
-        for part in parts:
-            count_bins(part, base << _NEAR_SHIFT, _NEAR_SHIFT, counts)
-        nearest, above = _digit(counts, k)
-        if nearest < _NEAR_MASK:  # the last one is open
-            counts = np.zeros(_NEAR_MASK + 1, np.int64)
-            for part in parts:
-                _histogram(part, base + nearest, _NEAR_SHIFT, 0, _NEAR_MASK, counts)
-            last, between = _digit(counts, k - above)
-            return Kth((base + nearest) << _NEAR_SHIFT | last, above + between, int(counts[last]))
 
     def histogram(prefix: int, prefix_shift: int, shift: int, mask: int) -> Array:
         counts = np.zeros(mask + 1, np.int64)
@@ -157,6 +146,15 @@ def kth_magnitude(parts: Sequence[Array], k: int, low: int = 0) -> Kth:
             _histogram(part, prefix, prefix_shift, shift, mask, counts)
         return counts
 
+    if low:
+        base, counts = low >> _NEAR_SHIFT, np.zeros(_NEAR_MASK + 1, np.int64)
+        for part in parts:
+            count_bins(part, base << _NEAR_SHIFT, _NEAR_SHIFT, counts)
+        nearest, above = _digit(counts, k)
+        if nearest < _NEAR_MASK:  # the last one is open
+            counts = histogram(base + nearest, _NEAR_SHIFT, 0, _NEAR_MASK)
+            last, between = _digit(counts, k - above)
+            return Kth((base + nearest) << _NEAR_SHIFT | last, above + between, int(counts[last]))
     return radix_select(histogram, k)
 
 
