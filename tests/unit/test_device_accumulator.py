@@ -163,6 +163,11 @@ def test_everything() -> None:
         each.assign(flat, 0.25)
         each.add_all(flat[::-1].copy(), 0.5)
     assert same(host.flat(), device.flat())
+    few = np.array([0, 4999, 5001, EDGES[-1] - 1], np.int32)
+    for each in (host, device):
+        each.assign_sparse(few, flat[few], 0.25)
+    assert same(host.flat(), device.flat())
+    assert set(np.flatnonzero(host.flat())) <= set(few.tolist())
     for each in (host, device):
         each.clear()
         assert not each.flat().any()

@@ -132,8 +132,22 @@ def test_lists_meet_dense_memory(count: int, first: int) -> None:
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 1023, 1024, 1025, 5000])
+@pytest.mark.parametrize("offset", [0, 1, 15, 16])
+@pytest.mark.parametrize("density", [0.0, 0.01, 1.0])
+def test_memory_is_overwritten_wherever_it_begins(size: int, offset: int, density: float) -> None:
+    first = 2**31 - 5001
+    index, value = random_vector(int(size * density), max(size, 1), 1, begin=first)
+    results = []
+    for module in (scattering, plain):
+        memory = np.full(16 + size + 16, 7.0, np.float32)  # what lies around it is left alone
+        module.overwrite(memory[offset : offset + size], first, index, value, np.float32(0.3))
+        results.append(memory.tobytes())
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("sizes", [(300,), (100, 200), (0, 300), (300, 0), (1, 0, 0, 298, 1), (50, 50, 50, 150)])
-def test_indices_count_through_all_segments(sizes: tuple[int, ...]) -> None:
+def test_indices_count_through_all_segments(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     flat = np.arange(300, dtype=np.float32)
     edges = np.cumsum([0, *sizes])
     for count in (0, 1, 60, 300):
@@ -151,5 +165,12 @@ def test_indices_count_through_all_segments(sizes: tuple[int, ...]) -> None:
         assert memory.tobytes() == expected.tobytes()
         accumulator.erase(index)
         assert not memory[index].any()
+        expected[...] = 0.0
+        expected[index] = value * np.float32(0.3)
+        for cached in (0, 1 << 20):  # by either way
+            monkeypatch.setattr("totalreduce.sparse.accumulator._CACHED", cached)
+            memory[...] = 7.0
+            accumulator.assign_sparse(index, value, 0.3)
+            assert memory.tobytes() == expected.tobytes()
         accumulator.clear()
         assert not memory.any()

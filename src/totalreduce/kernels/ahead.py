@@ -31,7 +31,7 @@ def load() -> None:
         bounds = np.arange(num_lists + 1) * n
         merging.add_up(np.tile(index, num_lists), np.tile(values, num_lists), bounds)
     merging.found_in(index, index)
-    for scattered in (scattering.scatter, scattering.scatter_add):
+    for scattered in (scattering.overwrite, scattering.scatter, scattering.scatter_add):
         scattered(values, 0, index, values, one)
     scattering.gather(values, 0, index, values)
     scattering.keep_rest(values, 0, index, values, values, index)

@@ -21,15 +21,16 @@ _BLOCK = 1 << 15
 def _sum_two(index: Array, value: Array, bounds: Array, out_index: Array, out_value: Array) -> int:
     """A merge, without branches that cannot be predicted."""
     zero = np.float32(0.0)
+    factors = np.array([0.0, 1.0], np.float32)  # in memory: of a comparison turned into a number LLVM makes a branch
     one = uint64(1)  # unsigned places: a signed one might count from the end, which takes a comparison each time
     i, i_end, j_end, num_out = uint64(bounds[0]), uint64(bounds[1]), uint64(bounds[2]), uint64(0)
     j = i_end
     while i < i_end and j < j_end:
-        mine, other, my_value, other_value = index[i], index[j], value[i], value[j]
-        step_mine, step_other = mine <= other, other <= mine
+        mine, other = index[i], index[j]
+        step_mine, step_other = uint64(mine <= other), uint64(other <= mine)
         out_index[num_out] = min(mine, other)
-        out_value[num_out] = my_value * np.float32(step_mine) + other_value * np.float32(step_other)
-        i, j, num_out = i + uint64(step_mine), j + uint64(step_other), num_out + one
+        out_value[num_out] = value[i] * factors[step_mine] + value[j] * factors[step_other]
+        i, j, num_out = i + step_mine, j + step_other, num_out + one
     for rest, end in ((i, i_end), (j, j_end)):
         for at in range(rest, end):
             out_index[num_out], out_value[num_out] = index[at], value[at] + zero

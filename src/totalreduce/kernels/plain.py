@@ -165,6 +165,12 @@ def scatter(target: Array, first: int, index: Array, value: Array, factor: float
     target[index - first] = value * np.float32(factor)
 
 
+def overwrite(target: Array, first: int, index: Array, value: Array, factor: float) -> None:
+    """See ``scattering.overwrite``."""
+    target[...] = 0.0
+    scatter(target, first, index, value, factor)
+
+
 def scatter_add(target: Array, first: int, index: Array, value: Array, factor: float) -> None:
     """See ``scattering.scatter_add``."""
     target[index - first] += value * np.float32(factor)

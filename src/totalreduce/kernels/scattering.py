@@ -9,11 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import int64, njit
 
-__all__ = ["Array", "gather", "keep_rest", "scatter", "scatter_add"]
+from totalreduce.kernels.vectors import LANES, settle, stream_lanes
+
+__all__ = ["Array", "gather", "keep_rest", "overwrite", "scatter", "scatter_add"]
 
 Array = np.ndarray[Any, Any]
+
+#: Elements that ``overwrite`` puts together in the first cache.
+_PAGE = 1024
+_LINE_BYTES, _WIDTH = 64, 4
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -36,6 +42,36 @@ def scatter_add(target: Array, first: int, index: Array, value: Array, factor: f
     """``target[index - first] += value * factor``; see ``scatter``. No index twice."""
     for i in range(index.size):
         target[index[i] - first] += value[i] * factor
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def overwrite(target: Array, first: int, index: Array, value: Array, factor: float) -> None:
+    """Zeros everywhere, but ``target[index - first] = value * factor``; see ``scatter``.
+
+    Every line of the memory is written once, whole and past the caches, and none is read: half the time of zeros first
+    and values then. For memory that is much larger than the caches; it is not in them afterwards.
+    """
+    page = np.zeros(_PAGE, np.float32)
+    aligned = min(target.size, (-target.ctypes.data % _LINE_BYTES) // _WIDTH)
+    target[:aligned] = 0.0
+    i = 0
+    while i < index.size and index[i] - first < aligned:
+        target[index[i] - first] = value[i] * factor
+        i += 1
+    end = aligned + (target.size - aligned) // _PAGE * _PAGE
+    for begin in range(aligned, end, _PAGE):
+        start, before = first + begin, i
+        while i < index.size and index[i] - start < _PAGE:
+            page[index[i] - start] = value[i] * factor
+            i += 1
+        for lanes in range(0, _PAGE, LANES):
+            stream_lanes(page, int64(lanes), target, int64(begin + lanes))
+        for j in range(before, i):
+            page[index[j] - start] = 0.0
+    settle()
+    target[end:] = 0.0
+    for j in range(i, index.size):
+        target[index[j] - first] = value[j] * factor
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

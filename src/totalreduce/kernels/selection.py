@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import int32, int64, njit, uint64
 
-from totalreduce.kernels.vectors import LANES, accumulate_lanes, select_lanes
+from totalreduce.kernels.vectors import LANES, accumulate_lanes, select_lanes, trailing_zeros
 
 __all__ = [
     "INFINITY",
@@ -63,11 +63,10 @@ def accumulate(
         element, and everything is accumulated all the same.
     """
     n = gradient.size
-    room = index.size - LANES
     full = False
     for begin in range(0, n, _BLOCK):
         end = min(begin + _BLOCK, n)
-        if not full and count + (end - begin) > room:
+        if not full and count + (end - begin) > index.size:
             full = True
         if full:
             for i in range(begin, end):
@@ -75,9 +74,8 @@ def accumulate(
             continue
         vector_end = begin + (end - begin) // LANES * LANES
         for i in range(begin, vector_end, LANES):
-            count = accumulate_lanes(
-                gradient, residual, int64(i), scale, int32(bound), int32(first + i), index, value, count
-            )
+            bits = accumulate_lanes(gradient, residual, int64(i), scale, int32(bound))
+            count = _append(bits, gradient, i, first, index, value, count)
         if vector_end < end:
             for i in range(vector_end, end):
                 gradient[i] = gradient[i] * scale + residual[i]
@@ -89,15 +87,26 @@ def accumulate(
 def select(source: Array, bound: int, first: int, index: Array, value: Array, count: int) -> int:
     """As ``accumulate``, of memory that is only read, and that has been accumulated before."""
     n = source.size
-    room = index.size - LANES
     for begin in range(0, n, _BLOCK):
         end = min(begin + _BLOCK, n)
-        if count + (end - begin) > room:
+        if count + (end - begin) > index.size:
             return -1 - count
         vector_end = begin + (end - begin) // LANES * LANES
         for i in range(begin, vector_end, LANES):
-            count = select_lanes(source, int64(i), int32(bound), int32(first + i), index, value, count)
+            bits = select_lanes(source, int64(i), int32(bound))
+            count = _append(bits, source, i, first, index, value, count)
         count = _select_scalar(source, vector_end, end, bound, first, index, value, count)
+    return count
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _append(bits: int, source: Array, at: int, first: int, index: Array, value: Array, count: int) -> int:
+    """Append those elements from ``source[at]`` on for which there is a bit."""
+    while bits != uint64(0):
+        place = at + trailing_zeros(bits)
+        index[count], value[count] = first + place, source[place]
+        count += 1
+        bits &= bits - uint64(1)
     return count
 
 

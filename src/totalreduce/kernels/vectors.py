@@ -1,8 +1,9 @@
-"""Sixteen float32 at a time, in LLVM's words: what no loop that a compiler vectorises by itself can say.
+"""Sixty-four float32 at a time, in LLVM's words: what no loop that a compiler vectorises by itself can say.
 
-Selecting is *compressing*: out of sixteen lanes those that are large enough move together to the front. LLVM turns that
-into one instruction where the CPU has it (AVX-512) and into a few scalar ones elsewhere; the branch around it is
-taken for one group in seven at a density of 1 %. Numba compiles what is here into the loops of ``selection``.
+Comparing sixty-four lanes with a bound gives one machine word of bits, and at a density of 1 % it has a bit or none:
+the loop over its bits, in ``selection``, takes a few cycles while the next lanes come from memory. (LLVM can also move
+the lanes themselves to the front, but only AVX-512 has an instruction for that; elsewhere it took 70 cycles each time.)
+Numba compiles what is here into the loops of ``selection`` and ``scattering``.
 """
 
 from __future__ import annotations
@@ -11,15 +12,23 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["LANES", "accumulate_lanes", "load_word", "select_lanes", "store_word", "trailing_zeros"]
+__all__ = [
+    "LANES",
+    "accumulate_lanes",
+    "load_word",
+    "select_lanes",
+    "settle",
+    "store_word",
+    "stream_lanes",
+    "trailing_zeros",
+]
 
-LANES = 16
+LANES = 64
 
 _FLOAT, _INT, _INDEX = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_FLOATS, _INTS, _MASK = (ir.VectorType(kind, LANES) for kind in (_FLOAT, _INT, ir.IntType(1)))
+_FLOATS, _INTS = (ir.VectorType(kind, LANES) for kind in (_FLOAT, _INT))
 _MAGNITUDE = 0x7FFFFFFF
 
 
@@ -33,92 +42,74 @@ def _load(builder: Any, pointer: Any) -> Any:
     return loaded
 
 
-def _store(builder: Any, vector: Any, pointer: Any) -> None:
-    stored = builder.store(vector, builder.bitcast(pointer, vector.type.as_pointer()))
-    stored.align = 4
-
-
 def _spread(builder: Any, scalar: Any, kind: Any) -> Any:
     undefined = ir.Constant(kind, ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(_INT, 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
 
 
-def _append(builder: Any, lanes: Any, bound: Any, position: Any, index: Any, value: Any, count: Any) -> Any:
-    """Append the lanes whose magnitude is at least ``bound`` to the lists; the new count."""
+def _reaching(builder: Any, lanes: Any, bound: Any) -> Any:
+    """A word: for each lane, the first one lowest, whether its magnitude is at least ``bound``."""
     magnitude = builder.and_(builder.bitcast(lanes, _INTS), ir.Constant(_INTS, [_MAGNITUDE] * LANES))
-    mask = builder.icmp_signed(">=", magnitude, _spread(builder, bound, _INTS))
-    bits = builder.bitcast(mask, ir.IntType(LANES))
-    before = builder.block
-    with builder.if_then(builder.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0)), likely=False):
-        places = builder.add(_spread(builder, position, _INTS), ir.Constant(_INTS, list(range(LANES))))
-        for kind, vector, target in ((_FLOATS, lanes, value), (_INTS, places, index)):
-            name = f"llvm.experimental.vector.compress.v{LANES}{'f32' if kind is _FLOATS else 'i32'}"
-            compress = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind, _MASK, kind]), name)
-            packed = builder.call(compress, [vector, mask, ir.Constant(kind, ir.Undefined)])
-            _store(builder, packed, builder.gep(target, [count]))
-        number = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(bits.type, [bits.type]), f"llvm.ctpop.i{LANES}"
-        )
-        grown = builder.add(count, builder.zext(builder.call(number, [bits]), _INDEX))
-        inside = builder.block
-    result = builder.phi(_INDEX)
-    result.add_incoming(count, before)
-    result.add_incoming(grown, inside)
-    return result
+    return builder.bitcast(builder.icmp_signed(">=", magnitude, _spread(builder, bound, _INTS)), _INDEX)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def accumulate_lanes(
-    _typing: Any,
-    gradient: Any,
-    residual: Any,
-    at: Any,
-    scale: Any,
-    bound: Any,
-    first: Any,
-    index: Any,
-    value: Any,
-    count: Any,
-) -> Any:
-    """``gradient[at:at+16] = gradient * scale + residual``; append what is large enough; the new count.
-
-    ``index`` and ``value`` must have room for 16 more, whatever is appended. ``first``: the index of lane 0.
-    """
-    signature = types.int64(
-        gradient, residual, types.int64, types.float32, types.int32, types.int32, index, value, types.int64
-    )
+def accumulate_lanes(_typing: Any, gradient: Any, residual: Any, at: Any, scale: Any, bound: Any) -> Any:
+    """``gradient[at:at+64] = gradient * scale + residual``; which of them reach the bound: see ``_reaching``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        gradient, residual, at, scale, bound, first, index, value, count = arguments
-        kinds = signature.args
-        place = _pointer(context, builder, kinds[0], gradient, at)
+        gradient, residual, at, scale, bound = arguments
+        place = _pointer(context, builder, signature.args[0], gradient, at)
         scaled = builder.fmul(_load(builder, place), _spread(builder, scale, _FLOATS))
-        total = builder.fadd(scaled, _load(builder, _pointer(context, builder, kinds[1], residual, at)))
-        _store(builder, total, place)
-        zero = ir.Constant(_INDEX, 0)
-        indices = _pointer(context, builder, kinds[6], index, zero)
-        values = _pointer(context, builder, kinds[7], value, zero)
-        return _append(builder, total, bound, first, indices, values, count)
+        total = builder.fadd(scaled, _load(builder, _pointer(context, builder, signature.args[1], residual, at)))
+        stored = builder.store(total, builder.bitcast(place, _FLOATS.as_pointer()))
+        stored.align = 4
+        return _reaching(builder, total, bound)
 
-    return signature, generate
+    return types.uint64(gradient, residual, types.int64, types.float32, types.int32), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def select_lanes(_typing: Any, source: Any, at: Any, bound: Any, first: Any, index: Any, value: Any, count: Any) -> Any:
-    """Append those of ``source[at:at+16]`` that are large enough; the new count. See ``accumulate_lanes``."""
-    signature = types.int64(source, types.int64, types.int32, types.int32, index, value, types.int64)
+def select_lanes(_typing: Any, source: Any, at: Any, bound: Any) -> Any:
+    """Which of ``source[at:at+64]`` reach the bound: see ``_reaching``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, at, bound, first, index, value, count = arguments
-        kinds = signature.args
-        zero = ir.Constant(_INDEX, 0)
-        indices = _pointer(context, builder, kinds[4], index, zero)
-        values = _pointer(context, builder, kinds[5], value, zero)
-        lanes = _load(builder, _pointer(context, builder, kinds[0], source, at))
-        return _append(builder, lanes, bound, first, indices, values, count)
+        source, at, bound = arguments
+        lanes = _load(builder, _pointer(context, builder, signature.args[0], source, at))
+        return _reaching(builder, lanes, bound)
 
-    return signature, generate
+    return types.uint64(source, types.int64, types.int32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def stream_lanes(_typing: Any, source: Any, start: Any, target: Any, at: Any) -> Any:
+    """``target[at:at+64] = source[start:start+64]``, past the caches; see ``settle``.
+
+    The target's lanes must begin at a multiple of 64 bytes.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, start, target, at = arguments
+        lanes = _load(builder, _pointer(context, builder, signature.args[0], source, start))
+        place = _pointer(context, builder, signature.args[2], target, at)
+        stored = builder.store(lanes, builder.bitcast(place, _FLOATS.as_pointer()))
+        stored.align = 64
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_INT, 1)]))
+        return context.get_dummy_value()
+
+    return types.void(source, types.int64, target, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def settle(_typing: Any) -> Any:
+    """Have what was streamed seen by other threads before anything that is written from here on."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -29,6 +29,8 @@ Array = np.ndarray[Any, Any]
 _CHUNK = 1 << 16
 #: Elements that are looked at first for one that is not zero: as a rule there is one among them.
 _LOOK = 4096
+#: A bucket of fewer elements may stay in a cache until the optimizer reads it.
+_CACHED = 1 << 20
 
 
 class Accumulator(ABC):
@@ -107,6 +109,10 @@ class Accumulator(ABC):
     @abstractmethod
     def assign(self, values: Array, factor: float) -> None:
         """Become values times a factor, as many as there are elements."""
+
+    @abstractmethod
+    def assign_sparse(self, indices: Array, values: Array, factor: float) -> None:
+        """Become zero, but for these elements: values times a factor."""
 
     @abstractmethod
     def add_all(self, values: Array, factor: float) -> None:
@@ -220,6 +226,16 @@ class HostAccumulator(Accumulator):
         """See ``Accumulator``."""
         for start, segment in zip(self.starts(), self._segments, strict=True):
             np.multiply(values[start : start + segment.size], np.float32(factor), out=segment)
+
+    def assign_sparse(self, indices: Array, values: Array, factor: float) -> None:
+        """See ``Accumulator``."""
+        if self.num_elements < _CACHED:
+            self.clear()
+            self.put(indices, values, factor)
+            return
+        ends = np.cumsum(self.spread(indices)).tolist()
+        for segment, start, begin, end in zip(self._segments, self.starts(), [0, *ends], ends, strict=False):
+            scattering.overwrite(segment, start, indices[begin:end], values[begin:end], np.float32(factor))
 
     def add_all(self, values: Array, factor: float) -> None:
         """See ``Accumulator``."""

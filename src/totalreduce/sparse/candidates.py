@@ -6,14 +6,12 @@ from typing import Any, final
 
 import numpy as np
 
-from totalreduce.kernels import selection
-
 __all__ = ["Array", "Candidates"]
 
 Array = np.ndarray[Any, Any]
 
 #: What ``selection`` needs beyond the last element listed.
-_SLACK = 4096 + selection.LANES
+_SLACK = 4096
 
 
 @final

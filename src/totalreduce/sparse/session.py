@@ -56,8 +56,7 @@ class Update:
         if self.indices is None:
             target.assign(self.values, factor)
         else:
-            target.clear()
-            target.put(self.indices, self.values, factor)
+            target.assign_sparse(self.indices, self.values, factor)
 
     def add_to(self, target: Accumulator, factor: float) -> None:
         """Add this, times a factor, to the target."""
