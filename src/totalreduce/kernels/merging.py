@@ -58,33 +58,35 @@ def sum_sparse(index: Array, value: Array, bounds: Array, out_index: Array, out_
     at = bounds[:num_lists].copy()
     sums = np.zeros(_BLOCK, np.float32)
     touched = np.zeros(_BLOCK // 64, np.uint64)
-    num_out = 0
+    num_out, one, lowest = uint64(0), uint64(1), uint64(63)  # unsigned places: see ``_sum_two``
     while True:
         begin = np.int64(1) << 40
         for j in range(num_lists):
             if at[j] < bounds[j + 1]:
                 begin = min(begin, np.int64(index[at[j]]))
         if begin == np.int64(1) << 40:
-            return num_out
+            return int(int64(num_out))
         for j in range(num_lists):
-            i, end = at[j], bounds[j + 1]
+            i, end = uint64(at[j]), uint64(bounds[j + 1])
             while i < end and index[i] - begin < _BLOCK:
-                place = index[i] - begin
+                place = uint64(index[i] - begin)
                 sums[place] += value[i]
-                touched[place >> 6] |= uint64(1) << uint64(place & 63)
-                i += 1
+                touched[place >> uint64(6)] |= one << (place & lowest)
+                i += one
             at[j] = i
         for word in range(touched.size):
             bits = touched[word]
             if bits == uint64(0):
                 continue
             touched[word] = uint64(0)
+            first = uint64(word * 64)
             while bits != uint64(0):
-                place = word * 64 + trailing_zeros(bits)
-                out_index[num_out], out_value[num_out] = int32(begin + place), sums[place]
+                place = first + uint64(trailing_zeros(bits))
+                out_index[num_out], out_value[num_out] = int32(begin + int64(place)), sums[place]
+                num_out += one
+                bits &= bits - one
+            for place in range(first, first + uint64(64)):
                 sums[place] = np.float32(0.0)
-                num_out += 1
-                bits &= bits - uint64(1)
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
