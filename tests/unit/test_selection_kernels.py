@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 from totalreduce.kernels import plain, selection
 from totalreduce.kernels.selection import INFINITY, LANES
 from totalreduce.sparse.accumulator import HostAccumulator
-from totalreduce.sparse.candidates import Candidates
+from totalreduce.sparse.candidates import Candidates, Workspace
 from totalreduce.sparse.selector import Selector, sample_bound
 
 BLOCK = 4096
@@ -242,6 +242,37 @@ def test_a_sampled_bound_is_near() -> None:
     for k in (400, 4000, 40_000):
         bound = np.array(sample_bound([values], 1.0, k), np.int32).view(np.float32)
         assert 1.05 * k < (flat >= bound).sum() < 1.5 * k
+
+
+def test_a_workspace_hands_out_the_same_memory_again() -> None:
+    workspace = Workspace()
+    large = workspace.candidates(1000)
+    large.append(np.arange(700, dtype=np.int32), np.ones(700, np.float32), complete=False)
+    for room in (1000, 10, 0):
+        lists = workspace.candidates(room)
+        assert (lists.count, lists.complete, lists.room) == (0, True, room)
+        assert np.shares_memory(lists.index, large.index)
+        assert np.shares_memory(lists.value, large.value)
+    larger = workspace.candidates(1001)
+    assert larger.room == 1001
+    assert not np.shares_memory(larger.index, large.index)
+
+
+def test_selectors_that_share_a_workspace_choose_what_they_would_alone() -> None:
+    workspace = Workspace()
+    for size in (50_000, 1000, 200_000):
+        chosen = []
+        for shared in (True, False):
+            selector = Selector()
+            if shared:
+                selector.workspace = workspace
+            memory = HostAccumulator([normal(size)])
+            chosen.append(selector.accumulate(memory, HostAccumulator([normal(size, 1)]), 1.0, size // 100))
+        kept = chosen[0].indices.copy()
+        workspace.candidates(3 * (size // 100)).index[...] = -1  # the next bucket's
+        assert same(chosen[0].indices, chosen[1].indices)
+        assert same(chosen[0].values, chosen[1].values)
+        assert same(chosen[0].indices, kept)
 
 
 def test_candidates_have_room_or_are_not_complete() -> None:

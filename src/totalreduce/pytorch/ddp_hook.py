@@ -190,16 +190,20 @@ class SparseHookState:
         )
 
     def _session(self, parameters: Parameters, layout: Layout) -> Session:
-        assert self._link is not None
-        rank, world_size = self._link.driver.rank, self._link.driver.world_size
         if self._whole:
-            return Dense().session(layout.shape, rank, world_size)
+            return self._new_session(Dense(), layout)
         session = self._sessions.get(parameters)
         if session is None:
-            session = self._sessions[parameters] = self.method.session(layout.shape, rank, world_size)
+            session = self._sessions[parameters] = self._new_session(self.method, layout)
             # DDP has packed its buckets anew: a schedule goes on where it was.
             saved = self._saved.pop(parameters, None)
             session.load_state({**session.state(), "steps": self.steps} if saved is None else saved)
+        return session
+
+    def _new_session(self, method: Method, layout: Layout) -> Session:
+        assert self._link is not None
+        session = method.session(layout.shape, self._link.driver.rank, self._link.driver.world_size)
+        session.share(self._link.workspace)
         return session
 
     def _leave(self, this: "_Pass", made: HookBucket) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from totalreduce.foundation.errors import PlanMismatchError
 from totalreduce.sparse.actions import Allgather
 from totalreduce.sparse.c10d_driver import C10dDriver
+from totalreduce.sparse.candidates import Workspace
 from totalreduce.sparse.worker import ExchangeWorker
 from totalreduce.transports.torch_collectives import destroy, forming_a_group
 
@@ -71,6 +72,7 @@ class Link:
         driver: Carries actions out.
         worker: The thread in which exchanges go on.
         selecting: The thread in which gradients are taken and selected.
+        workspace: Its memory.
         timeout_s: Of the process group.
 
     Raises:
@@ -95,6 +97,7 @@ class Link:
         self.driver = C10dDriver(self._group, device)
         self.worker = ExchangeWorker(self.driver, in_order=True)
         self.selecting = Background("totalreduce-selection")
+        self.workspace = Workspace()
         self._compare(settings)
 
     def _compare(self, settings: str) -> None:

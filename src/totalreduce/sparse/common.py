@@ -10,6 +10,7 @@ import numpy as np
 
 from totalreduce.sparse.accumulator import Accumulator
 from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Array, Broadcast, Messages
+from totalreduce.sparse.candidates import Workspace
 from totalreduce.sparse.greeting import Greetings, greet
 from totalreduce.sparse.selector import Selection, Selector
 from totalreduce.sparse.session import BucketShape, Report, Update
@@ -32,6 +33,10 @@ class BaseSession(ABC):
         self._selector = Selector(world_size)
         self._steps = 0
         self.report = Report(name)
+
+    def share(self, workspace: Workspace) -> None:
+        """See ``Session``."""
+        self._selector.workspace = workspace
 
     def accumulate(self, gradients: Accumulator, residuals: Accumulator, scale: float) -> None:
         """See ``Session``."""

@@ -15,6 +15,7 @@ import torch
 from totalreduce.foundation.errors import DeadlineExceededError
 from totalreduce.sparse.accumulator import Accumulator
 from totalreduce.sparse.actions import Action
+from totalreduce.sparse.candidates import Workspace
 from totalreduce.sparse.carrier import Carrier
 from totalreduce.sparse.session import BucketShape, Method, Report, Session, Update
 from totalreduce.sparse.worker import ExchangeWorker, Job
@@ -74,6 +75,9 @@ class SparseRounds:
             method.session(shape, carrier.rank, carrier.world_size)
             for method, shape in zip(methods, shapes, strict=True)
         ]
+        self._workspace = Workspace()
+        for session in self.sessions:
+            session.share(self._workspace)
         self._latest = list(self.sessions)
         self._jobs: list[Job | None] = [None] * len(shapes)
         self._worker = ExchangeWorker(carrier, in_order=in_order)
@@ -108,6 +112,7 @@ class SparseRounds:
             from totalreduce.sparse.dense import Dense
 
             session = Dense().session(self._shapes[bucket], self._carrier.rank, self._carrier.world_size)
+            session.share(self._workspace)
         self._latest[bucket] = session
         flags = np.array(present, np.bool_)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from totalreduce.kernels import selection
 from totalreduce.sparse.accumulator import Accumulator, Array
-from totalreduce.sparse.candidates import Candidates
+from totalreduce.sparse.candidates import Candidates, Workspace
 from totalreduce.sparse.threshold import bits_of, magnitude
 
 __all__ = ["NOTHING", "NOT_FINITE", "Selection", "Selector", "sample_bound"]
@@ -65,6 +65,7 @@ class Selector:
         bound: What the next pass lists; ``None`` before the first one.
         limit: Bits of the smallest magnitude that counts as not finite.
         rescans: How often the candidates had to be listed again.
+        workspace: Where candidates are listed; it may be shared with selectors that are never at work together.
     """
 
     def __init__(self, world_size: int = 1) -> None:
@@ -72,6 +73,7 @@ class Selector:
         self.bound: int | None = None
         self.limit = int((np.finfo(np.float32).max / np.float32(2 * world_size)).view(np.int32))
         self.rescans = 0
+        self.workspace = Workspace()
         self._last = 0.0
 
     def accumulate(self, gradients: Accumulator, residuals: Accumulator, scale: float, k: int) -> Selection:
@@ -84,16 +86,15 @@ class Selector:
             bound = self.limit
         elif bound is None:
             bound = sample_bound([gradients, residuals], scale, k)
-        # Not kept from step to step: buckets are chosen from one after the other, and their lists are not small.
         room = min(int(_ROOM * k), gradients.num_elements)
-        found = Candidates(room)
+        found = self.workspace.candidates(room)
         gradients.accumulate(residuals, scale, bound, found)
         if k == 0:
             return NOT_FINITE if found.count or not found.complete else NOTHING
         if not found.complete or found.count < k:
             self.rescans += 1
             bound = sample_bound([gradients], 1.0, k)
-            found = Candidates(room)
+            found = self.workspace.candidates(room)
             gradients.find(bound, found)
         if not found.complete or (found.count < k and bound > 1):
             if gradients.kth_magnitude(1).bits >= self.limit:

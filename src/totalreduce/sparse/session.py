@@ -12,6 +12,7 @@ from totalreduce.sparse.actions import Action, Array
 
 if TYPE_CHECKING:
     from totalreduce.sparse.accumulator import Accumulator
+    from totalreduce.sparse.candidates import Workspace
 
 __all__ = ["BucketShape", "Method", "Report", "Session", "Update"]
 
@@ -115,6 +116,9 @@ class Session(Protocol):
     """One bucket's state on one rank. A round is ``accumulate`` and then ``exchange``, to its end."""
 
     report: Report
+
+    def share(self, workspace: Workspace) -> None:
+        """List candidates there from now on, as other sessions do that are not at work at the same time."""
 
     def accumulate(self, gradients: Accumulator, residuals: Accumulator, scale: float) -> None:
         """Make the gradients ``gradients * scale + residuals``, in place, and choose. Local; no GIL while it works."""

@@ -175,6 +175,7 @@ def simulate(name: str, world_size: int, k: int, density: float) -> GrowthFigure
     import numpy as np
 
     from totalreduce.sparse.accumulator import HostAccumulator
+    from totalreduce.sparse.candidates import Workspace
     from totalreduce.sparse.session import BucketShape
     from totalreduce.testing.lockstep import run_exchanges
 
@@ -182,6 +183,9 @@ def simulate(name: str, world_size: int, k: int, density: float) -> GrowthFigure
     method, num_elements = make_method(name, density), round(k / density)
     shape = BucketShape(((num_elements,),))
     sessions = [method.session(shape, rank, world_size) for rank in range(world_size)]
+    workspace = Workspace()
+    for session in sessions:
+        session.share(workspace)
     generator = np.random.default_rng(_SEED)
     noise = generator.standard_normal(2 * num_elements, dtype=np.float32)
     signal = generator.standard_normal(num_elements, dtype=np.float32) * np.float32(_SIGNAL)

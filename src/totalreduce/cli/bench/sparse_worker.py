@@ -20,6 +20,7 @@ from totalreduce.cli.bench.values import WrongResultError
 from totalreduce.kernels.selection import kth_magnitude
 from totalreduce.sparse.accumulator import Accumulator, HostAccumulator
 from totalreduce.sparse.actions import Action, Array
+from totalreduce.sparse.candidates import Workspace
 from totalreduce.sparse.group_driver import GroupDriver
 from totalreduce.sparse.rounds import SparseRounds
 from totalreduce.sparse.session import BucketShape, Report, Session, Update
@@ -261,6 +262,10 @@ class _Watch:
     @report.setter
     def report(self, report: Report) -> None:
         self._session.report = report
+
+    def share(self, workspace: Workspace) -> None:
+        """See ``Session``."""
+        self._session.share(workspace)
 
     def accumulate(self, gradients: Accumulator, residuals: Accumulator, scale: float) -> None:
         """See ``Session``."""
