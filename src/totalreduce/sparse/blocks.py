@@ -153,7 +153,7 @@ def unpack_all(blocks: Sequence[Array | tuple[Array, Array]], spans: Sequence[tu
 
 
 def _header(block: Array, span: int) -> tuple[int, ValueKind | None]:
-    """How many elements of which kind a block claims to have; no more than can be in it."""
+    """How many elements a block claims to have, no more than can be in it, and of which kind, if there are any."""
     if not block.size:
         return 0, None
     if block.size < _HEADER.size:
@@ -163,7 +163,7 @@ def _header(block: Array, span: int) -> tuple[int, ValueKind | None]:
         raise ProtocolError(f"a block claims {count} elements of kind {number} out of {span}")
     if count > 8 * (block.size - _HEADER.size):  # a gap takes a bit at least: no memory for what cannot have come
         raise ProtocolError(f"a block of {block.size} bytes claims {count} elements")
-    return count, _KINDS[number]
+    return count, _KINDS[number] if count else None
 
 
 def _read(coded: Array, kind: ValueKind, begin: int, end: int, indices: Array, values: Array) -> None:

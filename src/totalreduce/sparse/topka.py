@@ -6,10 +6,14 @@ but a rank receives k elements from each of the others: the bytes grow as the nu
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
+from totalreduce.sparse import blocks
+from totalreduce.sparse.actions import Action, Array
 from totalreduce.sparse.gathering import GatheringSession
+from totalreduce.sparse.greeting import Greetings, greet_with_block
 from totalreduce.sparse.session import BucketShape
 from totalreduce.sparse.settings import TopkSettings
 
@@ -29,4 +33,23 @@ class TopkA(TopkSettings):
 
 @final
 class TopkASession(GatheringSession[TopkA]):
-    """See ``session.Session``: the k largest by ``Selector``, exchanged as ``gathering`` does."""
+    """See ``session.Session``: the k largest by ``Selector``, exchanged as ``gathering`` does.
+
+    No rank has more than k, so no sizes are told: with the index coding's bound a block is 2 % longer than it would be,
+    and one exchange is saved.
+    """
+
+    def _gather(
+        self, present: Array, block: Array, meanwhile: Callable[[], None]
+    ) -> Generator[Action, Any, tuple[Greetings, list[Array]]]:
+        size = blocks.block_bytes_max(self.report.k, self._num_elements, self._settings.values)
+        return (
+            yield from greet_with_block(
+                self._world_size,
+                finite=self._selection.finite,
+                present=present,
+                block=block,
+                size=size,
+                meanwhile=meanwhile,
+            )
+        )
