@@ -72,7 +72,8 @@ def lose(fleet, method, phase, number):
     [
         *(("oktopk", phase) for phase in (1, 2)),
         *(pytest.param("oktopk", phase, marks=pytest.mark.slow) for phase in (0, 3)),
-        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("topka", "gtopk", "topkdsa", "shared")),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("gtopk", "topkdsa", "shared")),
+        pytest.param("topka", 0, marks=pytest.mark.slow),  # its only exchange
         pytest.param("powersgd", 0, marks=pytest.mark.slow),
     ],
 )
