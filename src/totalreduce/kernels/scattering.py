@@ -70,8 +70,7 @@ def overwrite(target: Array, first: int, index: Array, value: Array, factor: flo
             page[index[j] - start] = 0.0
     settle()
     target[end:] = 0.0
-    for j in range(i, index.size):
-        target[index[j] - first] = value[j] * factor
+    scatter(target, first, index[i:], value[i:], factor)
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

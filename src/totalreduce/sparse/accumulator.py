@@ -110,9 +110,10 @@ class Accumulator(ABC):
     def assign(self, values: Array, factor: float) -> None:
         """Become values times a factor, as many as there are elements."""
 
-    @abstractmethod
     def assign_sparse(self, indices: Array, values: Array, factor: float) -> None:
         """Become zero, but for these elements: values times a factor."""
+        self.clear()
+        self.put(indices, values, factor)
 
     @abstractmethod
     def add_all(self, values: Array, factor: float) -> None:
@@ -230,8 +231,7 @@ class HostAccumulator(Accumulator):
     def assign_sparse(self, indices: Array, values: Array, factor: float) -> None:
         """See ``Accumulator``."""
         if self.num_elements < _CACHED:
-            self.clear()
-            self.put(indices, values, factor)
+            super().assign_sparse(indices, values, factor)
             return
         ends = np.cumsum(self.spread(indices)).tolist()
         for segment, start, begin, end in zip(self._segments, self.starts(), [0, *ends], ends, strict=False):

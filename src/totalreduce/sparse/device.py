@@ -159,11 +159,6 @@ class DeviceAccumulator(Accumulator):
         for number, tensor in self._each():
             tensor.copy_(self._part(values, number)).mul_(factor)
 
-    def assign_sparse(self, indices: Array, values: Array, factor: float) -> None:
-        """See ``Accumulator``."""
-        self.clear()
-        self.put(indices, values, factor)
-
     def add_all(self, values: Array, factor: float) -> None:
         """See ``Accumulator``."""
         for number, tensor in self._each():

@@ -71,7 +71,7 @@ class GaussianKSession(GatheringSession[GaussianK]):
         low, high = 0, self._selector.limit
         bound, stride = min(_normal_bound(gradients, k), high - 1), _STRIDE
         for _ in range(self._settings.passes):
-            found = _find(gradients, bound, most)
+            found = self._find(gradients, bound, most)
             if found.complete and least <= found.count <= most:
                 return _first(found, most)
             self._selector.rescans += 1
@@ -85,16 +85,15 @@ class GaussianKSession(GatheringSession[GaussianK]):
                 bound = (low + high) // 2
             stride *= 2
         # Many are equal, or there were not tries enough: rather too few, but some.
-        found = _find(gradients, high, most)
+        found = self._find(gradients, high, most)
         if not found.count:
-            found = _find(gradients, max(low, 1), most)
+            found = self._find(gradients, max(low, 1), most)
         return _first(found, k)
 
-
-def _find(gradients: Accumulator, bound: int, room: int) -> Candidates:
-    found = Candidates(room)
-    gradients.find(bound, found)
-    return found
+    def _find(self, gradients: Accumulator, bound: int, room: int) -> Candidates:
+        found = self._selector.workspace.candidates(room)
+        gradients.find(bound, found)
+        return found
 
 
 def _first(found: Candidates, count: int) -> Selection:

@@ -71,13 +71,8 @@ class SparseRounds:
         """Nothing is exchanged yet."""
         self._shapes, self._carrier = shapes, carrier
         self.methods = [method.name for method in methods]
-        self.sessions = [
-            method.session(shape, carrier.rank, carrier.world_size)
-            for method, shape in zip(methods, shapes, strict=True)
-        ]
         self._workspace = Workspace()
-        for session in self.sessions:
-            session.share(self._workspace)
+        self.sessions = [self._new_session(method, shape) for method, shape in zip(methods, shapes, strict=True)]
         self._latest = list(self.sessions)
         self._jobs: list[Job | None] = [None] * len(shapes)
         self._worker = ExchangeWorker(carrier, in_order=in_order)
@@ -111,8 +106,7 @@ class SparseRounds:
         if whole:
             from totalreduce.sparse.dense import Dense
 
-            session = Dense().session(self._shapes[bucket], self._carrier.rank, self._carrier.world_size)
-            session.share(self._workspace)
+            session = self._new_session(Dense(), self._shapes[bucket])
         self._latest[bucket] = session
         flags = np.array(present, np.bool_)
 
@@ -184,3 +178,8 @@ class SparseRounds:
     def close(self) -> None:
         """End the thread; harmless when called twice."""
         self._worker.close()
+
+    def _new_session(self, method: Method, shape: BucketShape) -> Session:
+        session = method.session(shape, self._carrier.rank, self._carrier.world_size)
+        session.share(self._workspace)
+        return session
