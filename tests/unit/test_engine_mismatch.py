@@ -6,7 +6,7 @@ from rack import BARRIER, Rack, allreduce, broadcast, values_of
 from totalreduce.engine.operation import Operation
 from totalreduce.foundation.errors import MismatchError
 from totalreduce.foundation.header import Frame
-from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
+from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
 
 ODD = [
     (allreduce(4), allreduce(4, dtype=DType.FLOAT32), "allreduce(sum) of float32[4]"),
@@ -132,6 +132,61 @@ def test_the_description_travels_once_per_change() -> None:
         rack.run()
         assert all(operation.error is None for operation in operations)
     assert described == 1
+
+
+def gathered(*sizes: int) -> Signature:
+    return Signature(OpKind.ALLGATHER, DType.FLOAT64, ReduceOp.NONE, 0, (), sizes, Algorithm.DIRECT)
+
+
+EXCHANGED = Signature(OpKind.ALLTOALL, DType.FLOAT64, ReduceOp.NONE, 0, ())
+
+
+@pytest.mark.parametrize("kind", [OpKind.ALLGATHER, OpKind.ALLTOALL])
+def test_new_sizes_of_blocks_are_not_described_where_a_message_tells_them(kind: OpKind) -> None:
+    rack = Rack(3)
+    described = 0
+    for count in (1, 2, 3):
+        for rank in range(3):
+            if kind is OpKind.ALLGATHER:
+                rack.blocks(rank, "w", gathered(count, 1, 1), [count, 1, 1])
+            else:
+                rack.blocks(rank, "w", EXCHANGED, [count] * 6)
+        while (message := rack.take(0, 1)) is not None:
+            described += message[0].frame is Frame.DESCRIBE
+            rack.give(0, 1, message)
+        rack.run()
+    assert all(len(done) == 3 and all(operation.error is None for operation in done) for done in rack.completed)
+    assert described == 1
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize(("odd", "added"), [((4, 4, 5), ""), ((4, 5, 3), ", of another shape")])
+def test_sizes_that_differ_and_were_not_described(odd: tuple[int, ...], added: str, order: tuple[int, ...]) -> None:
+    """One of two ranks finds it: it knows its own sizes, and of the other's what the header says."""
+    usual = (4, 4, 4)
+
+    def ways(sizes: tuple[int, ...]) -> set[str]:
+        return {gathered(*sizes).describe(), f"allgather of float64[{sum(sizes)}] by direct{added}"}
+
+    rack = Rack(3)
+    for _ in range(2):  # the second time they have described themselves anew
+        for rank in range(3):
+            rack.blocks(rank, "w", gathered(1, 1, 1), [1, 1, 1])
+        rack.run()
+        operations = {}
+        for rank in order:
+            sizes = odd if rank == 2 else usual
+            operations[rank] = rack.blocks(rank, "w", gathered(*sizes), sizes)
+            rack.run()
+        for rank in range(3):
+            error = operations[rank].error
+            assert isinstance(error, MismatchError), f"rank {rank}: {error}"
+            by_rank = dict(zip(error.ranks, error.values, strict=True))
+            theirs, (mine,) = by_rank.pop(2), by_rank.values()
+            assert theirs in ways(odd)
+            assert mine in ways(usual)
+            assert theirs != mine
+    _check_usable(rack)
 
 
 def _check_usable(rack: Rack) -> None:

@@ -40,7 +40,7 @@ class EarlyNews:
         urgent: Somebody is blocked on it.
         described: By peer: the signature under which it submitted it.
         names: By operation id: its name.
-        descriptions: By peer and operation id: what it is there, for people.
+        descriptions: By peer and operation id: the signature it last described there, and what that is, for people.
     """
 
     __slots__ = ("described", "descriptions", "names", "poisoned", "posted", "requested", "urgent")
@@ -53,4 +53,4 @@ class EarlyNews:
         self.urgent: BoundedTable[_Key, bool] = BoundedTable()
         self.described: BoundedTable[_Key, dict[int, bytes]] = BoundedTable()
         self.names: BoundedTable[int, str] = BoundedTable()
-        self.descriptions: BoundedTable[tuple[int, int], str] = BoundedTable()
+        self.descriptions: BoundedTable[tuple[int, int], tuple[bytes, str]] = BoundedTable()

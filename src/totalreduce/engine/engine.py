@@ -647,7 +647,8 @@ class Engine:
     def _announce(self, operation: Operation, record: NameRecord) -> None:
         """Tell targets what the operation is (once per signature) and sources that it is posted (if it is large).
 
-        A rank without targets tells its sources what it is.
+        A rank without targets tells its sources what it is. New sizes of blocks are not told to who knows the name and
+        gets a message that waits for nobody, whose header has them: they are others in every step of sparse methods.
         """
         key, layout = operation.key, operation.layout
         told = layout.program.targets
@@ -655,7 +656,9 @@ class Engine:
             told = layout.program.sources  # or two ranks that both take themselves for the root would wait for ever
         for peer in told:
             signature = layout.signature_to(peer)
-            if record.described.get(peer) != signature:
+            described = record.described.get(peer)
+            learns = peer in layout.program.addressed and not layout.signature.shape
+            if described is None or (described != signature and not learns):
                 record.described[peer] = signature
                 body = json.dumps({"name": record.name, "is": layout.describe(peer, outgoing=True)[:2048]}).encode()
                 self._control(peer, Frame.DESCRIBE, key=key, body=body, signature=signature)
@@ -1072,7 +1075,7 @@ class Engine:
     ) -> None:
         name, description = str(document.get("name", "?"))[:NAME_BYTES_MAX], str(document.get("is", "?"))[:2048]
         self._early.names[key[0]] = name
-        self._early.descriptions[peer, key[0]] = description
+        self._early.descriptions[peer, key[0]] = signature, description
         operation = self._active.get(key)
         if operation is not None:
             if signature != operation.layout.signature_from(peer):
@@ -1156,14 +1159,16 @@ class Engine:
         self, name: str, key: tuple[int, int], layout: OperationLayout, peer: int, theirs: bytes
     ) -> MismatchError:
         """Tell everybody what this rank and ``peer`` wanted."""
-        described = self._early.descriptions.get((peer, key[0]))
-        mine = layout.describe(peer, outgoing=False)
-        value = described if described is not None else unpack_signature(theirs)
-        if value == mine:  # a peer that is ahead has described the next operation of this name, or a schedule differs
-            value = unpack_signature(theirs)
-            if value == unpack_signature(layout.signature_from(peer)):
+        described, value = self._early.descriptions.get((peer, key[0]), (b"", ""))
+        mine = shown = layout.describe(peer, outgoing=False)
+        if described != theirs:  # it has not described this one, or is ahead and has described the next
+            value, shown = unpack_signature(theirs), unpack_signature(layout.signature_from(peer))
+        if value == shown:  # people see no difference: it is the schedule, or a shape that the header only counts
+            if unpack_schedule(theirs) != unpack_schedule(layout.packed):
                 value = f"{mine}, carried out by {unpack_schedule(theirs)}"
                 mine = f"{mine}, carried out by {unpack_schedule(layout.packed)}"
+            else:
+                value = f"{value}, of another shape"
         error = MismatchError(name, (self.rank, peer), (mine, value))
         document = {"tensor": name, "ranks": error.ranks, "values": error.values}
         body = json.dumps(document).encode()

@@ -8,7 +8,7 @@ each for itself, so blocks of different sizes have different numbers of lanes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import pack_signature, unpack_signature, with_count
@@ -25,8 +25,7 @@ _PIECE_BYTES_MIN = 64 * 1024
 _SPAN_SEGMENTS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """One action of one lane: its bytes.
 
     Attributes:
@@ -141,8 +140,8 @@ class OperationLayout:
         buffer = 0 if self._cut else action.chunk
         if lane >= self._chunk_lanes[buffer]:
             return None
-        start, stop = self.elements(action.chunk, lane, action.span)
-        first, _ = self._lane_elements(buffer, lane)
+        first, last = self._lane_elements(buffer, lane)
+        start, stop = self.elements(action.chunk, lane, action.span) if self._cut else (first, last)
         width, wide = self.itemsize, self.partial_dtype.itemsize
         into = buffer
         if isinstance(action, Receive) and action.mode is Mode.COMBINE_LAST and action.into is not None:
@@ -162,7 +161,8 @@ class OperationLayout:
         return not self._cut or self.program.num_chunks == 1
 
     def _lane_elements(self, buffer: int, lane: int) -> tuple[int, int]:
-        return balanced_range(self.sizes[buffer] // self.itemsize, self._chunk_lanes[buffer], lane)
+        count, lanes = self.sizes[buffer] // self.itemsize, self._chunk_lanes[buffer]
+        return (0, count) if lanes == 1 else balanced_range(count, lanes, lane)
 
     def elements(self, chunk: int, lane: int, span: int = 1) -> tuple[int, int]:
         """Half-open element range, within its buffer, of one lane of ``span`` chunks."""

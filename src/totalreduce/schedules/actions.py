@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -146,6 +147,7 @@ class Program:
         preserves: Partial sums must not be kept in the tensor, because it is not this rank's to change.
         sources: The peers this rank receives from, in order of first use.
         targets: The peers this rank sends to.
+        addressed: Those of them to which it sends something before it waits for anything.
         algorithm: Which schedule it is.
     """
 
@@ -158,6 +160,7 @@ class Program:
     preserves: bool
     sources: tuple[int, ...]
     targets: tuple[int, ...]
+    addressed: frozenset[int]
     algorithm: Algorithm = Algorithm.AUTO
 
 
@@ -196,8 +199,12 @@ def compile_program(
         actions.append(action)
     sources = tuple(dict.fromkeys(peer for peer, _ in receives))
     targets = tuple(dict.fromkeys(action.peer for action in actions if isinstance(action, Send)))
+    before_waiting = itertools.takewhile(lambda action: isinstance(action, Send), actions)
+    addressed = frozenset(action.peer for action in before_waiting)
     partial_sums = partial_sums or any(isinstance(a, Receive) and a.mode is Mode.COMBINE for a in actions)
-    return Program(tuple(actions), receives, num_chunks, span_max, layout, partial_sums, preserves, sources, targets)
+    return Program(
+        tuple(actions), receives, num_chunks, span_max, layout, partial_sums, preserves, sources, targets, addressed
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -209,4 +216,5 @@ def translate(program: Program, ranks: tuple[int, ...]) -> Program:
         receives={(ranks[peer], step): index for (peer, step), index in program.receives.items()},
         sources=tuple(ranks[peer] for peer in program.sources),
         targets=tuple(ranks[peer] for peer in program.targets),
+        addressed=frozenset(ranks[peer] for peer in program.addressed),
     )
