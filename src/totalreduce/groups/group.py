@@ -127,7 +127,7 @@ class Group:
         request = requests.reduction(
             OpKind.ALLREDUCE, tensor, _shown(name), op=op, root=0, algorithm=_algorithm(schedule), writes=True
         )
-        return self._submit(request, name, priority, timeout_s)
+        return self.submit(request, name, priority, timeout_s)
 
     def reduce(
         self,
@@ -153,7 +153,7 @@ class Group:
             algorithm=_algorithm(schedule),
             writes=self.rank == root,
         )
-        return self._submit(request, name, priority, timeout_s)
+        return self.submit(request, name, priority, timeout_s)
 
     def broadcast(
         self,
@@ -183,7 +183,7 @@ class Group:
             request = requests.broadcast(
                 tensor, _shown(name), root=root, algorithm=_algorithm(schedule), writes=self.rank != root
             )
-            work = self._submit(request, name, priority, timeout_s)
+            work = self.submit(request, name, priority, timeout_s)
         if not async_op:
             work.wait()
         return work
@@ -219,7 +219,7 @@ class Group:
         request = requests.allgather(
             outputs, tensor, _shown(name), rank=self.rank, size=self.world_size, algorithm=_algorithm(schedule)
         )
-        return self._submit(request, name, priority, timeout_s)
+        return self.submit(request, name, priority, timeout_s)
 
     def reduce_scatter(
         self,
@@ -259,7 +259,7 @@ class Group:
             size=self.world_size,
             algorithm=_algorithm(schedule),
         )
-        return self._submit(request, name, priority, timeout_s)
+        return self.submit(request, name, priority, timeout_s)
 
     def gather(
         self,
@@ -275,7 +275,7 @@ class Group:
         request = requests.gather(
             outputs, tensor, _shown(name), rank=self.rank, size=self.world_size, root=self._root(root)
         )
-        return self._submit(request, name, priority, timeout_s)
+        return self.submit(request, name, priority, timeout_s)
 
     def scatter(
         self,
@@ -291,7 +291,7 @@ class Group:
         request = requests.scatter(
             tensor, inputs, _shown(name), rank=self.rank, size=self.world_size, root=self._root(root)
         )
-        return self._submit(request, name, priority, timeout_s)
+        return self.submit(request, name, priority, timeout_s)
 
     def alltoall(
         self,
@@ -312,7 +312,7 @@ class Group:
             whole, splits = torch.cat([part.reshape(-1) for part in parts]), [part.numel() for part in parts]
             return self._coordinator.alltoall(whole, splits, outputs=places, name=name, timeout_s=timeout_s)
         request = requests.alltoall(outputs, inputs, _shown(name), rank=self.rank, size=self.world_size)
-        return self._submit(request, name, priority, timeout_s)
+        return self.submit(request, name, priority, timeout_s)
 
     def barrier(self, *, timeout_s: float | None = None) -> Work:
         """Return when every rank has called it; deferred work (see ``on_quiesce``) is flushed first.
@@ -329,7 +329,7 @@ class Group:
         if work is None:
             # A few names in turn: a name is remembered for ever, and a job has as many barriers as it likes.
             name = f"barrier#{next(self._barriers) % _BARRIER_NAMES}"
-            work = self._submit(requests.barrier(), name, -1, timeout_s)
+            work = self.submit(requests.barrier(), name, -1, timeout_s)
         try:
             work.wait(timeout_s)
         except DeadlineExceededError:
@@ -353,7 +353,7 @@ class Group:
         name = _message_name(self.rank, dst, tag)
         request = requests.message(tensor, name, writes=False)
         ranks = (self.ranks[self.rank], self.ranks[dst])
-        return self._submit(request, name, priority, timeout_s, ranks=ranks, repeats=True)
+        return self.submit(request, name, priority, timeout_s, ranks=ranks, repeats=True)
 
     def recv(
         self,
@@ -376,7 +376,7 @@ class Group:
             name = _message_name(src, self.rank, tag)
             request = requests.message(tensor, name, writes=True)
             ranks = (self.ranks[src], self.ranks[self.rank])
-            return self._submit(request, name, priority, timeout_s, ranks=ranks, repeats=True)
+            return self.submit(request, name, priority, timeout_s, ranks=ranks, repeats=True)
         self._check_open()
         request = requests.message(tensor, "a message from any rank", writes=True)
         candidates = {
@@ -639,16 +639,26 @@ class Group:
         for callback in list(self._quiesce):
             callback()
 
-    def _submit(
+    def submit(
         self,
         request: Request,
         name: str | None,
         priority: int,
-        timeout_s: float | None,
+        timeout_s: float | None = None,
         *,
         ranks: tuple[int, ...] | None = None,
         repeats: bool = False,
     ) -> Work:
+        """Submit what ``groups.requests`` has made: for who has bytes and no tensors. Past a coordinator, if any.
+
+        Args:
+            request: What to do.
+            name: As for ``allreduce``, like the other arguments and the errors.
+            priority: Smaller is more urgent.
+            timeout_s: Deadline in seconds of a ``wait`` that names none.
+            ranks: Those of the whole group that take part, if not all of this group do.
+            repeats: The name may be in flight several times.
+        """
         self._check_open()
         patience = self._patience(timeout_s)
         handle = self._runner.submit(

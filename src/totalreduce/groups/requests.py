@@ -20,7 +20,9 @@ __all__ = [
     "Blocks",
     "Request",
     "allgather",
+    "allgather_bytes",
     "alltoall",
+    "alltoall_bytes",
     "barrier",
     "broadcast",
     "gather",
@@ -29,6 +31,8 @@ __all__ = [
     "reduction",
     "scatter",
 ]
+
+_NO_TENSOR = torch.empty(0)
 
 #: World-size many tensors, or one contiguous tensor that holds them one after the other.
 Blocks = torch.Tensor | Sequence[torch.Tensor]
@@ -239,6 +243,18 @@ def alltoall(outputs: Blocks, inputs: Blocks, name: str, *, rank: int, size: int
     _copy(buffers[rank], buffers[size + rank])
     signature = Signature(OpKind.ALLTOALL, dtype, ReduceOp.NONE, 0, ())
     return Request(signature, buffers, views.finalise(), outputs if isinstance(outputs, torch.Tensor) else None)
+
+
+def allgather_bytes(blocks: Sequence[memoryview]) -> Request:
+    """Allgather of memory that is no tensor's: every rank's block, this rank's among them. Nothing is copied."""
+    sizes = tuple(map(len, blocks))
+    return Request(Signature(OpKind.ALLGATHER, DType.UINT8, ReduceOp.NONE, 0, (), sizes), blocks, None, _NO_TENSOR)
+
+
+def alltoall_bytes(sent: Sequence[memoryview], received: Sequence[memoryview]) -> Request:
+    """Alltoall of memory that is no tensor's, by rank. What is for this rank itself stays where it is."""
+    signature = Signature(OpKind.ALLTOALL, DType.UINT8, ReduceOp.NONE, 0, ())
+    return Request(signature, [*sent, *received], None, _NO_TENSOR)
 
 
 def message(tensor: torch.Tensor, name: str, *, writes: bool) -> Request:

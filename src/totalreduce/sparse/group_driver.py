@@ -11,11 +11,14 @@ import numpy as np
 import torch
 
 from totalreduce.foundation.errors import TotalReduceError
+from totalreduce.groups import requests
 from totalreduce.groups.group import Group
 from totalreduce.groups.work import Work
 from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Array, Broadcast, Messages
 
 __all__ = ["GroupDriver"]
+
+_NOTHING = memoryview(bytearray(0))
 
 
 @final
@@ -37,19 +40,19 @@ class GroupDriver:
         """See ``Carrier``."""
         name = f"{channel}.{step}"
         group, rank = self._group, self.rank
+        # Without tensors: torch gives the interpreter's lock away in each of its calls, and the communication thread,
+        # which the last action has woken, takes it.
         if isinstance(action, Allgather):
-            outputs = _empty(action.sizes)
-            work = group.allgather(outputs, _tensor(action.block), name=name, priority=priority)
-            return _Started([work], lambda: [output.numpy() for output in outputs])
+            gathered = _blocks(action.sizes, rank, np.ascontiguousarray(action.block))
+            work = group.submit(requests.allgather_bytes([block.data for block in gathered]), name, priority)
+            return _Started([work], lambda: gathered)
         if isinstance(action, Alltoall):
-            sizes = [0 if source == rank else size for source, size in enumerate(action.sizes)]
-            outputs = _empty(sizes)
-            inputs = [_tensor(block[:0] if to == rank else block) for to, block in enumerate(action.blocks)]
-            work = group.alltoall(outputs, inputs, name=name, priority=priority)
-            own = action.blocks[rank]
-            return _Started(
-                [work], lambda: [own if source == rank else out.numpy() for source, out in enumerate(outputs)]
-            )
+            came = _blocks(action.sizes, rank, action.blocks[rank])
+            sent = [np.ascontiguousarray(block).data for block in action.blocks]
+            received = [block.data for block in came]
+            sent[rank] = received[rank] = _NOTHING
+            work = group.submit(requests.alltoall_bytes(sent, received), name, priority)
+            return _Started([work], lambda: came)
         if isinstance(action, Allreduce):
             work = group.allreduce(torch.from_numpy(action.values), name=name, priority=priority)
             return _Started([work], lambda: action.values)
@@ -112,5 +115,6 @@ def _tensor(block: Array) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(block))
 
 
-def _empty(sizes: Sequence[int]) -> list[torch.Tensor]:
-    return [torch.empty(size, dtype=torch.uint8) for size in sizes]
+def _blocks(sizes: Sequence[int], rank: int, own: Array) -> list[Array]:
+    """Memory for what comes; this rank's block is there already."""
+    return [own if source == rank else np.empty(size, np.uint8) for source, size in enumerate(sizes)]
