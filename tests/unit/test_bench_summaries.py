@@ -2,7 +2,7 @@
 
 import pytest
 
-from totalreduce.cli.bench import allreduce, replay, step, summary, urgent
+from totalreduce.cli.bench import allreduce, replay, sparse, step, summary, urgent
 from totalreduce.cli.bench.launching import BenchmarkFailedError, Setting
 
 MIB = 1 << 20
@@ -132,6 +132,23 @@ def test_the_report_is_a_markdown_table_with_the_machine_under_it():
         "| allreduce of 1 MiB | 2 ms | 1.2x gloo's speed |",
     ]
     assert "a CPU, 2 cores" in lines[-1]
+
+
+def test_the_report_has_a_row_for_each_sparse_method_and_none_for_gloo():
+    setting = Setting(ranks=2, hosts=2, rate="1gbit", against=("gloo",), rounds=1)
+
+    def contestant(seconds, **more):
+        return {"seconds": [[seconds], [seconds]], "error": 0.5, "xi": None, **more}
+
+    counts = {"parts": [[0.0] * 4], "bytes": [[2_000_000] * 4], "counts": [[[10, 10, 10]]], "rescans": 0}
+    ranks = [{"contestants": {"topka": contestant(0.05, **counts), "gloo": contestant(1.0)}} for _ in range(2)]
+    assert summary._sparse_rows(setting, sparse.summarise(ranks)) == [
+        summary.Row(
+            "topka of 25.6 M elements, 2 ranks on 2 emulated hosts x 1gbit",
+            "50 ms, 1.91 MiB sent per rank",
+            "20.0x dense gloo's speed [20.0, 20.0]",
+        )
+    ]
 
 
 def test_settings_fill_each_other_in():

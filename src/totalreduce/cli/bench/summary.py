@@ -13,6 +13,7 @@ from totalreduce.cli.bench.arithmetic import format_bytes
 from totalreduce.cli.bench.launching import SHARED, Setting
 from totalreduce.cli.bench.replay import ReplayFigure, measure_replay
 from totalreduce.cli.bench.report import print_progress, write_document
+from totalreduce.cli.bench.sparse import SparseFigure, format_count, make_parameters, measure_sparse
 from totalreduce.cli.bench.step import StepFigure, measure_step
 from totalreduce.cli.bench.traces import as_document, find_traces, load_trace
 from totalreduce.cli.bench.urgent import UrgentFigure, measure_urgent
@@ -22,6 +23,17 @@ from totalreduce.launch.emulate import EmulatedNetwork
 __all__ = ["Row", "bench_report", "to_markdown"]
 
 _MIB = 1 << 20
+#: As many parameters as ResNet-50 has, a hundredth of them at a time.
+_SPARSE = make_parameters(
+    elements="25.6M",
+    density=0.01,
+    methods="oktopk,topka",
+    distribution="normal",
+    bucket_elements="25.6M",
+    steps=3,
+    warm_up=4,
+    against=["gloo"],
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +129,13 @@ def _emulated(rows: list[Row], raw: list[dict[str, Any]], directories: list[Path
     rows += _allreduce_rows(setting, figures)
     raw += results
 
+    for hosts in (2, 4):
+        setting = Setting(ranks=hosts, hosts=hosts, rate="1gbit", against=("gloo",), rounds=7)
+        print_progress(f"sparse, {setting.describe()}")
+        sparse, results = measure_sparse(setting, _SPARSE)
+        rows += _sparse_rows(setting, sparse)
+        raw += results
+
     setting = Setting(ranks=4, hosts=4, rate="1gbit", against=(), rounds=3)
     print_progress(f"urgent, {setting.describe()}")
     urgent, results = measure_urgent(setting, 256 * _MIB, 4096, 0.02)
@@ -154,6 +173,18 @@ def _allreduce_rows(setting: Setting, figures: list[AllreduceFigure]) -> list[Ro
             )
         )
     return rows
+
+
+def _sparse_rows(setting: Setting, figures: list[SparseFigure]) -> list[Row]:
+    return [
+        Row(
+            f"{figure.contestant} of {format_count(_SPARSE['elements'])} elements, {setting.describe()}",
+            f"{_time(figure.seconds.median)}, {format_bytes(figure.sent_bytes)} sent per rank",
+            f"{gain.median:.1f}x dense gloo's speed [{gain.low:.1f}, {gain.high:.1f}]",
+        )
+        for figure in figures
+        if figure.sent_bytes is not None and (gain := figure.gains["gloo"])
+    ]
 
 
 def _time(seconds: float) -> str:
