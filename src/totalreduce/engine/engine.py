@@ -59,6 +59,8 @@ __all__ = ["CONTROL_BYTES_MAX", "Computation", "Delivery", "Engine", "OutgoingMe
 CONTROL_BYTES_MAX = 16 * 1024
 #: Kinds in which a rank may be done, and leave, before others have begun: its part is here, or it is missed.
 _ENDS_EARLY = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER, OpKind.SEND_RECV})
+#: Kinds that no rank can be done with before it has heard from everybody, or from somebody who has.
+_EXCHANGES = frozenset({OpKind.ALLGATHER, OpKind.ALLTOALL})
 #: Stall reports that nobody has fetched, at most.
 _REPORTS_MAX = 1000
 #: In control frames that are about no operation.
@@ -647,8 +649,9 @@ class Engine:
     def _announce(self, operation: Operation, record: NameRecord) -> None:
         """Tell targets what the operation is (once per signature) and sources that it is posted (if it is large).
 
-        A rank without targets tells its sources what it is. New sizes of blocks are not told to who knows the name and
-        gets a message that waits for nobody, whose header has them: they are others in every step of sparse methods.
+        A rank without targets tells its sources what it is. Where everybody needs everybody's blocks, new sizes are not
+        told to who knows the name and gets a message that waits for nobody, whose header has them: they are others in
+        every step of sparse methods.
         """
         key, layout = operation.key, operation.layout
         told = layout.program.targets
@@ -657,7 +660,7 @@ class Engine:
         for peer in told:
             signature = layout.signature_to(peer)
             described = record.described.get(peer)
-            learns = peer in layout.program.addressed and not layout.signature.shape
+            learns = layout.signature.kind in _EXCHANGES and peer in layout.program.addressed
             if described is None or (described != signature and not learns):
                 record.described[peer] = signature
                 body = json.dumps({"name": record.name, "is": layout.describe(peer, outgoing=True)[:2048]}).encode()
