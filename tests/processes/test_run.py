@@ -356,8 +356,9 @@ def test_mistakes_are_one_line(launcher):
         run_workers(["/absent"], num_workers=2, output="capture")
 
 
-def test_the_launcher_does_without_torch():
-    code = "import sys; from totalreduce.cli.main import build; build(['run']); print('torch' in sys.modules)"
+@pytest.mark.parametrize("command", ["run", "bench", "demo", "doctor", "timeline"])
+def test_the_launcher_does_without_torch(command):
+    code = f"import sys; from totalreduce.cli.main import build; build(['{command}']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout == "False\n"
 

@@ -59,7 +59,8 @@ __all__ = ["CONTROL_BYTES_MAX", "Computation", "Delivery", "Engine", "OutgoingMe
 CONTROL_BYTES_MAX = 16 * 1024
 #: Kinds in which a rank may be done, and leave, before others have begun: its part is here, or it is missed.
 _ENDS_EARLY = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER, OpKind.SEND_RECV})
-#: Kinds that no rank can be done with before it has heard from everybody, or from somebody who has.
+#: Kinds whose blocks may have other sizes each time, and which no rank can be done with before it has heard from
+#: everybody, or from somebody who has.
 _EXCHANGES = frozenset({OpKind.ALLGATHER, OpKind.ALLTOALL})
 #: Stall reports that nobody has fetched, at most.
 _REPORTS_MAX = 1000
@@ -657,14 +658,14 @@ class Engine:
         told = layout.program.targets
         if not told and layout.signature.kind is not OpKind.SEND_RECV:
             told = layout.program.sources  # or two ranks that both take themselves for the root would wait for ever
+        learn = layout.program.addressed if layout.signature.kind in _EXCHANGES else ()
         for peer in told:
-            signature = layout.signature_to(peer)
-            described = record.described.get(peer)
-            learns = layout.signature.kind in _EXCHANGES and peer in layout.program.addressed
-            if described is None or (described != signature and not learns):
-                record.described[peer] = signature
-                body = json.dumps({"name": record.name, "is": layout.describe(peer, outgoing=True)[:2048]}).encode()
-                self._control(peer, Frame.DESCRIBE, key=key, body=body, signature=signature)
+            signature, described = layout.signature_to(peer), record.described.get(peer)
+            if described == signature or (described is not None and peer in learn):
+                continue
+            record.described[peer] = signature
+            body = json.dumps({"name": record.name, "is": layout.describe(peer, outgoing=True)[:2048]}).encode()
+            self._control(peer, Frame.DESCRIBE, key=key, body=body, signature=signature)
         asked = self._early.requested.pop(key, set())
         for peer, expected_bytes in layout.expected_bytes.items():
             if peer in asked or expected_bytes > self.config.eager_bytes:

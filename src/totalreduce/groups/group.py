@@ -598,6 +598,41 @@ class Group:
 
     # -------------------------------------------------------------------------------------------------------- ending
 
+    def submit(
+        self,
+        request: Request,
+        name: str | None,
+        priority: int,
+        timeout_s: float | None = None,
+        *,
+        ranks: tuple[int, ...] | None = None,
+        repeats: bool = False,
+    ) -> Work:
+        """Submit what ``groups.requests`` has made: for who has bytes and no tensors. Past a coordinator, if any.
+
+        Args:
+            request: What to do.
+            name: As for ``allreduce``, like the other arguments and the errors.
+            priority: Smaller is more urgent.
+            timeout_s: Deadline in seconds of a ``wait`` that names none.
+            ranks: Those of the whole group that take part, if not all of this group do.
+            repeats: The name may be in flight several times.
+        """
+        self._check_open()
+        patience = self._patience(timeout_s)
+        handle = self._runner.submit(
+            name,
+            request.signature,
+            request.buffers,
+            ranks=ranks or self.ranks,
+            scope=self._scope,
+            repeats=repeats,
+            priority=_checked_priority(priority),
+            finalise=request.finalise,
+        )
+        assert handle.operation is not None
+        return Work(self._runner, handle, request.results, handle.operation.name, patience, ranks=self.ranks)
+
     def on_quiesce(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Have ``callback`` called before a barrier and before the end; returns a function that undoes this."""
         self._quiesce.append(callback)
@@ -638,41 +673,6 @@ class Group:
     def _flush(self) -> None:
         for callback in list(self._quiesce):
             callback()
-
-    def submit(
-        self,
-        request: Request,
-        name: str | None,
-        priority: int,
-        timeout_s: float | None = None,
-        *,
-        ranks: tuple[int, ...] | None = None,
-        repeats: bool = False,
-    ) -> Work:
-        """Submit what ``groups.requests`` has made: for who has bytes and no tensors. Past a coordinator, if any.
-
-        Args:
-            request: What to do.
-            name: As for ``allreduce``, like the other arguments and the errors.
-            priority: Smaller is more urgent.
-            timeout_s: Deadline in seconds of a ``wait`` that names none.
-            ranks: Those of the whole group that take part, if not all of this group do.
-            repeats: The name may be in flight several times.
-        """
-        self._check_open()
-        patience = self._patience(timeout_s)
-        handle = self._runner.submit(
-            name,
-            request.signature,
-            request.buffers,
-            ranks=ranks or self.ranks,
-            scope=self._scope,
-            repeats=repeats,
-            priority=_checked_priority(priority),
-            finalise=request.finalise,
-        )
-        assert handle.operation is not None
-        return Work(self._runner, handle, request.results, handle.operation.name, patience, ranks=self.ranks)
 
     def _check_open(self) -> None:
         if self._closed and self._parent is not None:  # of the whole group the engine says it

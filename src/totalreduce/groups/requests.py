@@ -32,8 +32,8 @@ __all__ = [
     "scatter",
 ]
 
+#: What ``Work.wait`` returns of bytes: made once, because it is waited for them in every exchange of a sparse step.
 _NO_TENSOR = torch.empty(0)
-
 #: World-size many tensors, or one contiguous tensor that holds them one after the other.
 Blocks = torch.Tensor | Sequence[torch.Tensor]
 
