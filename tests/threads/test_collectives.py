@@ -4,6 +4,7 @@ What comes out of them is the conformance suite's business.
 """
 
 import threading
+import time
 
 import pytest
 import torch
@@ -72,6 +73,7 @@ def test_sizes_that_differ(kind: str, transport: str, sizes: tuple[int, int]) ->
     assert any(errors[rank] is not None for rank in (ROOT, 2))
 
 
+@pytest.mark.parametrize("late", [None, 0], ids=["together", "rank 0 late"])
 @pytest.mark.parametrize(
     ("usual", "odd"),
     [
@@ -97,9 +99,13 @@ def test_sizes_that_differ(kind: str, transport: str, sizes: tuple[int, int]) ->
     ],
     ids=["root", "reduction", "kind", "schedule", "sizes of blocks", "dtype", "complex dtype"],
 )
-def test_other_things_that_differ(usual, odd) -> None:
+def test_other_things_that_differ(usual, odd, late: int | None) -> None:
+    """Also if the others are done with this and what follows when rank 0, which waits for them, begins."""
+
     def body(group: tr.Group) -> bool:
         raised = False
+        if group.rank == late:
+            time.sleep(0.3)
         work = odd(group) if group.rank == 2 else usual(group)
         try:
             work.wait(timeout_s=20)

@@ -1,5 +1,7 @@
 """Ranks that mean different things: an error with both values on every rank, and the group goes on."""
 
+from dataclasses import replace
+
 import pytest
 from rack import BARRIER, Rack, allreduce, broadcast, values_of
 
@@ -233,6 +235,71 @@ def test_nobody_waits_for_ever_when_roots_differ(kind: OpKind, roots: tuple[int,
     rack.run()
     assert all(operation.finished and operation.error is None for operation in again)
     _check_usable(rack)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+@pytest.mark.parametrize("change", [0, 1])
+@pytest.mark.parametrize("kind", [OpKind.REDUCE, OpKind.GATHER])
+def test_ranks_that_are_ahead_still_tell_of_another_root(kind: OpKind, change: int, ahead: int) -> None:
+    """Ranks 1 and 2 are done with their parts of all of them when they hear of each other's first one."""
+
+    def submit(rank: int, root: int, size: int) -> Operation:
+        if kind is OpKind.REDUCE:
+            return rack.submit(rank, "w", [1.0] * size, replace(rooted(kind, root), shape=(size,)))
+        return rack.blocks(rank, "w", rooted(kind, root), [size if rank in (root, i) else None for i in range(3)])
+
+    rack = Rack(3)
+    sizes = [2 + change * i for i in range(ahead)]
+    on_the_way = []
+    for rank in (1, 2):
+        for i, size in enumerate(sizes):
+            submit(rank, 1 if (rank, i) == (2, 0) else 0, size)
+            while (message := rack.take(2, 1)) is not None:
+                on_the_way.append(message)
+            while rack.move(rank, 0):  # which has not begun, and so tells nobody what it is going to want
+                pass
+    assert [len(done) for done in rack.completed] == [0, ahead, ahead]
+    for message in on_the_way:
+        rack.give(2, 1, message)
+    rack.run()
+    waiting = submit(0, 0, 2)
+    assert isinstance(waiting.error, MismatchError)
+    assert waiting.error.ranks == (1, 2)
+    assert len(set(waiting.error.values)) == 2
+    assert rack.engines[1].counters.mismatches == 1, "its description and its data say the same"
+    for size in sizes[1:]:
+        operation = submit(0, 0, size)
+        rack.run()
+        assert operation.finished
+        assert operation.error is None
+    _check_usable(rack)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_a_rank_that_is_ahead_hears_what_the_root_wanted(ahead: int) -> None:
+    """Rank 2 had taken rank 1 for the root, which has not begun; rank 0's description comes when it is further."""
+    rack = Rack(3)
+    for i in range(ahead):
+        submit_rooted(rack, 2, OpKind.REDUCE, 1 if i == 0 else 0)
+        while rack.move(2, 0) or rack.move(2, 1):
+            pass
+    assert len(rack.completed[2]) == ahead
+    waiting = submit_rooted(rack, 0, OpKind.REDUCE, 0)
+    rack.run()
+    assert isinstance(waiting.error, MismatchError)
+    assert waiting.error.ranks == (2, 0)
+    late = submit_rooted(rack, 1, OpKind.REDUCE, 0)
+    assert isinstance(late.error, MismatchError)
+
+
+def test_what_is_remembered_of_operations_that_ended_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("totalreduce.engine.early._ENDED_MAX", 10)
+    rack = Rack(3)
+    for _ in range(12):
+        operations = [submit_rooted(rack, rank, OpKind.REDUCE, 0) for rank in range(3)]
+        rack.run()
+        assert all(operation.error is None for operation in operations)
+    assert [len(engine._early.ended) for engine in rack.engines] == [10] * 3
 
 
 def test_what_comes_late_of_a_failed_operation_is_no_second_disagreement() -> None:

@@ -1,4 +1,4 @@
-"""What is known of operations that are not active here: other ranks are ahead, or have said something that stays true.
+"""What is known of operations that are not active here: other ranks are ahead, or behind, or said what stays true.
 
 Every table is bounded, because peers make it grow; the oldest entry goes first.
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
+from totalreduce.engine.layout import OperationLayout
 from totalreduce.foundation.errors import MismatchError, PeerLost
 
 __all__ = ["REMEMBERED_MAX", "BoundedTable", "EarlyNews"]
 
-#: Entries of every table, at most.
+#: Entries of every table, at most, if nothing else is said.
 REMEMBERED_MAX = 65_536
+#: Operations that ended here before others began, at most; each may keep a layout of some kilobytes alive.
+_ENDED_MAX = 16_384
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -23,10 +26,15 @@ _Key = tuple[int, int]
 class BoundedTable(OrderedDict[K, V], Generic[K, V]):
     """A dictionary that forgets its oldest entry when it is full."""
 
+    def __init__(self, entries_max: int | None = None) -> None:
+        """Start empty."""
+        super().__init__()
+        self._entries_max = REMEMBERED_MAX if entries_max is None else entries_max
+
     def __setitem__(self, key: K, value: V) -> None:
         """Remember."""
         super().__setitem__(key, value)
-        if len(self) > REMEMBERED_MAX:
+        if len(self) > self._entries_max:
             self.popitem(last=False)
 
 
@@ -39,11 +47,12 @@ class EarlyNews:
         poisoned: Why it fails as soon as it is submitted here.
         urgent: Somebody is blocked on it.
         described: By peer: the signature under which it submitted it.
+        ended: What it was here; it went well, and others may begin it yet.
         names: By operation id: its name.
         descriptions: By peer and operation id: the signature it last described there, and what that is, for people.
     """
 
-    __slots__ = ("described", "descriptions", "names", "poisoned", "posted", "requested", "urgent")
+    __slots__ = ("described", "descriptions", "ended", "names", "poisoned", "posted", "requested", "urgent")
 
     def __init__(self) -> None:
         """Know nothing."""
@@ -52,5 +61,6 @@ class EarlyNews:
         self.poisoned: BoundedTable[_Key, MismatchError | PeerLost] = BoundedTable()
         self.urgent: BoundedTable[_Key, bool] = BoundedTable()
         self.described: BoundedTable[_Key, dict[int, bytes]] = BoundedTable()
+        self.ended: BoundedTable[_Key, OperationLayout] = BoundedTable(_ENDED_MAX)
         self.names: BoundedTable[int, str] = BoundedTable()
         self.descriptions: BoundedTable[tuple[int, int], tuple[bytes, str]] = BoundedTable()

@@ -985,7 +985,8 @@ class Engine:
             record = self._names.get(operation.key[0])
             if record is not None:
                 record.described.clear()
-                record.layout = None  # what still comes of this operation is nobody's disagreement (see _check_past)
+        if error is None and operation.layout.signature.kind in _ENDS_EARLY:
+            self._early.ended[operation.key] = operation.layout
         if operation.computing and isinstance(error, MismatchError):
             self._unsettled.append(operation)  # the group goes on, and the tensor may be used again at once
         else:
@@ -1152,12 +1153,14 @@ class Engine:
         self._finish(operation, now, self._disagreement(operation.name, operation.key, operation.layout, peer, theirs))
 
     def _check_past(self, peer: int, key: tuple[int, int], theirs: bytes) -> None:
-        """An operation that was done here early was another one elsewhere: those who still wait are to learn it."""
-        record = self._names.get(key[0])
-        if record is None or record.layout is None or key[1] != record.next_iteration - 1:
-            return  # what it was is not known any more
-        if theirs != record.layout.signature_from(peer):
-            self._disagreement(record.shown(key[1]), key, record.layout, peer, theirs)
+        """An operation that ended here early is another one elsewhere: those who still wait are to learn it, once.
+
+        This rank may be many operations further by then.
+        """
+        layout, record = self._early.ended.get(key), self._names.get(key[0])
+        if layout is not None and record is not None and theirs != layout.signature_from(peer):
+            del self._early.ended[key]
+            self._disagreement(record.shown(key[1]), key, layout, peer, theirs)
 
     def _disagreement(
         self, name: str, key: tuple[int, int], layout: OperationLayout, peer: int, theirs: bytes
