@@ -104,7 +104,7 @@ class Rack:
         self.collect(here)
         return operation
 
-    def blocks(self, rank: int, name: str, signature: Signature, counts: Sequence[int | None]) -> Operation:
+    def blocks(self, rank: int, name: str | None, signature: Signature, counts: Sequence[int | None]) -> Operation:
         """Submit blocks of so many float64 values, filled with -1; ``None`` where this rank has none."""
         buffers = [None if count is None else _blank(count) for count in counts]
         operation = self.engines[rank].submit(name, signature, buffers, now=self.now)

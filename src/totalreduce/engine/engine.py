@@ -648,24 +648,11 @@ class Engine:
             record.layout = None
 
     def _announce(self, operation: Operation, record: NameRecord) -> None:
-        """Tell targets what the operation is (once per signature) and sources that it is posted (if it is large).
-
-        A rank without targets tells its sources what it is. Where everybody needs everybody's blocks, new sizes are not
-        told to who knows the name and gets a message that waits for nobody, whose header has them: they are others in
-        every step of sparse methods.
-        """
+        """Tell the neighbours what the operation is, if it is a new one, and that it is posted, if it is large."""
         key, layout = operation.key, operation.layout
-        told = layout.program.targets
-        if not told and layout.signature.kind is not OpKind.SEND_RECV:
-            told = layout.program.sources  # or two ranks that both take themselves for the root would wait for ever
-        learn = layout.program.addressed if layout.signature.kind in _EXCHANGES else ()
-        for peer in told:
-            signature, described = layout.signature_to(peer), record.described.get(peer)
-            if described == signature or (described is not None and peer in learn):
-                continue
-            record.described[peer] = signature
-            body = json.dumps({"name": record.name, "is": layout.describe(peer, outgoing=True)[:2048]}).encode()
-            self._control(peer, Frame.DESCRIBE, key=key, body=body, signature=signature)
+        if record.told is not layout:
+            self._describe(operation, record)
+            record.told = layout
         asked = self._early.requested.pop(key, set())
         for peer, expected_bytes in layout.expected_bytes.items():
             if peer in asked or expected_bytes > self.config.eager_bytes:
@@ -673,6 +660,39 @@ class Engine:
         operation.posted_by |= self._early.posted.pop(key, set())
         if self._early.urgent.pop(key, False):
             operation.promoted = True
+
+    def _describe(self, operation: Operation, record: NameRecord) -> None:
+        """Tell everybody whom this rank would meet in the operation what it is.
+
+        The ranks that mean the same are joined to those that mean something else somewhere, and whoever is at that
+        place hears of it, whatever each of them waits for. If all mean what they meant the last time and agreed then,
+        nobody needs to be told; if they did not agree, see ``_say_again``.
+
+        Where everybody needs everybody's blocks, new sizes are not told to who knows the name and gets a message that
+        waits for nobody, whose header has them: they are others in every step of sparse methods.
+        """
+        layout = operation.layout
+        kind, program = layout.signature.kind, layout.program
+        # A message has a header, so its receiver need not say what it waits for.
+        neighbours = program.targets if kind is OpKind.SEND_RECV else (*program.targets, *program.sources)
+        learn = program.addressed if kind in _EXCHANGES else ()
+        for peer in dict.fromkeys(neighbours):
+            if peer in self._departed or (peer in learn and peer in record.known_to):
+                continue
+            record.known_to.add(peer)
+            body = json.dumps({"name": record.name, "is": layout.describe(peer, outgoing=True)[:2048]}).encode()
+            self._control(peer, Frame.DESCRIBE, key=operation.key, body=body, signature=layout.signature_to(peer))
+
+    def _say_again(self, key: tuple[int, int]) -> None:
+        """What the ranks knew of each other's operation was wrong: so may be what they concluded for later ones."""
+        record = self._names.get(key[0])
+        if record is None or record.told is None:
+            return
+        record.told = None
+        record.known_to.clear()
+        for operation in self._active.values():
+            if operation.key[0] == key[0] and operation.key[1] > key[1]:
+                self._describe(operation, record)
 
     def _claim_floating(self, operation: Operation, now: float) -> None:
         for message in self.floating.claim(operation.key):
@@ -980,11 +1000,6 @@ class Engine:
         if not self._active and self._active_since is not None:
             self.counters.active_s += now - self._active_since
             self._active_since = None
-        if isinstance(error, MismatchError):
-            # What the ranks knew of each other's operation was wrong: next time they say it again.
-            record = self._names.get(operation.key[0])
-            if record is not None:
-                record.described.clear()
         if error is None and operation.layout.signature.kind in _ENDS_EARLY:
             self._early.ended[operation.key] = operation.layout
         if operation.computing and isinstance(error, MismatchError):
@@ -1107,6 +1122,7 @@ class Engine:
             self._finish(operation, now, error)
         elif not self._names.is_past(key):
             self._poison(key, error)
+        self._say_again(key)
 
     def _poison(self, key: tuple[int, int], error: MismatchError | PeerLost) -> None:
         """An operation that was not submitted here fails as soon as it is."""
@@ -1183,6 +1199,7 @@ class Engine:
         for other in layout.ranks:
             if other != self.rank and other not in self._departed:
                 self._control(other, Frame.MISMATCH, key=key, body=body)
+        self._say_again(key)
         return error
 
     # -------------------------------------------------------------------------------------- receives from anybody

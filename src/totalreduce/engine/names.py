@@ -28,7 +28,8 @@ class NameRecord:
         op_id: The id.
         next_iteration: How often it was submitted here.
         layout: Of the last time.
-        described: By peer: the signature it was last told.
+        told: What peers know of the last time, or learn from what was sent then; ``None``: they may have it wrong.
+        known_to: The peers that were told the name.
     """
 
     name: str
@@ -36,7 +37,8 @@ class NameRecord:
     op_id: int
     next_iteration: int = 0
     layout: OperationLayout | None = None
-    described: dict[int, bytes] = field(default_factory=dict)
+    told: OperationLayout | None = None
+    known_to: set[int] = field(default_factory=set)
 
     def shown(self, iteration: int) -> str:
         """The name for people; ``unnamed#3`` for operations without a name."""

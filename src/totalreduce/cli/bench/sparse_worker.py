@@ -385,14 +385,15 @@ def _block(
 ) -> None:
     """Steps in a row; the first one, untimed, brings the contestant's memory back into the caches."""
     durations = []
+    after = context.group.statistics()
     for number in range(steps + 1):
         source.write(contestant.gradient, first + number)
         context.barrier()
-        before = context.group.statistics()
         begin = time.monotonic()
         contestant.reduce()
         elapsed = time.monotonic() - begin
-        after = context.group.statistics()
+        # From one step's end to the next one's: past the barrier, a faster rank's messages may be here already.
+        before, after = after, context.group.statistics()
         if number == 0:
             continue
         durations.append(elapsed)
