@@ -68,7 +68,7 @@ def check_survivors(survivors, victim, since, limit_s):
         for call in ("next", "barrier"):
             answer = worker.read(call)
             assert (answer["error"], answer["rank"]) == ("PeerLost", victim)
-            assert answer["seconds"] < 0.1
+            assert answer["seconds"] < 0.5
         assert worker.read("closed")["seconds"] < 2.0
     for worker in survivors:
         assert worker.wait() == 0
@@ -285,7 +285,7 @@ def test_a_deadline_names_the_operation_and_the_rank_that_keeps_it(fleet):
         assert {"DeadlineExceededError", "TimeoutError"} <= set(answer["kinds"])
         assert "'late'" in answer["text"]
         assert "never submitted by rank(s) 1" in answer["text"]
-        assert 0.5 <= answer["seconds"] < 0.8
+        assert 0.5 <= answer["seconds"] < 2.0
         assert worker.read("asked")["done"] is False
     workers[1].tell()
     for worker in others:

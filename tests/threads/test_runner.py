@@ -207,7 +207,7 @@ def test_a_deadline_passes_and_the_operation_still_succeeds():
             begin = time.monotonic()
             with pytest.raises(DeadlineExceededError, match=r"'late'.*never submitted by rank\(s\) 1"):
                 work.wait(timeout_s=0.3)
-            assert 0.3 <= time.monotonic() - begin < 0.8
+            assert 0.3 <= time.monotonic() - begin < 2.0
             late.set()
         return work.wait(timeout_s=20)[-1].item()
 
@@ -316,11 +316,13 @@ def wait_and_be_struck(work, step):
                 raise KeyboardInterrupt
 
     def wait():
+        gc.disable()  # what strikes in a callback of a collection, as other tests' libraries have, is lost on its way
         sys.setprofile(strike)
         try:
             work.wait(timeout_s=20)
         finally:
             sys.setprofile(None)
+            gc.enable()
 
     with pytest.raises(KeyboardInterrupt):
         wait()

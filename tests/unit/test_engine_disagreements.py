@@ -1,7 +1,7 @@
 """Random programs in which ranks mean different things, messages in random order: nobody waits for ever.
 
-Whatever the ranks call, and however far some of them are ahead: every operation ends, one on which all agree ends well,
-and one on which they do not is noticed by somebody.
+Whatever collectives they call, and however far some of them are ahead: every operation ends, one on which all agree
+ends well, and one on which they do not is noticed by somebody.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Ranks that mean different things: an error with both values on every rank, and the group goes on."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from rack import BARRIER, Rack, allreduce, broadcast, values_of
+from rack import BARRIER, Rack, allreduce, broadcast, drain, values_of
 
 from totalreduce.engine.operation import Operation
 from totalreduce.foundation.errors import MismatchError
-from totalreduce.foundation.header import Frame
+from totalreduce.foundation.header import Frame, Header
 from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
 
 ODD = [
@@ -311,11 +312,16 @@ def submit_unnamed(rack: Rack, rank: int, kind: OpKind, root: int) -> None:
         rack.blocks(rank, None, rooted(kind, root), counts)
 
 
-def check_ended(rack: Rack, times: int, *, wrong: bool) -> None:
-    assert [len(done) for done in rack.completed] == [times] * rack.world_size
-    errors = [operation.error for done in rack.completed for operation in done if operation.error is not None]
-    assert bool(errors) == wrong
-    assert all(isinstance(error, MismatchError) for error in errors)
+def check_ended(rack: Rack, wrong: Sequence[bool]) -> None:
+    """All have ended, and of each operation somebody has been told, or nobody, that it was another one elsewhere."""
+    assert [len(done) for done in rack.completed] == [len(wrong)] * rack.world_size
+    for number, is_wrong in enumerate(wrong):
+        errors = [
+            op.error for done in rack.completed for op in done if isinstance(op, Operation) and op.key[1] == number
+        ]
+        assert len(errors) == rack.world_size
+        assert all(error is None or isinstance(error, MismatchError) for error in errors)
+        assert any(error is not None for error in errors) == is_wrong
 
 
 @pytest.mark.parametrize("kind", [OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER, OpKind.BROADCAST])
@@ -328,7 +334,7 @@ def test_roots_that_differ_and_stay_as_they_are(kind: OpKind, world_size: int) -
             for rank, root in enumerate(roots):
                 submit_unnamed(rack, rank, kind, root)
         rack.run()
-        check_ended(rack, 3, wrong=len(set(roots)) > 1)
+        check_ended(rack, [len(set(roots)) > 1] * 3)
 
 
 @pytest.mark.parametrize("kind", [OpKind.REDUCE, OpKind.BROADCAST])
@@ -341,15 +347,68 @@ def test_roots_that_were_agreed_on_once(kind: OpKind, world_size: int) -> None:
             for rank, root in enumerate(row):
                 submit_unnamed(rack, rank, kind, root)
             rack.run()
-        check_ended(rack, 3, wrong=len(set(roots)) > 1)
+        check_ended(rack, [False, False, len(set(roots)) > 1])
 
 
-def test_what_comes_late_of_a_failed_operation_is_no_second_disagreement() -> None:
+def test_disagreements_that_are_heard_of_out_of_order() -> None:
+    """By chain, so everybody waits for the one before it; what is in the middle was never described."""
     rack = Rack(3)
-    rack.submit(0, "w", (), allreduce(4))
-    rack.submit(1, "w", (), allreduce(5))
-    rack.submit(2, "w", (), allreduce(4))
+    for further in (1, 1, 0):
+        for rank in range(3):
+            submit_unnamed(rack, rank, OpKind.BROADCAST, (rank + further) % 3)
+    for rank in range(3):
+        assert rack.move(rank, (rank + 1) % 3)
+    assert all(engine.counters.mismatches == 1 for engine in rack.engines), "of the last operation"
     rack.run()
+    check_ended(rack, [True] * 3)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_only_rank_that_was_told_leaves_without_reading_it(asked: bool) -> None:
+    rack = Rack(3)
+    for rank in range(3):
+        submit_unnamed(rack, rank, OpKind.REDUCE, 0)
+    rack.run()
+    for rank, root in enumerate((0, 0, 1)):
+        submit_unnamed(rack, rank, OpKind.REDUCE, root)
+    drain(rack, 2, 1)
+    while rack.move(1, 0):
+        pass
+    assert [len(done) for done in rack.completed] == [1, 2, 2]
+    if asked:
+        rack.tick(rack.config.stall_warning_s + 1.0)
+    else:
+        rack.engines[1].close(rack.now, tell=[0, 2])
+        rack.run()
+    (error,) = [operation.error for operation in rack.completed[0][1:]]
+    assert isinstance(error, MismatchError)
+    assert set(error.ranks) == {0, 2}
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_question_about_another_operation_is_answered(ended: bool) -> None:
+    """A large message waits for the answer, and only its header says what it is."""
+    rack = Rack(3)
+    key = submit_rooted(Rack(3), 1, OpKind.REDUCE, 0).key
+    question = Header(Frame.REQUEST, 0, *key), b""
+    if not ended:
+        rack.give(0, 1, question)
+    operation = submit_rooted(rack, 1, OpKind.REDUCE, 0)  # for which rank 0 has nothing
+    frames = [header.frame for header, _ in drain(rack, 1, 0)]
+    assert operation.finished
+    if ended:
+        rack.give(0, 1, question)
+        frames = [header.frame for header, _ in drain(rack, 1, 0)]
+    assert Frame.POSTED in frames
+
+
+@pytest.mark.parametrize("kind", [OpKind.REDUCE, OpKind.GATHER])
+def test_what_comes_late_of_a_failed_operation_is_no_second_disagreement(kind: OpKind) -> None:
+    rack = Rack(3)
+    for rank, root in enumerate((0, 1, 0)):
+        submit_rooted(rack, rank, kind, root)
+    rack.run()
+    assert any(engine.counters.mismatches for engine in rack.engines)
     assert all(engine.counters.mismatches <= 1 for engine in rack.engines)
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-from totalreduce.engine.layout import OperationLayout
+from totalreduce.engine.layout import Expectation
 from totalreduce.foundation.errors import MismatchError, PeerLost
 
 __all__ = ["REMEMBERED_MAX", "BoundedTable", "EarlyNews"]
 
 #: Entries of every table, at most, if nothing else is said.
 REMEMBERED_MAX = 65_536
-#: Operations that ended here before others began, at most; each may keep a layout of some kilobytes alive.
+#: Operations that ended here before others began, at most; each takes some hundred bytes.
 _ENDED_MAX = 16_384
 
 K = TypeVar("K")
@@ -61,6 +61,6 @@ class EarlyNews:
         self.poisoned: BoundedTable[_Key, MismatchError | PeerLost] = BoundedTable()
         self.urgent: BoundedTable[_Key, bool] = BoundedTable()
         self.described: BoundedTable[_Key, dict[int, bytes]] = BoundedTable()
-        self.ended: BoundedTable[_Key, OperationLayout] = BoundedTable(_ENDED_MAX)
+        self.ended: BoundedTable[_Key, Expectation] = BoundedTable(_ENDED_MAX)
         self.names: BoundedTable[int, str] = BoundedTable()
         self.descriptions: BoundedTable[tuple[int, int], tuple[bytes, str]] = BoundedTable()

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ from totalreduce.engine.channels import Channel, Channels, pieces
 from totalreduce.engine.counters import Counters
 from totalreduce.engine.early import EarlyNews
 from totalreduce.engine.floating import FloatingMessage, FloatingStore, floating_cost
-from totalreduce.engine.layout import OperationLayout, Place
+from totalreduce.engine.layout import Expectation, OperationLayout, Place
 from totalreduce.engine.names import NAME_BYTES_MAX, NameRecord, NameTable
 from totalreduce.engine.operation import AnyReceive, Arrival, Lane, Operation
 from totalreduce.engine.scratch import ScratchPool
@@ -59,6 +59,8 @@ __all__ = ["CONTROL_BYTES_MAX", "Computation", "Delivery", "Engine", "OutgoingMe
 CONTROL_BYTES_MAX = 16 * 1024
 #: Kinds in which a rank may be done, and leave, before others have begun: its part is here, or it is missed.
 _ENDS_EARLY = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER, OpKind.SEND_RECV})
+#: Those of them in which somebody may yet say that it is something else: a message's two ranks meet in it, or nowhere.
+_CONTRADICTED_LATE = _ENDS_EARLY - {OpKind.SEND_RECV}
 #: Kinds whose blocks may have other sizes each time, and which no rank can be done with before it has heard from
 #: everybody, or from somebody who has.
 _EXCHANGES = frozenset({OpKind.ALLGATHER, OpKind.ALLTOALL})
@@ -246,7 +248,7 @@ class Engine:
             return operation
         self._announce(operation, record)
         for peer, theirs in self._early.described.pop(key, {}).items():
-            if theirs != layout.signature_from(peer) and not operation.finished:
+            if theirs != layout.expectation.signature_from(peer) and not operation.finished:
                 self._mismatch(operation, peer, theirs, now)
         self._claim_floating(operation, now)
         if not operation.finished:
@@ -431,7 +433,7 @@ class Engine:
         operation = self._active.get(key)
         if operation is None:
             return self._accept_unknown(peer, header, key, now, lease)
-        if header.signature != operation.layout.signature_from(peer):
+        if header.signature != operation.layout.expectation.signature_from(peer):
             self._mismatch(operation, peer, header.signature, now)
             return self._sink(peer, header)
         if header.flags & Flag.EAGER:
@@ -543,6 +545,8 @@ class Engine:
         )  # perhaps another rank has told of it, who did not get all of its messages
         for operation in list(self._active.values()):
             self._fail_if_needed(operation, peer, now)
+        # It may have been the one that was told what another rank means, and have left without reading it.
+        self._break_silence(operation for operation in self._active.values() if peer in operation.ranks)
         self._end_any_receives(lambda receive: set(receive.candidates) <= set(self._departed), PeerLost(peer, reason))
         self._channels.depart(peer, reason, now)
 
@@ -568,6 +572,7 @@ class Engine:
         """Ask every peer whether it has submitted the operation."""
         if not self._stalls.begin(operation.key, now, warn=warn):
             return
+        self._break_silence([operation])
         body = json.dumps({"name": operation.name, "waited_s": round(now - operation.submitted_at, 3)}).encode()
         for peer in operation.ranks:
             if peer != self.rank and peer not in self._departed:
@@ -654,9 +659,9 @@ class Engine:
             self._describe(operation, record)
             record.told = layout
         asked = self._early.requested.pop(key, set())
-        for peer, expected_bytes in layout.expected_bytes.items():
-            if peer in asked or expected_bytes > self.config.eager_bytes:
-                self._control(peer, Frame.POSTED, key=key)
+        large = {peer for peer, count in layout.expected_bytes.items() if count > self.config.eager_bytes}
+        for peer in sorted(asked | large):
+            self._control(peer, Frame.POSTED, key=key)
         operation.posted_by |= self._early.posted.pop(key, set())
         if self._early.urgent.pop(key, False):
             operation.promoted = True
@@ -666,39 +671,44 @@ class Engine:
 
         The ranks that mean the same are joined to those that mean something else somewhere, and whoever is at that
         place hears of it, whatever each of them waits for. If all mean what they meant the last time and agreed then,
-        nobody needs to be told; if they did not agree, see ``_say_again``.
+        nobody needs to be told; where that is in doubt, see ``_break_silence``.
 
         Where everybody needs everybody's blocks, new sizes are not told to who knows the name and gets a message that
-        waits for nobody, whose header has them: they are others in every step of sparse methods.
+        waits for none of theirs, whose header has them: they are others in every step of sparse methods.
         """
         layout = operation.layout
         kind, program = layout.signature.kind, layout.program
         # A message has a header, so its receiver need not say what it waits for.
         neighbours = program.targets if kind is OpKind.SEND_RECV else (*program.targets, *program.sources)
         learn = program.addressed if kind in _EXCHANGES else ()
+        operation.described = True
         for peer in dict.fromkeys(neighbours):
             if peer in self._departed or (peer in learn and peer in record.known_to):
                 continue
             record.known_to.add(peer)
-            body = json.dumps({"name": record.name, "is": layout.describe(peer, outgoing=True)[:2048]}).encode()
+            body = json.dumps({"name": record.name, "is": layout.describe_to(peer)[:2048]}).encode()
             self._control(peer, Frame.DESCRIBE, key=operation.key, body=body, signature=layout.signature_to(peer))
 
-    def _say_again(self, key: tuple[int, int]) -> None:
-        """What the ranks knew of each other's operation was wrong: so may be what they concluded for later ones."""
-        record = self._names.get(key[0])
-        if record is None or record.told is None:
-            return
-        record.told = None
-        record.known_to.clear()
-        for operation in self._active.values():
-            if operation.key[0] == key[0] and operation.key[1] > key[1]:
+    def _break_silence(self, operations: Iterable[Operation]) -> None:
+        """Say of operations under way what others were left to conclude."""
+        for operation in operations:
+            record = self._names.get(operation.key[0])
+            if not operation.described and record is not None:
                 self._describe(operation, record)
+
+    def _doubt(self, key: tuple[int, int]) -> None:
+        """Ranks were wrong about each other's operation, and may be about those of its name that followed."""
+        record = self._names.get(key[0])
+        if record is not None:
+            record.told = None
+            record.known_to.clear()
+            self._break_silence(o for o in self._active.values() if o.key[0] == key[0] and o.key[1] > key[1])
 
     def _claim_floating(self, operation: Operation, now: float) -> None:
         for message in self.floating.claim(operation.key):
             if operation.finished:
                 self._drop_floating([message])
-            elif message.header.signature != operation.layout.signature_from(message.peer):
+            elif message.header.signature != operation.layout.expectation.signature_from(message.peer):
                 self._mismatch(operation, message.peer, message.header.signature, now)
                 self._drop_floating([message])
             else:
@@ -1000,8 +1010,8 @@ class Engine:
         if not self._active and self._active_since is not None:
             self.counters.active_s += now - self._active_since
             self._active_since = None
-        if error is None and operation.layout.signature.kind in _ENDS_EARLY:
-            self._early.ended[operation.key] = operation.layout
+        if error is None and operation.layout.signature.kind in _CONTRADICTED_LATE:
+            self._early.ended[operation.key] = operation.layout.expectation
         if operation.computing and isinstance(error, MismatchError):
             self._unsettled.append(operation)  # the group goes on, and the tensor may be used again at once
         else:
@@ -1071,7 +1081,7 @@ class Engine:
 
     def _on_request(self, peer: int, key: tuple[int, int], now: float) -> None:
         self._flush_credit(peer, force=True)
-        if key in self._active:
+        if key in self._active or key in self._early.ended:  # if nothing was to come, it shows what it belongs to
             self._control(peer, Frame.POSTED, key=key)
         elif not self._names.is_past(key):
             peers = self._early.requested.get(key)
@@ -1098,7 +1108,7 @@ class Engine:
         self._early.descriptions[peer, key[0]] = signature, description
         operation = self._active.get(key)
         if operation is not None:
-            if signature != operation.layout.signature_from(peer):
+            if signature != operation.layout.expectation.signature_from(peer):
                 self._mismatch(operation, peer, signature, now)
         elif self._names.is_past(key):
             self._check_past(peer, key, signature)
@@ -1122,7 +1132,7 @@ class Engine:
             self._finish(operation, now, error)
         elif not self._names.is_past(key):
             self._poison(key, error)
-        self._say_again(key)
+        self._doubt(key)
 
     def _poison(self, key: tuple[int, int], error: MismatchError | PeerLost) -> None:
         """An operation that was not submitted here fails as soon as it is."""
@@ -1166,40 +1176,44 @@ class Engine:
 
     def _mismatch(self, operation: Operation, peer: int, theirs: bytes, now: float) -> None:
         """Two ranks disagree: the operation fails here, and everybody is told what both wanted."""
-        self._finish(operation, now, self._disagreement(operation.name, operation.key, operation.layout, peer, theirs))
+        self._finish(
+            operation,
+            now,
+            self._disagreement(operation.name, operation.key, operation.layout.expectation, peer, theirs),
+        )
 
     def _check_past(self, peer: int, key: tuple[int, int], theirs: bytes) -> None:
         """An operation that ended here early is another one elsewhere: those who still wait are to learn it, once.
 
         This rank may be many operations further by then.
         """
-        layout, record = self._early.ended.get(key), self._names.get(key[0])
-        if layout is not None and record is not None and theirs != layout.signature_from(peer):
+        expected, record = self._early.ended.get(key), self._names.get(key[0])
+        if expected is not None and record is not None and theirs != expected.signature_from(peer):
             del self._early.ended[key]
-            self._disagreement(record.shown(key[1]), key, layout, peer, theirs)
+            self._disagreement(record.shown(key[1]), key, expected, peer, theirs)
 
     def _disagreement(
-        self, name: str, key: tuple[int, int], layout: OperationLayout, peer: int, theirs: bytes
+        self, name: str, key: tuple[int, int], expected: Expectation, peer: int, theirs: bytes
     ) -> MismatchError:
         """Tell everybody what this rank and ``peer`` wanted."""
         described, value = self._early.descriptions.get((peer, key[0]), (b"", ""))
-        mine = shown = layout.describe(peer, outgoing=False)
+        mine = shown = expected.describe(peer)
         if described != theirs:  # it has not described this one, or is ahead and has described the next
-            value, shown = unpack_signature(theirs), unpack_signature(layout.signature_from(peer))
+            value, shown = unpack_signature(theirs), unpack_signature(expected.signature_from(peer))
         if value == shown:  # people see no difference: it is the schedule, or a shape that the header only counts
-            if unpack_schedule(theirs) != unpack_schedule(layout.packed):
+            if unpack_schedule(theirs) != unpack_schedule(expected.packed):
                 value = f"{mine}, carried out by {unpack_schedule(theirs)}"
-                mine = f"{mine}, carried out by {unpack_schedule(layout.packed)}"
+                mine = f"{mine}, carried out by {unpack_schedule(expected.packed)}"
             else:
                 value = f"{value}, of another shape"
         error = MismatchError(name, (self.rank, peer), (mine, value))
         document = {"tensor": name, "ranks": error.ranks, "values": error.values}
         body = json.dumps(document).encode()
         self.counters.mismatches += 1
-        for other in layout.ranks:
+        for other in expected.ranks:
             if other != self.rank and other not in self._departed:
                 self._control(other, Frame.MISMATCH, key=key, body=body)
-        self._say_again(key)
+        self._doubt(key)
         return error
 
     # -------------------------------------------------------------------------------------- receives from anybody

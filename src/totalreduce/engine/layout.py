@@ -7,7 +7,7 @@ each for itself, so blocks of different sizes have different numbers of lanes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from totalreduce.foundation.config import EngineConfig
@@ -47,6 +47,31 @@ class Place(NamedTuple):
     into: int
 
 
+class Expectation:
+    """What a rank takes an operation for, and so what it expects others to say of it.
+
+    Attributes:
+        signature: What it is.
+        packed: The packed signature.
+        ranks: The ranks of the whole group that take part.
+    """
+
+    __slots__ = ("_pairs", "packed", "ranks", "signature")
+
+    def __init__(self, signature: Signature, packed: bytes, ranks: tuple[int, ...], pairs: Mapping[int, bytes]) -> None:
+        """``pairs``: packed signatures by source, where only sender and receiver know the size of a message."""
+        self.signature, self.packed, self.ranks, self._pairs = signature, packed, ranks, pairs
+
+    def signature_from(self, peer: int) -> bytes:
+        """The packed signature that messages from ``peer`` must have."""
+        return self._pairs.get(peer, self.packed)
+
+    def describe(self, peer: int) -> str:
+        """What this rank expects of ``peer``, for people."""
+        pair = self._pairs.get(peer)
+        return unpack_signature(pair) if pair is not None else self.signature.describe()
+
+
 class OperationLayout:
     """Everything about an operation that does not change from iteration to iteration.
 
@@ -55,7 +80,7 @@ class OperationLayout:
         program: The compiled schedule for this rank, with ranks of the whole group.
         ranks: The ranks of the whole group that take part.
         sizes: Bytes of every buffer.
-        packed: The packed signature.
+        expectation: What others are expected to say of it.
         num_bytes: Of all buffers.
         num_lanes: How many lanes.
         partial_dtype: Element type of unfinished sums.
@@ -66,15 +91,15 @@ class OperationLayout:
     __slots__ = (
         "_chunk_lanes",
         "_cut",
-        "_pair_signatures",
+        "_outgoing",
         "_places",
         "dtype",
+        "expectation",
         "expected_bytes",
         "itemsize",
         "keeps_partials",
         "num_bytes",
         "num_lanes",
-        "packed",
         "partial_dtype",
         "program",
         "ranks",
@@ -88,7 +113,6 @@ class OperationLayout:
     ) -> None:
         """Cut the buffers into lanes."""
         self.signature, self.program, self.ranks, self.sizes = signature, program, ranks, list(sizes)
-        self.packed = pack_signature(signature, program.algorithm)
         dtype = self.dtype = signature.dtype
         self.itemsize = dtype.itemsize
         widen = dtype.is_half and config.half_accumulation == "float32" and program.partial_sums
@@ -101,11 +125,14 @@ class OperationLayout:
         self.num_lanes = max(self._chunk_lanes)
         self.uneven = min(self._chunk_lanes) != self.num_lanes
         self._places: dict[int, list[Place | None]] = {}
-        self._pair_signatures: dict[tuple[int, bool], bytes] = {}
+        packed = pack_signature(signature, program.algorithm)
+        incoming: dict[int, bytes] = {}
+        self._outgoing: dict[int, bytes] = {}
         if signature.kind in PAIRWISE:
             for action in program.actions:
-                pair = action.peer, isinstance(action, Send)
-                self._pair_signatures[pair] = with_count(self.packed, counts[action.chunk])
+                pairs = self._outgoing if isinstance(action, Send) else incoming
+                pairs[action.peer] = with_count(packed, counts[action.chunk])
+        self.expectation = Expectation(signature, packed, ranks, incoming)
         self.expected_bytes = dict.fromkeys(program.sources, 0)
         for action in program.actions:
             if isinstance(action, Receive) and action.chunk != NOTHING:
@@ -114,16 +141,12 @@ class OperationLayout:
 
     def signature_to(self, peer: int) -> bytes:
         """The packed signature of messages to ``peer``."""
-        return self._pair_signatures.get((peer, True), self.packed)
+        return self._outgoing.get(peer, self.expectation.packed)
 
-    def signature_from(self, peer: int) -> bytes:
-        """The packed signature that messages from ``peer`` must have."""
-        return self._pair_signatures.get((peer, False), self.packed)
-
-    def describe(self, peer: int, *, outgoing: bool) -> str:
-        """What this rank sends to ``peer``, or expects of it, for people."""
-        packed = self._pair_signatures.get((peer, outgoing)) or self._pair_signatures.get((peer, not outgoing))
-        return unpack_signature(packed) if packed else self.signature.describe()
+    def describe_to(self, peer: int) -> str:
+        """What this rank sends to ``peer``, or expects of it if it sends nothing, for people."""
+        pair = self._outgoing.get(peer)
+        return unpack_signature(pair) if pair is not None else self.expectation.describe(peer)
 
     def places(self, lane: int) -> list[Place | None]:
         """Places of one lane's actions, in order; ``None`` where the lane takes no part."""

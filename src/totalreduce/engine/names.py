@@ -28,8 +28,8 @@ class NameRecord:
         op_id: The id.
         next_iteration: How often it was submitted here.
         layout: Of the last time.
-        told: What peers know of the last time, or learn from what was sent then; ``None``: they may have it wrong.
-        known_to: The peers that were told the name.
+        told: What the last one that was announced was; ``None``: the next one is announced whatever it is.
+        known_to: Peers that were told the name, since the last mismatch.
     """
 
     name: str

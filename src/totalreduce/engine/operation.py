@@ -69,6 +69,7 @@ class Operation:
         priority: Smaller is more urgent.
         sequence: Place in the order of submission on this rank.
         owner: Opaque to the engine; the runner's handle.
+        described: This rank has told its neighbours what it is; or they conclude it from what it was the last time.
         promoted: Somebody is blocked on it, here or at a peer.
         posted_by: Peers known to have submitted it.
         eager_sent: Bytes sent to a peer without its word.
@@ -83,6 +84,7 @@ class Operation:
         "accumulators",
         "buffers",
         "computing",
+        "described",
         "eager_sent",
         "error",
         "finished",
@@ -126,6 +128,7 @@ class Operation:
         self.unsent = 0
         self.computing = 0
         self.messages_received = 0
+        self.described = False
         self.promoted = False
         self.finished = False
         self.posted_by: set[int] = set()
