@@ -426,7 +426,7 @@ def test_an_engine_answers_any_frame_or_calls_it_a_violation(submitted, frames):
     unknown = struct.unpack("<Q", b"unknown!")[0]
     for number, (kind, body, which, iteration, lane, flags, step) in enumerate(frames):
         key = operation.key[0] if which == "known" else unknown
-        header = Header(kind, 0, key, iteration, lane, step, flags, len(body), operation.layout.packed)
+        header = Header(kind, 0, key, iteration, lane, step, flags, len(body), operation.layout.expectation.packed)
         with contextlib.suppress(ProtocolError):
             delivery = engine.accept(1, Header.unpack(header.pack()), float(number))
             delivery.view[:] = body

@@ -59,8 +59,10 @@ __all__ = ["CONTROL_BYTES_MAX", "Computation", "Delivery", "Engine", "OutgoingMe
 CONTROL_BYTES_MAX = 16 * 1024
 #: Kinds in which a rank may be done, and leave, before others have begun: its part is here, or it is missed.
 _ENDS_EARLY = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER, OpKind.SEND_RECV})
-#: Those of them in which somebody may yet say that it is something else: a message's two ranks meet in it, or nowhere.
+#: Those of them in which somebody may yet say that it is something else; a message's two ranks meet in it, or nowhere.
 _CONTRADICTED_LATE = _ENDS_EARLY - {OpKind.SEND_RECV}
+#: Kinds whose root has heard from everybody when it is done.
+_COLLECTING = frozenset({OpKind.REDUCE, OpKind.GATHER})
 #: Kinds whose blocks may have other sizes each time, and which no rank can be done with before it has heard from
 #: everybody, or from somebody who has.
 _EXCHANGES = frozenset({OpKind.ALLGATHER, OpKind.ALLTOALL})
@@ -1010,7 +1012,8 @@ class Engine:
         if not self._active and self._active_since is not None:
             self.counters.active_s += now - self._active_since
             self._active_since = None
-        if error is None and operation.layout.signature.kind in _CONTRADICTED_LATE:
+        kind, program = operation.layout.signature.kind, operation.layout.program
+        if error is None and kind in _CONTRADICTED_LATE and (program.targets or kind not in _COLLECTING):
             self._early.ended[operation.key] = operation.layout.expectation
         if operation.computing and isinstance(error, MismatchError):
             self._unsettled.append(operation)  # the group goes on, and the tensor may be used again at once
