@@ -42,7 +42,7 @@ def check(workers, since, what):
         assert again["rank"] == 1, (what, again)
         assert again["seconds"] < 0.5
         assert worker.read("destroyed")["seconds"] < 2.0
-        assert worker.wait() == 0
+        assert worker.wait(5) == 0
         assert "Traceback" not in worker.errors()
 
 

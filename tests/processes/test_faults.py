@@ -68,10 +68,10 @@ def check_survivors(survivors, victim, since, limit_s):
         for call in ("next", "barrier"):
             answer = worker.read(call)
             assert (answer["error"], answer["rank"]) == ("PeerLost", victim)
-            assert answer["seconds"] < 0.5
+            assert answer["seconds"] < 0.1
         assert worker.read("closed")["seconds"] < 2.0
     for worker in survivors:
-        assert worker.wait() == 0
+        assert worker.wait(5) == 0
         assert "Traceback" not in worker.errors()
 
 
@@ -172,7 +172,7 @@ def test_a_rank_that_leaves_while_it_is_needed_is_named(fleet, way, exit_code):
             assert answer["at"] - since < CRASH_S
             if way in ("exit", "raise", "close"):
                 assert "it has closed the group" in answer["text"]
-        assert worker.wait() == 0
+        assert worker.wait(5) == 0
     assert workers[1].wait(5) == exit_code
     assert ("a bug of the user's" in workers[1].errors()) == (way == "raise")
 
@@ -254,7 +254,7 @@ def test_an_optimizer_step_raises_the_loss_as_itself(fleet, overlap):
         answer = worker.read("lost")
         assert (answer["error"], answer["rank"]) == ("PeerLost", 2)
         assert answer["at"] - since < CRASH_S
-        assert worker.wait() == 0
+        assert worker.wait(5) == 0
 
 
 def test_a_deadline_names_the_operation_and_the_rank_that_keeps_it(fleet):
@@ -285,7 +285,7 @@ def test_a_deadline_names_the_operation_and_the_rank_that_keeps_it(fleet):
         assert {"DeadlineExceededError", "TimeoutError"} <= set(answer["kinds"])
         assert "'late'" in answer["text"]
         assert "never submitted by rank(s) 1" in answer["text"]
-        assert 0.5 <= answer["seconds"] < 2.0
+        assert 0.5 <= answer["seconds"] < 0.8
         assert worker.read("asked")["done"] is False
     workers[1].tell()
     for worker in others:

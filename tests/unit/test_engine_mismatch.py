@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from rack import BARRIER, Rack, allreduce, broadcast, drain, values_of
@@ -205,17 +204,16 @@ def _check_usable(rack: Rack) -> None:
     assert all(engine.floating.total_bytes == 0 for engine in rack.engines)
 
 
-def rooted(kind: OpKind, root: int) -> Signature:
+def submit_rooted(
+    rack: Rack, rank: int, kind: OpKind, root: int, *, name: str | None = "w", count: int = 2
+) -> Operation:
+    whole = kind in (OpKind.REDUCE, OpKind.BROADCAST)
     reduction = ReduceOp.SUM if kind is OpKind.REDUCE else ReduceOp.NONE
-    return Signature(kind, DType.FLOAT64, reduction, root, (2,) if kind in (OpKind.REDUCE, OpKind.BROADCAST) else ())
-
-
-def submit_rooted(rack: Rack, rank: int, kind: OpKind, root: int) -> Operation:
-    if kind is OpKind.REDUCE:
-        return rack.submit(rank, "w", [1.0, 1.0], rooted(kind, root))
-    return rack.blocks(
-        rank, "w", rooted(kind, root), [2 if rank in (root, i) else None for i in range(rack.world_size)]
-    )
+    signature = Signature(kind, DType.FLOAT64, reduction, root, (count,) if whole else ())
+    if whole:
+        return rack.submit(rank, name, [1.0] * count, signature)
+    counts = [count if rank in (root, peer) else None for peer in range(rack.world_size)]
+    return rack.blocks(rank, name, signature, counts)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
@@ -245,17 +243,12 @@ def test_nobody_waits_for_ever_when_roots_differ(kind: OpKind, roots: tuple[int,
 def test_ranks_that_are_ahead_still_tell_of_another_root(kind: OpKind, change: int, ahead: int) -> None:
     """Ranks 1 and 2 are done with their parts of all of them when they hear of each other's first one."""
 
-    def submit(rank: int, root: int, size: int) -> Operation:
-        if kind is OpKind.REDUCE:
-            return rack.submit(rank, "w", [1.0] * size, replace(rooted(kind, root), shape=(size,)))
-        return rack.blocks(rank, "w", rooted(kind, root), [size if rank in (root, i) else None for i in range(3)])
-
     rack = Rack(3)
     sizes = [2 + change * i for i in range(ahead)]
     on_the_way = []
     for rank in (1, 2):
         for i, size in enumerate(sizes):
-            submit(rank, 1 if (rank, i) == (2, 0) else 0, size)
+            submit_rooted(rack, rank, kind, 1 if (rank, i) == (2, 0) else 0, count=size)
             while (message := rack.take(2, 1)) is not None:
                 on_the_way.append(message)
             while rack.move(rank, 0):  # which has not begun, and so tells nobody what it is going to want
@@ -264,13 +257,13 @@ def test_ranks_that_are_ahead_still_tell_of_another_root(kind: OpKind, change: i
     for message in on_the_way:
         rack.give(2, 1, message)
     rack.run()
-    waiting = submit(0, 0, 2)
+    waiting = submit_rooted(rack, 0, kind, 0)
     assert isinstance(waiting.error, MismatchError)
     assert waiting.error.ranks == (1, 2)
     assert len(set(waiting.error.values)) == 2
     assert rack.engines[1].counters.mismatches == 1, "its description and its data say the same"
     for size in sizes[1:]:
-        operation = submit(0, 0, size)
+        operation = submit_rooted(rack, 0, kind, 0, count=size)
         rack.run()
         assert operation.finished
         assert operation.error is None
@@ -304,14 +297,6 @@ def test_what_is_remembered_of_operations_that_ended_is_bounded(monkeypatch: pyt
     assert [len(engine._early.ended) for engine in rack.engines] == [0, 10, 10], "the root has heard from everybody"
 
 
-def submit_unnamed(rack: Rack, rank: int, kind: OpKind, root: int) -> None:
-    if kind in (OpKind.REDUCE, OpKind.BROADCAST):
-        rack.submit(rank, None, [1.0, 1.0], rooted(kind, root))
-    else:
-        counts = [2 if rank in (root, peer) else None for peer in range(rack.world_size)]
-        rack.blocks(rank, None, rooted(kind, root), counts)
-
-
 def check_ended(rack: Rack, wrong: Sequence[bool]) -> None:
     """All have ended, and of each operation somebody has been told, or nobody, that it was another one elsewhere."""
     assert [len(done) for done in rack.completed] == [len(wrong)] * rack.world_size
@@ -332,7 +317,7 @@ def test_roots_that_differ_and_stay_as_they_are(kind: OpKind, world_size: int) -
         rack = Rack(world_size)
         for _ in range(3):
             for rank, root in enumerate(roots):
-                submit_unnamed(rack, rank, kind, root)
+                submit_rooted(rack, rank, kind, root, name=None)
         rack.run()
         check_ended(rack, [len(set(roots)) > 1] * 3)
 
@@ -345,7 +330,7 @@ def test_roots_that_were_agreed_on_once(kind: OpKind, world_size: int) -> None:
         rack = Rack(world_size)
         for row in ([1] * world_size, [0] * world_size, roots):
             for rank, root in enumerate(row):
-                submit_unnamed(rack, rank, kind, root)
+                submit_rooted(rack, rank, kind, root, name=None)
             rack.run()
         check_ended(rack, [False, False, len(set(roots)) > 1])
 
@@ -355,7 +340,7 @@ def test_disagreements_that_are_heard_of_out_of_order() -> None:
     rack = Rack(3)
     for further in (1, 1, 0):
         for rank in range(3):
-            submit_unnamed(rack, rank, OpKind.BROADCAST, (rank + further) % 3)
+            submit_rooted(rack, rank, OpKind.BROADCAST, (rank + further) % 3, name=None)
     for rank in range(3):
         assert rack.move(rank, (rank + 1) % 3)
     assert all(engine.counters.mismatches == 1 for engine in rack.engines), "of the last operation"
@@ -367,10 +352,10 @@ def test_disagreements_that_are_heard_of_out_of_order() -> None:
 def test_the_only_rank_that_was_told_leaves_without_reading_it(asked: bool) -> None:
     rack = Rack(3)
     for rank in range(3):
-        submit_unnamed(rack, rank, OpKind.REDUCE, 0)
+        submit_rooted(rack, rank, OpKind.REDUCE, 0, name=None)
     rack.run()
     for rank, root in enumerate((0, 0, 1)):
-        submit_unnamed(rack, rank, OpKind.REDUCE, root)
+        submit_rooted(rack, rank, OpKind.REDUCE, root, name=None)
     drain(rack, 2, 1)
     while rack.move(1, 0):
         pass
@@ -402,11 +387,14 @@ def test_a_question_about_another_operation_is_answered(ended: bool) -> None:
     assert Frame.POSTED in frames
 
 
-@pytest.mark.parametrize("kind", [OpKind.REDUCE, OpKind.GATHER])
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.GATHER])
 def test_what_comes_late_of_a_failed_operation_is_no_second_disagreement(kind: OpKind) -> None:
     rack = Rack(3)
-    for rank, root in enumerate((0, 1, 0)):
-        submit_rooted(rack, rank, kind, root)
+    for rank, odd in enumerate((0, 1, 0)):
+        if kind is OpKind.ALLREDUCE:
+            rack.submit(rank, "w", (), allreduce(4 + odd))
+        else:
+            submit_rooted(rack, rank, kind, odd)
     rack.run()
     assert any(engine.counters.mismatches for engine in rack.engines)
     assert all(engine.counters.mismatches <= 1 for engine in rack.engines)

@@ -662,7 +662,7 @@ class Engine:
             record.told = layout
         asked = self._early.requested.pop(key, set())
         large = {peer for peer, count in layout.expected_bytes.items() if count > self.config.eager_bytes}
-        for peer in sorted(asked | large):
+        for peer in asked | large:
             self._control(peer, Frame.POSTED, key=key)
         operation.posted_by |= self._early.posted.pop(key, set())
         if self._early.urgent.pop(key, False):

@@ -69,7 +69,7 @@ class Operation:
         priority: Smaller is more urgent.
         sequence: Place in the order of submission on this rank.
         owner: Opaque to the engine; the runner's handle.
-        described: This rank has told its neighbours what it is; or they conclude it from what it was the last time.
+        described: This rank has told its neighbours what it is; else they conclude it from the last one of its name.
         promoted: Somebody is blocked on it, here or at a peer.
         posted_by: Peers known to have submitted it.
         eager_sent: Bytes sent to a peer without its word.

@@ -596,7 +596,7 @@ class Group:
                 reduce_s=counters.reduce_s,
             )
 
-    # -------------------------------------------------------------------------------------------------------- ending
+    # ------------------------------------------------------------------------------------------------------ requests
 
     def submit(
         self,
@@ -632,6 +632,8 @@ class Group:
         )
         assert handle.operation is not None
         return Work(self._runner, handle, request.results, handle.operation.name, patience, ranks=self.ranks)
+
+    # -------------------------------------------------------------------------------------------------------- ending
 
     def on_quiesce(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Have ``callback`` called before a barrier and before the end; returns a function that undoes this."""
