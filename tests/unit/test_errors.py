@@ -31,6 +31,7 @@ def test_the_tree_in_the_module_docstring_is_complete() -> None:
 
 
 def test_builtin_families() -> None:
+    assert issubclass(TotalReduceError, RuntimeError)  # as in torch.distributed and Horovod
     assert issubclass(ConfigurationError, ValueError)
     assert issubclass(DeadlineExceededError, TimeoutError)
     assert issubclass(PlanMismatchError, MismatchError)
@@ -72,6 +73,8 @@ def test_peer_lost() -> None:
         MismatchError("w", (0, 1), ("a", "b")),
         MissingTensorError("w", (1,), 2),
         PlanMismatchError("model", ("w differs",)),
+        ConfigurationError("timeout_s"),
+        DeadlineExceededError("rank 0 waited 3 s"),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -2,7 +2,7 @@
 
 ::
 
-    TotalReduceError
+    TotalReduceError            also a RuntimeError, which is what torch.distributed and Horovod raise
     ├── ConfigurationError      also a ValueError: a setting, an environment variable, an argument
     │   └── UnsupportedError    a tensor this build cannot synchronise (device, layout, dtype)
     ├── MismatchError           ranks disagree about one operation
@@ -21,7 +21,7 @@ Rule of the house: an error says what happened, where (rank, tensor), and what t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 __all__ = [
     "AuthenticationError",
@@ -40,8 +40,12 @@ __all__ = [
 ]
 
 
-class TotalReduceError(Exception):
-    """Base of everything this library raises on purpose."""
+class TotalReduceError(RuntimeError):
+    """Base of everything this library raises on purpose.
+
+    It is a ``RuntimeError``, because that is what torch.distributed and Horovod raise when communication fails: a
+    recovery loop written for them (``except RuntimeError``) catches the library's errors too.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors travel between processes (multiprocessing, futures), fields and all."""
@@ -49,7 +53,8 @@ class TotalReduceError(Exception):
 
 
 def _rebuild(kind: type[TotalReduceError], args: tuple[Any, ...], fields: dict[str, Any]) -> TotalReduceError:
-    error = kind.__new__(kind, *args)
+    error = kind.__new__(kind)
+    error.args = args
     error.__dict__.update(fields)
     return error
 
@@ -159,6 +164,10 @@ class StallError(TotalReduceError):
 
 class DeadlineExceededError(TotalReduceError, TimeoutError):
     """A wait ran out of time. The operation itself is still pending and may be waited for again."""
+
+    def __new__(cls, *args: object) -> Self:
+        """The order of the bases would choose ``RuntimeError.__new__``, which refuses to make an ``OSError``."""
+        return TimeoutError.__new__(cls, *args)
 
 
 class PeerLost(TotalReduceError):

@@ -225,6 +225,8 @@ class Meeting:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _POLL_S)
             values = [self._store.get(key) for key in keys]
+        except RendezvousError:  # it is a RuntimeError too, but this rank has raised it and not the store
+            raise
         except RuntimeError as error:
             raise self._failed(
                 f"the store is gone while waiting for {what} ({_first_line(error)}). Rank 0 serves it: see why it ended"
