@@ -125,7 +125,7 @@ def test_a_failed_check_ends_the_command_with_exit_code_1(monkeypatch):
     [
         (("sparse", "--methods", "oktopk,topq"), "'topq' is no sparse method"),
         (("sparse", "--methods", ","), "--methods names none"),
-        (("sparse", "--density", "1.5"), "density is the share"),
+        (("sparse", "--density", "1.5"), "density must be from 0 to 1"),
         (("sparse", "-n", "1"), "at least 2 ranks"),
         (("sparse", "--against", "mpich"), "--against knows gloo, fp16, powersgd-hook here, not mpich"),
         (("sparse", "--elements", "4MiB"), "not a number of elements"),
@@ -135,7 +135,7 @@ def test_a_failed_check_ends_the_command_with_exit_code_1(monkeypatch):
         (("sparse", "--rounds", "0"), "--rounds"),
         (("sparse", "--plot", "out.txt"), "--plot writes"),
         (("kernels", "--density", "0"), "some must be"),
-        (("kernels", "--density", "-1"), "density is the share"),
+        (("kernels", "--density", "-1"), "density must be from 0 to 1"),
         (("kernels", "--rounds", "0"), "--rounds"),
         (("growth", "--processes", "1,2"), "--processes takes numbers of ranks from 2"),
         (("growth", "--processes", "", "--lockstep", ""), "nothing to count"),

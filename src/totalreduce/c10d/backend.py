@@ -10,6 +10,7 @@ import torch.distributed as dist
 from totalreduce.c10d.errors import as_torch_error
 from totalreduce.c10d.process_group import ProcessGroupTotalReduce
 from totalreduce.c10d.registration import BACKEND_NAME
+from totalreduce.c10d.work import seconds_of
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.groups.group import Group
 from totalreduce.launch.bootstrap import init
@@ -63,7 +64,7 @@ def create(options: Any, backend_options: Any, caller: Mapping[str, Any]) -> Pro
 def _connect(options: Any) -> Group:
     return init(
         name=options.group_id or "torch.distributed",
-        timeout_s=options.timeout.total_seconds(),
+        timeout_s=seconds_of(options.timeout),
         place=Place(options.store, options.group_rank, options.group_size),
     )
 

@@ -28,7 +28,8 @@ from totalreduce.c10d.monitored import monitored_barrier
 from totalreduce.c10d.reductions import arithmetic_view, reduction_of
 from totalreduce.c10d.registration import BACKEND_NAME
 from totalreduce.c10d.sparse import allreduce_sparse
-from totalreduce.c10d.work import OperationWork
+from totalreduce.c10d.work import OperationWork, seconds_of
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
@@ -113,6 +114,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         """
         super().__init__(group.rank, group.world_size)
         self.group = group
+        group.keep_order()  # torch's operations on one tensor follow one another
         self._store = store
         self._timeout = timeout
         self._devices = [torch.device(device) for device in devices]
@@ -384,7 +386,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
             wait_all_ranks: Name all of them, not just the first.
         """
         span = self._timeout if timeout is None else timeout
-        seconds = span.total_seconds() if isinstance(span, timedelta) else float(span)
+        seconds = seconds_of(span) if isinstance(span, timedelta) else checks.seconds("timeout", span)
         tag = next(self._monitored) % _MONITORED_TAGS
         monitored_barrier(self._monitor, tag, seconds, wait_all_ranks=wait_all_ranks)
 
@@ -546,7 +548,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         """Deadline: the call's, else the options', else the process group's."""
         given = timeout if timeout is not None else getattr(opts, "timeout", None)
         # Options that name none say minus one millisecond.
-        return (self._timeout if given is None or given < timedelta(0) else given).total_seconds()
+        return seconds_of(self._timeout if given is None or given < timedelta(0) else given)
 
 
 def _as_is(tensor: torch.Tensor) -> torch.Tensor:

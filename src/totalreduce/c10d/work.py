@@ -18,13 +18,14 @@ from torch._C._distributed_c10d import Work
 
 from totalreduce.c10d.callbacks import Callbacks
 from totalreduce.c10d.errors import as_torch_error
+from totalreduce.foundation.checks import SECONDS_MAX
 from totalreduce.foundation.errors import DeadlineExceededError
 
 if TYPE_CHECKING:
     from totalreduce.c10d.profiling import Record
     from totalreduce.groups.work import Work as GroupWork
 
-__all__ = ["Finish", "OperationWork"]
+__all__ = ["Finish", "OperationWork", "seconds_of"]
 
 #: What torch says in place of the number of a backward pass where there is none.
 _NO_BACKWARD = -1
@@ -87,7 +88,7 @@ class OperationWork(Work):
         """
         end = self._deadline
         if timeout is not None and timeout:
-            end = min(end, time.monotonic() + timeout.total_seconds())
+            end = min(end, time.monotonic() + seconds_of(timeout))
         failure: BaseException | None = None
         try:
             for work in self._works:
@@ -207,6 +208,11 @@ class OperationWork(Work):
     def _late(self, cause: DeadlineExceededError | None) -> BaseException:
         text = str(cause) if cause is not None else f"after {self._timeout_s:g} s"
         return as_torch_error(DeadlineExceededError(text), self._title)
+
+
+def seconds_of(timeout: timedelta) -> float:
+    """A time-out of torch's in seconds. One without end, such as ``timedelta.max``, becomes the longest there is."""
+    return min(timeout.total_seconds(), SECONDS_MAX)
 
 
 def _flat(result: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 
 __all__ = ["CoordinationConfig"]
@@ -29,14 +30,10 @@ class CoordinationConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
-        if self.cache_capacity < 0 or self.fusion_bytes < 0:
-            raise ConfigurationError("cache_capacity and fusion_bytes must not be negative")
-        if self.join_divisor not in ("world", "active"):
-            raise ConfigurationError(f"join_divisor is 'world' or 'active', not {self.join_divisor!r}")
-        if not 0 <= self.cycle_s <= 1:
-            raise ConfigurationError(f"cycle_s must be from 0 to 1 second, not {self.cycle_s}")
-        if self.stall_warning_s < 0 or self.stall_abort_s < 0:
-            raise ConfigurationError("stall_warning_s and stall_abort_s must not be negative")
+        checks.whole_fields(self, "cache_capacity", "fusion_bytes", minimum=0)
+        checks.one_of("join_divisor", self.join_divisor, ("world", "active"))
+        checks.real_field(self, "cycle_s", minimum=0, maximum=1, unit="seconds")
+        checks.seconds_fields(self, "stall_warning_s", "stall_abort_s", or_zero=True)
         if 0 < self.stall_abort_s <= self.stall_warning_s:
             raise ConfigurationError(
                 f"stall_abort_s ({self.stall_abort_s:g}) must be longer than stall_warning_s "

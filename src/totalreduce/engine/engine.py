@@ -32,13 +32,15 @@ from totalreduce.engine.counters import Counters
 from totalreduce.engine.early import EarlyNews
 from totalreduce.engine.floating import FloatingMessage, FloatingStore, floating_cost
 from totalreduce.engine.layout import Expectation, OperationLayout, Place
-from totalreduce.engine.names import NAME_BYTES_MAX, NameRecord, NameTable
+from totalreduce.engine.names import NameRecord, NameTable
 from totalreduce.engine.operation import AnyReceive, Arrival, Lane, Operation
 from totalreduce.engine.scratch import ScratchPool
 from totalreduce.engine.sendqueue import QueuedMessage, SendQueue
 from totalreduce.engine.stall import StallReport, StallWatch
+from totalreduce.foundation.checks import NAME_BYTES_MAX
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import (
+    ConfigurationError,
     GroupClosed,
     MismatchError,
     PeerLost,
@@ -226,7 +228,7 @@ class Engine:
             and record.next_iteration
             and (op_id, record.next_iteration - 1) in self._active
         ):
-            raise ValueError(
+            raise ConfigurationError(
                 f"an operation named {name!r} is already in flight on rank {self.rank}; wait for it or use another name"
             )
         layout = self._layout(record, signature, ranks, buffers)

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from totalreduce.engine.layout import OperationLayout
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import operation_id
 
-__all__ = ["NAME_BYTES_MAX", "UNNAMED", "NameRecord", "NameTable"]
+__all__ = ["UNNAMED", "NameRecord", "NameTable"]
 
-#: The longest name of an operation, in UTF-8 bytes.
-NAME_BYTES_MAX = 1024
 #: Different names of one engine, at most.
 _NAMES_MAX = 1_000_000
 UNNAMED = "unnamed"
@@ -75,8 +74,7 @@ class NameTable:
         if op_id in self._by_id:
             known = self._by_id[op_id].text
             raise ConfigurationError(f"the names {text!r} and {known!r} have the same id; rename one of them")
-        if len(text.encode()) > NAME_BYTES_MAX:
-            raise ConfigurationError(f"the name {text[:40]!r}... is longer than {NAME_BYTES_MAX} bytes")
+        checks.operation_name(text)
         if len(self._by_id) >= _NAMES_MAX:
             raise ConfigurationError("a million different names in one group: reuse names, one per tensor")
         record = NameRecord(UNNAMED if name is None else name, text, op_id)

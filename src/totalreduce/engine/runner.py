@@ -66,14 +66,17 @@ class Handle:
         operation: What the engine knows of it; ``None`` for a receive from anybody, until somebody has sent.
     """
 
-    __slots__ = ("_callbacks", "_finalise", "_gate", "done", "error", "operation")
+    __slots__ = ("_callbacks", "_finish", "_gate", "_release", "done", "error", "operation")
 
-    def __init__(self, finalise: Callable[[], None] | None) -> None:
-        """``finalise`` runs in the communication thread when the operation is done and before anybody is told."""
+    def __init__(self, finish: Callable[[], None] | None = None, release: Callable[[], None] | None = None) -> None:
+        """What runs when the operation has ended, before anybody is told, in the thread that finds that.
+
+        ``finish`` runs if the operation went well; an error of it becomes the operation's. ``release`` runs always.
+        """
         self.done = False
         self.error: BaseException | None = None
         self.operation: Operation | None = None
-        self._finalise = finalise
+        self._finish, self._release = finish, release
         self._callbacks: list[Callable[[], None]] = []
         # Locked until the operation is done: one lock, where an event has three objects, and one per operation counts.
         self._gate = threading.Lock()
@@ -81,13 +84,16 @@ class Handle:
 
     def complete(self, error: BaseException | None) -> None:
         """Called once by the runner."""
-        if error is None and self._finalise is not None:
+        finish, release = self._finish, self._release
+        self._finish = self._release = None
+        if error is None and finish is not None:
             try:
-                self._finalise()
+                finish()
             except Exception as failure:
                 error = failure
+        if release is not None:
+            release()
         self.error = error
-        self._finalise = None
         self.done = True
         self._gate.release()
         while self._callbacks:
@@ -174,9 +180,13 @@ class Runner:
         scope: str = "",
         repeats: bool = False,
         priority: int = 0,
-        finalise: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None = None,
+        release: Callable[[], None] | None = None,
     ) -> Handle:
-        """Submit an operation; returns at once. Takes and raises what ``Engine.submit`` does."""
+        """Submit an operation; returns at once. Takes and raises what ``Engine.submit`` does.
+
+        ``finish`` and ``release``: see ``Handle``; neither is called if this raises.
+        """
 
         def submit(handle: Handle) -> None:
             handle.operation = self.engine.submit(
@@ -191,7 +201,7 @@ class Runner:
                 owner=handle,
             )
 
-        return self._start(submit, finalise)
+        return self._start(submit, Handle(finish, release))
 
     def receive_any(
         self,
@@ -201,7 +211,8 @@ class Runner:
         *,
         scope: str = "",
         priority: int = 0,
-        finalise: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None = None,
+        release: Callable[[], None] | None = None,
     ) -> Handle:
         """Receive from whoever sends first (see ``Engine.receive_any``); the handle gets its operation then."""
 
@@ -209,7 +220,7 @@ class Runner:
             receive = AnyReceive(candidates, signature, buffer, scope, priority, owner=handle)
             self.engine.receive_any(receive, time.monotonic())
 
-        return self._start(submit, finalise)
+        return self._start(submit, Handle(finish, release))
 
     def act(self, action: Callable[[float], bool]) -> None:
         """Call ``action(now)`` on what lives beside the engine, under the lock.
@@ -235,8 +246,7 @@ class Runner:
         elif self._parked and self._driver is None and now > self._left_at + _NEXT_BLOCKING_S:
             self._unpark()
 
-    def _start(self, submit: Callable[[Handle], None], finalise: Callable[[], None] | None) -> Handle:
-        handle = Handle(finalise)
+    def _start(self, submit: Callable[[Handle], None], handle: Handle) -> Handle:
         with self._lock:
             self._check_alive()
             submit(handle)
@@ -509,6 +519,7 @@ class Runner:
             owner: Handle = operation.owner
             if isinstance(operation, Operation):
                 owner.operation = operation  # a receive from anybody learns only now whose it was
+                operation.buffers = ()  # the handle may live long, and must not keep the tensors' memory as long
             owner.complete(operation.error)
 
     # ----------------------------------------------------------------------------------------------------- endpoint

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import Algorithm, OpKind
 
@@ -47,19 +48,21 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
-        for name in ("segment_bytes", "segment_bytes_min", "lanes_min", "eager_bytes", "floating_bytes_max"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}")
+        checks.whole_fields(
+            self,
+            *("segment_bytes", "segment_bytes_min", "lanes_min", "eager_bytes", "floating_bytes_max"),
+            *("starvation_limit", "scratch_segments"),
+            minimum=1,
+        )
         if self.segment_bytes % 16 or self.segment_bytes > 1 << 30:
             raise ConfigurationError(f"segment_bytes must be a multiple of 16 up to 1 GiB, not {self.segment_bytes}")
-        if self.starvation_limit < 1 or self.scratch_segments < 1:
-            raise ConfigurationError("starvation_limit and scratch_segments must be at least 1")
-        if self.timeout_s <= 0 or self.stall_warning_s < 0:
-            raise ConfigurationError("timeout_s must be positive and stall_warning_s not negative")
-        if self.half_accumulation not in ("float32", "native"):
-            raise ConfigurationError(f"half_accumulation is 'float32' or 'native', not {self.half_accumulation!r}")
-        if self.scheduling not in ("priority", "fifo"):
-            raise ConfigurationError(f"scheduling is 'priority' or 'fifo', not {self.scheduling!r}")
+        checks.seconds_fields(self, "timeout_s")
+        checks.seconds_fields(self, "stall_warning_s", or_zero=True)
+        checks.one_of("half_accumulation", self.half_accumulation, ("float32", "native"))
+        checks.one_of("scheduling", self.scheduling, ("priority", "fifo"))
+        for kind, algorithm in self.schedules.items():
+            if not isinstance(kind, OpKind) or not isinstance(algorithm, Algorithm):
+                raise ConfigurationError(f"schedules maps OpKind to Algorithm, not {kind!r} to {algorithm!r}")
 
     def wire_settings(self) -> dict[str, int | str]:
         """The settings that all ranks must share, for the comparison at rendezvous."""
@@ -94,12 +97,12 @@ class TcpConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
-        if not 0 < self.heartbeat_s < self.silence_s:
-            raise ConfigurationError("heartbeat_s must be positive and smaller than silence_s")
-        if self.notsent_lowat_bytes < 1 or self.pending_handshakes_max < 1:
-            raise ConfigurationError("notsent_lowat_bytes and pending_handshakes_max must be at least 1")
-        if self.connect_timeout_s <= 0 or self.handshake_timeout_s <= 0:
-            raise ConfigurationError("connect_timeout_s and handshake_timeout_s must be positive")
+        checks.seconds_fields(self, "heartbeat_s", "silence_s", "connect_timeout_s", "handshake_timeout_s")
+        if self.heartbeat_s >= self.silence_s:
+            raise ConfigurationError(
+                f"heartbeat_s ({self.heartbeat_s:g}) must be smaller than silence_s ({self.silence_s:g})"
+            )
+        checks.whole_fields(self, "notsent_lowat_bytes", "pending_handshakes_max", minimum=1, maximum=2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -345,7 +345,7 @@ class Coordinator:
         for entry in list(self._entries.values()):
             self.wait(entry.handle, patience)
 
-        handle = Handle(None)
+        handle = Handle()
 
         def begin(now: float) -> bool:
             nonlocal handle
@@ -459,7 +459,7 @@ class Coordinator:
         if tensor.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        return Entry(request, tensor, Handle(None), 0.0, 0, outputs, ready)
+        return Entry(request, tensor, Handle(), 0.0, 0, outputs, ready)
 
     def _submit(self, entries: Sequence[Entry], timeout_s: float | None) -> list[Work]:
         patience = self._patience(timeout_s)

@@ -15,13 +15,15 @@ from typing import Any, Literal, Self, final
 import torch
 
 from totalreduce.coordination.config import CoordinationConfig
-from totalreduce.engine.runner import Runner
+from totalreduce.engine.runner import Handle, Runner
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
 from totalreduce.foundation.observer import Observer
 from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp
 from totalreduce.groups import agreement, objects, requests
 from totalreduce.groups.coordinator import Coordinator
 from totalreduce.groups.engine_collectives import EngineCollectives
+from totalreduce.groups.memory import MemoryInFlight
 from totalreduce.groups.plan import Plan, TensorSpec
 from totalreduce.groups.planned import OrderFree, PlannedReductions
 from totalreduce.groups.requests import Blocks, Request
@@ -33,6 +35,8 @@ __all__ = ["Group"]
 
 #: So many threads of one rank may wait in barriers at the same time.
 _BARRIER_NAMES = 64
+#: Scopes of names that the library gives. Scopes of subgroups begin with a quote or a digit, users' names with "n:".
+_BARRIERS, _MESSAGES = "barrier/", "message/"
 
 
 @final
@@ -64,9 +68,10 @@ class Group:
         self.ranks = self._engine.everybody if ranks is None else ranks
         self.rank, self.world_size, self.name = self.ranks.index(self._engine.rank), len(self.ranks), name
         self._parent, self._scope = parent, scope
+        self._memory: MemoryInFlight = MemoryInFlight() if parent is None else parent._memory
+        self._waits_for_memory: bool = parent is not None and parent._waits_for_memory
         self._coordinator: Coordinator | None = None
-        #: The same ranks by messages alone; for what must not depend on the library that carries operations out.
-        self.control: Group = self
+        self._inner: dict[str, Group] = {}
         self._subgroups: Counter[tuple[int, ...]] = Counter()
         self._coordinators = 0
         self._quiesce: list[Callable[[], None]] = []
@@ -232,7 +237,9 @@ class Group:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Reduce the r-th block of all ranks into rank r's tensor; returns at once. The inputs are only read.
+        """Reduce the r-th block of all ranks into rank r's tensor; returns at once.
+
+        The inputs are only read. The tensor may be this rank's block of them, which takes the result then.
 
         Args:
             tensor: The result, as large as this rank's place in ``inputs``.
@@ -329,7 +336,7 @@ class Group:
         if work is None:
             # A few names in turn: a name is remembered for ever, and a job has as many barriers as it likes.
             name = f"barrier#{next(self._barriers) % _BARRIER_NAMES}"
-            work = self.submit(requests.barrier(), name, -1, timeout_s)
+            work = self.submit(requests.barrier(), name, -1, timeout_s, scope=_BARRIERS)
         try:
             work.wait(timeout_s)
         except DeadlineExceededError:
@@ -350,10 +357,10 @@ class Group:
             ConfigurationError: ``dst`` is no other rank of the group.
         """
         dst = self._peer(dst)
-        name = _message_name(self.rank, dst, tag)
+        name = _message_name(self.rank, dst, _tag(tag))
         request = requests.message(tensor, name, writes=False)
         ranks = (self.ranks[self.rank], self.ranks[dst])
-        return self.submit(request, name, priority, timeout_s, ranks=ranks, repeats=True)
+        return self.submit(request, name, priority, timeout_s, ranks=ranks, scope=_MESSAGES, repeats=True)
 
     def recv(
         self,
@@ -373,11 +380,12 @@ class Group:
         """
         if src is not None:
             src = self._peer(src)
-            name = _message_name(src, self.rank, tag)
+            name = _message_name(src, self.rank, _tag(tag))
             request = requests.message(tensor, name, writes=True)
             ranks = (self.ranks[src], self.ranks[self.rank])
-            return self.submit(request, name, priority, timeout_s, ranks=ranks, repeats=True)
+            return self.submit(request, name, priority, timeout_s, ranks=ranks, scope=_MESSAGES, repeats=True)
         self._check_open()
+        tag, patience = _tag(tag), self._patience(timeout_s)
         request = requests.message(tensor, "a message from any rank", writes=True)
         candidates = {
             rank: _message_name(place, self.rank, tag) for place, rank in enumerate(self.ranks) if place != self.rank
@@ -386,16 +394,21 @@ class Group:
             raise ConfigurationError("there is no other rank in the group that could send")
         buffer = request.buffers[0]
         assert buffer is not None
-        handle = self._runner.receive_any(
-            candidates,
-            request.signature,
-            buffer,
-            scope=self._scope,
-            priority=_checked_priority(priority),
-            finalise=request.finalise,
-        )
-        name = "a message from any rank"
-        return Work(self._runner, handle, request.results, name, self._patience(timeout_s), ranks=self.ranks)
+        priority = checks.priority(priority)
+
+        def begin(finish: Callable[[], None] | None, release: Callable[[], None] | None) -> Handle:
+            return self._runner.receive_any(
+                candidates,
+                request.signature,
+                buffer,
+                scope=self._scope + _MESSAGES,
+                priority=priority,
+                finish=finish,
+                release=release,
+            )
+
+        handle = self._begin(request, patience, begin)
+        return Work(self._runner, handle, request.results, "a message from any rank", patience, ranks=self.ranks)
 
     # ------------------------------------------------------------------------------------------------------- objects
 
@@ -430,9 +443,9 @@ class Group:
         Raises:
             ConfigurationError: Not ranks of this group, or this rank is not among them.
         """
-        members = tuple(ranks)
-        if len(set(members)) != len(members) or not all(0 <= rank < self.world_size for rank in members):
-            raise ConfigurationError(f"{list(members)} are not different ranks of a group of {self.world_size}")
+        members = checks.ranks_in(ranks, self.world_size)
+        if name is not None:
+            checks.operation_name(name)
         if self.rank not in members:
             raise ConfigurationError(f"rank {self.rank} is not among {list(members)}; only members make a subgroup")
         shown, quoted = f"{self.name}/{name}", repr(name)
@@ -447,6 +460,31 @@ class Group:
             group.use(natives, self._coordinator.config)
         return group
 
+    def _within(self, purpose: str) -> Group:
+        """The same ranks for what the library itself does: operations whose names never meet those of users."""
+        group = self._inner.get(purpose)
+        if group is None:
+            scope = f"{self._scope}{purpose}/"
+            group = Group(self._runner, f"{self.name}/{purpose}", parent=self, ranks=self.ranks, scope=scope)
+            self._inner[purpose] = group
+        return group
+
+    @property
+    def control(self) -> Group:
+        """The same ranks by messages alone, for what must not depend on a library that carries operations out.
+
+        The library's own operations are done through it; their names never meet those of users.
+        """
+        return self._within("control")
+
+    def keep_order(self) -> None:
+        """Have operations wait for those in flight that use the same memory, instead of raising an error.
+
+        It is what torch.distributed promises. A submission may block then, so it must not be made in a callback of
+        ``Work.on_done``. Subgroups that are made afterwards do the same.
+        """
+        self._waits_for_memory = True
+
     # ---------------------------------------------------------------------------------------------- native libraries
 
     @property
@@ -460,10 +498,6 @@ class Group:
         Raises:
             PlanMismatchError: The ranks' settings differ; on every rank.
         """
-        # A subgroup of its own, so that names of messages and of native operations are never the same.
-        self.control = Group(
-            self._runner, f"{self.name}/control", parent=self, ranks=self.ranks, scope=f"{self._scope}control/"
-        )
         self._coordinator = self.coordinate(natives, config)
         return self._coordinator
 
@@ -499,7 +533,7 @@ class Group:
             names: Of the operations, in the order in which they are expected; equal on all ranks.
         """
         if self._coordinator is None:
-            return OrderFree(self, names)
+            return OrderFree(self._within("planned"), names)
         return self._coordinator.planned(names)
 
     # -------------------------------------------------------------------------------------------------------- plans
@@ -606,9 +640,10 @@ class Group:
         timeout_s: float | None = None,
         *,
         ranks: tuple[int, ...] | None = None,
+        scope: str = "",
         repeats: bool = False,
     ) -> Work:
-        """Submit what ``groups.requests`` has made: for who has bytes and no tensors. Past a coordinator, if any.
+        """Submit what ``groups.requests`` has made: for callers that have bytes and no tensors. Past a coordinator.
 
         Args:
             request: What to do.
@@ -616,22 +651,46 @@ class Group:
             priority: Smaller is more urgent.
             timeout_s: Deadline in seconds of a ``wait`` that names none.
             ranks: Those of the whole group that take part, if not all of this group do.
+            scope: Sets names of the library apart from those of users.
             repeats: The name may be in flight several times.
         """
         self._check_open()
-        patience = self._patience(timeout_s)
-        handle = self._runner.submit(
-            name,
-            request.signature,
-            request.buffers,
-            ranks=ranks or self.ranks,
-            scope=self._scope,
-            repeats=repeats,
-            priority=_checked_priority(priority),
-            finalise=request.finalise,
-        )
+        patience, priority = self._patience(timeout_s), checks.priority(priority)
+
+        def begin(finish: Callable[[], None] | None, release: Callable[[], None] | None) -> Handle:
+            return self._runner.submit(
+                name,
+                request.signature,
+                request.buffers,
+                ranks=ranks or self.ranks,
+                scope=self._scope + scope,
+                repeats=repeats,
+                priority=priority,
+                finish=finish,
+                release=release,
+            )
+
+        handle = self._begin(request, patience, begin)
         assert handle.operation is not None
         return Work(self._runner, handle, request.results, handle.operation.name, patience, ranks=self.ranks)
+
+    def _begin(
+        self,
+        request: Request,
+        patience_s: float,
+        begin: Callable[[Callable[[], None] | None, Callable[[], None] | None], Handle],
+    ) -> Handle:
+        """Submit an operation when its memory is free, and have the memory released when it has ended."""
+        operands = request.operands
+        if operands is None:
+            return begin(None, None)
+        self._memory.claim(operands, wait_s=patience_s if self._waits_for_memory else None)
+        try:
+            operands.prepare()
+            return begin(operands.finish, lambda: self._memory.release(operands))
+        except BaseException:
+            self._memory.release(operands)
+            raise
 
     # -------------------------------------------------------------------------------------------------------- ending
 
@@ -658,6 +717,7 @@ class Group:
         """
         if self._closed:
             return
+        timeout_s = checks.seconds("timeout_s", timeout_s, or_zero=True)
         self._closed = True
         try:
             if self._engine.lost is None:
@@ -681,33 +741,28 @@ class Group:
             raise GroupClosed(f"rank {self.rank} has closed the subgroup {self.name!r}; make a new one with subgroup()")
 
     def _patience(self, timeout_s: float | None) -> float:
-        if timeout_s is not None and timeout_s <= 0:
-            raise ConfigurationError(f"timeout_s must be positive, not {timeout_s}")
-        return self.timeout_s if timeout_s is None else timeout_s
+        return self.timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s)
 
     def _root(self, root: int) -> int:
-        if not 0 <= root < self.world_size:
-            raise ConfigurationError(f"root {root} is no rank of a group of {self.world_size}")
-        return root
+        return checks.rank_in("root", root, self.world_size)
 
     def _peer(self, peer: int) -> int:
+        peer = checks.whole_number("the other rank", peer)
         if not 0 <= peer < self.world_size or peer == self.rank:
             raise ConfigurationError(f"{peer} is not another rank than {self.rank} of a group of {self.world_size}")
         return peer
 
 
 def _shown(name: str | None) -> str:
-    return "unnamed" if name is None else name
+    return "unnamed" if name is None else checks.operation_name(name)
 
 
 def _message_name(src: int, dst: int, tag: int) -> str:
     return f"message {src} to {dst}, tag {tag}"
 
 
-def _checked_priority(priority: int) -> int:
-    if not -(2**31) <= priority < 2**31:
-        raise ConfigurationError(f"priority {priority} does not fit into 32 bits")
-    return priority
+def _tag(tag: int) -> int:
+    return checks.whole_number("tag", tag)
 
 
 def _no_schedule(schedule: str) -> None:

@@ -6,7 +6,7 @@ made and not a mismatch elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
 from totalreduce.groups import tensors
+from totalreduce.groups.memory import Operands
 from totalreduce.kernels import supports
 
 __all__ = [
@@ -45,43 +46,22 @@ class Request:
     Attributes:
         signature: What it is.
         buffers: Bytes of the tensor, or of every block.
-        finalise: What remains to be done when the operation is done: copying back into tensors that are not contiguous.
+        operands: The tensors; ``None`` for memory that is no tensor's, which the caller leaves alone.
         results: What ``Work.wait`` returns.
     """
 
     signature: Signature
     buffers: Sequence[memoryview | None]
-    finalise: Callable[[], None] | None
+    operands: Operands | None
     results: torch.Tensor | None
 
 
-class _Views:
-    """Collects the memory of several tensors and what has to be copied back."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._copies: list[Callable[[], None]] = []
-
-    def add(self, tensor: torch.Tensor, *, writes: bool) -> memoryview:
-        view, copy_back = tensors.as_bytes(tensor, self._name, writes=writes)
-        if copy_back is not None:
-            self._copies.append(copy_back)
-        return view
-
-    def finalise(self) -> Callable[[], None] | None:
-        if not self._copies:
-            return None
-        copies = self._copies
-
-        def run() -> None:
-            for copy in copies:
-                copy()
-
-        return run
-
-
 def _checked_op(op: ReduceOp, dtype: DType, name: str) -> ReduceOp:
-    op = ReduceOp(op)
+    try:
+        op = ReduceOp(op)
+    except ValueError:
+        known = ", ".join(known.name for known in ReduceOp if known is not ReduceOp.NONE)
+        raise ConfigurationError(f"tensor {name!r}: {op!r} is no reduction; there are ReduceOp's {known}") from None
     if op is ReduceOp.NONE or not supports(dtype, op):
         raise ConfigurationError(f"tensor {name!r}: {op.name} of {dtype.name.lower()} is not defined")
     return op
@@ -117,9 +97,12 @@ def _same_count(a: torch.Tensor, b: torch.Tensor, name: str, what: str) -> None:
         raise ConfigurationError(f"{name!r}: {what}: {a.numel()} elements and {b.numel()} elements")
 
 
-def _copy(source: memoryview, target: memoryview) -> None:
-    if len(source):
-        torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))
+def _watched(outputs: Blocks, operands: Operands) -> torch.Tensor | None:
+    """What ``Work.wait`` returns: the tensor that holds all blocks, if it is one."""
+    if not isinstance(outputs, torch.Tensor):
+        return None
+    operands.watch(outputs)
+    return outputs
 
 
 def reduction(
@@ -130,8 +113,8 @@ def reduction(
     signature = Signature(
         kind, dtype, _checked_op(op, dtype, name), root, tuple(tensor.shape), algorithm=Algorithm(algorithm)
     )
-    view, finalise = tensors.as_bytes(tensor, name, writes=writes)
-    return Request(signature, [view], finalise, tensor)
+    operands = Operands(name)
+    return Request(signature, [operands.add(tensor, writes=writes)], operands, tensor)
 
 
 def broadcast(tensor: torch.Tensor, name: str, *, root: int, algorithm: Algorithm, writes: bool) -> Request:
@@ -141,8 +124,8 @@ def broadcast(tensor: torch.Tensor, name: str, *, root: int, algorithm: Algorith
     if dtype.itemsize != tensor.element_size():
         shape = (*shape, tensor.element_size())  # it travels as bytes
     signature = Signature(OpKind.BROADCAST, dtype, ReduceOp.NONE, root, shape, algorithm=Algorithm(algorithm))
-    view, finalise = tensors.as_bytes(tensor, name, writes=writes)
-    return Request(signature, [view], finalise, tensor)
+    operands = Operands(name)
+    return Request(signature, [operands.add(tensor, writes=writes)], operands, tensor)
 
 
 def barrier() -> Request:
@@ -160,75 +143,78 @@ def allgather(
     blocks = listed(outputs, size, name, "outputs")
     _one_dtype(blocks, tensor, name)
     _same_count(blocks[rank], tensor, name, f"outputs[{rank}] and the tensor must be equally large")
-    views = _Views(name)
-    buffers = [views.add(block, writes=True) for block in blocks]
-    own = views.add(tensor, writes=False)
-    _copy(own, buffers[rank])
+    operands = Operands(name)
+    buffers = [operands.add(block, writes=True) for block in blocks]
+    operands.copy(tensor, buffers[rank])
     sizes = tuple(len(buffer) // dtype.itemsize for buffer in buffers)
     signature = Signature(OpKind.ALLGATHER, dtype, ReduceOp.NONE, 0, (), sizes, Algorithm(algorithm))
-    return Request(signature, buffers, views.finalise(), outputs if isinstance(outputs, torch.Tensor) else None)
+    return Request(signature, buffers, operands, _watched(outputs, operands))
 
 
 def reduce_scatter(
     tensor: torch.Tensor, inputs: Blocks, name: str, *, op: ReduceOp, rank: int, size: int, algorithm: Algorithm
 ) -> Request:
-    """Reduce-scatter, with blocks of any sizes that all ranks know. The inputs are only read."""
+    """Reduce-scatter, with blocks of any sizes that all ranks know.
+
+    The inputs are only read; the tensor may be this rank's block of them, and takes the result then.
+    """
     dtype = tensors.dtype_of(tensor, name)
     blocks = listed(inputs, size, name, "inputs")
     _one_dtype(blocks, tensor, name)
     _same_count(blocks[rank], tensor, name, f"inputs[{rank}] and the tensor must be equally large")
-    views = _Views(name)
-    buffers = [views.add(block, writes=False) for block in blocks]
-    buffers.append(views.add(tensor, writes=True))
+    operands = Operands(name)
+    own = operands.add(tensor, writes=True)
+    in_place = tensor.data_ptr() == blocks[rank].data_ptr() and tensor.is_contiguous() and blocks[rank].is_contiguous()
+    buffers = [own if in_place and index == rank else operands.add(block) for index, block in enumerate(blocks)]
+    buffers.append(own)
     if size == 1:
-        _copy(buffers[0], buffers[1])
+        operands.copy(blocks[0], own)
     sizes = tuple(len(buffer) // dtype.itemsize for buffer in buffers[:size])
     kind, op = OpKind.REDUCE_SCATTER, _checked_op(op, dtype, name)
-    return Request(Signature(kind, dtype, op, 0, (), sizes, Algorithm(algorithm)), buffers, views.finalise(), tensor)
+    return Request(Signature(kind, dtype, op, 0, (), sizes, Algorithm(algorithm)), buffers, operands, tensor)
 
 
 def gather(outputs: Blocks | None, tensor: torch.Tensor, name: str, *, rank: int, size: int, root: int) -> Request:
     """Gather; only the root has outputs, of any sizes."""
     dtype = tensors.moved_dtype_of(tensor, name)
     signature = Signature(OpKind.GATHER, dtype, ReduceOp.NONE, root, ())
-    views = _Views(name)
+    operands = Operands(name)
     buffers: list[memoryview | None] = [None] * size
-    own = views.add(tensor, writes=False)
     if rank != root:
         if outputs is not None and len(outputs):
             raise ConfigurationError(f"{name!r}: outputs are for the root (rank {root}) only; rank {rank} passes None")
-        buffers[rank] = own
-        return Request(signature, buffers, None, None)
+        buffers[rank] = operands.add(tensor)
+        return Request(signature, buffers, operands, None)
     if outputs is None:
         raise ConfigurationError(f"{name!r}: the root (rank {root}) must pass outputs: {size} tensors")
     blocks = listed(outputs, size, name, "outputs")
     _one_dtype(blocks, tensor, name)
     _same_count(blocks[rank], tensor, name, f"outputs[{rank}] and the tensor must be equally large")
-    filled = [views.add(block, writes=True) for block in blocks]
-    _copy(own, filled[rank])
-    return Request(signature, filled, views.finalise(), outputs if isinstance(outputs, torch.Tensor) else None)
+    filled = [operands.add(block, writes=True) for block in blocks]
+    operands.copy(tensor, filled[rank])
+    return Request(signature, filled, operands, _watched(outputs, operands))
 
 
 def scatter(tensor: torch.Tensor, inputs: Blocks | None, name: str, *, rank: int, size: int, root: int) -> Request:
     """Scatter; only the root has inputs, of any sizes."""
     dtype = tensors.moved_dtype_of(tensor, name)
     signature = Signature(OpKind.SCATTER, dtype, ReduceOp.NONE, root, ())
-    views = _Views(name)
+    operands = Operands(name)
     buffers: list[memoryview | None] = [None] * size
-    own = views.add(tensor, writes=True)
+    own = operands.add(tensor, writes=True)
     if rank != root:
         if inputs is not None and len(inputs):
             raise ConfigurationError(f"{name!r}: inputs are for the root (rank {root}) only; rank {rank} passes None")
         buffers[rank] = own
-        return Request(signature, buffers, views.finalise(), tensor)
+        return Request(signature, buffers, operands, tensor)
     if inputs is None:
         raise ConfigurationError(f"{name!r}: the root (rank {root}) must pass inputs: {size} tensors")
     blocks = listed(inputs, size, name, "inputs")
     _one_dtype(blocks, tensor, name)
     _same_count(blocks[rank], tensor, name, f"inputs[{rank}] and the tensor must be equally large")
-    filled = [views.add(block, writes=False) for block in blocks]
-    _copy(filled[rank], own)
-    return Request(signature, filled, views.finalise(), tensor)
+    operands.copy(blocks[rank], own)
+    filled = [own if index == rank else operands.add(block) for index, block in enumerate(blocks)]
+    return Request(signature, filled, operands, tensor)
 
 
 def alltoall(outputs: Blocks, inputs: Blocks, name: str, *, rank: int, size: int) -> Request:
@@ -237,12 +223,12 @@ def alltoall(outputs: Blocks, inputs: Blocks, name: str, *, rank: int, size: int
     dtype = tensors.moved_dtype_of(sent[0], name)
     _one_dtype([*sent, *received], sent[0], name)
     _same_count(received[rank], sent[rank], name, f"inputs[{rank}] and outputs[{rank}] must be equally large")
-    views = _Views(name)
-    buffers = [views.add(block, writes=False) for block in sent]
-    buffers += [views.add(block, writes=True) for block in received]
-    _copy(buffers[rank], buffers[size + rank])
+    operands = Operands(name)
+    taken = [operands.add(block, writes=True) for block in received]
+    operands.copy(sent[rank], taken[rank])
+    given = [taken[rank] if index == rank else operands.add(block) for index, block in enumerate(sent)]
     signature = Signature(OpKind.ALLTOALL, dtype, ReduceOp.NONE, 0, ())
-    return Request(signature, buffers, views.finalise(), outputs if isinstance(outputs, torch.Tensor) else None)
+    return Request(signature, [*given, *taken], operands, _watched(outputs, operands))
 
 
 def allgather_bytes(blocks: Sequence[memoryview]) -> Request:
@@ -260,5 +246,5 @@ def alltoall_bytes(sent: Sequence[memoryview], received: Sequence[memoryview]) -
 def message(tensor: torch.Tensor, name: str, *, writes: bool) -> Request:
     """A message from one rank to another: ``writes`` on the receiver."""
     dtype = tensors.moved_dtype_of(tensor, name)
-    view, finalise = tensors.as_bytes(tensor, name, writes=writes)
-    return Request(Signature(OpKind.SEND_RECV, dtype, ReduceOp.NONE, 0, ()), [view], finalise, tensor)
+    signature, operands = Signature(OpKind.SEND_RECV, dtype, ReduceOp.NONE, 0, ()), Operands(name)
+    return Request(signature, [operands.add(tensor, writes=writes)], operands, tensor)

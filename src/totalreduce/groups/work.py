@@ -8,6 +8,7 @@ from typing import Any, Protocol, final
 import torch
 
 from totalreduce.engine.operation import Operation
+from totalreduce.foundation import checks
 from totalreduce.foundation.types import OpKind
 
 __all__ = ["Pending", "Waiter", "Work"]
@@ -106,12 +107,15 @@ class Work:
             timeout_s: Seconds; ``None``: the operation's or the group's time-out.
 
         Raises:
+            ConfigurationError: ``timeout_s`` is negative, not finite, or no number.
             DeadlineExceededError: Not finished in time; it goes on, and ``wait`` may be called again.
             MismatchError: Ranks submitted different operations under this name.
             PeerLost: A rank is gone.
             GroupClosed: The group was closed meanwhile.
+            TotalReduceError: The tensor was given other memory while the operation was in flight.
         """
-        self._waiter.wait(self._handle, self._timeout_s if timeout_s is None else timeout_s)
+        patience_s = self._timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s, or_zero=True)
+        self._waiter.wait(self._handle, patience_s)
         error = self._handle.error
         if error is not None:
             raise _fresh(error)

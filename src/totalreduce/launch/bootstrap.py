@@ -92,7 +92,7 @@ def init(
         RendezvousError: Ranks are missing, unreachable, or do not know the job's key.
     """
     settings = environment.read_settings()
-    engine_config = _with_timeout(engine or EngineConfig(), timeout_s or settings.timeout_s)
+    engine_config = _with_timeout(engine or EngineConfig(), settings.timeout_s if timeout_s is None else timeout_s)
     tcp_config = tcp or TcpConfig()
     if tcp is None and settings.peer_timeout_s is not None:
         beat_s = min(tcp_config.heartbeat_s, settings.peer_timeout_s / 4)

@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.observer import Observer
 from totalreduce.foundation.types import operation_id
@@ -120,8 +121,7 @@ class Timeline(Observer):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if max_events < 1:
-            raise ConfigurationError(f"max_events of a timeline must be at least 1, not {max_events}")
+        checks.whole_number("max_events of a timeline", max_events, minimum=1)
         self.rank, self.path, self.dropped = rank, Path(path), 0
         _check_writable(self.path)
         self._max_events, self._clock = max_events, clock

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.sparse.session import BucketShape
@@ -53,19 +54,12 @@ class ErrorFeedback:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
-        if not 0 <= self.momentum < 1:
-            raise ConfigurationError(f"momentum is from 0 to below 1, not {self.momentum}")
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise ConfigurationError(f"clip_norm is a positive norm, or None; not {self.clip_norm}")
-        if self.elements_min < 0 or not 0 < (self.bucket_elements or 1) < 2**31 or self.bucket_elements == 0:
-            raise ConfigurationError(
-                f"elements_min is from 0, not {self.elements_min}; bucket_elements from 1 to 2^31 - 1, "
-                f"not {self.bucket_elements}"
-            )
-        if self.report_every < 0 or self.xi_every < 0:
-            raise ConfigurationError(
-                f"report_every and xi_every are numbers of steps or 0, not {self.report_every} and {self.xi_every}"
-            )
+        checks.real_field(self, "momentum", minimum=0, below=1)
+        if self.clip_norm is not None:
+            checks.real_field(self, "clip_norm", above=0)
+        if self.bucket_elements is not None:
+            checks.whole_fields(self, "bucket_elements", minimum=1, maximum=2**31 - 1)
+        checks.whole_fields(self, "elements_min", "report_every", "xi_every", minimum=0)
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """Whether gradients of this shape are compressed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.nn.parameter import UninitializedParameter
 
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.pytorch import internals
@@ -54,33 +54,25 @@ class PlanSettings:
         """Refuse values that cannot work."""
         if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
             raise ConfigurationError(f"gradients are reduced by SUM or AVG, not {self.op!r}")
-        if self.bucket_bytes < 1:
-            raise ConfigurationError(f"bucket_bytes must be at least 1, not {self.bucket_bytes}")
-        if self.overlap not in ("backward", "iterations"):
-            raise ConfigurationError(f"overlap is 'backward' or 'iterations', not {self.overlap!r}")
-        if self.on_missing not in ("zero", "error"):
-            raise ConfigurationError(f"on_missing is 'zero' or 'error', not {self.on_missing!r}")
+        checks.whole_fields(self, "bucket_bytes", "backward_passes_per_step", minimum=1)
+        checks.one_of("overlap", self.overlap, ("backward", "iterations"))
+        checks.one_of("on_missing", self.on_missing, ("zero", "error"))
         if self.compression not in _WIRE_DTYPES:
             raise ConfigurationError(f"compression is one of {', '.join(_WIRE_DTYPES)}, not {self.compression!r}")
+        checks.real_field(self, "gradient_predivide_factor", above=0)
         factor = self.gradient_predivide_factor
-        if not 0 < factor < math.inf or (factor != 1.0 and self.op is not ReduceOp.AVG):
+        if factor != 1.0 and self.op is not ReduceOp.AVG:
             raise ConfigurationError(
                 f"gradient_predivide_factor splits the division of an average; it cannot be {factor} with "
                 f"{self.op.name.lower()}"
             )
-        if self.backward_passes_per_step < 1:
-            raise ConfigurationError(
-                f"backward_passes_per_step must be at least 1, not {self.backward_passes_per_step}"
-            )
-        if self.sparse not in ("dense", "gather"):
-            raise ConfigurationError(f"sparse is 'dense' or 'gather', not {self.sparse!r}")
+        checks.one_of("sparse", self.sparse, ("dense", "gather"))
         if self.sync is not None and (self.overlap != "backward" or self.on_missing != "zero"):
             raise ConfigurationError(
                 f"sync={self.sync.name!r} needs overlap='backward' and on_missing='zero', not "
                 f"{self.overlap!r} and {self.on_missing!r}: what is selected cannot be taken back one by one"
             )
-        if self.join_divisor not in ("world", "active"):
-            raise ConfigurationError(f"join_divisor is 'world' or 'active', not {self.join_divisor!r}")
+        checks.one_of("join_divisor", self.join_divisor, ("world", "active"))
 
     def document(self) -> dict[str, object]:
         """JSON-ready."""

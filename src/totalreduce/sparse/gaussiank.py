@@ -17,7 +17,7 @@ from typing import ClassVar, final
 
 import numpy as np
 
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation import checks
 from totalreduce.sparse.accumulator import Accumulator
 from totalreduce.sparse.candidates import Candidates
 from totalreduce.sparse.gathering import GatheringSession
@@ -50,8 +50,7 @@ class GaussianK(TopkSettings):
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
         TopkSettings.__post_init__(self)
-        if self.passes < 1:
-            raise ConfigurationError(f"passes is how often a threshold is tried, from 1, not {self.passes}")
+        checks.whole_fields(self, "passes", minimum=1)
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> GaussianKSession:
         """The state of one bucket on one rank."""

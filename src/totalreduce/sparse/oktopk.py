@@ -26,7 +26,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation import checks
 from totalreduce.kernels import selection as selecting
 from totalreduce.sparse import blocks
 from totalreduce.sparse.actions import Action, Allgather, Alltoall, Array
@@ -74,11 +74,8 @@ class OkTopk(TopkSettings):
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
         TopkSettings.__post_init__(self)
-        for name in ("threshold_interval", "partition_interval"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} is a number of steps, from 1, not {getattr(self, name)}")
-        if not self.balance >= 1:
-            raise ConfigurationError(f"balance is at least 1 (equal shares), not {self.balance}")
+        checks.whole_fields(self, "threshold_interval", "partition_interval", minimum=1)
+        checks.real_field(self, "balance", minimum=1)
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> OkTopkSession:
         """The state of one bucket on one rank."""

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation import checks
 from totalreduce.sparse.actions import Action, Allreduce, Array
 from totalreduce.sparse.common import BaseSession
 from totalreduce.sparse.session import BucketShape, Update
@@ -53,10 +53,8 @@ class PowerSGD:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
-        if self.rank < 1:
-            raise ConfigurationError(f"rank is that of an approximation, from 1, not {self.rank}")
-        if self.seed < 0:
-            raise ConfigurationError(f"seed is a number from 0, not {self.seed}")
+        checks.whole_fields(self, "rank", minimum=1)
+        checks.whole_fields(self, "seed", minimum=0)
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> PowerSGDSession:
         """The state of one bucket on one rank."""

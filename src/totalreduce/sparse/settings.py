@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 
 __all__ = ["DensitySettings", "TopkSettings"]
@@ -35,10 +35,9 @@ class DensitySettings:
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
         for name in ("density", "warmup_density"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and 0 <= value <= 1):
-                raise ConfigurationError(f"{name} is the share of elements that is sent: from 0 to 1, not {value}")
-        if self.warmup_steps < 0 or (self.warmup_steps and not self.density):
+            checks.real_field(self, name, minimum=0, maximum=1)
+        checks.whole_fields(self, "warmup_steps", minimum=0)
+        if self.warmup_steps and not self.density:
             raise ConfigurationError(f"warmup_steps cannot be {self.warmup_steps} with a density of {self.density}")
 
     def count(self, num_elements: int, step: int) -> int:
@@ -67,5 +66,4 @@ class TopkSettings(DensitySettings):
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
         DensitySettings.__post_init__(self)  # super() would look for the class that dataclass(slots=True) has replaced
-        if self.values not in ("bfloat16", "float32"):
-            raise ConfigurationError(f"values is 'bfloat16' or 'float32', not {self.values!r}")
+        checks.one_of("values", self.values, ("bfloat16", "float32"))

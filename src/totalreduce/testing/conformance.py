@@ -397,7 +397,7 @@ def make_submission(
     place = members.index(rank)
     tensors = make_tensors(collective, place, len(members))
     request = _request(collective, tensors, place, len(members))
-    assert request.finalise is None
+    assert request.operands is None
     name, candidates = collective.name, None
     if collective.kind is OpKind.SEND_RECV:
         name = f"{collective.name} from {members[0]}"

@@ -1,0 +1,189 @@
+"""Checks of settings and arguments, made once where a user's value enters the library.
+
+Every function returns the value in the type that the rest of the library counts on, or raises a ``ConfigurationError``
+that names the value. ``bool`` is no number here: ``priority=True`` is a mistake. NumPy's and torch's scalars are.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterable
+from typing import Any, Final
+
+from totalreduce.foundation.errors import ConfigurationError
+
+__all__ = [
+    "NAME_BYTES_MAX",
+    "SECONDS_MAX",
+    "one_of",
+    "operation_name",
+    "priority",
+    "rank_in",
+    "ranks_in",
+    "real_field",
+    "real_number",
+    "seconds",
+    "seconds_fields",
+    "whole_fields",
+    "whole_number",
+]
+
+#: The longest name of an operation, in UTF-8 bytes.
+NAME_BYTES_MAX: Final = 1024
+#: The longest time, some thirty years. The calls of the system and of Python take little more.
+SECONDS_MAX: Final = 1e9
+
+
+def whole_number(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None) -> int:
+    """A whole number from ``minimum`` to ``maximum``, both included.
+
+    Raises:
+        ConfigurationError: The value is no whole number (``16.0`` is none), or lies outside the bounds.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ConfigurationError(f"{name} must be a whole number, not {value!r}") from None
+    _check_bounds(name, number, minimum, maximum)
+    return number
+
+
+def real_number(
+    name: str,
+    value: Any,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    unit: str = "",
+) -> float:
+    """A finite number, from ``minimum`` to ``maximum`` (both included) or between ``above`` and ``below`` (excluded).
+
+    Raises:
+        ConfigurationError: The value is no number, is not finite, or lies outside the bounds.
+    """
+    try:
+        if isinstance(value, (bool, str, bytes)):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one: of a tensor with several elements
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigurationError(f"{name} must be a finite number{f' of {unit}' if unit else ''}, not {value!r}")
+    if above is not None and number <= above:
+        words = "positive" if above == 0 else f"above {above:g}"
+        raise ConfigurationError(f"{name} must be {words}, not {value!r}")
+    if below is not None and number >= below:
+        raise ConfigurationError(f"{name} must be below {below:g}, not {value!r}")
+    _check_bounds(name, number, minimum, maximum)
+    return number
+
+
+def seconds(name: str, value: Any, *, or_zero: bool = False) -> float:
+    """A time in seconds: positive (or zero, if ``or_zero``), and at most ``SECONDS_MAX``.
+
+    Raises:
+        ConfigurationError: The value is no such time; infinity and NaN are none.
+    """
+    if or_zero:
+        return real_number(name, value, minimum=0, maximum=SECONDS_MAX, unit="seconds")
+    return real_number(name, value, above=0, maximum=SECONDS_MAX, unit="seconds")
+
+
+def one_of(name: str, value: Any, allowed: Collection[str]) -> None:
+    """Check that a setting has one of the values that it may have.
+
+    Raises:
+        ConfigurationError: The setting has another value.
+    """
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigurationError(f"{name} is {' or '.join(map(repr, allowed))}, not {value!r}")
+
+
+def priority(value: Any) -> int:
+    """A priority: 32 bits, signed; smaller is more urgent.
+
+    Raises:
+        ConfigurationError: The value is no whole number, or too large.
+    """
+    number = whole_number("priority", value)
+    if not -(2**31) <= number < 2**31:
+        raise ConfigurationError(f"priority {number} does not fit into 32 bits")
+    return number
+
+
+def operation_name(value: Any) -> str:
+    """The name of an operation: a string that UTF-8 encodes in at most ``NAME_BYTES_MAX`` bytes.
+
+    Raises:
+        ConfigurationError: The value is no such string.
+    """
+    if not isinstance(value, str):
+        raise ConfigurationError(f"the name of an operation is a string, not {type(value).__name__} ({value!a:.60})")
+    try:
+        num_bytes = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"the name {value!a:.60} of an operation cannot be encoded as UTF-8: {error.reason}, at character "
+            f"{error.start}"
+        ) from None
+    if num_bytes > NAME_BYTES_MAX:
+        raise ConfigurationError(f"the name {value[:40]!r}... is longer than {NAME_BYTES_MAX} bytes: {num_bytes}")
+    return value
+
+
+def rank_in(name: str, value: Any, world_size: int) -> int:
+    """A rank of a group of ``world_size`` ranks.
+
+    Raises:
+        ConfigurationError: The value is no such rank.
+    """
+    rank = whole_number(name, value)
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(f"{name} {rank} is no rank of a group of {world_size}")
+    return rank
+
+
+def ranks_in(values: Iterable[Any], world_size: int) -> tuple[int, ...]:
+    """Different ranks of a group of ``world_size`` ranks.
+
+    Raises:
+        ConfigurationError: A value is no such rank, or occurs twice.
+    """
+    ranks = tuple(whole_number("a rank", value) for value in values)
+    if len(set(ranks)) != len(ranks) or not all(0 <= rank < world_size for rank in ranks):
+        raise ConfigurationError(f"{list(ranks)} are not different ranks of a group of {world_size}")
+    return ranks
+
+
+def whole_fields(settings: Any, *names: str, minimum: int | None = None, maximum: int | None = None) -> None:
+    """Check these fields of a frozen dataclass with ``whole_number``, and make each an ``int``."""
+    for name in names:
+        object.__setattr__(
+            settings, name, whole_number(name, getattr(settings, name), minimum=minimum, maximum=maximum)
+        )
+
+
+def seconds_fields(settings: Any, *names: str, or_zero: bool = False) -> None:
+    """Check these fields of a frozen dataclass with ``seconds``, and make each a ``float``."""
+    for name in names:
+        object.__setattr__(settings, name, seconds(name, getattr(settings, name), or_zero=or_zero))
+
+
+def real_field(settings: Any, name: str, **bounds: Any) -> None:
+    """Check this field of a frozen dataclass with ``real_number``, and make it a ``float``."""
+    object.__setattr__(settings, name, real_number(name, getattr(settings, name), **bounds))
+
+
+def _check_bounds(name: str, number: float, minimum: float | None, maximum: float | None) -> None:
+    below = minimum is not None and number < minimum
+    if not below and (maximum is None or number <= maximum):
+        return
+    if minimum is not None and maximum is not None:
+        raise ConfigurationError(f"{name} must be from {minimum:.15g} to {maximum:.15g}, not {number}")
+    words = f"at least {minimum:.15g}" if below else f"at most {maximum:.15g}"
+    raise ConfigurationError(f"{name} must be {words}, not {number}")

@@ -1,0 +1,345 @@
+"""The memory of the tensors of operations in flight: where it lies, that it stays there, and that it is used once.
+
+``Operands`` are the tensors of one operation. ``MemoryInFlight`` knows those of all operations of a group and its
+subgroups, so that two operations in flight never touch the same memory, unless both of them only read it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+import torch
+
+from totalreduce.foundation.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    TotalReduceError,
+    UnsupportedError,
+)
+from totalreduce.groups.storage import StorageHold
+
+__all__ = ["MemoryInFlight", "Operands"]
+
+#: One type for all tensors, of which only the beginning is looked at: ctypes takes 70 µs and more to make one for each
+#: size, and the messages of sparse methods have another one each time.
+_MEMORY: Final = ctypes.c_char * sys.maxsize
+#: How long NumPy may look for an element that two strided tensors share. If it gives up they count as overlapping.
+_OVERLAP_WORK_MAX: Final = 100_000
+
+
+class Span(NamedTuple):
+    """Memory that an operation uses.
+
+    Attributes:
+        start: Address of its first byte.
+        stop: Address after its last byte.
+        tensor: The tensor, if it leaves bytes in between to others; ``None``: it uses all of them.
+    """
+
+    start: int
+    stop: int
+    tensor: torch.Tensor | None = None
+
+
+class Operands:
+    """The tensors of one operation.
+
+    A contiguous tensor is used in place. Another one is copied into contiguous memory before the operation begins, and
+    back when the operation is done, if the operation writes it.
+
+    Attributes:
+        name: The operation's, for messages.
+        reads: Memory that is read while the operation is in flight.
+        writes: Memory that is written while the operation is in flight, or when it ends.
+        first_reads: Memory that is read by ``prepare`` only.
+    """
+
+    __slots__ = ("_copies_back", "_copies_in", "_holds", "_results", "first_reads", "name", "reads", "writes")
+
+    def __init__(self, name: str) -> None:
+        """No tensor yet."""
+        self.name = name
+        self.reads: list[Span] = []
+        self.writes: list[Span] = []
+        self.first_reads: list[Span] = []
+        self._copies_in: list[Callable[[], object]] = []
+        self._copies_back: list[Callable[[], object]] = []
+        self._holds: list[StorageHold] = []
+        self._results: list[tuple[torch.Tensor, int, int]] = []
+
+    def add(self, tensor: torch.Tensor, *, writes: bool = False) -> memoryview:
+        """The bytes that stand for a tensor while the operation is in flight.
+
+        Args:
+            tensor: On the CPU and strided (see ``tensors``).
+            writes: Whether the result is written into it.
+
+        Raises:
+            UnsupportedError: The tensor has no memory; or its elements share memory, so that it has no place for a
+                result.
+        """
+        plain = tensor.detach()
+        if _is_plain(tensor):
+            view = self._bytes(plain)
+            if len(view):
+                start = plain.data_ptr()
+                (self.writes if writes else self.reads).append(Span(start, start + len(view)))
+                if writes:
+                    self._results.append((tensor, start, len(view)))
+            return view
+        if writes and any(s == 0 and extent > 1 for s, extent in zip(plain.stride(), plain.shape, strict=True)):
+            raise UnsupportedError(
+                f"tensor {self.name!r} is expanded: several elements share memory. Use .contiguous()"
+            )
+        dense = torch.empty(plain.shape, dtype=plain.dtype)
+        self._copies_in.append(lambda: dense.copy_(plain))
+        if plain.numel():
+            span = _strided_span(plain)
+            if writes:
+                self._copies_back.append(lambda: plain.copy_(dense))
+                self._results.append((tensor, span.start, tensor.nbytes))
+                self.writes.append(span)
+            else:
+                self.first_reads.append(span)
+        return self._bytes(dense)
+
+    def copy(self, source: torch.Tensor, target: memoryview) -> None:
+        """Have ``prepare`` copy a tensor, which is not used any more then, to bytes that ``add`` has returned."""
+        plain = source.detach()
+        if not plain.numel():
+            return
+        self.first_reads.append(_strided_span(plain))
+        place = torch.frombuffer(target, dtype=plain.dtype).view(plain.shape)
+        self._copies_in.append(lambda: place.copy_(plain))
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """A tensor whose parts were added for writing must have the same memory when the operation is done."""
+        if tensor.numel():
+            self._results.append((tensor, tensor.data_ptr(), tensor.nbytes))
+
+    def prepare(self) -> None:
+        """Copy what has to be copied before the operation begins."""
+        for copy in self._copies_in:
+            copy()
+        self._copies_in.clear()
+
+    def finish(self) -> None:
+        """Do what remains when the operation is done, and has gone well.
+
+        Raises:
+            TotalReduceError: A tensor was given other memory meanwhile, so that the result is not where it should be.
+        """
+        for copy in self._copies_back:
+            copy()
+        for tensor, address, num_bytes in self._results:
+            # torch raises where a storage cannot be resized, but has given the tensor its new shape by then.
+            if tensor.data_ptr() != address or tensor.nbytes > num_bytes:
+                raise TotalReduceError(
+                    f"tensor {self.name!r} was given other memory while the operation was in flight (by .data = …, "
+                    "set_ or resize_), so the result is not in it. Wait for the operation first"
+                )
+        for hold in self._holds:
+            hold.release()
+
+    def _bytes(self, tensor: torch.Tensor) -> memoryview:
+        """The bytes of a contiguous tensor, without a detour through NumPy: that costs an operation some 10 µs."""
+        num_bytes = tensor.nbytes
+        if num_bytes == 0:
+            return memoryview(bytearray(0))
+        address = tensor.data_ptr()
+        if not address:
+            raise UnsupportedError(
+                f"tensor {self.name!r} has no memory (it is fake, or known to be zero); use .clone() first"
+            )
+        hold = StorageHold(tensor.untyped_storage())
+        memory = _MEMORY.from_address(address)
+        # An operation that fails may still be read from, by a transport that is sending: the hold lasts as long.
+        memory.hold = hold  # type: ignore[attr-defined]
+        self._holds.append(hold)
+        return memoryview(memory).cast("B")[:num_bytes]
+
+
+@final
+class _Ranges:
+    """Ranges of addresses, in order of their beginnings, and whose they are."""
+
+    __slots__ = ("_disjoint", "_entries", "_longest")
+
+    def __init__(self, *, disjoint: bool) -> None:
+        """``disjoint``: no two of them will overlap."""
+        self._disjoint = disjoint
+        self._entries: list[tuple[int, int, int, Operands]] = []
+        self._longest = 0
+
+    def add(self, start: int, stop: int, owner: Operands) -> None:
+        """Add a range."""
+        self._longest = max(self._longest, stop - start)
+        insort(self._entries, (start, stop, id(owner), owner))
+
+    def remove(self, start: int, stop: int, owner: Operands) -> None:
+        """Remove a range that was added."""
+        del self._entries[bisect_left(self._entries, (start, stop, id(owner)))]
+        if not self._entries:
+            self._longest = 0
+
+    def overlapping(self, start: int, stop: int) -> Iterator[Operands]:
+        """The owners of ranges that have a byte in common with this one."""
+        entries = self._entries
+        index = bisect_left(entries, (stop,))
+        while index:
+            index -= 1
+            begin, end, _, owner = entries[index]
+            if end > start:
+                yield owner
+            elif self._disjoint or begin + self._longest <= start:
+                return
+
+
+@final
+class MemoryInFlight:
+    """The memory that operations in flight use. Any thread."""
+
+    def __init__(self) -> None:
+        """Nothing is in flight."""
+        self._lock = threading.Lock()
+        self._released = threading.Condition(self._lock)
+        self._waiting = 0
+        self._writes, self._reads = _Ranges(disjoint=True), _Ranges(disjoint=False)
+        #: Written tensors that leave bytes in between to others. Rare, so they are looked at one by one.
+        self._strided: list[tuple[Span, Operands]] = []
+
+    def claim(self, operands: Operands, *, wait_s: float | None = None) -> None:
+        """Note that an operation is about to use this memory; ``release`` ends that.
+
+        Args:
+            operands: The operation's.
+            wait_s: Wait so many seconds for the end of operations that use the same memory. ``None``: raise an error.
+
+        Raises:
+            ConfigurationError: An operation in flight uses the same memory, and one of both writes it; or tensors of
+                this operation overlap each other.
+            DeadlineExceededError: The operation in flight has not ended in time.
+        """
+        self._check_itself(operands)
+        with self._lock:
+            other = self._conflict(operands)
+            if other is not None:
+                if wait_s is None:
+                    raise ConfigurationError(
+                        f"tensor {operands.name!r} shares memory with {other.name!r}, which is in flight on this rank: "
+                        "wait for that operation first, or use a copy"
+                    )
+                self._wait(operands, wait_s)
+            for span in operands.reads:
+                self._reads.add(span.start, span.stop, operands)
+            for span in operands.writes:
+                if span.tensor is None:
+                    self._writes.add(span.start, span.stop, operands)
+                else:
+                    self._strided.append((span, operands))
+
+    def release(self, operands: Operands) -> None:
+        """The operation has ended, or was not submitted after all."""
+        with self._lock:
+            for span in operands.reads:
+                self._reads.remove(span.start, span.stop, operands)
+            for span in operands.writes:
+                if span.tensor is None:
+                    self._writes.remove(span.start, span.stop, operands)
+            if self._strided:
+                self._strided = [entry for entry in self._strided if entry[1] is not operands]
+            if self._waiting:
+                self._released.notify_all()
+
+    def _wait(self, operands: Operands, wait_s: float) -> None:
+        deadline = time.monotonic() + wait_s
+        self._waiting += 1
+        try:
+            while (other := self._conflict(operands)) is not None:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise DeadlineExceededError(
+                        f"{operands.name!r} waited {wait_s:g} s for {other.name!r}, which uses the same memory"
+                    )
+                self._released.wait(left_s)
+        finally:
+            self._waiting -= 1
+
+    def _conflict(self, operands: Operands) -> Operands | None:
+        """An operation in flight that must end first, if there is one."""
+        for span in operands.writes:
+            for ranges in (self._writes, self._reads):
+                for other in ranges.overlapping(span.start, span.stop):
+                    # What leaves bytes in between to others may have none in common with what is in flight.
+                    if span.tensor is None or any(_share(span, theirs) for theirs in (*other.writes, *other.reads)):
+                        return other
+        for span in (*operands.reads, *operands.first_reads):
+            for other in self._writes.overlapping(span.start, span.stop):
+                if span.tensor is None or any(_share(span, theirs) for theirs in other.writes):
+                    return other
+        for theirs, other in self._strided:
+            if any(_share(span, theirs) for span in (*operands.writes, *operands.reads, *operands.first_reads)):
+                return other
+        return None
+
+    @staticmethod
+    def _check_itself(operands: Operands) -> None:
+        """Tensors of one operation must not overlap, if it writes one of them."""
+        if len(operands.writes) + len(operands.reads) < 2 or not operands.writes:
+            return
+        ordered = sorted(
+            [(span, True) for span in operands.writes] + [(span, False) for span in operands.reads],
+            key=lambda entry: entry[0][:2],
+        )
+        reach: list[tuple[Span, bool]] = []
+        for span, writes in ordered:
+            reach = [entry for entry in reach if entry[0].stop > span.start]
+            if any((writes or other_writes) and _share(span, other) for other, other_writes in reach):
+                raise ConfigurationError(
+                    f"{operands.name!r}: two of its tensors share memory, and one of them takes a result. "
+                    "Use tensors that do not overlap"
+                )
+            reach.append((span, writes))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor are its elements, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def _strided_span(tensor: torch.Tensor) -> Span:
+    """The memory of a tensor with elements, from the first byte to the last one."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return Span(start, start + tensor.nbytes)
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return Span(start, start + (last + 1) * tensor.element_size(), tensor)
+
+
+def _share(one: Span, other: Span) -> bool:
+    """Whether two spans have a byte in common."""
+    if one.stop <= other.start or other.stop <= one.start:
+        return False
+    if one.tensor is None and other.tensor is None:
+        return True
+    try:
+        return bool(np.shares_memory(_as_array(one), _as_array(other), _OVERLAP_WORK_MAX))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _as_array(span: Span) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
+    """An array over the memory of a span; it is not read."""
+    memory: Any = _MEMORY.from_address(span.start)
+    if span.tensor is None:
+        return np.ndarray((span.stop - span.start,), np.dtype("V1"), memory)
+    width = span.tensor.element_size()
+    strides = tuple(stride * width for stride in span.tensor.stride())
+    return np.ndarray(tuple(span.tensor.shape), np.dtype(f"V{width}"), memory, strides=strides)

@@ -1,0 +1,231 @@
+"""What a program does with the memory of operations in flight: a right result or a typed error, never a crash."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+import totalreduce as tr
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, TotalReduceError
+from totalreduce.testing import run_ranks
+
+#: Several segments, so that messages are under way when the memory is taken away.
+COUNT = 1_000_003
+TRANSPORTS = ["inproc", "tcp", "shm"]
+
+
+def numbers(rank: int) -> torch.Tensor:
+    return torch.arange(COUNT, dtype=torch.float32) % 1000 + rank
+
+
+SUM = numbers(0) + numbers(1)
+
+
+def other_data(tensor: torch.Tensor) -> None:
+    tensor.data = torch.zeros(3)
+
+
+def other_storage(tensor: torch.Tensor) -> None:
+    tensor.set_(torch.zeros(3))
+
+
+def grown(tensor: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="not resizable"):
+        tensor.resize_(4 * COUNT)
+
+
+def emptied(tensor: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="not resizable"):
+        tensor.untyped_storage().resize_(0)
+
+
+def forgotten(tensor: torch.Tensor) -> None:
+    tensor.data = torch.zeros(0)
+    del tensor
+    gc.collect()
+    for _ in range(20):
+        torch.full((COUNT,), 7.0)  # whoever takes memory now is given what was freed
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("take_away", "result_is_lost"),
+    [(other_data, True), (other_storage, True), (grown, True), (emptied, False), (forgotten, True)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_memory_that_is_taken_away(take_away, result_is_lost: bool, transport: str) -> None:
+    submitted = threading.Barrier(2)
+
+    def body(group: tr.Group) -> tuple[bool, bool, list[float]]:
+        tensor = numbers(group.rank)
+        alias = tensor[:]
+        if group.rank == 1:
+            submitted.wait(30)  # nothing of this rank's can have come before the other one has taken its memory away
+        work = group.allreduce(tensor, name="w")
+        if group.rank == 0:
+            take_away(tensor)
+            submitted.wait(30)
+        lost = False
+        try:
+            work.wait()
+        except TotalReduceError as error:
+            lost = "'w' was given other memory" in str(error)
+        after = group.allreduce(torch.ones(2), name="after").wait().tolist()
+        return lost, torch.equal(alias, SUM), after
+
+    results = run_ranks(2, body, transport=transport)
+    assert results == [(result_is_lost, True, [2.0, 2.0]), (False, True, [2.0, 2.0])]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_source_may_be_replaced(transport: str) -> None:
+    """What is only read keeps its old memory; there is no result to lose."""
+
+    def body(group: tr.Group) -> bool:
+        tensor = numbers(0) if group.rank == 0 else torch.zeros(COUNT)
+        if group.rank == 0:
+            work = group.send(tensor, dst=1)
+            tensor.data = torch.zeros(3)
+            work.wait()
+            return True
+        return torch.equal(group.recv(tensor, src=0).wait(), numbers(0))
+
+    assert run_ranks(2, body, transport=transport) == [True, True]
+
+
+def test_storages_are_resizable_again_afterwards() -> None:
+    def body(group: tr.Group) -> list[float]:
+        tensor = torch.ones(3)
+        group.allreduce(tensor, name="good").wait()
+        with pytest.raises(tr.MismatchError):
+            group.allreduce(tensor if group.rank else tensor.double(), name="bad").wait()
+        tensor.resize_(1000)
+        return tensor[:3].tolist()
+
+    assert run_ranks(2, body) == [[2.0] * 3] * 2
+
+
+SHARING = {
+    "the same tensor": (lambda t: t, lambda t: t),
+    "a part of it": (lambda t: t, lambda t: t[3:5]),
+    "rows and a column": (lambda t: t.view(4, 5)[1:3], lambda t: t.view(4, 5)[:, 2]),
+    "NumPy's view of it": (lambda t: t, lambda t: torch.from_numpy(t.numpy()[2:])),
+}
+
+
+@pytest.mark.parametrize("case", SHARING)
+def test_two_operations_on_one_memory_are_an_error(case: str) -> None:
+    """And nothing has happened: neither to the first operation, nor to the name of the second one."""
+    first, second = SHARING[case]
+
+    def body(group: tr.Group) -> list[float]:
+        tensor = torch.ones(20)
+        if group.rank == 1:
+            group.barrier()
+        work = group.allreduce(first(tensor), name="first")
+        if group.rank == 0:
+            with pytest.raises(
+                ConfigurationError, match=r"tensor 'second' shares memory with 'first', which is in fli"
+            ):
+                group.allreduce(second(tensor), name="second")
+            group.barrier()
+        work.wait()
+        group.allreduce(second(tensor), name="second").wait()
+        return tensor.tolist()
+
+    expected = torch.ones(20)
+    first(expected).mul_(2)
+    second(expected).mul_(2)
+    assert run_ranks(2, body) == [expected.tolist()] * 2
+
+
+def test_reading_one_memory_together_is_fine() -> None:
+    def body(group: tr.Group) -> list[float]:
+        tensor = torch.arange(5.0)
+        if group.rank == 0:
+            works = [group.send(tensor[place:], dst=rank) for place, rank in ((0, 1), (2, 2))]
+            for work in works:
+                work.wait()
+            return tensor.tolist()
+        return group.recv(torch.empty(5 if group.rank == 1 else 3), src=0).wait().tolist()
+
+    assert run_ranks(3, body) == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [2, 3, 4]]
+
+
+def test_subgroups_share_the_memory_of_the_process() -> None:
+    def body(group: tr.Group) -> None:
+        part, tensor = group.subgroup([0, 1]), torch.ones(4)
+        if group.rank == 1:
+            group.barrier()
+        work = group.allreduce(tensor, name="w")
+        if group.rank == 0:
+            with pytest.raises(ConfigurationError, match=r"'w' shares memory with 'w'"):
+                part.allreduce(tensor, name="w")
+            group.barrier()
+        work.wait()
+
+    run_ranks(2, body)
+
+
+def test_one_operation_whose_tensors_overlap() -> None:
+    def body(group: tr.Group) -> list[float]:
+        block = torch.ones(2)
+        with pytest.raises(ConfigurationError, match=r"'w': two of its tensors share memory"):
+            group.allgather([block, block], torch.ones(2), name="w")
+        with pytest.raises(ConfigurationError, match=r"two of its tensors share memory"):
+            group.alltoall([block, torch.zeros(2)], [block, block])
+        out = torch.zeros(4)
+        out[2 * group.rank :][:2] = group.rank + 1
+        group.allgather(out, out[2 * group.rank :][:2], name="in place").wait()  # this rank's own place
+        return out.tolist()
+
+    assert run_ranks(2, body) == [[1.0, 1.0, 2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("schedule", ["ring", "direct"])
+def test_reduce_scatter_in_place(schedule: str) -> None:
+    """As NCCL has it: the result takes the place of this rank's block, and the other blocks stay as they are."""
+
+    def body(group: tr.Group) -> bool:
+        whole = numbers(group.rank)[: 3 * 1000]
+        before = whole.clone()
+        own = whole.view(3, 1000)[group.rank]
+        group.reduce_scatter(own, whole, schedule=schedule).wait()
+        before.view(3, 1000)[group.rank] = sum(numbers(rank)[: 3 * 1000].view(3, 1000)[group.rank] for rank in range(3))
+        with pytest.raises(ConfigurationError, match=r"two of its tensors share memory"):
+            group.reduce_scatter(whole.view(3, 1000)[group.rank - 1], whole)
+        return torch.equal(whole, before)
+
+    assert run_ranks(3, body) == [True] * 3
+
+
+def test_a_group_that_keeps_the_order() -> None:
+    def body(group: tr.Group) -> list[float]:
+        group.keep_order()
+        part = group.subgroup([1, 0])
+        tensor = torch.ones(COUNT)
+        works = [(part if turn % 2 else group).allreduce(tensor, name="w") for turn in range(6)]
+        total = group.allgather([torch.empty(1), torch.empty(1)], tensor[:1])  # reads what the others write
+        for work in (*works, total):
+            work.wait()
+        return tensor[:2].tolist()
+
+    assert run_ranks(2, body) == [[64.0, 64.0]] * 2
+
+
+def test_waiting_for_memory_has_a_deadline() -> None:
+    def body(group: tr.Group) -> None:
+        if group.rank == 0:
+            group.keep_order()
+            tensor = torch.ones(4)
+            work = group.allreduce(tensor, name="first")
+            with pytest.raises(DeadlineExceededError, match=r"'second' waited 0\.2 s for 'first', which uses the same"):
+                group.allreduce(tensor, name="second", timeout_s=0.2)
+            group.barrier()
+            work.wait()
+        else:
+            group.barrier()
+            group.allreduce(torch.ones(4), name="first").wait()
+
+    run_ranks(2, body)
