@@ -55,12 +55,12 @@ def test_what_comes_before_its_operation_floats_and_is_claimed() -> None:
     rack.run()
     engine = rack.engines[1]
     assert engine.counters.floating_messages == len(engine.floating) == 2  # two lanes
-    assert engine.floating.total_bytes == 2 * (16 + 256)
+    assert engine.floating.total_bytes == 2 * (16 + 768)
     late = rack.submit(1, "w", [2.0] * 8)
     rack.run()
     assert values_of(late) == [3.0] * 8
     assert engine.floating.total_bytes == 0
-    assert engine.floating.peak_bytes == 2 * (16 + 256)
+    assert engine.floating.peak_bytes == 2 * (16 + 768)
 
 
 def test_an_operation_whose_floating_body_is_still_arriving() -> None:
@@ -200,7 +200,7 @@ def test_credit_comes_back_so_that_eager_messages_go_on() -> None:
 
 def test_held_messages_are_not_overtaken_by_later_steps_of_their_lane() -> None:
     """A receiver that gets a later step first must keep it; with its scratch memory full of those nothing moves."""
-    rack = Rack(2, floating_bytes_max=500, starvation_limit=1)
+    rack = Rack(2, floating_bytes_max=1000, starvation_limit=1)
     for rank in range(2):
         rack.submit(rank, "w", [1.0] * 16)
         if rank == 0:

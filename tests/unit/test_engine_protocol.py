@@ -55,11 +55,11 @@ def test_the_same_slot_twice() -> None:
 
 
 def test_an_overdrawn_allowance() -> None:
-    rack = Rack(2, floating_bytes_max=1000)
+    rack = Rack(2, floating_bytes_max=2500)
     header = Header(Frame.DATA, 0, 7, 0, flags=Flag.EAGER, body_bytes=64)
     for lane in range(3):
         rack.begin_receiving(0, 1, replace(header, lane=lane))
-    refused(rack, replace(header, lane=3), "rank 0 would have 1280 floating bytes here; its share is 1000")
+    refused(rack, replace(header, lane=3), "rank 0 would have 3328 floating bytes here; its share is 2500")
 
 
 def test_messages_that_nobody_asked_for() -> None:
@@ -142,19 +142,6 @@ def test_another_epochs_flood_is_refused() -> None:
     refused(rack, Header(Frame.DATA, 1, body_bytes=257), "a message of 257 bytes from rank 0; the limit is 256")
 
 
-def test_what_is_remembered_of_strange_operations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("totalreduce.engine.early.REMEMBERED_MAX", 10)
-    rack = Rack(2)
-    for index in range(100):
-        for frame in (Frame.POSTED, Frame.REQUEST, Frame.DESCRIBE):
-            body = b"{}" if frame is Frame.DESCRIBE else b""
-            rack.give(0, 1, (Header(frame, 0, index, body_bytes=len(body)), body))
-    engine = rack.engines[1]
-    tables = [engine._early.posted, engine._early.requested, engine._early.described]
-    tables += [engine._early.names, engine._early.descriptions]
-    assert [len(table) for table in tables] == [10] * 5
-
-
 def test_a_stall_is_reported_on_every_rank_and_names_the_missing_one() -> None:
     rack = Rack(3)
     rack.submit(0, "embedding.weight", [1.0] * 8)
@@ -187,6 +174,19 @@ def test_reports_become_rarer_and_end() -> None:
     for second in range(60, 200):
         rack.tick(float(second))
     assert rack.engines[0].pop_reports() == []
+
+
+def test_many_late_operations_are_asked_about_a_few_at_a_time() -> None:
+    rack = Rack(2)
+    for index in range(150):
+        rack.submit(0, f"w{index}")
+    rack.run()
+    reported = []
+    for tenth in range(6):
+        rack.tick(5.0 + tenth / 10)
+        reported.append(len(rack.engines[1].pop_reports()))
+    assert reported == [64, 64, 22, 0, 0, 0]
+    assert len({report.tensor for report in rack.engines[0].pop_reports()}) == 150
 
 
 def test_a_rank_that_does_not_answer_is_named() -> None:

@@ -47,7 +47,10 @@ def test_what_is_stored_is_what_is_read(tmp_path):
         ("[]", "does not hold"),
         (json.dumps({"format": "x", "settings": {}}), "its format is 'x'"),
         (json.dumps({"format": "totalreduce-coordination-1", "settings": {"speed": 3}}), "speed"),
-        (json.dumps({"format": "totalreduce-coordination-1", "settings": {"cache_capacity": -3}}), "not be negative"),
+        (
+            json.dumps({"format": "totalreduce-coordination-1", "settings": {"cache_capacity": -3}}),
+            "cache_capacity must be at least 0",
+        ),
     ],
 )
 def test_other_files_are_refused(tmp_path, text, message):

@@ -1,7 +1,7 @@
 """Channels: small messages between ranks that are no operation, for protocols that live beside the engine.
 
-A message of any length travels in control frames, in order; what comes for a channel that is not open here yet is kept,
-within bounds.
+A message travels in control frames, one directly after the other. What comes for a channel that is not open here yet
+is kept. Both are bounded for every peer: its unfinished message, and what it sends through channels that are not open.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ __all__ = ["PIECE_BYTES", "Channel", "Channels", "pieces"]
 
 #: A longer message travels in several frames.
 PIECE_BYTES: Final = 16 * 1024
-#: The longest message, and how much may wait for a channel to be opened, per peer.
-_MESSAGE_BYTES_MAX = 64 * 1024 * 1024
-_EARLY_BYTES_MAX = 1024 * 1024
+#: The longest message.
+_MESSAGE_BYTES_MAX: Final = 32 * 1024 * 1024
+#: How much of one peer may wait for channels to be opened.
+_EARLY_BYTES_MAX: Final = 1024 * 1024
 #: What an early message costs beside its body: even empty ones are bounded.
-_EARLY_COST = 256
+_MESSAGE_COST: Final = 512
 
 
 class Channel(Protocol):
@@ -58,7 +59,8 @@ class Channels:
     def __init__(self) -> None:
         """None is open."""
         self.open: dict[int, Channel] = {}
-        self._partial: dict[tuple[int, int], bytearray] = {}
+        #: By peer: the channel and the beginning of a message of which more is to come.
+        self._partial: dict[int, tuple[int, bytearray]] = {}
         self._early: dict[int, list[tuple[int, bytes]]] = {}
         self._early_bytes: dict[int, int] = {}
         self._closed: set[int] = set()
@@ -67,7 +69,7 @@ class Channels:
         """Open a channel; it is given what came early."""
         self.open[number] = channel
         for peer, message in self._early.pop(number, ()):
-            self._early_bytes[peer] -= len(message) + _EARLY_COST
+            self._early_bytes[peer] -= len(message) + _MESSAGE_COST
             channel.receive(peer, message, now)
 
     def end(self, number: int) -> None:
@@ -79,26 +81,35 @@ class Channels:
         """Part of a message is here.
 
         Raises:
-            ProtocolError: It is too long, or too much comes for a channel that is not open.
+            ProtocolError: The message is too long, or cut by another one; or too much comes for a channel that is not
+                open.
         """
-        partial = self._partial.get((peer, number))
-        if partial is not None or not last:
-            partial = self._partial.setdefault((peer, number), bytearray())
-            partial += piece
-            if len(partial) > _MESSAGE_BYTES_MAX:
+        known, message = self._partial.pop(peer, (number, None))
+        if known != number:
+            raise ProtocolError(f"rank {peer} sends a message through one channel in the midst of another one's")
+        if number in self._closed:
+            return
+        if message is not None or not last:
+            message = bytearray() if message is None else message
+            message += piece
+            if len(message) > _MESSAGE_BYTES_MAX:
                 raise ProtocolError(f"rank {peer} sends a message of more than {_MESSAGE_BYTES_MAX} bytes")
-            if not last:
-                return
-            piece = bytes(self._partial.pop((peer, number)))
         channel = self.open.get(number)
-        if channel is not None:
-            channel.receive(peer, piece, now)
-        elif number not in self._closed:
-            waiting = self._early_bytes.get(peer, 0) + len(piece) + _EARLY_COST
-            if waiting > _EARLY_BYTES_MAX:
+        early_bytes = 0
+        if channel is None:
+            early_bytes = self._early_bytes.get(peer, 0) + _MESSAGE_COST + len(piece if message is None else message)
+            if early_bytes > _EARLY_BYTES_MAX:
                 raise ProtocolError(f"rank {peer} sends too much through channels that are not open here")
-            self._early_bytes[peer] = waiting
-            self._early.setdefault(number, []).append((peer, piece))
+        if not last:
+            assert message is not None
+            self._partial[peer] = number, message
+            return
+        whole = piece if message is None else bytes(message)
+        if channel is not None:
+            channel.receive(peer, whole, now)
+        else:
+            self._early_bytes[peer] = early_bytes
+            self._early.setdefault(number, []).append((peer, whole))
 
     def fail(self, error: TotalReduceError, now: float) -> None:
         """Tell every open channel."""

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from totalreduce.engine.channels import Channel, Channels, pieces
 from totalreduce.engine.counters import Counters
-from totalreduce.engine.early import EarlyNews
+from totalreduce.engine.early import EarlyNews, News
 from totalreduce.engine.floating import FloatingMessage, FloatingStore, floating_cost
 from totalreduce.engine.layout import Expectation, OperationLayout, Place
 from totalreduce.engine.names import NameRecord, NameTable
@@ -68,6 +68,10 @@ _COLLECTING = frozenset({OpKind.REDUCE, OpKind.GATHER})
 #: Kinds whose blocks may have other sizes each time, and which no rank can be done with before it has heard from
 #: everybody, or from somebody who has.
 _EXCHANGES = frozenset({OpKind.ALLGATHER, OpKind.ALLTOALL})
+#: Answers that wait for a peer to read them, at most: each takes some 250 bytes until it leaves.
+_ANSWERS_MAX = 65_536
+#: Texts in control frames, at most.
+_TEXT_CHARACTERS_MAX, _REASON_CHARACTERS_MAX = 2048, 500
 #: Stall reports that nobody has fetched, at most.
 _REPORTS_MAX = 1000
 #: In control frames that are about no operation.
@@ -157,6 +161,8 @@ class Engine:
         self._names = NameTable()
         self._queues: dict[int, SendQueue] = {}
         self._controls: dict[int, deque[OutgoingMessage]] = {}
+        #: By peer: answers to its control frames, in order. They are what a peer can make grow, so they are bounded.
+        self._answers: dict[int, dict[tuple[Frame, tuple[int, int]], None]] = {}
         #: Peers for which there is something to send. A superset is harmless; missing one is not.
         self._ready: set[int] = set()
         self._eager_used: dict[int, int] = {}
@@ -245,13 +251,13 @@ class Engine:
         self._active[key] = operation
         for observer in self.observers:
             observer.submitted(shown, key[1], now, num_bytes=layout.num_bytes, priority=priority)
-        poison = self._early.poisoned.pop(key, None)
-        if poison is not None:
+        news = self._early.claim(key)
+        if news.poison is not None:
             self._drop_floating(self.floating.claim(key))
-            self._finish(operation, now, poison)
+            self._finish(operation, now, news.poison)
             return operation
-        self._announce(operation, record)
-        for peer, theirs in self._early.described.pop(key, {}).items():
+        self._announce(operation, record, news)
+        for peer, theirs in news.described.items():
             if theirs != layout.expectation.signature_from(peer) and not operation.finished:
                 self._mismatch(operation, peer, theirs, now)
         self._claim_floating(operation, now)
@@ -320,10 +326,14 @@ class Engine:
         for peer in tell:
             if peer in self._departed:
                 continue
+            answers = self._answers.pop(peer, {})
+            while answers:  # before the farewell, as everything that this rank still has to say
+                self._controls.setdefault(peer, deque()).append(self._next_answer(peer, answers))
             if self._lost is not None and self._lost.rank != peer:
                 # Or a peer that has not heard of the loss yet would take this rank's leaving for the cause.
                 self._control(peer, Frame.LOST, body=self._lost_body(self._lost))
-            self._control(peer, Frame.GOODBYE, body=json.dumps({"reason": reason[:500]}).encode() if reason else b"")
+            body = json.dumps({"reason": reason[:_REASON_CHARACTERS_MAX]}).encode() if reason else b""
+            self._control(peer, Frame.GOODBYE, body=body)
 
     @property
     def num_active(self) -> int:
@@ -379,6 +389,9 @@ class Engine:
         if controls:
             self.counters.control_sent += 1
             return controls.popleft()
+        answers = self._answers.get(peer)
+        if answers:
+            return self._next_answer(peer, answers)
         queue = self._queues.get(peer)
         while queue:
             queued = queue.pop()
@@ -540,7 +553,7 @@ class Engine:
 
     @staticmethod
     def _lost_body(lost: PeerLost) -> bytes:
-        return json.dumps({"rank": lost.rank, "reason": lost.reason[:500]}).encode()
+        return json.dumps({"rank": lost.rank, "reason": lost.reason[:_REASON_CHARACTERS_MAX]}).encode()
 
     def peer_departed(self, peer: int, reason: str, now: float) -> None:
         """A rank closed the group in good order: only what still needs it fails."""
@@ -620,7 +633,7 @@ class Engine:
 
     def _tell_of_departure(self, key: tuple[int, int], peer: int, reason: str, ranks: Sequence[int]) -> None:
         """Tell those who wait for this rank's part of an operation that it will not come, and why."""
-        body = json.dumps({"rank": peer, "reason": reason[:500]}).encode()
+        body = json.dumps({"rank": peer, "reason": reason[:_REASON_CHARACTERS_MAX]}).encode()
         for other in ranks:
             if other != self.rank and other not in self._departed:
                 self._control(other, Frame.LOST, key=key, body=body)
@@ -656,19 +669,17 @@ class Engine:
         for record in self._names:
             record.layout = None
 
-    def _announce(self, operation: Operation, record: NameRecord) -> None:
+    def _announce(self, operation: Operation, record: NameRecord, news: News) -> None:
         """Tell the neighbours what the operation is, if it is a new one, and that it is posted, if it is large."""
         key, layout = operation.key, operation.layout
         if record.told is not layout:
             self._describe(operation, record)
             record.told = layout
-        asked = self._early.requested.pop(key, set())
         large = {peer for peer, count in layout.expected_bytes.items() if count > self.config.eager_bytes}
-        for peer in asked | large:
+        for peer in large.union(news.requested):
             self._control(peer, Frame.POSTED, key=key)
-        operation.posted_by |= self._early.posted.pop(key, set())
-        if self._early.urgent.pop(key, False):
-            operation.promoted = True
+        operation.posted_by.update(news.posted)
+        operation.promoted = news.urgent
 
     def _describe(self, operation: Operation, record: NameRecord) -> None:
         """Tell everybody whom this rank would meet in the operation what it is.
@@ -690,7 +701,7 @@ class Engine:
             if peer in self._departed or (peer in learn and peer in record.known_to):
                 continue
             record.known_to.add(peer)
-            body = json.dumps({"name": record.name, "is": layout.describe_to(peer)[:2048]}).encode()
+            body = json.dumps({"name": record.name, "is": layout.describe_to(peer)[:_TEXT_CHARACTERS_MAX]}).encode()
             self._control(peer, Frame.DESCRIBE, key=operation.key, body=body, signature=layout.signature_to(peer))
 
     def _break_silence(self, operations: Iterable[Operation]) -> None:
@@ -808,10 +819,40 @@ class Engine:
         signature: bytes = bytes(24),
         step: int = 0,
     ) -> None:
-        header = Header(frame, self.epoch, key[0], key[1], step=step, body_bytes=len(body), signature=signature)
-        view = memoryview(body) if body else None
-        self._controls.setdefault(peer, deque()).append(OutgoingMessage(peer, header.pack(), view))
+        message = self._control_message(peer, frame, key, body, signature, step)
+        self._controls.setdefault(peer, deque()).append(message)
         self._ready.add(peer)
+
+    def _control_message(
+        self, peer: int, frame: Frame, key: tuple[int, int], body: bytes, signature: bytes = bytes(24), step: int = 0
+    ) -> OutgoingMessage:
+        header = Header(frame, self.epoch, key[0], key[1], step=step, body_bytes=len(body), signature=signature)
+        return OutgoingMessage(peer, header.pack(), memoryview(body) if body else None)
+
+    def _answer(self, peer: int, frame: Frame, key: tuple[int, int]) -> None:
+        """Answer a peer's frame, after all control frames. Of equal answers one is sent, written when it leaves.
+
+        Raises:
+            ProtocolError: The peer does not read its answers.
+        """
+        answers = self._answers.setdefault(peer, {})
+        answers[frame, key] = None
+        if len(answers) > _ANSWERS_MAX:
+            raise ProtocolError(f"rank {peer} has asked for more than {_ANSWERS_MAX} answers and reads none of them")
+        self._ready.add(peer)
+
+    def _next_answer(self, peer: int, answers: dict[tuple[Frame, tuple[int, int]], None]) -> OutgoingMessage:
+        frame, key = next(iter(answers))
+        del answers[frame, key]
+        body = b""
+        if frame is Frame.CREDIT:
+            key = (self.floating.take_credit(peer), 0)
+        elif frame is Frame.STATUS_REPLY:
+            operation, submitted = self._active.get(key), self._is_submitted(key)
+            progress = operation.progress() if operation is not None else "done" if submitted else "not submitted"
+            body = json.dumps({"submitted": submitted, "progress": progress}).encode()
+        self.counters.control_sent += 1
+        return self._control_message(peer, frame, key, body)
 
     # ----------------------------------------------------------------------------------------- receiving, private
 
@@ -833,7 +874,7 @@ class Engine:
     def _accept_unknown(
         self, peer: int, header: Header, key: tuple[int, int], now: float, lease: Lease | None
     ) -> Delivery:
-        if self._names.is_past(key) or key in self._early.poisoned:
+        if self._names.is_past(key) or self._early.of(key).poison is not None:
             self._check_past(peer, key, header.signature)
             return self._sink(peer, header)
         if not header.flags & Flag.EAGER:
@@ -847,7 +888,7 @@ class Engine:
         message = self.floating.accept(peer, header, lease)
         self.counters.floating_messages += 1
         if header.flags & Flag.URGENT:
-            self._early.urgent[key] = True
+            self._early.note_urgent(peer, key)
         for observer in self.observers:
             observer.floating(
                 self._name_of(header.operation), header.iteration, now, peer=peer, num_bytes=header.body_bytes
@@ -945,9 +986,8 @@ class Engine:
         self._flush_credit(peer)
 
     def _flush_credit(self, peer: int, *, force: bool = False) -> None:
-        due = self.floating.credit_due(peer, flush=force)
-        if due:
-            self._control(peer, Frame.CREDIT, key=(due, 0))
+        if self.floating.is_credit_due(peer, flush=force):
+            self._answer(peer, Frame.CREDIT, _NO_KEY)
 
     # ------------------------------------------------------------------------------------------- progress, private
 
@@ -1056,7 +1096,7 @@ class Engine:
             case Frame.DESCRIBE:
                 self._on_describe(peer, key, header.signature, _decode(body, peer), now)
             case Frame.MISMATCH:
-                self._on_mismatch(key, _decode(body, peer), now)
+                self._on_mismatch(peer, key, _decode(body, peer), now)
             case Frame.LOST:
                 document = _decode(body, peer)
                 self._on_lost(peer, key, document, now)
@@ -1067,7 +1107,7 @@ class Engine:
             case Frame.CHANNEL:
                 self._channels.arrived(peer, header.operation, body, last=bool(header.step), now=now)
             case Frame.GOODBYE:
-                reason = f" after {_decode(body, peer).get('reason')}" if body else ""
+                reason = f" after {_text(_decode(body, peer), 'reason', _REASON_CHARACTERS_MAX)}" if body else ""
                 self.peer_departed(peer, f"it has closed the group{reason}", now)
             case _:
                 raise ProtocolError(f"rank {peer} sent a {header.frame.name} frame, which the transport handles")
@@ -1078,22 +1118,14 @@ class Engine:
             operation.posted_by.add(peer)
             self._release_held(operation, peer)
         elif not self._names.is_past(key):
-            peers = self._early.posted.get(key)
-            if peers is None:
-                self._early.posted[key] = {peer}
-            else:
-                peers.add(peer)
+            self._early.note_posted(peer, key)
 
     def _on_request(self, peer: int, key: tuple[int, int], now: float) -> None:
         self._flush_credit(peer, force=True)
         if key in self._active or key in self._early.ended:  # if nothing was to come, it shows what it belongs to
-            self._control(peer, Frame.POSTED, key=key)
+            self._answer(peer, Frame.POSTED, key)
         elif not self._names.is_past(key):
-            peers = self._early.requested.get(key)
-            if peers is None:
-                self._early.requested[key] = {peer}
-            else:
-                peers.add(peer)
+            self._early.note_requested(peer, key)
             self._match_any(peer, key, now)
 
     def _on_credit(self, peer: int, amount: int) -> None:
@@ -1108,48 +1140,42 @@ class Engine:
     def _on_describe(
         self, peer: int, key: tuple[int, int], signature: bytes, document: dict[str, Any], now: float
     ) -> None:
-        name, description = str(document.get("name", "?"))[:NAME_BYTES_MAX], str(document.get("is", "?"))[:2048]
-        self._early.names[key[0]] = name
-        self._early.descriptions[peer, key[0]] = signature, description
+        self._early.names[key[0]] = _text(document, "name", NAME_BYTES_MAX)
+        self._early.descriptions[peer, key[0]] = signature, _text(document, "is")
         operation = self._active.get(key)
         if operation is not None:
             if signature != operation.layout.expectation.signature_from(peer):
                 self._mismatch(operation, peer, signature, now)
         elif self._names.is_past(key):
             self._check_past(peer, key, signature)
-        elif key not in self._early.poisoned:
-            described = self._early.described.get(key)
-            if described is None:
-                self._early.described[key] = {peer: signature}
-            else:
-                described[peer] = signature
+        elif self._early.of(key).poison is None:
+            self._early.note_described(peer, key, signature)
             self._match_any(peer, key, now)
 
-    def _on_mismatch(self, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
+    def _on_mismatch(self, peer: int, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
         try:
             ranks = tuple(int(rank) for rank in document["ranks"])
-            values = tuple(str(value) for value in document["values"])
-            error = MismatchError(str(document["tensor"]), ranks, values)
+            values = tuple(str(value)[:_TEXT_CHARACTERS_MAX] for value in document["values"])
+            error = MismatchError(str(document["tensor"])[:NAME_BYTES_MAX], ranks, values)
         except (KeyError, OverflowError, TypeError, ValueError) as cause:
             raise ProtocolError("a MISMATCH frame that cannot be read") from cause
         operation = self._active.get(key)
         if operation is not None:
             self._finish(operation, now, error)
         elif not self._names.is_past(key):
-            self._poison(key, error)
+            self._poison(peer, key, error)
         self._doubt(key)
 
-    def _poison(self, key: tuple[int, int], error: MismatchError | PeerLost) -> None:
+    def _poison(self, peer: int, key: tuple[int, int], error: MismatchError | PeerLost) -> None:
         """An operation that was not submitted here fails as soon as it is."""
         self._drop_floating(self.floating.claim(key))
-        self._early.described.pop(key, None)
-        self._early.poisoned[key] = error
+        self._early.note_poison(peer, key, error)
 
     def _on_lost(self, peer: int, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
         lost = document.get("rank")
         if not isinstance(lost, int) or not 0 <= lost < self.world_size:
             raise ProtocolError(f"rank {peer} reports the loss of {lost!r}, which is no rank")
-        reason = f"{document.get('reason', '?')} (reported by rank {peer})"
+        reason = f"{_text(document, 'reason', _REASON_CHARACTERS_MAX)} (reported by rank {peer})"
         if key == _NO_KEY:
             self.peer_lost(lost, reason, now, first_hand=False)
         else:  # a rank that left in good order: what it has taken part in may still come to its end
@@ -1158,23 +1184,24 @@ class Engine:
             if operation is not None:
                 self._finish(operation, now, PeerLost(lost, reason))
             elif not self._names.is_past(key):
-                self._poison(key, PeerLost(lost, reason))
+                self._poison(peer, key, PeerLost(lost, reason))
 
     def _on_status_request(self, peer: int, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
         waited_s = document.get("waited_s", 0.0)
         if not isinstance(waited_s, (int, float)):
             raise ProtocolError(f"rank {peer} asks for an operation that is late by {waited_s!r}")
-        operation = self._active.get(key)
-        submitted = operation is not None or self._names.is_past(key)
-        progress = operation.progress() if operation is not None else "done" if submitted else "not submitted"
-        body = json.dumps({"submitted": submitted, "progress": progress}).encode()
-        self._control(peer, Frame.STATUS_REPLY, key=key, body=body)
-        if not submitted and waited_s >= self.config.stall_warning_s > 0:
-            name = str(document.get("name", self._name_of(key[0])))
+        self._answer(peer, Frame.STATUS_REPLY, key)
+        if self._is_submitted(key) or not waited_s >= self.config.stall_warning_s > 0:
+            return
+        if self._early.note_report(peer, key, waited_s):
+            name = _text(document, "name", NAME_BYTES_MAX)
             self.publish(StallReport(name, key[1], waited_s, (self.rank,), {peer: "waiting for this rank"}, ()), now)
 
+    def _is_submitted(self, key: tuple[int, int]) -> bool:
+        return key in self._active or self._names.is_past(key)
+
     def _on_status_reply(self, peer: int, key: tuple[int, int], document: dict[str, Any]) -> None:
-        progress = str(document.get("progress", "?"))
+        progress = _text(document, "progress")
         self._stalls.answered(key, peer, submitted=bool(document.get("submitted")), progress=progress)
 
     # --------------------------------------------------------------------------------------- agreement and reports
@@ -1239,7 +1266,8 @@ class Engine:
 
     def _is_announced(self, key: tuple[int, int]) -> bool:
         """Whether a peer has sent, or wants to send, something of an operation."""
-        return key in self.floating or key in self._early.requested or key in self._early.described
+        news = self._early.of(key)
+        return key in self.floating or bool(news.requested) or bool(news.described)
 
     def _become(self, receive: AnyReceive, peer: int, now: float) -> None:
         self.submit(
@@ -1281,3 +1309,8 @@ def _decode(body: bytes, peer: int) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ProtocolError(f"a control frame of rank {peer} that is no JSON object")
     return document
+
+
+def _text(document: dict[str, Any], field: str, characters_max: int = _TEXT_CHARACTERS_MAX) -> str:
+    """A text of a control frame, for people."""
+    return str(document.get(field, "?"))[:characters_max]

@@ -16,7 +16,7 @@ from totalreduce.transports.base import Lease
 __all__ = ["FloatingMessage", "FloatingStore", "floating_cost"]
 
 #: Bookkeeping of one floating message, counted so that a flood of empty messages is bounded too.
-_OVERHEAD_BYTES = 256
+_OVERHEAD_BYTES = 768
 
 
 def floating_cost(body_bytes: int) -> int:
@@ -91,10 +91,11 @@ class FloatingStore:
         """An eager message needed no floating memory, or needs it no more: the peer is owed the credit."""
         self._owed[peer] = self._owed.get(peer, 0) + cost
 
-    def credit_due(self, peer: int, *, flush: bool = False) -> int:
-        """What to tell ``peer`` now: nothing until a quarter of its share has come together, unless ``flush``."""
+    def is_credit_due(self, peer: int, *, flush: bool = False) -> bool:
+        """Whether to give credit back to ``peer`` now: when a quarter of its share is owed, or any, if ``flush``."""
         owed = self._owed.get(peer, 0)
-        if not owed or (not flush and owed < self._share_bytes // 4):
-            return 0
-        self._owed[peer] = 0
-        return owed
+        return owed >= self._share_bytes // 4 if not flush else owed > 0
+
+    def take_credit(self, peer: int) -> int:
+        """All that is owed to ``peer``, which is told now."""
+        return self._owed.pop(peer, 0)

@@ -16,6 +16,8 @@ __all__ = ["StallReport", "StallWatch"]
 
 #: How long answers are waited for before the report is made without them.
 _ANSWER_S = 1.0
+#: About so many late operations the peers are asked in one round, at most; the others' turn is in the next one.
+_LATE_MAX = 64
 
 _Key = tuple[int, int]
 
@@ -98,6 +100,8 @@ class StallWatch:
                 # The next warning comes after twice the time: a log must not fill with one stall.
                 self._next_warning[operation.key] = now + max(self._warning_s, now - operation.submitted_at)
                 found.append(operation)
+                if len(found) == _LATE_MAX:
+                    break
         return found
 
     def begin(self, key: _Key, now: float, *, warn: bool) -> bool:

@@ -124,6 +124,11 @@ class Operands:
         if tensor.numel():
             self._results.append((tensor, tensor.data_ptr(), tensor.nbytes))
 
+    @property
+    def copies_back(self) -> bool:
+        """Whether a result is copied when the operation is done."""
+        return bool(self._copies_back)
+
     def prepare(self) -> None:
         """Copy what has to be copied before the operation begins."""
         for copy in self._copies_in:

@@ -1,0 +1,139 @@
+"""A member that sends control frames without end: what is kept of it is bounded, and then the member is refused."""
+
+import json
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+from rack import Rack, values_of
+
+from totalreduce.engine import early
+from totalreduce.engine import engine as engine_module
+from totalreduce.foundation.errors import MismatchError, ProtocolError
+from totalreduce.foundation.header import Frame, Header
+
+LONG = "x" * 8000
+
+
+def frame(kind: Frame, operation: int, document: object = None, iteration: int = 0) -> tuple[Header, bytes]:
+    body = b"" if document is None else json.dumps(document).encode()
+    return Header(kind, 0, operation, iteration, body_bytes=len(body), signature=bytes(24)), body
+
+
+def of_kind(kind: str, index: int) -> tuple[Header, bytes]:
+    match kind:
+        case "mismatch":
+            return frame(Frame.MISMATCH, index, {"tensor": LONG, "ranks": [0, 1], "values": [LONG[:3000], LONG[:3000]]})
+        case "describe":
+            return frame(Frame.DESCRIBE, index, {"name": LONG, "is": LONG})
+        case "describe again":
+            return frame(Frame.DESCRIBE, 7, {"name": LONG, "is": LONG}, iteration=index)
+        case "posted":
+            return frame(Frame.POSTED, index)
+        case "request":
+            return frame(Frame.REQUEST, index)
+        case "lost":
+            return frame(Frame.LOST, index + 1, {"rank": 2, "reason": LONG})
+        case "status":
+            return frame(Frame.STATUS_REQUEST, index, {"waited_s": 1000.0, "name": LONG})
+        case _:
+            return frame(Frame.STATUS_REQUEST, index, {"waited_s": 0.0})
+
+
+KINDS = ["mismatch", "describe", "describe again", "posted", "request", "lost", "status", "status of what is early"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flood_is_bounded_and_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of frames about operations that nobody has submitted here, and of answers that the member never reads.
+
+    The bounds are a sixteenth of the real ones, so that the test is short.
+    """
+    monkeypatch.setattr(early, "_PEER_BYTES_MAX", early._PEER_BYTES_MAX // 16)
+    monkeypatch.setattr(early, "_TEXT_BYTES_MAX", early._TEXT_BYTES_MAX // 16)
+    monkeypatch.setattr(engine_module, "_ANSWERS_MAX", engine_module._ANSWERS_MAX // 16)
+    rack = Rack(3)
+    engine, reports = rack.engines[1], 0
+    tracemalloc.start()
+    refusal = ""
+    for index in range(200_000):
+        try:
+            rack.give(0, 1, of_kind(kind, index))
+        except ProtocolError as error:
+            refusal = str(error)
+            break
+        reports += len(engine.pop_reports())
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "rank 0" in refusal, f"{kind}: not refused"
+    assert taken < 3 * 2**20
+    # The member is dropped, and the others are told who it was.
+    engine.peer_lost(0, f"protocol violation: {refusal}", 0.0)
+    assert engine.lost is not None
+    assert engine.lost.rank == 0
+
+
+def frames_that_repeat() -> Iterator[tuple[Header, bytes]]:
+    for _ in range(3000):
+        yield frame(Frame.STATUS_REQUEST, 7, {"waited_s": 1000.0, "name": LONG})
+        yield frame(Frame.REQUEST, 8)
+        yield frame(Frame.POSTED, 8)
+        yield frame(Frame.DESCRIBE, 9, {"name": "w", "is": "?"})
+        yield frame(Frame.MISMATCH, 10, {"tensor": "w", "ranks": [0, 1], "values": ["a", "b"]})
+
+
+def test_what_is_said_twice_is_kept_once() -> None:
+    rack = Rack(2)
+    engine = rack.engines[1]
+    for message in frames_that_repeat():
+        rack.give(0, 1, message)
+    assert len(engine._answers[0]) == 1
+    assert len(engine._early._news) == 4
+    assert len(engine.pop_reports()) == 1
+    assert engine._early._spent[0] < 8192
+
+
+def test_what_was_said_of_operations_is_used_up_by_submitting_them() -> None:
+    """A rank may be ahead again and again: the allowance comes back."""
+    rack = Rack(2, eager_bytes=64)
+    for turn in range(40):
+        first = [rack.submit(0, f"w{index}", [1.0] * 64) for index in range(20)]
+        rack.run()
+        assert rack.engines[1]._early._spent[0] >= 20 * 1024
+        second = [rack.submit(1, f"w{index}", [float(turn)] * 64) for index in range(20)]
+        rack.run()
+        assert [values_of(each) for each in (*first, *second)] == [[turn + 1.0] * 64] * 40
+        assert rack.engines[1]._early._spent[0] == 0
+        assert not rack.engines[1]._early._news
+
+
+def test_texts_in_frames_are_cut() -> None:
+    rack = Rack(2)
+    rack.give(0, 1, of_kind("mismatch", 5))
+    rack.give(0, 1, of_kind("describe", 6))
+    poison = rack.engines[1]._early.of((5, 0)).poison
+    assert isinstance(poison, MismatchError)
+    assert (len(poison.tensor), [len(value) for value in poison.values]) == (1024, [2048, 2048])
+    assert len(rack.engines[1]._early.names[6]) == 1024
+
+
+def test_answers_that_wait_leave_before_the_farewell() -> None:
+    rack = Rack(2)
+    rack.give(0, 1, frame(Frame.STATUS_REQUEST, 7, {"waited_s": 0.0}))
+    rack.engines[1].close(0.0, tell=[0])
+    frames = []
+    while (message := rack.take(1, 0)) is not None:
+        frames.append(message[0].frame)
+    assert frames == [Frame.STATUS_REPLY, Frame.GOODBYE]
+
+
+def test_a_status_reply_says_what_is_true_when_it_leaves() -> None:
+    rack = Rack(2)
+    operation = rack.submit(0, "w")
+    rack.engines[0].inquire(operation, 0.0)
+    rack.engines[1].tick(0.0)
+    while (message := rack.take(0, 1)) is not None:
+        rack.give(0, 1, message)
+    rack.submit(1, "w")
+    rack.run()
+    assert values_of(operation) == [2.0]
