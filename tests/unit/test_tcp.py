@@ -1,9 +1,12 @@
 """The TCP transport alone, driven step by step by one thread: what leaves when, with and without TLS."""
 
+import socket
+import threading
 import time
 from collections import deque
 
 import pytest
+from slow_road import SlowRoad
 
 from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.header import Frame, Header
@@ -151,3 +154,146 @@ def test_what_is_urgent_overtakes_everything_that_has_not_begun_to_leave(ranks):
     second.receives = True
     turn(ranks, lambda: len(second.inbox) >= begun + 4)
     assert second.inbox[: begun + 2] == [*range(begun), 250, begun]
+
+
+# ---------------------------------------------------------------------------------------- two connections of one pair
+
+FAST = TcpConfig(heartbeat_s=0.05, silence_s=1.0)
+
+
+@pytest.fixture
+def crossed():
+    """Two ranks that have connected to each other at the same time; what rank 0 sends takes a road of its own."""
+    doors = [listen("127.0.0.1") for _ in range(2)]
+    addresses = [door.getsockname()[:2] for door in doors]
+    road = SlowRoad(addresses[1])
+    identity = JobIdentity(bytes(16), "test", 0)
+    made = [
+        Rank(TcpTransport(0, [addresses[0], road.address], doors[0], identity, FAST)),
+        Rank(TcpTransport(1, addresses, doors[1], identity, FAST)),
+    ]
+    for rank in made:
+        rank.post(Message(0, 10))
+    turn(made, lambda: all(rank.inbox == [0] for rank in made))
+    assert [rank.transport.counters.connections for rank in made] == [2, 2]
+    yield made, road
+    road.close()
+    made[1].transport.close(0.0)
+
+
+def look(rank, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not rank.transport.progress():
+            rank.transport.wait(0.005)
+
+
+def leave(rank):
+    """In a thread of its own, as another process would."""
+    thread = threading.Thread(target=rank.transport.close, args=(5.0,))
+    thread.start()
+    return thread
+
+
+def test_what_a_leaving_rank_said_last_arrives_on_the_slower_connection(crossed):
+    """The other connection has ended long before, and that is no loss."""
+    (leaver, other), road = crossed
+    road.held.set()
+    leaver.post(Message(1, 300_000), Message(2, 10))
+    turn([leaver], lambda: not leaver.outbox and leaver.transport.idle())
+    leaving = leave(leaver)
+    look(other, 0.6)
+    assert (other.inbox, other.lost) == ([0], [])
+    assert len(other.transport._connections) == 1
+    road.held.clear()
+    turn([other], lambda: other.inbox == [0, 1, 2], timeout_s=5.0)
+    assert other.lost == []
+    turn([other], lambda: other.lost, timeout_s=1.0)  # and a moment after the end of the last one
+    assert other.lost == ["its connection ended (the connection was closed by the other end)"]
+    leaving.join()
+
+
+def test_as_long_as_bytes_come_nobody_is_lost(crossed):
+    """A body of which a part comes now and then, for longer than silence would be allowed."""
+    (leaver, other), road = crossed
+    road._bytes_per_s = 150_000
+    leaver.post(Message(1, 300_000))
+    turn([leaver], lambda: not leaver.outbox and leaver.transport.idle())
+    leaving = leave(leaver)
+    turn([other], lambda: other.inbox == [0, 1], timeout_s=10.0)
+    assert other.lost == []
+    leaving.join()
+
+
+@pytest.mark.parametrize("ends", ["this rank's", "the other's"])
+def test_a_connection_that_ends_while_the_peer_lives_on_is_a_loss(crossed, ends):
+    """Somebody between the ranks has cut one of two connections. Heartbeats on the other one are no excuse."""
+    (living, other), _road = crossed
+    [cut] = [c for c in other.transport._connections.values() if c.outgoing == (ends == "this rank's")]
+    cut.sock.shutdown(socket.SHUT_RDWR)
+    stop = threading.Event()
+
+    def live():
+        while not stop.is_set():
+            look(living, 0.05)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        turn([other], lambda: other.lost, timeout_s=3.0)
+    finally:
+        stop.set()
+        thread.join()
+        living.transport.close(0.0)
+    assert len(other.lost) == 1
+
+
+def test_the_end_of_the_only_connection_is_noticed_at_once(ranks):
+    first, second = ranks
+    first.post(Message(0, 10))
+    turn(ranks, lambda: second.inbox == [0])
+    [connection] = first.transport._connections.values()
+    begin = time.monotonic()
+    connection.sock.shutdown(socket.SHUT_RDWR)
+    turn([second], lambda: second.lost, timeout_s=2.0)
+    assert time.monotonic() - begin < 1.0
+
+
+@pytest.fixture
+def narrow():
+    """Two ranks, of which the second one has little room for what arrives."""
+    doors = [listen("127.0.0.1") for _ in range(2)]
+    for door in doors:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+    addresses = [door.getsockname()[:2] for door in doors]
+    identity = JobIdentity(bytes(16), "test", 0)
+    config = TcpConfig(heartbeat_s=0.05, silence_s=20.0)
+    made = [Rank(TcpTransport(rank, addresses, door, identity, config)) for rank, door in enumerate(doors)]
+    made[0].post(Message(0, 10))
+    turn(made, lambda: made[1].inbox == [0])
+    made[0].post(*(Message(number, 50_000) for number in range(1, 60)))
+    while made[0].outbox or not made[0].transport.idle():
+        made[0].transport.progress()
+        look(made[1], 0.005)
+    yield made
+    made[1].transport.close(0.0)
+
+
+def test_closing_waits_while_a_slow_peer_takes_bytes(narrow):
+    """Whatever comes to a socket that is closed makes the kernel throw away what it has not sent yet."""
+    leaver, reader = narrow
+    leaving = leave(leaver)
+    begin = time.monotonic()
+    while reader.inbox != list(range(60)):
+        assert time.monotonic() - begin < 20.0
+        reader.receives = not reader.receives
+        look(reader, 0.1)
+        assert reader.lost == []
+    leaving.join()
+
+
+def test_closing_does_not_wait_for_a_peer_that_takes_nothing(narrow):
+    leaver, _ = narrow
+    begin = time.monotonic()
+    leaver.transport.close(10.0)
+    assert time.monotonic() - begin < 5.0

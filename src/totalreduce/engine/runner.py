@@ -356,7 +356,7 @@ class Runner:
         while self._driven() and time.monotonic() < patience:
             self._resume.acquire(timeout=_PARKED_S)
         with self._moving:
-            self.transport.close(min(1.0, max(0.0, self._deadline - time.monotonic())))
+            self.transport.close(max(0.0, self._deadline - time.monotonic()))
 
     def _unpark(self) -> None:
         """Let the communication thread look again. No event: Ctrl-C within its ``set`` can leave it locked for ever."""

@@ -783,7 +783,7 @@ def _reason(error: BaseException | None) -> str:
 
 
 def _close(
-    runner: Runner, at_close: list[Callable[[], None]], timeout_s: float = 2.0, reason: str | None = None
+    runner: Runner, at_close: list[Callable[[], None]], timeout_s: float = 5.0, reason: str | None = None
 ) -> None:
     if reason is None and not hasattr(sys, "ps1"):  # the interpreter ends: of an exception that nobody caught?
         reason = _reason(getattr(sys, "last_value", None))

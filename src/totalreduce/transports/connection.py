@@ -6,9 +6,11 @@ message costs one system call and not two.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import sys
+import termios
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -41,6 +43,7 @@ class Connection:
         outgoing: Whether this rank opened it.
         established: Whether the handshake is complete.
         heard_at: When something last arrived.
+        moved_at: When something besides a heartbeat last arrived.
         spoke_at: When something last left.
         refused: Whether it was refused, and only waits for the other end to have read why.
     """
@@ -60,7 +63,7 @@ class Connection:
         self.connecting = outgoing
         self.established = self.refused = False
         self.readable, self.writable = False, outgoing
-        self.opened_at = self.heard_at = self.spoke_at = now
+        self.opened_at = self.heard_at = self.moved_at = self.spoke_at = now
         self.ended: str | None = None
         self._handshake: Connector | Acceptor | None = handshake
         self._channel = channel
@@ -228,8 +231,9 @@ class Connection:
         while quantum > 0:
             if self._delivery is not None:
                 count = self._read_body(endpoint)
+                self.moved_at = now
             elif self._end - self._begin >= HEADER_BYTES:
-                if not self._read_header(endpoint):
+                if not self._read_header(endpoint, now):
                     break  # no scratch memory at the moment
                 count = HEADER_BYTES
             else:
@@ -259,7 +263,7 @@ class Connection:
             self._wake_bytes = wanted
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
-    def _read_header(self, endpoint: Endpoint) -> bool:
+    def _read_header(self, endpoint: Endpoint, now: float) -> bool:
         header = Header.unpack(self._staging[self._begin : self._begin + HEADER_BYTES])
         if header.frame is Frame.HEARTBEAT:
             if header.body_bytes:
@@ -269,6 +273,7 @@ class Connection:
         if header.frame is Frame.DATA and not endpoint.may_receive():
             return False
         self._begin += HEADER_BYTES
+        self.moved_at = now
         delivery = endpoint.accept(self.peer, header)
         staged = min(self._end - self._begin, header.body_bytes)
         if staged:
@@ -319,6 +324,14 @@ class Connection:
                 raise AuthenticationError(f"{who} speaks TLS and this rank does not: set TLS on every rank or on none")
             raise ConnectionResetError("the connection was closed by the other end")
         return count
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes that were handed to the kernel, and that the other end's kernel has not acknowledged."""
+        try:
+            return int.from_bytes(fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        except OSError:
+            return 0
 
     def close(self) -> None:
         """Close the socket."""

@@ -33,6 +33,8 @@ _SPIN_S = 100e-6
 _PAUSE_MIN_S, _PAUSE_MAX_S = 20e-6, 1e-3
 #: A body shows when all of it is here, so a long one is allowed its time on a slow network.
 _SLOWEST_BYTES_PER_S = 1e6
+#: How long ``close`` waits for the farewells of the peers, at most.
+_FAREWELL_S = 1.0
 
 
 class WireError(Exception):
@@ -365,7 +367,7 @@ class PassingTransport(Transport):
     def close(self, timeout_s: float) -> None:
         """Say that nothing more comes, wait until every peer has said so too, give the wire back."""
         wire = self._wire
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + min(timeout_s, _FAREWELL_S)
         if wire.usable():
             while time.monotonic() < deadline:
                 self.progress()

@@ -42,8 +42,10 @@ _NEAR_S = 0.005
 #: A refused connection is tried again this often: the peer listens before its address is known, so it is gone.
 _REFUSALS_MAX = 3
 _RETRY_S = 0.1
-#: A connection may end a moment before another one to the same peer brings the reason (GOODBYE).
+#: The last connection to a peer may end a moment before something else brings the reason (LOST, from another rank).
 _VERDICT_S = 0.2
+#: ``close`` waits so long for the peers to read, after the last byte that one of them has taken.
+_DRAIN_S = 1.0
 #: A peer that hangs up when TLS begins has none, unless strangers took its places for a moment.
 _NO_TLS_S = 1.0
 #: A rank whose certificate does not suit the others stays so long after the end, so that they learn why it went.
@@ -114,7 +116,8 @@ class TcpTransport(Transport):
         self._refusals: dict[int, int] = {}
         self._retry_at: dict[int, float] = {}
         self._first_try: dict[int, float] = {}
-        self._verdicts: dict[int, tuple[float, str]] = {}
+        #: Peers of which a connection has ended: when, and why. They are lost if nothing says that they have left.
+        self._ended: dict[int, tuple[float, str]] = {}
         self._gone: set[int] = set()
         self._endpoint: Endpoint | None = None
         self._events: deque[tuple[int, int]] = deque()
@@ -235,7 +238,7 @@ class TcpTransport(Transport):
                 connection.readable, connection.writable = True, False
                 return
             self._drop(connection)
-            self._verdicts.setdefault(connection.peer, (now + _VERDICT_S, f"its connection ended ({error})"))
+            self._ended[connection.peer] = now, f"its connection ended ({error})"
             self._next_timers = now
 
     # -------------------------------------------------------------------------------------------------- connections
@@ -411,14 +414,25 @@ class TcpTransport(Transport):
                     self._lose(connection.peer, f"no connection within {config.connect_timeout_s} s")
                 elif not connection.refused:
                     self._refused("it did not say who it is in time")
-        for peer, (due, reason) in list(self._verdicts.items()):
+        for peer, (ended_at, reason) in list(self._ended.items()):
+            due = self._verdict_at(peer, ended_at)
             if now >= due:
-                del self._verdicts[peer]
+                del self._ended[peer]
                 self._lose(peer, reason)
             else:
                 self._next_timers = min(self._next_timers, due)
         for peer in [peer for peer, due in self._retry_at.items() if now >= due]:
             del self._retry_at[peer]
+
+    def _verdict_at(self, peer: int, ended_at: float) -> float:
+        """When a peer counts as lost of which a connection ended at ``ended_at``.
+
+        Two ranks that connect to each other at the same time have two connections. A peer that leaves ends both, and
+        what it has said last may still be on its way on the other one, for as long as a slow link takes. So as long as
+        something comes there the peer is not lost; heartbeats do not count, because a peer that leaves sends none.
+        """
+        others = [c.moved_at for c in self._connections.values() if c.peer == peer]
+        return max(ended_at, *others) + self._config.silence_s if others else ended_at + _VERDICT_S
 
     def _watch(self, connection: Connection, endpoint: Endpoint, now: float) -> None:
         silence = now - connection.heard_at
@@ -444,7 +458,11 @@ class TcpTransport(Transport):
     # -------------------------------------------------------------------------------------------------------- close
 
     def close(self, timeout_s: float) -> None:
-        """Say that nothing more comes, wait for the others to have read it, close."""
+        """Say that nothing more comes, wait for the others to have read it, close.
+
+        A peer behind a slow link is waited for as long as it takes bytes, within ``timeout_s``: whatever it sends to a
+        socket that is closed, were it a heartbeat, makes the kernel throw away what it has not sent.
+        """
         deadline = time.monotonic() + timeout_s
         if self._distrust:
             self._show_certificate(min(deadline, time.monotonic() + _SHOW_S))
@@ -453,9 +471,13 @@ class TcpTransport(Transport):
         waiting = [c for c in self._connections.values() if c.established]
         for connection in waiting:
             connection.shutdown()
-        while waiting and time.monotonic() < deadline:
+        left, moved_at = -1, time.monotonic()
+        while waiting and time.monotonic() < min(deadline, moved_at + _DRAIN_S):
             # A peer that has read everything closes too; data unread here would turn our close into a reset.
             waiting = [connection for connection in waiting if not connection.drain()]
+            unread_bytes = sum(connection.unread_bytes for connection in waiting)
+            if unread_bytes != left:
+                left, moved_at = unread_bytes, time.monotonic()
             if waiting:
                 self._epoll.poll(min(0.05, max(0.0, deadline - time.monotonic())))
         for connection in list(self._connections.values()):
