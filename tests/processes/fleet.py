@@ -113,6 +113,12 @@ class Fleet:
         self._workers += workers
         return workers
 
+    @staticmethod
+    def end(pid):
+        """Kill a process that a worker has started, if it runs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
     def end_jobs(self):
         """End every worker of the test."""
         for worker in self._workers:

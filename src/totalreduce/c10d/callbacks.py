@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import final
 
+from totalreduce.foundation.forking import HomeProcess
+
 __all__ = ["Callbacks"]
 
 _log = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class Callbacks:
     def __init__(self, name: str) -> None:
         """Start nothing yet."""
         self._name = name
+        self._home = HomeProcess(f"the process group of {name!r}")
         self._changed = threading.Condition()
         self._queue: collections.deque[Callable[[], None]] = collections.deque()
         self._idle = 0
@@ -41,7 +44,12 @@ class Callbacks:
         self._deadlines: dict[int, tuple[float, Callable[[], None]]] = {}
 
     def run(self, function: Callable[[], None]) -> None:
-        """Call ``function`` soon in another thread."""
+        """Call ``function`` soon in another thread.
+
+        Raises:
+            GroupClosed: This is a forked child, and the threads are the parent's. By ``watch``, too.
+        """
+        self._home.check()
         with self._changed:
             self._queue.append(function)
             if self._idle >= len(self._queue):
@@ -58,6 +66,7 @@ class Callbacks:
             deadline: Of the monotonic clock.
             function: Called at most once.
         """
+        self._home.check()
         with self._changed:
             self._deadlines[key] = (deadline, function)
             if self._clock is None and not self._closed:
@@ -70,7 +79,9 @@ class Callbacks:
             self._deadlines.pop(key, None)
 
     def close(self) -> None:
-        """Let the threads end when they have done what is queued."""
+        """Let the threads end when they have done what is queued. In a forked child this does nothing."""
+        if not self._home.is_here:
+            return
         with self._changed:
             self._closed = True
             self._changed.notify_all()

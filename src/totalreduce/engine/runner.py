@@ -35,6 +35,7 @@ from totalreduce import kernels
 from totalreduce.engine.engine import Computation, Delivery, Engine, OutgoingMessage
 from totalreduce.engine.operation import AnyReceive, Operation
 from totalreduce.foundation.errors import DeadlineExceededError, GroupClosed
+from totalreduce.foundation.forking import HomeProcess, let_go_in_children
 from totalreduce.foundation.header import Header
 from totalreduce.foundation.types import Signature
 from totalreduce.schedules.actions import Mode
@@ -142,6 +143,7 @@ class Runner:
     def __init__(self, engine: Engine, transport: Transport, *, compute: ComputeMode = "auto") -> None:
         """Start the threads."""
         self.engine, self.transport = engine, transport
+        self.home = HomeProcess(f"the group of rank {engine.rank}")
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._moving = threading.Lock()
@@ -160,6 +162,7 @@ class Runner:
         cores = len(os.sched_getaffinity(0))
         with_thread = compute == "thread" or (compute == "auto" and cores >= 2 * transport.ranks_per_host)
         transport.attach(self)
+        let_go_in_children(transport)
         name = f"totalreduce-{engine.rank}"
         self._threads = [threading.Thread(target=self._communicate, name=f"{name}-comm", daemon=True)]
         if with_thread and engine.world_size > 1:
@@ -227,6 +230,7 @@ class Runner:
 
         It returns whether there is something to send now, or sooner to be done than before.
         """
+        self.home.check()
         with self._lock:
             self._check_alive()
             now = time.monotonic()
@@ -247,6 +251,7 @@ class Runner:
             self._unpark()
 
     def _start(self, submit: Callable[[Handle], None], handle: Handle) -> Handle:
+        self.home.check()
         with self._lock:
             self._check_alive()
             submit(handle)
@@ -274,6 +279,7 @@ class Runner:
         """
         if handle.done:
             return
+        self.home.check()
         begin = time.monotonic()
         deadline = begin + timeout_s
         # Asked late enough not to disturb, early enough for the answers to be here when the deadline comes.
@@ -308,7 +314,12 @@ class Runner:
             self.transport.wake()
 
     def close(self, timeout_s: float, reason: str = "") -> None:
-        """Fail what is pending, tell the peers, end the threads and the connections, within about ``timeout_s``."""
+        """Fail what is pending, tell the peers, end the threads and the connections, within about ``timeout_s``.
+
+        In a forked child this does nothing.
+        """
+        if not self.home.is_here:
+            return
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self.engine.close(time.monotonic(), tell=self.transport.connected_peers(), reason=reason)
@@ -323,7 +334,12 @@ class Runner:
             thread.join(max(0.1, deadline - time.monotonic()) + 1.0)
 
     def locked(self) -> threading.Lock:
-        """The lock under which the engine may be read."""
+        """The lock under which the engine may be read.
+
+        Raises:
+            GroupClosed: In a forked child.
+        """
+        self.home.check()
         return self._lock
 
     # ------------------------------------------------------------------------------------------------------ threads

@@ -402,7 +402,9 @@ class Coordinator:
             return self._negotiator.cache.snapshot()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End it here; what is pending fails. Harmless when called twice."""
+        """End it here; what is pending fails. Harmless when called twice, and in a forked child."""
+        if not self._runner.home.is_here:
+            return
         with self._runner.locked():
             now = 0.0
             self._negotiator.fail(GroupClosed(f"rank {self._group.rank} has closed {self._group.name!r}"))

@@ -579,7 +579,7 @@ class Group:
     @property
     def shares_memory(self) -> bool:
         """Whether ``empty`` makes tensors that other ranks read where they lie."""
-        return not self._closed and self._runner.transport.allocate(1) is not None
+        return not self._closed and self._runner.home.is_here and self._runner.transport.allocate(1) is not None
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Make a tensor that the other ranks of this host read where it lies, so that nothing is staged in between.
@@ -593,6 +593,7 @@ class Group:
         """
         if self._closed:
             raise GroupClosed(f"group {self.name!r} is closed")
+        self._runner.home.check()
         num_bytes = math.prod(shape) * dtype.itemsize
         memory = self._runner.transport.allocate(num_bytes) if num_bytes else None
         if memory is None:
@@ -713,9 +714,9 @@ class Group:
 
         Pending operations fail with ``GroupClosed``; the others' error says the ``reason``, if there is one. Not
         collective: the others notice when they need this rank. A subgroup only stops taking operations: threads and
-        connections are the whole group's.
+        connections are the whole group's. In a forked child this does nothing: the group is the parent's.
         """
-        if self._closed:
+        if self._closed or not self._runner.home.is_here:
             return
         timeout_s = checks.seconds("timeout_s", timeout_s, or_zero=True)
         self._closed = True
@@ -737,6 +738,7 @@ class Group:
             callback()
 
     def _check_open(self) -> None:
+        self._runner.home.check()
         if self._closed and self._parent is not None:  # of the whole group the engine says it
             raise GroupClosed(f"rank {self.rank} has closed the subgroup {self.name!r}; make a new one with subgroup()")
 
@@ -785,6 +787,8 @@ def _reason(error: BaseException | None) -> str:
 def _close(
     runner: Runner, at_close: list[Callable[[], None]], timeout_s: float = 5.0, reason: str | None = None
 ) -> None:
+    if not runner.home.is_here:  # the interpreter of a forked child ends: the group and its callbacks are the parent's
+        return
     if reason is None and not hasattr(sys, "ps1"):  # the interpreter ends: of an exception that nobody caught?
         reason = _reason(getattr(sys, "last_value", None))
     runner.close(timeout_s, reason or "")

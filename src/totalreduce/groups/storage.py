@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
 from typing import Final, final
 
@@ -48,10 +49,10 @@ def _mark_offset() -> int | None:
 class _Holds:
     """How many operations hold one storage. An attribute of the storage, so that all groups of a process share it."""
 
-    __slots__ = ("count", "lock", "was_resizable")
+    __slots__ = ("count", "lock", "pid", "was_resizable")
 
     def __init__(self) -> None:
-        self.count, self.was_resizable = 0, False
+        self.count, self.was_resizable, self.pid = 0, False, os.getpid()
         self.lock = threading.RLock()  # a hold may be let go of by the garbage collector, in the midst of anything
 
 
@@ -80,6 +81,8 @@ class StorageHold:
         if not self._marked or offset is None:
             return
         holds: _Holds = self._storage.__dict__[_ATTRIBUTE]
+        if holds.pid != os.getpid():  # a forked child: the lock may be held by a thread that is not here
+            return
         with holds.lock:
             self._marked = False
             holds.count -= 1

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.forking import HomeProcess
 from totalreduce.foundation.observer import Observer
 from totalreduce.foundation.types import operation_id
 from totalreduce.observe.chrome_trace import FORMAT, Event, Tracks, span, write_trace
@@ -129,6 +130,7 @@ class Timeline(Observer):
         self._pending: dict[str, _Pending] = {}
         self._facts: list[_Operation | _Span | _Instant] = []
         self._closed = False
+        self._home = HomeProcess("the timeline")
         atexit.register(self.close)
 
     def submitted(self, name: str, iteration: int, now: float, *, num_bytes: int, priority: int) -> None:
@@ -206,12 +208,12 @@ class Timeline(Observer):
         self._keep(_Instant("STALLED", "", now, dict(report)))
 
     def close(self) -> None:
-        """Write the file. Later facts are ignored; a second call does nothing.
+        """Write the file. Later facts are ignored; a second call does nothing, nor does a call in a forked child.
 
         Raises:
             OSError: The file could not be written.
         """
-        if self._closed:
+        if self._closed or not self._home.is_here:
             return
         atexit.unregister(self.close)
         # Exchanged, not emptied: at interpreter exit the engine's threads may still be reporting.

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from totalreduce.foundation.errors import PlanMismatchError
+from totalreduce.foundation.forking import HomeProcess
 from totalreduce.sparse.actions import Allgather
 from totalreduce.sparse.c10d_driver import C10dDriver
 from totalreduce.sparse.candidates import Workspace
@@ -33,11 +34,17 @@ class Background:
     def __init__(self, name: str) -> None:
         """Starts the thread with the first function."""
         self._name = name
+        self._home = HomeProcess(f"the thread {name!r}")
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
-        """Have it called; returns at once."""
+        """Have it called; returns at once.
+
+        Raises:
+            GroupClosed: This is a forked child, and the thread is the parent's.
+        """
+        self._home.check()
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
             self._thread.start()
@@ -46,7 +53,9 @@ class Background:
         return future
 
     def close(self) -> None:
-        """End the thread after what it was given; harmless when called twice."""
+        """End the thread after what it was given; harmless when called twice, and in a forked child."""
+        if not self._home.is_here:
+            return
         self._queue.put(None)
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, final
 
 from totalreduce.foundation.errors import GroupClosed
+from totalreduce.foundation.forking import HomeProcess
 from totalreduce.sparse.actions import Action, Allgather
 from totalreduce.sparse.carrier import Carried, Carrier
 
@@ -68,6 +69,7 @@ class ExchangeWorker:
     def __init__(self, carrier: Carrier, *, in_order: bool = False) -> None:
         """Starts the thread with the first job."""
         self._carrier, self._in_order = carrier, in_order
+        self._home = HomeProcess("the sparse exchange")
         self._events: queue.PriorityQueue[tuple[int, int, Job | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
@@ -80,8 +82,9 @@ class ExchangeWorker:
         """Run it; returns at once. ``job.result`` says when it is done.
 
         Raises:
-            GroupClosed: The worker was closed.
+            GroupClosed: The worker was closed, or this is a forked child.
         """
+        self._home.check()
         with self._lock:
             if self._closed:
                 raise GroupClosed("the sparse exchange was closed")
@@ -96,7 +99,12 @@ class ExchangeWorker:
         self._hurried = True
 
     def close(self) -> None:
-        """End the thread. Jobs that have not ended fail with ``GroupClosed``; harmless when called twice."""
+        """End the thread. Jobs that have not ended fail with ``GroupClosed``; harmless when called twice.
+
+        In a forked child this does nothing: the thread is the parent's.
+        """
+        if not self._home.is_here:
+            return
         with self._lock:
             if self._closed:
                 return

@@ -227,6 +227,10 @@ class Transport(ABC):
     def close(self, timeout_s: float) -> None:
         """Let what was sent arrive, then end all connections, within ``timeout_s``."""
 
+    def let_go(self) -> None:
+        """Close the descriptors of connections, in a forked child; see ``foundation.forking``."""
+        return
+
     @property
     @abstractmethod
     def ranks_per_host(self) -> int:

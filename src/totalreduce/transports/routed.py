@@ -94,6 +94,12 @@ class RoutedTransport(Transport):
         """Whether no message is half-way out."""
         return self._local.idle() and self._remote.idle()
 
+    def let_go(self) -> None:
+        """Close the descriptors of both in a forked child."""
+        self._local.let_go()
+        self._remote.let_go()
+        self._epoll.close()
+
     def close(self, timeout_s: float) -> None:
         """Close both: the network first, because there something may still be on its way."""
         deadline = time.monotonic() + timeout_s

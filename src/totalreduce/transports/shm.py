@@ -291,6 +291,13 @@ class ShmTransport(Transport):
 
     # -------------------------------------------------------------------------------------------------------- close
 
+    def let_go(self) -> None:
+        """Close the sockets of a forked child, so that their ends show when the parent dies."""
+        for link in self._links.values():
+            link.sock.close()
+        self._reception.close()
+        self._sleep.epoll.close()
+
     def close(self, timeout_s: float) -> None:  # noqa: ARG002  (what was published stays readable without this rank)
         """End all connections; the peers first read what this rank has published."""
         self._reception.close()

@@ -488,6 +488,13 @@ class TcpTransport(Transport):
         for end in ends:
             os.close(end)
 
+    def let_go(self) -> None:
+        """Close the sockets of a forked child, so that their ends show when the parent dies."""
+        for connection in self._connections.values():
+            connection.close()
+        self._listener.close()
+        self._epoll.close()
+
     def _show_certificate(self, deadline: float) -> None:
         """Answer those who connect now, so that they see what is wrong and not merely that nobody is there."""
         while time.monotonic() < deadline:
