@@ -254,3 +254,31 @@ def test_a_launcher_that_is_not_mpis_is_an_error():
     )
     assert code == 0, errors
     assert said[0].startswith("MPI says that this process is alone, openmpi that it is one of 4")
+
+
+@pytest.mark.parametrize("forks", [3, pytest.param(200, marks=pytest.mark.slow)])
+def test_forked_children_end_without_ending_mpi(forks):
+    """Their copy of mpi4py must not call ``MPI_Finalize``, which would abort through the parent's pipe to mpirun."""
+    said = lines(
+        2,
+        f"""
+        group = tr.init("mpi", timeout_s=60)
+        lived_s = []
+        for turn in range({forks}):
+            tensor = torch.full((500_000,), float(group.rank + turn))
+            work = group.allreduce(tensor, name="w")
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    group.allreduce(torch.ones(3))
+                except tr.GroupClosed as error:
+                    sys.exit(3 if "forked from it" in str(error) else 4)
+            work.wait()
+            begin = time.monotonic()
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+            lived_s.append(time.monotonic() - begin)
+            assert bool((tensor == 2 * turn + 1).all())
+        say("right", *group.allreduce(torch.ones(2)).wait().tolist(), max(lived_s) < 5)
+        """,
+    )
+    assert said == ["right 2.0 2.0 True"] * 2

@@ -4,15 +4,21 @@ Everything happens on a private duplicate of ``COMM_WORLD``, so the program's ow
 return at once (``Isend``, ``Irecv``, ``Testsome``, ``Iallreduce``); nothing here blocks inside MPI.
 
 Who may call MPI is MPI's decision (see ``Communicator``). Importing this module imports ``mpi4py.MPI``, which
-initialises MPI and finalises it when the process ends; this module never finalises anything.
+initialises MPI. ``mpi4py`` would also finalise MPI at the end of every process that has a copy of it, forked children
+included, and a child that calls ``MPI_Finalize`` uses its parent's connection to ``mpirun`` and aborts. So this module
+tells ``mpi4py`` not to finalise, and finalises MPI itself when the process that imported it ends. Where the program has
+imported ``mpi4py.MPI`` before, or has set ``mpi4py.rc``, nothing is changed.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -30,6 +36,11 @@ from totalreduce.transports.native import check_tensor, reduction_for
 from totalreduce.transports.passing import HEAD_BYTES, PassingTransport, Wire, WireError
 
 try:
+    import mpi4py
+
+    _FINALISES = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize is not False and mpi4py.rc.finalize is None
+    if _FINALISES:
+        mpi4py.rc.finalize = False
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:  # RuntimeError: there is mpi4py, but no MPI library
     raise ConfigurationError(
@@ -46,6 +57,15 @@ _DOCUMENT_BYTES = 16 * 1024
 _PAUSE_MAX_S = 1e-3
 #: MPI is the process's, not a group's: below THREAD_MULTIPLE all groups' calls exclude each other.
 _SERIAL = threading.RLock()
+
+
+def _finalise(pid: int) -> None:
+    if os.getpid() == pid and MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+if _FINALISES:
+    weakref.finalize(MPI, _finalise, os.getpid())  # at exit it runs after the finalizers of groups, which are younger
 
 
 def standing() -> tuple[int, int]:
