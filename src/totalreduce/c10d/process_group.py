@@ -32,6 +32,7 @@ from totalreduce.c10d.work import OperationWork, seconds_of
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.compilation import never_compiled
 from totalreduce.groups.group import Group
 from totalreduce.groups.work import Work
 from totalreduce.pytorch.staging import Stager
@@ -74,6 +75,7 @@ class _Call:
 
 
 @final
+@never_compiled
 class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
     """A c10d process group over a ``Group``.
 

@@ -90,8 +90,11 @@ def _open_monitored_barrier(c10d: Any) -> None:
     torch checks there that the back end is called gloo, and offers no other way in; for all other groups its function
     is called as before.
     """
+    from totalreduce.groups.compilation import never_compiled
+
     original = c10d.monitored_barrier
 
+    @never_compiled
     @functools.wraps(original)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         chosen = c10d.GroupMember.WORLD if group is None else group

@@ -20,6 +20,7 @@ from totalreduce.c10d.callbacks import Callbacks
 from totalreduce.c10d.errors import as_torch_error
 from totalreduce.foundation.checks import SECONDS_MAX
 from totalreduce.foundation.errors import DeadlineExceededError
+from totalreduce.groups.compilation import never_compiled
 
 if TYPE_CHECKING:
     from totalreduce.c10d.profiling import Record
@@ -39,6 +40,7 @@ class Finish(Protocol):
 
 
 @final
+@never_compiled
 class OperationWork(Work):
     """One collective or message of c10d: one operation of a group, or several (coalesced ones)."""
 

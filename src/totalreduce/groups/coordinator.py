@@ -31,6 +31,7 @@ from totalreduce.foundation.errors import (
 )
 from totalreduce.foundation.types import OpKind, ReduceOp, operation_id
 from totalreduce.groups import tuning
+from totalreduce.groups.compilation import never_compiled
 from totalreduce.groups.executor import Entry, Executor
 from totalreduce.groups.planned import NativeStream, Planned
 from totalreduce.groups.work import Work
@@ -87,6 +88,7 @@ class _Channel:
 
 
 @final
+@never_compiled
 class Coordinator:
     """Collectives of a group that a native library carries out. Any thread. Making one is collective.
 

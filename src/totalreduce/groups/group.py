@@ -21,6 +21,7 @@ from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededEr
 from totalreduce.foundation.observer import Observer
 from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp
 from totalreduce.groups import agreement, objects, requests
+from totalreduce.groups.compilation import never_compiled
 from totalreduce.groups.coordinator import Coordinator
 from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.groups.memory import MemoryInFlight
@@ -40,6 +41,7 @@ _BARRIERS, _MESSAGES = "barrier/", "message/"
 
 
 @final
+@never_compiled
 class Group:
     """All ranks of a job, joined by one engine. Made by ``totalreduce.init``; usable from any thread.
 

@@ -18,6 +18,7 @@ import torch
 
 from totalreduce.foundation.errors import ConfigurationError, MissingTensorError
 from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.compilation import never_compiled
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
@@ -37,6 +38,7 @@ class TensorSpec:
 
 
 @final
+@never_compiled
 class Plan:
     """Made by ``Group.plan``."""
 
@@ -78,6 +80,7 @@ class Plan:
 
 
 @final
+@never_compiled
 class Step:
     """One step of a plan: submit what there is, in any order; leaving it waits for the results."""
 

@@ -11,6 +11,7 @@ import torch
 
 from totalreduce.foundation.errors import DeadlineExceededError, PeerLost, TotalReduceError
 from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.compilation import never_compiled
 from totalreduce.groups.culprit import LOOK_S, find_culprit
 from totalreduce.groups.work import Work
 from totalreduce.transports.base import NativeCollectives, NativeWork
@@ -38,6 +39,7 @@ class PlannedReductions(Protocol):
 
 
 @final
+@never_compiled
 class OrderFree:
     """``PlannedReductions`` by the engine, which needs no order."""
 
@@ -99,6 +101,7 @@ class Planned:
 
 
 @final
+@never_compiled
 class NativeStream:
     """``PlannedReductions`` by a native library: started in the order of the plan, whatever order they come in.
 

@@ -10,6 +10,7 @@ import torch
 from totalreduce.engine.operation import Operation
 from totalreduce.foundation import checks
 from totalreduce.foundation.types import OpKind
+from totalreduce.groups.compilation import never_compiled
 
 __all__ = ["Pending", "Waiter", "Work"]
 
@@ -45,6 +46,7 @@ class Waiter(Protocol):
 
 
 @final
+@never_compiled
 class Work:
     """What ``Group.allreduce`` and its siblings return.
 

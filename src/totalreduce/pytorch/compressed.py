@@ -17,6 +17,7 @@ from typing import final
 
 import torch
 
+from totalreduce.groups.compilation import never_compiled
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, flattened, shaped
 from totalreduce.pytorch.readiness import Readiness
 from totalreduce.sparse.accumulator import Accumulator
@@ -30,6 +31,7 @@ _log = logging.getLogger("totalreduce")
 
 
 @final
+@never_compiled
 class CompressedReducer:
     """The compressed buckets of one plan and the round that is under way.
 

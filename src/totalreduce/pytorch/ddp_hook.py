@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
+from totalreduce.groups.compilation import never_compiled
 from totalreduce.kernels import ahead
 from totalreduce.pytorch import internals
 from totalreduce.pytorch.buckets import ParameterSpec
@@ -79,6 +80,7 @@ def ddp_hook(
     return state, sparse_hook
 
 
+@never_compiled
 def sparse_hook(state: "SparseHookState", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook: DDP calls it for each bucket of a backward pass; ``state`` does the work."""
     return state.reduce(bucket)

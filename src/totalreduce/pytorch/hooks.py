@@ -10,9 +10,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from totalreduce.groups.compilation import never_compiled
+
 __all__ = ["WeakHook"]
 
 
+@never_compiled
 class WeakHook:
     """Calls ``method(key, *arguments)`` while the method's object lives; does nothing afterwards.
 

@@ -24,6 +24,7 @@ import torch
 
 from totalreduce.foundation.errors import ConfigurationError, MissingTensorError
 from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.compilation import never_compiled
 from totalreduce.pytorch.buckets import Bucket, BucketSpec, ParameterSpec, WireFormat
 from totalreduce.pytorch.readiness import Readiness
 
@@ -97,6 +98,7 @@ class Arithmetic:
         return round(reduced * self.world_size if self.op is ReduceOp.AVG else reduced)
 
 
+@never_compiled
 class Reducer:
     """The buckets of one plan and the round that is under way.
 

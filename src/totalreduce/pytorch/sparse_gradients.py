@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.groups.compilation import never_compiled
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
@@ -23,6 +24,7 @@ __all__ = ["SparseReducer"]
 _NOTHING = -1
 
 
+@never_compiled
 class SparseReducer:
     """The parameters of one plan whose gradients are sparse.
 
