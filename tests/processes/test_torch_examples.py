@@ -1,6 +1,6 @@
-"""The examples for torch.distributed, Lightning and Accelerate, unmodified, on our back end and on gloo; their page.
+"""The examples for torch.distributed, Lightning, Accelerate and Transformers, on our back end and on gloo; their page.
 
-An example runs as it is: in a process of its own, as ``__main__``, with its own command line.
+An example runs unmodified: in a process of its own, as ``__main__``, with its own command line.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ TINY = {
     "cnn": ("--width", "4", "--batch", "4", "--examples", "64"),
     "gpt": ("--width", "32", "--layers", "2", "--batch", "4", "--examples", "64"),
 }
-NEEDS = {"lightning_fit": "pytorch_lightning", "accelerate_fit": "accelerate"}
+NEEDS = {"lightning_fit": "pytorch_lightning", "accelerate_fit": "accelerate", "transformers_fit": "transformers"}
 STEPS = 6
 
 
@@ -82,6 +82,7 @@ def end_gloo(worker, out):
         ("torch_fsdp", "gpt", 2, "float32", 1e-5),
         ("lightning_fit", "gpt", 2, "float32", 1e-5),
         ("accelerate_fit", "cnn", 2, "float64", 1e-13),
+        ("transformers_fit", "gpt", 2, "float32", 1e-5),
     ],
 )
 def test_losses_are_those_on_gloo(fleet, tmp_path, example, model, ranks, dtype, tolerance):
@@ -108,4 +109,4 @@ def test_every_example_on_the_page_is_what_was_run():
     for file, block in blocks:
         assert block in (ROOT / file).read_text(), f"docs/torch.md has another text than {file}:\n{block}"
     shown = {Path(file).stem for file, _ in blocks}
-    assert {"torch_ddp", "torch_fsdp", "lightning_fit", "accelerate_fit"} <= shown
+    assert {"torch_ddp", "torch_fsdp", "lightning_fit", "accelerate_fit", "transformers_fit"} <= shown

@@ -68,7 +68,10 @@ def bench_ddp(
     ] = None,
     *,
     script: Annotated[
-        str, typer.Option(help="torch_ddp, torch_fsdp, lightning_fit, accelerate_fit, or a file with their options.")
+        str,
+        typer.Option(
+            help="torch_ddp, torch_fsdp, lightning_fit, accelerate_fit, transformers_fit, or a file with their options."
+        ),
     ] = "torch_ddp",
     model: Annotated[str, typer.Option(help="cnn or gpt.")] = "cnn",
     steps: Annotated[int, typer.Option(help="Timed steps of a launch, after three untimed ones.")] = 20,
