@@ -1,17 +1,30 @@
 """Exchanges over any process group of torch: gloo, NCCL, or the back end that is called "totalreduce".
 
-What ranks have for each other goes as messages between pairs, all of them begun at once. That is not what torch offers
-first: a gather of lists takes blocks of one size only with gloo, which has no all-to-all of lists either; a gather of
-padded blocks sends the padding, and an all-to-all of slices wants a copy of the block for every rank. Between two and
-four processes on gloo messages took half to nine tenths of the time of either at 1 kB, and half at 2 MB; and a block
-that is empty is not sent at all. NCCL makes one group of them.
+What ranks have for each other goes as messages between pairs. That is not what torch offers first: a gather of lists
+takes blocks of one size only with gloo, which has no all-to-all of lists either; a gather of padded blocks sends the
+padding, and an all-to-all of slices wants a copy of the block for every rank. Between two and four processes on gloo
+messages took half to nine tenths of the time of either at 1 kB, and half at 2 MB; and a block that is empty is not sent
+at all.
+
+The messages of one action begin in the order of their distance, which is (destination - source) modulo the number of
+ranks, so at every moment each rank receives from another one. They begin in batches of ``_BATCH_DISTANCES`` distances,
+and the next batch begins when the oldest of ``_BATCHES_IN_FLIGHT`` has ended. So the number of requests in flight does
+not grow with the number of ranks. In a batch the receives begin first: with 16 processes on gloo, batches that
+alternated between sends and receives were 14 to 21 % slower than all messages at once, and these batches are as fast.
+NCCL makes one group of each batch.
+
+No rank can wait forever, because a message has the same distance for its sender and for its receiver. Of the messages
+that have not ended take one with the smallest distance: everything that either of its ranks has begun before it has
+ended, so both of them have begun it, and it goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
@@ -22,6 +35,11 @@ from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, A
 from totalreduce.transports.torch_collectives import reason
 
 __all__ = ["C10dDriver"]
+
+#: Distances of one batch: at most so many messages are sent, and as many received. Up to nine ranks have one batch.
+_BATCH_DISTANCES = 8
+#: Batches that may be under way at once. With a second one the links are not idle while the first one ends.
+_BATCHES_IN_FLIGHT = 2
 
 
 @final
@@ -57,7 +75,7 @@ class C10dDriver:
             return self._begin(action)
 
     @contextlib.contextmanager
-    def guarded(self, works: Sequence[Any] = ()) -> Iterator[None]:
+    def guarded(self, works: Collection[Any] = ()) -> Iterator[None]:
         """For what is done with torch: beside the model's kernels, and its errors are ``DistBackendError``.
 
         Args:
@@ -78,7 +96,7 @@ class C10dDriver:
 
     def _begin(self, action: Action) -> _Started:
         rank = self.rank
-        others = [*range(rank + 1, self.world_size), *range(rank)]  # everybody begins with another one
+        others = [other for other in range(self.world_size) if other != rank]
         if isinstance(action, Messages):
             return self._messages(action.sends, action.receives, lambda came: came)
         if isinstance(action, Allgather | Alltoall):
@@ -89,30 +107,45 @@ class C10dDriver:
         if isinstance(action, Allreduce):
             values = action.values
             tensor = self._moved(values)
-            begin = functools.partial(dist.all_reduce, tensor)
-            result = functools.partial(_copied, tensor, values)
-        else:
-            tensor = self._room(action.size) if rank != action.root else self._moved(action.block)
-            begin = functools.partial(dist.broadcast, tensor, group_src=action.root)
-            result = functools.partial(_array, tensor)
+            return self._collective(dist.all_reduce, tensor, lambda: _copied(tensor, values))
+        block = self._room(action.size) if rank != action.root else self._moved(action.block)
+        return self._collective(dist.broadcast, block, lambda: _array(block), group_src=action.root)
+
+    def _collective(
+        self, begin: Callable[..., Any], tensor: torch.Tensor, result: Callable[[], Array], **options: Any
+    ) -> _Started:
         if self.world_size == 1 or not tensor.numel():
-            return _Started(self, [], result)
-        return _Started(self, [begin(group=self._group, async_op=True)], result)
+            return _Started(self, iter(()), result)
+        work = begin(tensor, group=self._group, async_op=True, **options)
+        return _Started(self, iter([_Batch([work], {})]), result)
 
     def _messages(
         self, sends: Mapping[int, Array], receives: Mapping[int, int], result: Callable[[dict[int, Array]], Any]
     ) -> _Started:
-        came = {source: self._room(size) for source, size in receives.items()}
-        moved = {id(block): self._moved(block) for block in sends.values()}  # one for all who are sent the same
-        leaving = {target: moved[id(block)] for target, block in sends.items()}
-        operations = [
-            dist.P2POp(begin, tensor, group=self._group, group_peer=peer)
-            for begin, tensors in ((dist.irecv, came), (dist.isend, leaving))
-            for peer, tensor in tensors.items()
-            if tensor.numel()
-        ]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return _Started(self, works, lambda: result({source: _array(tensor) for source, tensor in came.items()}))
+        came: dict[int, Array] = {source: np.empty(0, np.uint8) for source in receives}
+        return _Started(self, self._batches(sends, receives, came), lambda: result(came))
+
+    def _batches(
+        self, sends: Mapping[int, Array], receives: Mapping[int, int], came: dict[int, Array]
+    ) -> Iterator[_Batch]:
+        """Begin one batch after the other; ``came`` is where they put what they receive."""
+        targets = {(target - self.rank) % self.world_size: target for target, block in sends.items() if block.size}
+        sources = {(self.rank - source) % self.world_size: source for source, size in receives.items() if size}
+        distances = sorted({*targets, *sources})
+        block: Array | None = None
+        for begin in range(0, len(distances), _BATCH_DISTANCES):
+            batch = distances[begin : begin + _BATCH_DISTANCES]
+            arriving = {sources[each]: self._room(receives[sources[each]]) for each in batch if each in sources}
+            operations = [self._message(dist.irecv, tensor, source) for source, tensor in arriving.items()]
+            for target in (targets[each] for each in batch if each in targets):
+                if sends[target] is not block:  # one copy for all ranks that are sent the same block
+                    block = sends[target]
+                    leaving = self._moved(block)
+                operations.append(self._message(dist.isend, leaving, target))
+            yield _Batch(dist.batch_isend_irecv(operations), arriving, came)
+
+    def _message(self, begin: Callable[..., Any], tensor: torch.Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(begin, tensor, group=self._group, group_peer=peer)
 
     def _moved(self, block: Array) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(block)).to(self._device)
@@ -121,12 +154,35 @@ class C10dDriver:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Operations of torch that were begun together.
+
+    Attributes:
+        works: Their handles, each of which may be waited for once.
+        arriving: Where their messages go, by source.
+        came: Where these go in the end, in host memory.
+    """
+
+    works: Sequence[Any]
+    arriving: Mapping[int, torch.Tensor]
+    came: dict[int, Array] = field(default_factory=dict)
+
+    def finish(self) -> None:
+        """Wait until all operations have ended."""
+        for work in self.works:
+            work.wait()
+        self.came.update({source: _array(tensor) for source, tensor in self.arriving.items()})
+
+
 @final
 class _Started:
     """An action under way."""
 
-    def __init__(self, driver: C10dDriver, works: Sequence[Any], result: Callable[[], Any]) -> None:
-        self._driver, self._works, self._result = driver, works, result
+    def __init__(self, driver: C10dDriver, batches: Iterator[_Batch], result: Callable[[], Any]) -> None:
+        """Begin as many batches as may be in flight; ``reply`` begins the others."""
+        self._driver, self._batches, self._result = driver, batches, result
+        self._in_flight = deque(itertools.islice(batches, _BATCHES_IN_FLIGHT))
         self._reply: Any = None
         self._error: Exception | None = None
         self._ended = False
@@ -145,9 +201,11 @@ class _Started:
         if not self._ended:
             self._ended = True  # torch's works may be waited for once
             try:
-                with self._driver.guarded(self._works):
-                    for work in self._works:
-                        work.wait()
+                with self._driver.guarded(self._in_flight):
+                    while self._in_flight:
+                        self._in_flight[0].finish()
+                        self._in_flight.popleft()
+                        self._in_flight.extend(itertools.islice(self._batches, 1))
                     self._reply = self._result()
             except dist.DistError as error:
                 self._error = error
