@@ -156,7 +156,7 @@ def test_plan_keeps_to_the_size_and_the_reverse_order() -> None:
     plan = plan_buckets(specs, bucket_bytes=150)
     assert [bucket.members for bucket in plan] == [(4,), (3,), (2, 1), (0,)]
     assert [bucket.num_elements for bucket in plan] == [5, 100, 35, 10]
-    assert [bucket.num_flags for bucket in plan] == [0, 0, 0, 5]
+    assert [bucket.num_buckets for bucket in plan] == [0, 0, 0, 4]
 
 
 def test_plan_never_mixes_dtypes_and_ends_with_the_first_parameter() -> None:

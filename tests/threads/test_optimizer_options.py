@@ -327,6 +327,53 @@ def test_a_joined_rank_is_not_missed_but_a_lazy_one_is() -> None:
     assert run_ranks(3, body) == [["done", "done", "missed (1,)"]] * 2 + [[]]
 
 
+HALVES = [
+    (torch.bfloat16, {}),
+    (torch.float16, {"op": ReduceOp.SUM}),
+    (torch.float32, {"compression": "bf16", "gradient_predivide_factor": 3.0}),
+    (torch.float32, {"compression": "fp16"}),
+]
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(("dtype", "settings"), HALVES)
+@pytest.mark.parametrize("world_size", [2, 5, 8])
+def test_missing_and_joined_ranks_in_half_types(
+    world_size: int, dtype: torch.dtype, settings: dict[str, object], door: str
+) -> None:
+    """One rank has no gradients in the second step, and rank 0 joins after the third one."""
+
+    def body(group: Group) -> tuple[list[str], list[torch.Tensor]]:
+        enter(group, door)
+        model = torch.nn.Linear(3, 1, dtype=dtype)
+        wrapped = wrap(model, group, "sgd", on_missing="error", join_divisor="active", **settings)
+        said, seen = [], []
+        lazy, early = world_size - 1, 0
+        for step in range(4 if group.rank != early else 3):
+            wrapped.zero_grad()
+            if step != 1 or group.rank != lazy:
+                inputs = torch.full((1, 3), 2.0 if group.rank == early else 1.0, dtype=dtype)
+                model(inputs).sum().backward()
+            try:
+                wrapped.synchronize()
+                said.append("done")
+                seen.append(model.weight.grad.clone())
+            except MissingTensorError as error:
+                said.append(f"{error.tensor} missed on {error.ranks}")
+        wrapped.join()
+        return said, seen
+
+    results = run_ranks(world_size, body)
+    averages = settings.get("op") is not ReduceOp.SUM
+    for rank, (said, seen) in enumerate(results):
+        wanted = ["done", f"bias missed on ({world_size - 1},)", "done"] + ["done"] * (rank != 0)
+        assert [text.replace("weight", "bias") for text in said] == wanted
+        everyone = (world_size + 1) / (world_size if averages else 1)
+        others = 1.0 if averages else world_size - 1.0
+        for gradient, value in zip(seen, [everyone, everyone, others], strict=False):
+            assert torch.allclose(gradient, torch.full_like(gradient, value), rtol=0.02, atol=0)
+
+
 def test_names_instead_of_a_model() -> None:
     def body(group: Group) -> torch.Tensor:
         model = Net()

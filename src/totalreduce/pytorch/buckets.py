@@ -2,22 +2,15 @@
 
 The plan is arithmetic on names and shapes and is equal on all ranks; ``Bucket`` holds the memory.
 
-A bucket's memory is ``[gradients | presence | changed]``:
-
-* *presence*, one element per parameter: 1 where this rank has a gradient. After the reduction it is above
-  zero exactly where some rank has one, so a parameter that nobody used keeps ``grad=None`` as in one process.
-* *changed*, only in the last bucket, one element per bucket: above zero where some rank's gradients changed
-  after the bucket had left (see ``reducer``); and one more element, 1 where this rank takes part with data.
-
-All are sums of at most ``world_size`` ones: exact in every dtype for "is it zero", and for counting up to
-256 ranks in bfloat16 and 2,048 in float16.
+A bucket's memory is ``[gradients | tail]``; ``tail`` says which gradients there are, and in the last bucket more (see
+``totalreduce.pytorch.tail``).
 
 With compression the memory that travels is of a half type, and the gradients are views of a second, wide one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +18,7 @@ import torch
 
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.pytorch import internals
+from totalreduce.pytorch.tail import Tail, TailLayout
 
 __all__ = ["Bucket", "BucketSpec", "ParameterSpec", "WireFormat", "plan_buckets"]
 
@@ -121,7 +115,7 @@ class BucketSpec:
         dtype: Of all its parameters.
         members: Indices of the parameters, in the order of their gradients in memory.
         num_elements: Of the gradients, without the tail.
-        num_flags: Length of the *changed* part: the number of buckets and one more in the last one, 0 in the others.
+        num_buckets: In the last bucket of the plan, how many buckets the plan has; 0 in the others.
         device: Kind of device of all its parameters.
     """
 
@@ -129,7 +123,7 @@ class BucketSpec:
     dtype: str
     members: tuple[int, ...]
     num_elements: int
-    num_flags: int
+    num_buckets: int
     device: str = "cpu"
 
 
@@ -163,7 +157,7 @@ def plan_buckets(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> tupl
             dtype=dtype,
             members=tuple(members),
             num_elements=sum(parameters[member].num_elements for member in members),
-            num_flags=len(closed) + 1 if position == len(closed) - 1 else 0,
+            num_buckets=len(closed) if position == len(closed) - 1 else 0,
             device=device,
         )
         for position, ((dtype, device), members) in enumerate(closed)
@@ -179,15 +173,26 @@ class Empty(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """How gradients travel.
+    """How gradients travel, and what this rank says of them.
 
     Attributes:
-        dtype: What they are cast to; ``None``: as they are.
+        rank: This rank.
+        world_size: Number of ranks.
+        dtype: What the gradients are cast to; ``None``: as they are.
         scale: Factor before the reduction.
+        reports_absence: Whether a rank says which gradients it has not.
     """
 
+    rank: int
+    world_size: int
     dtype: torch.dtype | None = None
     scale: float = 1.0
+    reports_absence: bool = False
+
+    def tail(self, spec: BucketSpec) -> TailLayout:
+        """The tail of a bucket."""
+        num_ranks = self.world_size if spec.num_buckets else 0
+        return TailLayout(len(spec.members), self.reports_absence, spec.num_buckets, num_ranks)
 
 
 class _Memory:
@@ -196,6 +201,7 @@ class _Memory:
     Attributes:
         flat: What travels.
         slots: Of ``flat``, by parameter.
+        tail: The end of ``flat``.
         wide: The reduced gradients where ``flat`` is of another dtype, else the same memory.
         views: Of ``wide``, by parameter.
     """
@@ -210,10 +216,9 @@ class _Memory:
     ) -> None:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         members = [parameters[member] for member in spec.members]
-        tail = spec.num_elements + len(members)
-        self.flat = empty(tail + spec.num_flags, dtype=wire.dtype or dtype, device=device).zero_()
-        self.presence = self.flat[spec.num_elements : tail]
-        self.flags = self.flat[tail:]
+        layout = wire.tail(spec)
+        self.flat = empty(spec.num_elements + layout.num_elements, dtype=wire.dtype or dtype, device=device).zero_()
+        self.tail = Tail(self.flat[spec.num_elements :], layout)
         self.slots = _views(self.flat, members)
         self.wide, self.views = self.flat[: spec.num_elements], self.slots
         if self.flat.dtype is not dtype:
@@ -275,7 +280,7 @@ class Bucket:
 
     @property
     def flat(self) -> torch.Tensor:
-        """What is handed to the allreduce, shape ``(num_elements + len(members) + num_flags,)``."""
+        """What is handed to the allreduce: the gradients and the tail, one-dimensional."""
         return self._memory.flat
 
     def capture(self) -> None:
@@ -310,10 +315,12 @@ class Bucket:
         )
 
     @torch.no_grad()
-    def pack(self, flags: Sequence[int] = (), *, active: bool = True) -> None:
-        """Copy the remembered gradients, their presence and the flags into the flat tensor.
+    def pack(self, changed: Collection[int] = (), *, joined: bool = False) -> None:
+        """Copy the remembered gradients and what is to be said of them into the flat tensor.
 
-        ``active``: this rank takes part with data, if only with none in this round.
+        Args:
+            changed: In the last bucket: the buckets whose gradients changed after they had left.
+            joined: This rank takes part without data.
 
         The remembered gradients must stay readable until the step is over, since they may be needed a second
         time. Where they are views of this bucket (``zero_grad(set_to_none=False)``), a second flat tensor
@@ -344,11 +351,7 @@ class Bucket:
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, self._wire.scale, out=target)
         internals.fill_zero(absent)
-        memory.presence.fill_(1)
-        if missing:
-            memory.presence[missing] = 0
-        if self.spec.num_flags:
-            memory.flags.copy_(torch.tensor([*(flags or [0] * (self.spec.num_flags - 1)), int(active)]))
+        memory.tail.write(missing, changed, rank=self._wire.rank, joined=joined)
 
     def _check(self, position: int, grad: torch.Tensor) -> None:
         view = self._memory.views[position]
@@ -371,15 +374,10 @@ class Bucket:
             "DistributedOptimizer, or call its replan() on every rank afterwards."
         )
 
-    def presence(self) -> list[float]:
-        """One number per parameter, after the reduction: 0.0 where no rank had a gradient."""
-        values: list[float] = self._memory.presence.tolist()
-        return values
-
-    def flags(self) -> tuple[list[float], float]:
-        """After the reduction, in the last bucket: one number per bucket of the plan, and one for the active ranks."""
-        values: list[float] = self._memory.flags.tolist()
-        return values[:-1], values[-1]
+    @property
+    def tail(self) -> Tail:
+        """After the reduction: what all ranks said."""
+        return self._memory.tail
 
     def rescale(self, factor: float) -> None:
         """Multiply the reduced gradients."""
@@ -393,5 +391,5 @@ class Bucket:
     def reduced(self) -> list[torch.Tensor | None]:
         """The reduced gradient of each parameter, a view of ``flat``, or ``None`` where no rank had one."""
         return [
-            view if present > 0 else None for view, present in zip(self._memory.views, self.presence(), strict=True)
+            view if present else None for view, present in zip(self._memory.views, self.tail.present(), strict=True)
         ]

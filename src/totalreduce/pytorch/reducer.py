@@ -16,7 +16,7 @@ agreement costs no message of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -93,10 +93,6 @@ class Arithmetic:
             return self.rest * self.world_size / active
         return self.rest
 
-    def count(self, reduced: float) -> int:
-        """How many ranks contributed a 1, from what became of the ones."""
-        return round(reduced * self.world_size if self.op is ReduceOp.AVG else reduced)
-
 
 @never_compiled
 class Reducer:
@@ -128,7 +124,13 @@ class Reducer:
         self._group, self._stream, self._arithmetic = group, stream, arithmetic
         self._forbid_missing = forbid_missing
         self.specs, self.names = specs, names
-        wire = WireFormat(arithmetic.wire_dtype, arithmetic.prescale)
+        wire = WireFormat(
+            group.rank,
+            group.world_size,
+            dtype=arithmetic.wire_dtype,
+            scale=arithmetic.prescale,
+            reports_absence=forbid_missing,
+        )
         self.buckets = [Bucket(spec, parameters, specs, self._empty, wire) for spec in plan]
         self.bucket_of = {member: spec.index for spec in plan for member in spec.members}
         self._works: list[Work | None] = [None] * len(plan)
@@ -184,7 +186,7 @@ class Reducer:
         """Send what has not left, then the last bucket with the word on what changed since it left."""
         if self.closed:
             return
-        changed = [0] * len(self.buckets)
+        changed: list[int] = []
         for index in self.by_urgency:
             bucket = self.buckets[index]
             if index == len(self.buckets) - 1:
@@ -194,7 +196,7 @@ class Reducer:
                 self._submit(index)
             elif bucket.replaced():
                 bucket.capture()
-                changed[index] = 1
+                changed.append(index)
         if self.buckets:
             self._capture(self.buckets[-1])
             self._submit(len(self.buckets) - 1, changed)
@@ -254,9 +256,9 @@ class Reducer:
             self.buckets[index].widen()
             self.buckets[index].rescale(self._arithmetic.postscale(self.active))
 
-    def _submit(self, index: int, flags: Sequence[int] = ()) -> None:
+    def _submit(self, index: int, changed: Collection[int] = ()) -> None:
         bucket = self.buckets[index]
-        bucket.pack(flags, active=not self.joined)
+        bucket.pack(changed, joined=self.joined)
         self._works[index] = self._stream.submit(
             index, bucket.flat, op=self._arithmetic.op, priority=self._priorities[index]
         )
@@ -273,10 +275,10 @@ class Reducer:
         last = self._works[-1]
         assert last is not None, "the round was closed, so the last bucket was submitted"
         last.wait()
-        flags, active = self.buckets[-1].flags()
-        self.active = self._arithmetic.count(active)
+        tail = self.buckets[-1].tail
+        self.active = self._group.world_size - tail.num_joined()
         # By index: the order of submission has to be the same on all ranks, where urgency need not be.
-        again = [index for index, flag in enumerate(flags) if flag > 0]
+        again = tail.changed()
         for index in again:
             work = self._works[index]
             assert work is not None
@@ -296,8 +298,8 @@ class Reducer:
         # Decided by numbers that are equal on all ranks, so all ranks enter the second allreduce or none
         # does.
         members = self.buckets[index].spec.members
-        for position, present in enumerate(self.buckets[index].presence()):
-            if not 0 < self._arithmetic.count(present) < self.active:
+        for position, missing in enumerate(self.buckets[index].tail.missing()):
+            if not missing:
                 continue
             missing_here = torch.zeros(self._group.world_size, dtype=torch.uint8)
             missing_here[self._group.rank] = self.buckets[index].local[position] is None and not self.joined

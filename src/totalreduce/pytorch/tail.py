@@ -1,0 +1,125 @@
+"""The tail of a bucket: what the ranks tell each other about their gradients, in the memory that holds these.
+
+The tail is reduced together with the gradients and costs no message of its own. So it is summed or averaged in the
+bucket's dtype, in an order and with intermediate roundings that depend on the library that carries the operation out.
+Numbers of ranks do not survive that: in bfloat16 256 + 1 is 256, and the average of 511 ones and a zero is 1.
+
+Therefore the tail has flags only. A flag is an element that is 1 on the ranks where something holds and 0 on the other
+ranks, and after the reduction only one question is asked: is it zero? A rounded sum of numbers that are not negative is
+zero if all of them are, and never smaller than the largest of them, so the answer is exact for every dtype, number of
+ranks and order. It is exact for averages, too, as long as 1 / (number of ranks) is not rounded to zero, which takes
+more than 2**24 ranks in float16 and more than 2**100 in bfloat16 and float32.
+
+The flags are these:
+
+* *present*, for every parameter: the rank has a gradient. Where no rank has one, ``grad`` stays ``None``, as in one
+  process.
+* *absent*, for every parameter, if the plan forbids that gradients are missing: the rank takes part with data and has
+  no gradient. A gradient is missing where both flags are set.
+* *changed*, in the last bucket, for every bucket: gradients changed on the rank after the bucket had left (see
+  ``reducer``).
+* *joined*, in the last bucket, for every rank: it has no data any more. Their number is exact because each rank has a
+  flag of its own. Counters for blocks of ranks would be fewer elements, but their sums are exact in some orders only if
+  a library divides before it adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+__all__ = ["Tail", "TailLayout"]
+
+
+@dataclass(frozen=True, slots=True)
+class TailLayout:
+    """Which flags the tail of one bucket has. Equal on all ranks.
+
+    Attributes:
+        num_parameters: Of the bucket.
+        reports_absence: Whether there are *absent* flags.
+        num_buckets: Number of *changed* flags: that of the plan's buckets in the last bucket, 0 in the others.
+        num_ranks: Number of *joined* flags: the world size in the last bucket, 0 in the others.
+    """
+
+    num_parameters: int
+    reports_absence: bool
+    num_buckets: int = 0
+    num_ranks: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Numbers of *present*, *absent*, *changed* and *joined* flags, which lie in this order."""
+        num_absent = self.num_parameters if self.reports_absence else 0
+        return self.num_parameters, num_absent, self.num_buckets, self.num_ranks
+
+    @property
+    def num_elements(self) -> int:
+        """Of the whole tail."""
+        return sum(self.sizes)
+
+
+@final
+class Tail:
+    """The tail of one bucket in memory.
+
+    Args:
+        memory: Shape ``(layout.num_elements,)``, of any floating dtype on any device.
+        layout: What lies where.
+    """
+
+    def __init__(self, memory: torch.Tensor, layout: TailLayout) -> None:
+        """See the class."""
+        self._memory, self._layout = memory, layout
+        self._present, self._absent, self._changed, self._joined = memory.split_with_sizes(layout.sizes)
+
+    def write(
+        self, missing: Sequence[int], changed: Collection[int] = (), *, rank: int = 0, joined: bool = False
+    ) -> None:
+        """Set this rank's flags.
+
+        Args:
+            missing: Positions of the parameters that have no gradient on this rank.
+            changed: Buckets whose gradients changed after they had left; only in the last bucket.
+            rank: This rank.
+            joined: This rank takes part without data. Its gradients are not expected, so none of them is absent.
+        """
+        # An index or a value from the host makes an accelerator's queue run empty: only where it is needed.
+        self._memory.zero_()
+        self._present.fill_(1)
+        if missing:
+            self._present[list(missing)] = 0
+            if self._layout.reports_absence and not joined:
+                self._absent[list(missing)] = 1
+        if changed:
+            self._changed[list(changed)] = 1
+        if joined and self._layout.num_ranks:
+            self._joined[rank].fill_(1)
+
+    def present(self) -> list[bool]:
+        """After the reduction, for every parameter: whether some rank had a gradient."""
+        return _are_set(self._present).tolist()
+
+    def missing(self) -> list[bool]:
+        """After the reduction, for every parameter: whether some, but not all, of the ranks with data had a gradient.
+
+        All are ``False`` if the layout does not report absence.
+        """
+        if not self._layout.reports_absence:
+            return [False] * self._layout.num_parameters
+        return (_are_set(self._present) & _are_set(self._absent)).tolist()
+
+    def changed(self) -> list[int]:
+        """After the reduction, in the last bucket: the buckets that changed on some rank, in ascending order."""
+        return _are_set(self._changed).nonzero().flatten().tolist()
+
+    def num_joined(self) -> int:
+        """After the reduction, in the last bucket: how many ranks took part without data."""
+        return int(_are_set(self._joined).sum())
+
+
+def _are_set(flags: torch.Tensor) -> torch.Tensor:
+    return flags.cpu() != 0
