@@ -23,6 +23,7 @@ from totalreduce.engine.runner import Handle
 from totalreduce.foundation.errors import ConfigurationError, MismatchError, TotalReduceError, UnsupportedError
 from totalreduce.foundation.types import OpKind, ReduceOp
 from totalreduce.groups.culprit import LOOK_S, find_culprit
+from totalreduce.kernels import divide
 from totalreduce.transports.base import NativeCollectives, NativeWork
 
 __all__ = ["Entry", "Executor", "Reporter"]
@@ -321,7 +322,7 @@ class Executor:
 
         def after(tensor: torch.Tensor) -> None:
             if divisor > 1:
-                tensor.div_(divisor, rounding_mode=None if tensor.is_floating_point() else "trunc")
+                divide(tensor, divisor)
             _multiply(tensor, request.postscale)
 
         return before, after

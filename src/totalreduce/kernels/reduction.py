@@ -17,7 +17,7 @@ import torch
 
 from totalreduce.foundation.types import DType, ReduceOp
 
-__all__ = ["combine", "supports"]
+__all__ = ["combine", "divide", "supports"]
 
 Array = np.ndarray[Any, Any]
 
@@ -109,6 +109,23 @@ def _divide_native(values: Array, divisor: int) -> None:
         quotient = wide // divisor
         quotient += (wide < 0) & (wide % divisor != 0)
         values[...] = quotient
+
+
+def divide(tensor: torch.Tensor, divisor: int) -> None:
+    """Make a sum over ranks their average, in place: the end of an average by a library that has sums only.
+
+    Torch would convert the divisor to an integer tensor's dtype: to the average of 200 ranks in int8 it would be -56.
+
+    Args:
+        tensor: Of any shape and device; integers are rounded towards zero, as ``combine`` does it.
+        divisor: Number of ranks.
+    """
+    if tensor.is_floating_point():
+        tensor.div_(divisor)
+    elif divisor <= torch.iinfo(tensor.dtype).max:
+        tensor.div_(divisor, rounding_mode="trunc")
+    else:
+        tensor.copy_(tensor.long().div_(divisor, rounding_mode="trunc"))
 
 
 def _combine_half(

@@ -9,7 +9,7 @@ import torch
 
 from totalreduce.foundation.errors import UnsupportedError
 from totalreduce.foundation.types import DType, ReduceOp
-from totalreduce.kernels import supports
+from totalreduce.kernels import divide, supports
 
 __all__ = ["Reduction", "check_tensor", "reduction_for"]
 
@@ -76,7 +76,7 @@ def reduction_for(
 
     def finish() -> None:
         if op is ReduceOp.AVG:
-            work.div_(world_size, rounding_mode=None if dtype.is_floating_point else "trunc")
+            divide(work, world_size)
         if work is not tensor:
             tensor.copy_(work)
 
