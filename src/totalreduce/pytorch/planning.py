@@ -248,18 +248,20 @@ def build_plan(
     gathered = [p for p in chosen if gathers and p in sparse]
     reduced = [p for p in chosen if not (gathers and p in sparse)]
     described = {p: ParameterSpec.of(names[p][0], names[p][1:], p, any_device=any_device) for p in reduced}
-    few = [
-        p
-        for p, spec in described.items()
-        if settings.sync is not None and spec.name not in whole and settings.feedback.compresses(spec.shape)
-    ]
-    rest = {p: spec for p, spec in described.items() if p not in set(few)}
+    few: dict[torch.nn.Parameter, ParameterSpec] = {}
+    rest: dict[torch.nn.Parameter, ParameterSpec] = {}
+    for p, spec in described.items():
+        compressed = settings.sync is not None and spec.name not in whole and settings.feedback.compresses(spec.shape)
+        (few if compressed else rest)[p] = spec
     return GradientPlan(
         parameters=tuple(rest),
         specs=tuple(rest.values()),
         buckets=plan_buckets(tuple(rest.values()), settings.bucket_bytes),
         compressed=CompressedPlan.of(
-            few, [described[p] for p in few], settings.feedback, whole=settings.sync is not None and settings.sync.whole
+            tuple(few),
+            tuple(few.values()),
+            settings.feedback,
+            whole=settings.sync is not None and settings.sync.whole,
         ),
         sparse={names[p][0]: p for p in gathered},
         frozen=tuple(parameter for parameter in given if not parameter.requires_grad),
