@@ -14,7 +14,7 @@ from totalreduce.foundation.errors import (
     ProtocolError,
     UnsupportedError,
 )
-from totalreduce.groups.encoding import decode, empty_tensors, encode
+from totalreduce.groups.encoding import decode, empty_tensors, encode, pack, unpack
 from totalreduce.groups.group import Group
 from totalreduce.pytorch import broadcast
 from totalreduce.pytorch.broadcast import broadcast_optimizer_state, broadcast_parameters
@@ -108,6 +108,52 @@ def test_what_is_no_tensor_is_refused_and_the_others_are_told() -> None:
         return str(caught.value)
 
     assert all("'epoch' is a int, not a tensor" in message for message in run_ranks(2, body))
+
+
+def quantised(rank: int) -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(4), 0.5 + 0.4 * rank, 3 - rank, torch.qint8)
+
+
+def nested(_: int) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+
+
+WITHOUT_PLAIN_VALUES = {
+    "quantised": (quantised, r"is quantised \(torch.qint8\): .* \.int_repr\(\)"),
+    "nested": (nested, "is nested; pass its parts"),
+    "sparse": (lambda _: torch.eye(2).to_sparse(), "has layout torch.sparse_coo; use"),
+    "meta": (lambda _: torch.empty(3, device="meta"), "is on meta and has no values"),
+}
+IGNORED = "ignore:.*(nested tensors is in prototype|quantiz|TypedStorage)"
+
+
+@pytest.mark.parametrize("form", [*WITHOUT_PLAIN_VALUES, "expanded"])
+@pytest.mark.filterwarnings(IGNORED)
+def test_tensors_without_plain_values_are_refused_on_all_ranks_before_anything_is_written(form: str) -> None:
+    make, words = WITHOUT_PLAIN_VALUES.get(form, (lambda _: torch.zeros(1).expand(3), "is expanded: several elements"))
+
+    def body(group: Group) -> float:
+        state = {"first": torch.full((2,), float(group.rank)), "form": make(group.rank)}
+        with pytest.raises(UnsupportedError, match=rf"tensor 'form' {words}"):
+            broadcast_parameters(state, group, root=1)
+        return state["first"][0].item()
+
+    assert run_ranks(3, body) == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("form", WITHOUT_PLAIN_VALUES)
+@pytest.mark.filterwarnings(IGNORED)
+def test_objects_with_tensors_without_plain_values_are_refused(form: str) -> None:
+    make, words = WITHOUT_PLAIN_VALUES[form]
+    with pytest.raises(ConfigurationError, match=rf"^state\['t'\]\[0\]: a tensor cannot be broadcast: it {words}"):
+        pack({"t": [make(0)]})
+
+
+def test_objects_with_conjugate_and_negative_views_have_their_values() -> None:
+    values = torch.complex(torch.arange(3.0), torch.ones(3)).conj()
+    conjugate, negative = unpack(pack([values, torch._neg_view(torch.arange(3.0))]))
+    assert conjugate.tolist() == [0 - 1j, 1 - 1j, 2 - 1j]
+    assert negative.tolist() == [0, -1, -2]
 
 
 @pytest.mark.parametrize(

@@ -703,6 +703,7 @@ def test_gathers_that_differ_behind_the_first_dimension() -> None:
     together(3, body)
 
 
+@pytest.mark.filterwarnings("ignore:.*(quantiz|TypedStorage)")
 def test_what_is_refused_at_once() -> None:
     def body(group: tr.Group) -> None:
         coordinator = group.coordinate()
@@ -730,6 +731,10 @@ def test_what_is_refused_at_once() -> None:
                 coordinator.allreduce(torch.ones(2), op=ReduceOp.NONE)
             with pytest.raises(tr.UnsupportedError, match="sparse"):
                 coordinator.allreduce(torch.eye(2).to_sparse(), name="s")
+            quantised = torch.quantize_per_tensor(torch.ones(2), 0.5, 3, torch.qint8)
+            for refused in (coordinator.allreduce, coordinator.broadcast, coordinator.allgather):
+                with pytest.raises(tr.UnsupportedError, match=r"'s' is quantised"):
+                    refused(quantised, name="s")
             with pytest.raises(tr.ConfigurationError, match="timeout_s"):
                 coordinator.allreduce(torch.ones(2), name="s", timeout_s=0.0)
         else:

@@ -34,6 +34,7 @@ from totalreduce.groups import tuning
 from totalreduce.groups.compilation import never_compiled
 from totalreduce.groups.executor import Entry, Executor
 from totalreduce.groups.planned import NativeStream, Planned
+from totalreduce.groups.tensors import problem_of_layout
 from totalreduce.groups.work import Work
 from totalreduce.transports.base import NativeCollectives
 
@@ -175,7 +176,7 @@ class Coordinator:
 
         Raises:
             ConfigurationError: The name is in flight, or the reduction is none.
-            UnsupportedError: A layout that is not strided.
+            UnsupportedError: A tensor that is sparse, nested or quantised.
             PeerLost: A rank is gone.
             StallError: The agreement has ended.
         """
@@ -454,8 +455,9 @@ class Coordinator:
 
     @staticmethod
     def _described(tensor: torch.Tensor, name: str) -> tuple[str, int, tuple[int, ...], str]:
-        if tensor.layout is not torch.strided:
-            raise UnsupportedError(f"tensor {name!r} has layout {tensor.layout}; only dense tensors are reduced")
+        problem = problem_of_layout(tensor)
+        if problem is not None:
+            raise UnsupportedError(f"tensor {name!r} {problem}")
         return _dtype_name(tensor.dtype), tensor.element_size(), tuple(tensor.shape), tensor.device.type
 
     def _entry(self, request: Request, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None = None) -> Entry:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
+from totalreduce.groups.tensors import problem_of_layout
 
 __all__ = ["decode", "empty_tensors", "encode", "pack", "unpack"]
 
@@ -133,7 +134,7 @@ def unpack(data: torch.Tensor) -> Any:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    dense = tensor.detach().cpu().contiguous()
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     flat = dense.as_strided((dense.numel(),), (1,))  # not reshape: an extent of one may have any stride
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
@@ -145,8 +146,13 @@ def _encode(value: object, tensors: list[torch.Tensor], path: str, depth: int) -
         return value
     if isinstance(value, torch.Tensor):
         name = str(value.dtype).removeprefix("torch.")
-        if name not in _DTYPES or value.layout is not torch.strided:
-            raise ConfigurationError(f"{path}: a {value.layout} tensor of {value.dtype} cannot be broadcast")
+        problem = problem_of_layout(value)
+        if problem is None and value.is_meta:
+            problem = "is on meta and has no values"
+        if problem is None and name not in _DTYPES:
+            problem = f"has dtype {value.dtype}; it must be one of {', '.join(_DTYPES)}"
+        if problem is not None:
+            raise ConfigurationError(f"{path}: a tensor cannot be broadcast: it {problem}")
         tensors.append(value)
         return {"tensor": [name, list(value.shape)]}
     if isinstance(value, (bytes, bytearray)):

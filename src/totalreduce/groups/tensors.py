@@ -7,7 +7,7 @@ import torch
 from totalreduce.foundation.errors import UnsupportedError
 from totalreduce.foundation.types import DType
 
-__all__ = ["dtype_of", "moved_dtype_of"]
+__all__ = ["dtype_of", "moved_dtype_of", "problem_of_layout"]
 
 _DTYPES = {
     torch.uint8: DType.UINT8,
@@ -54,12 +54,23 @@ def _check_memory(tensor: torch.Tensor, name: str) -> None:
         raise UnsupportedError(
             f"tensor {name!r} is on {tensor.device}; this transport moves CPU memory. Copy it with .cpu() first"
         )
+    problem = problem_of_layout(tensor)
+    if problem is not None:
+        raise UnsupportedError(f"tensor {name!r} {problem}")
+
+
+def problem_of_layout(tensor: torch.Tensor) -> str | None:
+    """Why the bytes of a tensor's elements do not tell its values, and what to do; ``None`` if they do.
+
+    It does not matter on which device the tensor is.
+    """
     if tensor.layout is not torch.strided:
-        raise UnsupportedError(f"tensor {name!r} has layout {tensor.layout}; use .to_dense() (embedding: sparse=False)")
+        return f"has layout {tensor.layout}; use .to_dense() (embedding: sparse=False)"
     if tensor.is_nested:
-        raise UnsupportedError(f"tensor {name!r} is nested; pass its parts (.unbind()), or .to_padded_tensor(…)")
+        return "is nested; pass its parts (.unbind()), or .to_padded_tensor(…)"
     if tensor.is_quantized:
-        raise UnsupportedError(
-            f"tensor {name!r} is quantised ({tensor.dtype}): its bytes mean nothing without its scale and zero point. "
+        return (
+            f"is quantised ({tensor.dtype}): its bytes mean nothing without its scale and zero point. "
             "Pass .int_repr() and the quantiser's numbers, or .dequantize()"
         )
+    return None

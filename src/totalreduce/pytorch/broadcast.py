@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.groups.agreement import broadcast_json
 from totalreduce.groups.encoding import decode, empty_tensors, encode
+from totalreduce.groups.tensors import problem_of_layout
 from totalreduce.pytorch.consent import agree_or_refuse
 from totalreduce.pytorch.facade import OptimizerFacade
 
@@ -42,7 +43,7 @@ def broadcast_parameters(model: torch.nn.Module | Mapping[str, torch.Tensor], gr
     Raises:
         PlanMismatchError: Names, shapes or dtypes differ between ranks; on every rank, before any is written.
         ConfigurationError: A value is no tensor, or a lazy parameter not initialised yet.
-        UnsupportedError: A sparse tensor.
+        UnsupportedError: A tensor that is sparse, nested, quantised, expanded, or on the meta device.
     """
     named = agree_or_refuse(
         group,
@@ -107,8 +108,13 @@ def _named_tensors(model: torch.nn.Module | Mapping[str, Any]) -> dict[str, torc
             raise ConfigurationError(f"{name!r} is a {type(tensor).__name__}, not a tensor. Leave it out.")
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise ConfigurationError(f"{name!r} is not initialised yet: run a forward pass.")
-        if tensor.layout is not torch.strided:
-            raise UnsupportedError(f"{name!r} has layout {tensor.layout}: only dense tensors can be broadcast.")
+        problem = problem_of_layout(tensor)
+        if problem is None and tensor.is_meta:
+            problem = "is on meta and has no values; use .to_empty(device='cpu') first"
+        if problem is None and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+            problem = "is expanded: several elements share memory. Use .contiguous()"
+        if problem is not None:
+            raise UnsupportedError(f"tensor {name!r} {problem}")
     return named
 
 
