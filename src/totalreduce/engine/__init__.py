@@ -1,4 +1,4 @@
-"""Floor 4: when things run. Everything here is a plain object but for ``runner``, the one file with threads.
+"""When things run. Everything here is a plain object but for ``runner``, the one file with threads.
 
 Invariant: ``engine.Engine`` knows no thread, socket or clock; ``now`` is an argument.
 """

@@ -1,1 +1,1 @@
-"""Floor 0: words everybody shares. Standard library only; no thread, no socket, no torch."""
+"""Words everybody shares. Standard library only; no thread, no socket, no torch."""

@@ -1,4 +1,4 @@
-"""Floor 5: a group of ranks as the user sees it: tensors in, work handles out. Nothing here is global.
+"""A group of ranks as the user sees it: tensors in, work handles out. Nothing here is global.
 
 Invariant: this floor knows tensors but no ``nn.Module``, and no transport by name.
 """

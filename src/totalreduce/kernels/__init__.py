@@ -1,4 +1,4 @@
-"""Floor 1: arithmetic on memory. No rank, no message, no thread; every kernel releases the GIL while it works."""
+"""Arithmetic on memory. No rank, no message, no thread; every kernel releases the GIL while it works."""
 
 from totalreduce.kernels.reduction import combine, divide, supports
 

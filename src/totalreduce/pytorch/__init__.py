@@ -1,4 +1,4 @@
-"""Floor 6: training with PyTorch. The only floor that knows ``nn.Module`` and ``torch.optim``.
+"""Training with PyTorch. The lowest floor that knows ``nn.Module`` and ``torch.optim``.
 
-Invariant: this floor speaks to other ranks through ``Group`` only.
+Invariant: this floor speaks to other ranks through ``Group`` only, and in ``ddp_hook`` through DDP's process group.
 """

@@ -1,4 +1,4 @@
-"""Floor 3: how a collective proceeds. One schedule, one short file, one line in ``_SCHEDULES``; ``select`` chooses.
+"""How a collective proceeds. One schedule, one short file, one line in ``_SCHEDULES``; ``select`` chooses.
 
 Invariant: a schedule never sees a transport, a buffer, a length or a clock, and is equal in structure for all lanes.
 """

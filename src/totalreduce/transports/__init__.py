@@ -1,4 +1,4 @@
-"""Floor 2: moves bytes between ranks and knows no collective.
+"""Moves bytes between ranks and knows no collective.
 
 A transport owns connections and liveness; what leaves and where arriving bytes go it asks of an ``Endpoint``.
 """
