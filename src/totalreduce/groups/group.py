@@ -112,7 +112,8 @@ class Group:
     ) -> Work:
         """Reduce a tensor over all ranks, in place; returns at once.
 
-        All ranks end with bit-identical results, run after run. float16 and bfloat16 are accumulated in float32.
+        All ranks end with bit-identical results; so does another run that chooses the same schedule. float16 and
+        bfloat16 are accumulated in float32, unless ``EngineConfig.half_accumulation`` says otherwise.
 
         Args:
             tensor: Any shape, from 0 elements; CPU, strided; need not be contiguous.
