@@ -214,7 +214,8 @@ def test_what_the_cycle_had_no_part_for(kind: Kind) -> None:
     target = 1 if kind is Kind.RESPONSES else 0
     parley.submit_all(ask("a"))
     number = parley.ranks[target]._number
-    message = encode(kind, number, bits=0) if kind is Kind.INVALID else encode(kind, number, value=[])
+    value = [[1, [], False]] if kind is Kind.REQUESTS else []
+    message = encode(kind, number, bits=0) if kind is Kind.INVALID else encode(kind, number, value=value)
     parley.ranks[target].receive(1 - target, message, 0.0)
     with pytest.raises(ProtocolError):
         parley.move(1 - target, target)

@@ -24,15 +24,22 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from totalreduce.coordination.cache import Lookup, ResponseCache, bits_of
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.coordination.messages import MALFORMED, Kind, decode_bits, decode_json, encode, split
 from totalreduce.coordination.requests import Request, Response
 from totalreduce.coordination.stall import Pending, Stall, StallInspector
-from totalreduce.coordination.table import RequestTable
-from totalreduce.foundation.errors import GroupClosed, PeerLost, ProtocolError, StallError, TotalReduceError
+from totalreduce.coordination.table import Allowances, RequestTable, allowance
+from totalreduce.foundation.errors import (
+    ConfigurationError,
+    GroupClosed,
+    PeerLost,
+    ProtocolError,
+    StallError,
+    TotalReduceError,
+)
 
 __all__ = ["NegotiationCounters", "Negotiator"]
 
@@ -69,6 +76,26 @@ class NegotiationCounters:
     """Requests sent to rank 0."""
     invalid: int = 0
     """Cache entries that were out of date."""
+
+
+class _Asked(NamedTuple):
+    """What one rank asks for beyond the cache in one cycle."""
+
+    rank: int
+    requests: list[Request]
+    joins: bool
+
+    def to_wire(self) -> list[Any]:
+        """JSON-ready."""
+        return [self.rank, [request.to_wire() for request in self.requests], self.joins]
+
+    @classmethod
+    def from_wire(cls, fields: Any) -> _Asked:
+        """Out of JSON. Raises what ``MALFORMED`` lists, and ``ProtocolError``."""
+        rank, requests, joins = fields
+        if not isinstance(requests, list) or len(requests) > _REQUESTS_MAX:
+            raise ValueError("too many requests")
+        return cls(int(rank), [Request.from_wire(request) for request in requests], bool(joins))
 
 
 @dataclass(slots=True)
@@ -111,10 +138,12 @@ class Negotiator:
         self._parent = rank & (rank - 1)
         self._children = _children(rank, world_size)
         self._table = RequestTable(world_size)
+        self._allowances = Allowances()
         self._stalls = StallInspector(rank, world_size, config)
         self._phase, self._number = _Phase.IDLE, 0
         self._cycle: _Cycle | None = None
         self._early: dict[tuple[int, Kind, int], tuple[int, bytes]] = {}
+        self._asked: dict[int, list[_Asked]] = {}  #: By child: the requests of this cycle, its own and those below.
         self._pending: dict[str, Pending] = {}
         self._queue: dict[str, Request] = {}  #: Of what is pending, that which rank 0 does not have.
         self._news = self._hurried = False
@@ -151,7 +180,15 @@ class Negotiator:
             now: The time.
             where: The place in the program, for stall reports; its ``str`` is taken when there is one.
             num_bytes: Of their tensors; from ``config.fusion_bytes`` on nothing is gained by waiting for more.
+
+        Raises:
+            ConfigurationError: Too many operations are pending here; nothing was submitted.
         """
+        if not self._allowances.take(self.rank, requests):
+            raise ConfigurationError(
+                f"rank {self.rank} has {len(self._pending)} operations on which the ranks have not agreed yet, and "
+                f"{len(requests)} more are too many: at most {allowance()} of one rank may wait. Wait for some of them"
+            )
         known = self._classified == self.cache.version
         for request in requests:
             assert request.name not in self._pending, "the caller refuses names in flight"
@@ -203,6 +240,9 @@ class Negotiator:
             self.ended = error
             self._pending.clear()
             self._queue.clear()
+            self._asked.clear()
+            self._allowances.clear()
+            self._table.clear()
 
     def depart(self, peer: int, reason: str, now: float) -> None:
         """A rank has left in good order. What does not need it any more goes on."""
@@ -268,6 +308,8 @@ class Negotiator:
             key = cycle, kind, peer if kind is Kind.REQUESTS else round_
             if key in self._early:
                 raise ProtocolError(f"rank {peer} says {kind.name} twice in cycle {cycle}")
+            if kind is Kind.REQUESTS:  # read at once, so that the rank that has sent too much is the one refused
+                self._asked[peer], body = self._read_requests(peer, body), b""
             self._early[key] = peer, body
             self._run(now)
 
@@ -445,14 +487,17 @@ class Negotiator:
             keys = [(self._number, Kind.REQUESTS, child) for child in self._children]
             if any(key not in self._early for key in keys):
                 return False
-            lists = [entry for key in keys for entry in self._lists(key[2], self._early.pop(key)[1])]
-            lists.append(self._ask(cycle))
+            for key in keys:
+                del self._early[key]
+            asked = [entry for child in self._children for entry in self._asked.pop(child)]
+            asked.append(self._ask(cycle))
             cycle.gathered = True
             self.counters.slow_cycles += 1
             if self.rank:
+                lists = [entry.to_wire() for entry in asked]
                 self._send(self._parent, encode(Kind.REQUESTS, self._number, value=lists))
             else:
-                self._answered(cycle, self._coordinate(lists))
+                self._answered(cycle, self._coordinate(asked))
                 return True
         body = self._take(Kind.RESPONSES, 0)
         if body is None:
@@ -460,19 +505,29 @@ class Negotiator:
         self._answered(cycle, decode_json(body))
         return True
 
-    def _lists(self, child: int, body: bytes) -> list[Any]:
-        """What a child and the ranks below it ask for: every one of them once."""
+    def _read_requests(self, child: int, body: bytes) -> list[_Asked]:
+        """What a child and the ranks below it ask for: every one of these ranks once, within its allowance.
+
+        A correct child has refused ranks below it that ask for too much, so it is the child that is refused here.
+        """
         lists = decode_json(body)
         below = min(child + (child & -child), self.world_size)
         try:
-            if sorted(rank for rank, _, _ in lists) != list(range(child, below)):
+            asked = [_Asked.from_wire(fields) for fields in lists]
+            if sorted(entry.rank for entry in asked) != list(range(child, below)):
                 raise ValueError(lists)
-        except MALFORMED as cause:
+        except (*MALFORMED, ProtocolError) as cause:
             raise ProtocolError(f"rank {child} sends requests as no correct peer does") from cause
-        assert isinstance(lists, list)
-        return lists
+        for entry in asked:
+            if not self._allowances.take(entry.rank, entry.requests):
+                sender = "" if entry.rank == child else f" (passed on by rank {child})"
+                raise ProtocolError(
+                    f"rank {entry.rank}{sender} asks for more operations than may wait for the other ranks: at most "
+                    f"{allowance()} of one rank"
+                )
+        return asked
 
-    def _ask(self, cycle: _Cycle) -> list[Any]:
+    def _ask(self, cycle: _Cycle) -> _Asked:
         """What this rank asks for beyond the cache."""
         asked = cycle.uncached[:_REQUESTS_MAX]
         self._news = self._hurried = self._news or len(cycle.uncached) > _REQUESTS_MAX
@@ -480,15 +535,12 @@ class Negotiator:
         for request in asked:
             del self._queue[request.name]
         joins, self._join_sent = self._joins and not self._join_sent, self._joins
-        return [self.rank, [request.to_wire() for request in asked], joins]
+        return _Asked(self.rank, asked, joins)
 
-    def _coordinate(self, lists: Iterable[Any]) -> list[Any]:
+    def _coordinate(self, asked: Iterable[_Asked]) -> list[Any]:
         """Rank 0: what is ready, now that these ask for those."""
-        for rank, requests, joins in sorted(lists, key=lambda entry: int(entry[0])):
-            try:
-                self._table.add(rank, map(Request.from_wire, requests))
-            except MALFORMED as cause:
-                raise ProtocolError(f"rank {rank} asks as no correct peer does") from cause
+        for rank, requests, joins in sorted(asked, key=lambda entry: entry.rank):
+            self._table.add(rank, requests)
             if joins:
                 self._table.join(rank)
         responses = [response.to_wire() for response in self._table.answer()]
@@ -552,6 +604,7 @@ class Negotiator:
             name = response.name
             self._pending.pop(name, None)
             self._queue.pop(name, None)
+            self._allowances.answered(name)
         self._responses = self._responses + responses if self._responses else responses
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from totalreduce.coordination.messages import MALFORMED
+from totalreduce.foundation.checks import NAME_BYTES_MAX
 from totalreduce.foundation.errors import MismatchError, ProtocolError, TotalReduceError, UnsupportedError
 from totalreduce.foundation.types import OpKind
 
@@ -21,6 +22,16 @@ __all__ = ["Disagreement", "Request", "Response", "respond"]
 _JOINABLE = frozenset({OpKind.ALLREDUCE, OpKind.BARRIER})
 #: Kinds whose first dimension may differ between ranks.
 _RAGGED = frozenset({OpKind.ALLGATHER, OpKind.ALLTOALL})
+#: What a request takes besides its texts and lists (measured, and rounded up), a character, and a number in a list.
+_ENTRY_BYTES: Final = 1024
+_CHARACTER_BYTES: Final = 4
+_NUMBER_BYTES: Final = 40
+#: The longest text in a request that is no name: of a dtype, a device or a reduction.
+_WORD_MAX: Final = 64
+#: The longest name: a user's, and what the library adds to it for its own purposes and for members of groups.
+_NAME_MAX: Final = NAME_BYTES_MAX + 64
+#: Numbers have 64 bits.
+_NUMBER_MAX: Final = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,12 @@ class Request:
     def num_bytes(self) -> int:
         """Bytes of this rank's tensor."""
         return self.num_elements * self.itemsize
+
+    @property
+    def memory_bytes(self) -> int:
+        """Upper bound of the memory, in bytes, that the request takes at the ranks that it is told to."""
+        characters = len(self.name) + (len(self.batch[0]) if self.batch is not None else 0)
+        return _ENTRY_BYTES + _CHARACTER_BYTES * characters + _NUMBER_BYTES * (len(self.shape) + len(self.splits))
 
     @property
     def common(self) -> Request:
@@ -140,9 +157,19 @@ class Request:
             )
             if request.kind in _RAGGED and not request.shape:
                 raise ValueError(f"{request.describe()} has no rows")
+            request._check_extents()
             return request
         except MALFORMED as cause:
             raise ProtocolError("a request that no correct peer sends") from cause
+
+    def _check_extents(self) -> None:
+        """Every part of a request that has come from a peer is bounded, so that ``memory_bytes`` is an upper bound."""
+        names = [self.name] if self.batch is None else [self.name, self.batch[0]]
+        numbers = (self.itemsize, self.root, *self.shape, *self.splits, 0 if self.batch is None else self.batch[1])
+        if max(map(len, names)) > _NAME_MAX or max(map(len, (self.dtype, self.device, self.reduction))) > _WORD_MAX:
+            raise ValueError("a text is too long")
+        if not all(-_NUMBER_MAX <= number < _NUMBER_MAX for number in numbers):
+            raise ValueError("a number is too large")
 
 
 @dataclass(frozen=True, slots=True)

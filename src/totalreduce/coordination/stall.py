@@ -147,7 +147,7 @@ class StallInspector:
         if self._inquiry is None:
             return
         self._inquiry.answered.add(peer)
-        for name in names:
+        for name in set(names).intersection(self._inquiry.names):
             self._inquiry.submitted.setdefault(name, set()).add(peer)
         if len(self._inquiry.answered) == self._world_size - 1:
             self._inquiry.asked_at = now - _ANSWER_S

@@ -1,15 +1,65 @@
 """The coordinator's table: who has asked for what, and what is ready because everybody has.
 
-Only rank 0 of a group has one, and only requests that the caches do not know pass through it.
+Only rank 0 of a group has one, and only requests that the caches do not know pass through it. What a rank may ask for
+before it is answered is bounded (``Allowances``): the table of rank 0 takes as much memory as the ranks ask for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from totalreduce.coordination.requests import Disagreement, Request, Response, respond
 
-__all__ = ["RequestTable"]
+__all__ = ["Allowances", "RequestTable", "allowance"]
+
+#: Operations that one rank may have asked for without an answer: several times the tensors of the largest models.
+_PENDING_MAX: Final = 65_536
+#: The memory that the requests of one rank may take at rank 0 meanwhile, by ``Request.memory_bytes``.
+_PENDING_BYTES_MAX: Final = 128 * 1024 * 1024
+
+
+def allowance() -> str:
+    """The bound in words, for error messages."""
+    return f"{_PENDING_MAX} operations, or {_PENDING_BYTES_MAX >> 20} MiB of requests"
+
+
+class Allowances:
+    """What ranks have asked for and have had no answer to: entries and bytes of each rank.
+
+    Every rank keeps the account of itself and of the ranks below it in the tree along which requests travel. Charges
+    and answers are the same everywhere, so a correct rank refuses what is too much before it could pass it on.
+    """
+
+    def __init__(self) -> None:
+        """Nobody has asked for anything."""
+        self._costs: dict[str, dict[int, tuple[int, int]]] = {}  #: By name and rank.
+        self._spent: dict[int, tuple[int, int]] = {}
+
+    def take(self, rank: int, requests: Sequence[Request]) -> bool:
+        """Charge a rank with requests. Returns ``False``, and charges nothing, if they exceed the rank's allowance."""
+        entries, num_bytes = self._spent.get(rank, (0, 0))
+        costs = [request.memory_bytes for request in requests]
+        entries, num_bytes = entries + len(costs), num_bytes + sum(costs)
+        if entries > _PENDING_MAX or num_bytes > _PENDING_BYTES_MAX:
+            return False
+        self._spent[rank] = entries, num_bytes
+        for request, cost in zip(requests, costs, strict=True):
+            ranks = self._costs.setdefault(request.name, {})
+            times, before = ranks.get(rank, (0, 0))
+            ranks[rank] = times + 1, before + cost
+        return True
+
+    def answered(self, name: str) -> None:
+        """The operation was answered: what it cost is given back to everybody who has asked for it."""
+        for rank, (times, cost) in self._costs.pop(name, {}).items():
+            entries, num_bytes = self._spent[rank]
+            self._spent[rank] = entries - times, num_bytes - cost
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._costs.clear()
+        self._spent.clear()
 
 
 class RequestTable:
@@ -29,6 +79,10 @@ class RequestTable:
         """Note what a rank asks for."""
         for request in requests:
             self._asked.setdefault(request.name, {})[rank] = request
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._asked.clear()
 
     def join(self, rank: int) -> None:
         """Note that a rank has no more data."""

@@ -175,7 +175,8 @@ class Coordinator:
             timeout_s: Deadline in seconds of a ``wait`` that names none.
 
         Raises:
-            ConfigurationError: The name is in flight, or the reduction is none.
+            ConfigurationError: The name is in flight, the reduction is none, or more than 65,536 operations of this
+                rank wait for the others.
             UnsupportedError: A tensor that is sparse, nested or quantised.
             PeerLost: A rank is gone.
             StallError: The agreement has ended.
@@ -479,15 +480,15 @@ class Coordinator:
                     raise ConfigurationError(
                         f"an operation called {name!r} is in flight on this rank: wait for it, or use another name"
                     )
+            negotiator = self._negotiator
+            news = negotiator.has_news
+            negotiator.submit([entry.request for entry in entries], now, where=where, num_bytes=size)
             for entry in entries:
                 name = entry.request.name
                 self._entries[name] = self._waiting[name] = entry
                 entry.submitted, entry.iteration = now, self._iterations.get(name, 0)
                 if entry.request.cached:
                     self._iterations[name] = entry.iteration + 1
-            negotiator = self._negotiator
-            news = negotiator.has_news
-            negotiator.submit([entry.request for entry in entries], now, where=where, num_bytes=size)
             return self._settle(now) or not news
 
         self._runner.act(submit)

@@ -1,0 +1,154 @@
+"""A rank that asks for operations without end: what the others keep of it is bounded, and then the rank is refused."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import pytest
+from parley import Parley, ask, names
+
+from totalreduce.coordination import table
+from totalreduce.coordination.messages import Kind, encode
+from totalreduce.foundation.errors import ConfigurationError, ProtocolError
+from totalreduce.foundation.types import OpKind
+
+#: Sixteenths of the real bounds, so that the tests are short.
+ENTRIES, NUM_BYTES = 4096, 8 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def smaller_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (table._PENDING_MAX, table._PENDING_BYTES_MAX) == (16 * ENTRIES, 16 * NUM_BYTES)
+    monkeypatch.setattr(table, "_PENDING_MAX", ENTRIES)
+    monkeypatch.setattr(table, "_PENDING_BYTES_MAX", NUM_BYTES)
+
+
+def unbounded(parley: Parley, rank: int) -> None:
+    """Make a rank hostile: it asks whatever its own allowance says, and keeps nothing of it."""
+    parley.ranks[rank]._allowances.take = lambda *_: True
+
+
+FLOODS = {
+    "short names": lambda index: ask(f"{index}"),
+    "long names": lambda index: ask(f"{index}" + "x" * 1000),
+    "long names beyond ASCII": lambda index: ask(f"{index}" + "\N{SNOWMAN}" * 300),
+    "many dimensions": lambda index: ask(f"{index}", *range(1000, 1100)),
+    "many splits": lambda index: ask(f"{index}", kind=OpKind.ALLTOALL, splits=tuple(range(1000, 1200))),
+    "groups": lambda index: ask(f"{index}", batch=(f"{index}" + "x" * 1000, 1000 + index)),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_of_names_is_bounded_and_refused(flood: str) -> None:
+    parley = Parley(2)
+    unbounded(parley, 1)
+    tracemalloc.start()
+    with pytest.raises(ProtocolError, match="rank 1 asks for more operations than may wait for the other ranks"):  # noqa: PT012
+        for turn in range(100):
+            parley.submit(1, *(FLOODS[flood](200 * turn + index) for index in range(200)))
+            parley.run()
+            for kept in (parley.ranks[1]._pending, parley.asked[1], parley.sent):  # of the hostile rank, and the test's
+                kept.clear()
+    gc.collect()  # the refusal's traceback holds the last message
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert turn <= ENTRIES // 200
+    assert taken < NUM_BYTES + 2**20
+    assert len(parley.ranks[0]._table) <= ENTRIES
+
+
+def test_a_rank_is_refused_by_the_first_that_hears_it() -> None:
+    """Requests of rank 3 travel by way of rank 2, which is no culprit: rank 2 refuses rank 3."""
+    parley = Parley(4)
+    unbounded(parley, 3)
+    with pytest.raises(ProtocolError, match=r"^rank 3 asks for more operations") as caught:  # noqa: PT012
+        for turn in range(100):
+            parley.submit(3, *(ask(f"{turn} {index}") for index in range(1000)))
+            parley.run()
+    assert any(entry.frame.code.name == "_read_requests" for entry in caught.traceback)
+    assert parley.ranks[0]._allowances._spent[3][0] == parley.ranks[2]._allowances._spent[3][0] <= ENTRIES
+
+
+def test_a_rank_that_passes_on_too_much_is_refused_itself() -> None:
+    parley = Parley(4)
+    unbounded(parley, 2)
+    unbounded(parley, 3)
+    with pytest.raises(ProtocolError, match=r"^rank 3 \(passed on by rank 2\) asks for more operations"):  # noqa: PT012
+        for turn in range(100):
+            parley.submit(3, *(ask(f"{turn} {index}") for index in range(1000)))
+            parley.run()
+
+
+def test_more_requests_in_one_cycle_than_a_rank_sends() -> None:
+    parley = Parley(2)
+    parley.submit(1, ask("a"))
+    parley.run()
+    parley.submit(0, ask("b"))
+    number = parley.ranks[0]._number
+    message = encode(Kind.REQUESTS, number, value=[[1, [ask(f"{i}").to_wire() for i in range(1025)], False]])
+    with pytest.raises(ProtocolError, match="rank 1 sends requests as no correct peer does"):
+        parley.ranks[0].receive(1, message, 0.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "x" * 2000},
+        {"batch": ("x" * 2000, 2)},
+        {"dtype": "x" * 100},
+        {"device": "x" * 100},
+        {"reduction": "x" * 100},
+        {"shape": (2**63,)},
+        {"root": 10**4000},
+        {"itemsize": 2**64},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_part_of_a_request_is_bounded(change: dict[str, object]) -> None:
+    parley = Parley(2)
+    parley.submit(1, ask(**({"name": "a"} | change)))
+    with pytest.raises(ProtocolError, match="rank 1 sends requests as no correct peer does"):
+        parley.run()
+
+
+def test_a_correct_rank_is_told_before_it_asks_for_too_much() -> None:
+    parley = Parley(2)
+    parley.submit(1, *(ask(f"{index}") for index in range(ENTRIES)))
+    parley.run()
+    with pytest.raises(ConfigurationError, match=rf"rank 1 has {ENTRIES} operations on which .* at most {ENTRIES} op"):
+        parley.ranks[1].submit([ask("one more")], 0.0)
+    assert "one more" not in parley.ranks[1]
+    parley.submit(0, *(ask(f"{index}") for index in range(ENTRIES)))
+    assert len(names(parley.take())) == ENTRIES
+    parley.submit_all(ask("one more"))
+    assert names(parley.take()) == ["one more"]
+
+
+def test_answers_give_the_allowance_back() -> None:
+    """New names in every step, and errors among them; on the ranks between as well."""
+    parley = Parley(5)
+    for turn in range(6):
+        for rank in range(5):
+            parley.submit(rank, *(ask(f"{turn} {index}", 1 + (index == rank)) for index in range(800)))
+        parley.take()
+    assert all(set(rank._allowances._spent.values()) <= {(0, 0)} for rank in parley.ranks)
+    assert not any(rank._allowances._costs for rank in parley.ranks)
+
+
+def test_an_agreement_that_has_ended_keeps_nothing() -> None:
+    parley = Parley(2)
+    parley.submit(1, *(ask(f"{index}") for index in range(1000)))
+    parley.run()
+    parley.ranks[0].fail(ProtocolError("over"))
+    assert not len(parley.ranks[0]._table)
+    assert not parley.ranks[0]._allowances._spent
+
+
+def test_only_answers_to_what_was_asked_are_kept() -> None:
+    parley = Parley(3, stall_warning_s=1.0)
+    parley.submit(0, ask("late"))
+    parley.run()
+    parley.tick(1.0)
+    parley.ranks[0].receive(1, encode(Kind.TELL, 0, value=["late", *map(str, range(10_000))]), 1.0)
+    assert parley.ranks[0]._stalls._inquiry.submitted == {"late": {1}}
