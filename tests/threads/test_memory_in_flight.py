@@ -2,17 +2,35 @@
 
 import gc
 import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import totalreduce as tr
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, TotalReduceError
+from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.testing import run_ranks
 
 #: Several segments, so that messages are under way when the memory is taken away.
 COUNT = 1_000_003
 TRANSPORTS = ["inproc", "tcp", "shm"]
+#: Operations of the engine, and operations of a library in an order on which the ranks agree.
+either = pytest.mark.parametrize("coordinated", [False, True], ids=["engine", "coordinated"])
+
+
+def run(size: int, body: Callable[[tr.Group], Any], *, coordinated: bool, transport: str = "inproc") -> list[Any]:
+    """Like ``run_ranks``, with or without a library that carries the collectives out."""
+
+    def with_library(group: tr.Group) -> Any:
+        natives = EngineCollectives(group.control.subgroup(range(size), name="natives"))
+        group.use(natives, tr.CoordinationConfig())
+        return body(group)
+
+    return run_ranks(size, with_library if coordinated else body, transport=transport)
 
 
 def numbers(rank: int) -> torch.Tensor:
@@ -48,13 +66,15 @@ def forgotten(tensor: torch.Tensor) -> None:
         torch.full((COUNT,), 7.0)  # whoever takes memory now is given what was freed
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "coordinated"), [*((transport, False) for transport in TRANSPORTS), ("inproc", True)]
+)
 @pytest.mark.parametrize(
     ("take_away", "result_is_lost"),
     [(other_data, True), (other_storage, True), (grown, True), (emptied, False), (forgotten, True)],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_memory_that_is_taken_away(take_away, result_is_lost: bool, transport: str) -> None:
+def test_memory_that_is_taken_away(take_away, result_is_lost: bool, transport: str, coordinated: bool) -> None:
     submitted = threading.Barrier(2)
 
     def body(group: tr.Group) -> tuple[bool, bool, list[float]]:
@@ -74,7 +94,7 @@ def test_memory_that_is_taken_away(take_away, result_is_lost: bool, transport: s
         after = group.allreduce(torch.ones(2), name="after").wait().tolist()
         return lost, torch.equal(alias, SUM), after
 
-    results = run_ranks(2, body, transport=transport)
+    results = run(2, body, transport=transport, coordinated=coordinated)
     assert results == [(result_is_lost, True, [2.0, 2.0]), (False, True, [2.0, 2.0])]
 
 
@@ -94,7 +114,8 @@ def test_a_source_may_be_replaced(transport: str) -> None:
     assert run_ranks(2, body, transport=transport) == [True, True]
 
 
-def test_storages_are_resizable_again_afterwards() -> None:
+@either
+def test_storages_are_resizable_again_afterwards(coordinated: bool) -> None:
     def body(group: tr.Group) -> list[float]:
         tensor = torch.ones(3)
         group.allreduce(tensor, name="good").wait()
@@ -103,7 +124,7 @@ def test_storages_are_resizable_again_afterwards() -> None:
         tensor.resize_(1000)
         return tensor[:3].tolist()
 
-    assert run_ranks(2, body) == [[2.0] * 3] * 2
+    assert run(2, body, coordinated=coordinated) == [[2.0] * 3] * 2
 
 
 SHARING = {
@@ -114,8 +135,9 @@ SHARING = {
 }
 
 
+@either
 @pytest.mark.parametrize("case", SHARING)
-def test_two_operations_on_one_memory_are_an_error(case: str) -> None:
+def test_two_operations_on_one_memory_are_an_error(case: str, coordinated: bool) -> None:
     """And nothing has happened: neither to the first operation, nor to the name of the second one."""
     first, second = SHARING[case]
 
@@ -137,7 +159,7 @@ def test_two_operations_on_one_memory_are_an_error(case: str) -> None:
     expected = torch.ones(20)
     first(expected).mul_(2)
     second(expected).mul_(2)
-    assert run_ranks(2, body) == [expected.tolist()] * 2
+    assert run(2, body, coordinated=coordinated) == [expected.tolist()] * 2
 
 
 def test_reading_one_memory_together_is_fine() -> None:
@@ -153,7 +175,8 @@ def test_reading_one_memory_together_is_fine() -> None:
     assert run_ranks(3, body) == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [2, 3, 4]]
 
 
-def test_subgroups_share_the_memory_of_the_process() -> None:
+@either
+def test_subgroups_share_the_memory_of_the_process(coordinated: bool) -> None:
     def body(group: tr.Group) -> None:
         part, tensor = group.subgroup([0, 1]), torch.ones(4)
         if group.rank == 1:
@@ -165,7 +188,7 @@ def test_subgroups_share_the_memory_of_the_process() -> None:
             group.barrier()
         work.wait()
 
-    run_ranks(2, body)
+    run(2, body, coordinated=coordinated)
 
 
 def test_one_operation_whose_tensors_overlap() -> None:
@@ -200,7 +223,8 @@ def test_reduce_scatter_in_place(schedule: str) -> None:
     assert run_ranks(3, body) == [True] * 3
 
 
-def test_a_group_that_keeps_the_order() -> None:
+@either
+def test_a_group_that_keeps_the_order(coordinated: bool) -> None:
     def body(group: tr.Group) -> list[float]:
         group.keep_order()
         part = group.subgroup([1, 0])
@@ -211,10 +235,11 @@ def test_a_group_that_keeps_the_order() -> None:
             work.wait()
         return tensor[:2].tolist()
 
-    assert run_ranks(2, body) == [[64.0, 64.0]] * 2
+    assert run(2, body, coordinated=coordinated) == [[64.0, 64.0]] * 2
 
 
-def test_waiting_for_memory_has_a_deadline() -> None:
+@either
+def test_waiting_for_memory_has_a_deadline(coordinated: bool) -> None:
     def body(group: tr.Group) -> None:
         if group.rank == 0:
             group.keep_order()
@@ -228,4 +253,154 @@ def test_waiting_for_memory_has_a_deadline() -> None:
             group.barrier()
             group.allreduce(torch.ones(4), name="first").wait()
 
+    run(2, body, coordinated=coordinated)
+
+
+# --------------------------------------------------------------------------------------- with coordination, specially
+
+
+def test_coordinated_operations_that_read_one_memory() -> None:
+    """Contributions that are only read may be shared; a place for a result may not."""
+
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        tensor = torch.full((4,), group.rank + 1.0)
+        if group.rank == 1:
+            group.barrier()
+        works = [coordinator.allgather(tensor, name=f"{turn}") for turn in range(2)]
+        works.append(coordinator.alltoall(tensor, name="all to all"))
+        if group.rank == 0:
+            with pytest.raises(ConfigurationError, match=r"'w' shares memory with '.+', which is in flight"):
+                coordinator.allreduce(tensor, name="w")
+            with pytest.raises(ConfigurationError, match=r"'b' shares memory with '.+', which is in flight"):
+                coordinator.broadcast(tensor[1:], root=1, name="b")
+            with pytest.raises(ConfigurationError, match=r"'g\.1of2' shares memory with 'g\.0of2'"):
+                coordinator.grouped_allreduce([(both := torch.ones(3)), both[1:]], name="g")
+            group.barrier()
+        assert [work.wait().tolist() for work in works[:2]] == [[1.0] * 4 + [2.0] * 4] * 2
+        assert works[2].wait().tolist() == [1.0, 1.0, 2.0, 2.0]
+        assert coordinator.allreduce(tensor, name="w").wait().tolist() == [3.0] * 4
+        group_of_two = coordinator.grouped_allreduce([torch.ones(2), torch.ones(3)], name="g")
+        assert [work.wait().tolist() for work in group_of_two] == [[2.0] * 2, [2.0] * 3]
+
     run_ranks(2, body)
+
+
+def test_outputs_of_coordinated_operations() -> None:
+    def body(group: tr.Group) -> list[float]:
+        out = torch.zeros(4)
+        mine = out[2 * group.rank :][:2]
+        mine.fill_(group.rank + 1)
+        group.allgather(out, mine, name="in place").wait()  # this rank's own place
+        block = torch.ones(2)
+        with pytest.raises(ConfigurationError, match=r"'w': two of its tensors share memory"):
+            group.allgather([block, block], torch.ones(2), name="w")
+        if group.rank == 1:
+            group.barrier()
+        work = group.allreduce(block, name="first")
+        if group.rank == 0:
+            for begin in (
+                lambda: group.allgather(torch.zeros(4), block, name="second"),
+                lambda: group.allgather(torch.zeros(4).view(2, 2), block.view(1, 2), name="second"),
+                lambda: group.alltoall([torch.zeros(1), torch.zeros(1)], [block[:1], block[1:]], name="second"),
+                lambda: group.alltoall([block[:1], block[1:]], [torch.zeros(1), torch.zeros(1)], name="second"),
+                lambda: group.reduce_scatter(torch.zeros(1), block, name="second"),
+                lambda: group.reduce_scatter(block[:1], torch.zeros(2), name="second"),
+                lambda: group.broadcast(block, root=0, name="second", async_op=True),
+            ):
+                with pytest.raises(ConfigurationError, match=r"'second' shares memory with 'first'"):
+                    begin()
+            group.barrier()
+        work.wait()
+        return out.tolist()
+
+    assert run(2, body, coordinated=True) == [[1.0, 1.0, 2.0, 2.0]] * 2
+
+
+def test_outputs_that_are_given_other_memory() -> None:
+    def body(group: tr.Group) -> tuple[str, list[list[float]]]:
+        places = [torch.zeros(2), torch.zeros(2)]
+        aliases = [place[:] for place in places]
+        if group.rank == 1:
+            group.barrier()
+        work = group.allgather(places, torch.full((2,), group.rank + 1.0), name="w")
+        message = ""
+        if group.rank == 0:
+            places[1].data = torch.zeros(2)
+            group.barrier()
+        try:
+            work.wait()
+        except TotalReduceError as error:
+            message = str(error)
+        return message[:41], [alias.tolist() for alias in aliases]
+
+    results = run(2, body, coordinated=True)
+    assert results == [("tensor 'w' was given other memory while t", [[1, 1], [2, 2]]), ("", [[1, 1], [2, 2]])]
+
+
+def test_views_that_are_conjugate_or_negative() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        for step in range(2):
+            base = torch.tensor([1 + 2j, 3 - 4j]) * (group.rank + 1)
+            negative = torch.conj(base.clone()).imag
+            assert negative.is_neg()
+            wanted = negative.clone() * 3 / (group.rank + 1)
+            work = coordinator.allreduce(negative, name="negative")
+            if step:  # fused with another one
+                coordinator.allreduce(torch.ones(3), name="beside").wait()
+            assert work.wait().tolist() == wanted.tolist()
+            root = torch.conj(torch.tensor([1 + 2j, 3 - 4j]) if group.rank == 0 else torch.zeros(2, dtype=torch.cfloat))
+            assert root.is_conj()
+            assert coordinator.broadcast(root, name="conjugate").wait().tolist() == [1 - 2j, 3 + 4j]
+            parts = coordinator.allgather(torch.conj(base), name="parts").wait()
+            assert parts.tolist() == [1 - 2j, 3 + 4j, 2 - 4j, 6 + 8j]
+            exchanged = coordinator.alltoall(torch.conj(base), name="exchanged").wait()
+            assert exchanged.tolist() == [[1 - 2j, 2 - 4j], [3 + 4j, 6 + 8j]][group.rank]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch calls nested tensors a prototype
+def test_what_is_not_dense_is_refused_by_a_coordinator() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        quantised = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        for tensor, words in (
+            (quantised, "is quantised"),
+            (nested, "is nested"),
+            (torch.ones(3).to_sparse(), "has layout"),
+            (torch.ones(1).expand(4), "is expanded"),
+            ([1.0], "is a list"),
+        ):
+            for begin in (
+                coordinator.allreduce,
+                lambda tensor, name: coordinator.broadcast(tensor, root=1 - group.rank, name=name),
+            ):
+                with pytest.raises(tr.UnsupportedError, match=f"'w'.* {words}"):
+                    begin(tensor, name="w")
+            if words != "is expanded":  # which may be read
+                for begin in (coordinator.allgather, coordinator.alltoall, coordinator.reduce_scatter):
+                    with pytest.raises(tr.UnsupportedError, match=f"'w'.* {words}"):
+                        begin(tensor, name="w")
+        assert coordinator.allreduce(torch.ones(2), name="w").wait().tolist() == [2.0, 2.0]
+
+    run_ranks(2, body)
+
+
+def test_a_coordinator_keeps_no_tensor_of_operations_that_have_ended() -> None:
+    def body(group: tr.Group) -> bool:
+        coordinator = group.coordinate()
+        tensor = torch.ones(3)
+        coordinator.allreduce(tensor, name="w").wait()
+        storage = weakref.ref(tensor.untyped_storage())
+        group.barrier()
+        del tensor
+        deadline = time.monotonic() + 5
+        while storage() is not None and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.001)
+        return storage() is None
+
+    assert run_ranks(2, body) == [True, True]

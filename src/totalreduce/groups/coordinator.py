@@ -27,14 +27,14 @@ from totalreduce.foundation.errors import (
     GroupClosed,
     ProtocolError,
     TotalReduceError,
-    UnsupportedError,
 )
 from totalreduce.foundation.types import OpKind, ReduceOp, operation_id
+from totalreduce.groups import tensors as checked_tensors
 from totalreduce.groups import tuning
 from totalreduce.groups.compilation import never_compiled
 from totalreduce.groups.executor import Entry, Executor
+from totalreduce.groups.memory import Operands
 from totalreduce.groups.planned import NativeStream, Planned
-from totalreduce.groups.tensors import problem_of_layout
 from totalreduce.groups.work import Work
 from totalreduce.transports.base import NativeCollectives
 
@@ -205,6 +205,7 @@ class Coordinator:
         entries = []
         for index, tensor in enumerate(tensors):
             shown = base if batch is None else f"{base}.{index}of{len(tensors)}"
+            checked_tensors.check_dense(tensor, shown)
             request = self._known.get(shown)
             if (
                 request is None
@@ -215,7 +216,6 @@ class Coordinator:
                 or request.postscale != postscale
                 or request.batch != batch
                 or request.device != tensor.device.type
-                or tensor.layout is not torch.strided
             ):
                 request = Request(
                     shown,
@@ -228,7 +228,7 @@ class Coordinator:
                     cached=cached,
                 )
                 self._remember(request)
-            entries.append(self._entry(request, tensor))
+            entries.append(self._entry(request, tensor, writes=True))
         return self._submit(entries, timeout_s)
 
     def broadcast(
@@ -243,24 +243,28 @@ class Coordinator:
             raise ConfigurationError(f"root {root} is no rank of a group of {self._group.world_size}")
         shown, cached = self._name(name, OpKind.BROADCAST)
         request = Request(shown, OpKind.BROADCAST, *self._described(tensor, shown), root=int(root), cached=cached)
-        return self._submit([self._entry(request, tensor)], timeout_s)[0]
+        entry = self._entry(request, tensor, writes=self._group.rank != root)
+        return self._submit([entry], timeout_s)[0]
 
     def allgather(
         self,
         tensor: torch.Tensor,
         *,
         outputs: Sequence[torch.Tensor] | None = None,
+        copied: Sequence[torch.Tensor] = (),
         name: str | None = None,
         timeout_s: float | None = None,
     ) -> Work:
         """Collect every rank's tensor, one behind the other along the first dimension; the others are equal.
 
-        ``Work.wait`` returns the whole, unless ``outputs`` has a place for every rank's part.
+        ``Work.wait`` returns the whole, unless ``outputs`` has a place for every rank's part. ``copied``: what the
+        tensor was copied from, which no operation in flight may write.
         """
         shown, cached = self._name(name, OpKind.ALLGATHER)
+        checked_tensors.check_dense(tensor, shown)
         tensor = tensor.view(1) if not tensor.dim() else tensor
         request = Request(shown, OpKind.ALLGATHER, *self._described(tensor, shown), cached=cached)
-        return self._submit([self._entry(request, tensor, outputs)], timeout_s)[0]
+        return self._submit([self._entry(request, tensor, outputs, copied)], timeout_s)[0]
 
     def alltoall(
         self,
@@ -268,6 +272,7 @@ class Coordinator:
         splits: Sequence[int] | None = None,
         *,
         outputs: Sequence[torch.Tensor] | None = None,
+        copied: Sequence[torch.Tensor] = (),
         received: list[int] | None = None,
         name: str | None = None,
         timeout_s: float | None = None,
@@ -275,13 +280,14 @@ class Coordinator:
         """Send ``splits[r]`` rows of the tensor to each rank r, one after the other; without splits equally many.
 
         ``Work.wait`` returns what came, by rank, unless ``outputs`` has a place for each part; ``received`` is then
-        filled with the rows from each rank.
+        filled with the rows from each rank. ``copied`` as for ``allgather``.
 
         Raises:
             ConfigurationError: The splits are not one for each rank, or do not add up to the rows.
         """
         size = self._group.world_size
         shown, cached = self._name(name, OpKind.ALLTOALL)
+        checked_tensors.check_dense(tensor, shown)
         rows = len(tensor) if tensor.dim() else 0
         if splits is None:
             if rows % size or not tensor.dim():
@@ -293,7 +299,7 @@ class Coordinator:
                 f"{shown!r}: splits must be {size} numbers from 0 that add up to the {rows} rows, not {list(splits)}"
             )
         request = Request(shown, OpKind.ALLTOALL, *self._described(tensor, shown), splits=splits, cached=cached)
-        entry = self._entry(request, tensor, outputs)
+        entry = self._entry(request, tensor, outputs, copied)
         if received is not None:
             entry.rows = received
         return self._submit([entry], timeout_s)[0]
@@ -306,12 +312,17 @@ class Coordinator:
         prescale: float = 1.0,
         postscale: float = 1.0,
         outputs: Sequence[torch.Tensor] | None = None,
+        copied: Sequence[torch.Tensor] = (),
         name: str | None = None,
         timeout_s: float | None = None,
     ) -> Work:
-        """Reduce over all ranks and return this rank's rows by ``Work.wait``; first ranks get one more if uneven."""
+        """Reduce over all ranks and return this rank's rows by ``Work.wait``; first ranks get one more if uneven.
+
+        ``outputs`` and ``copied`` as for ``allgather``, with one place.
+        """
         _check_reduction(op)
         shown, cached = self._name(name, OpKind.REDUCE_SCATTER)
+        checked_tensors.check_dense(tensor, shown)
         if not tensor.dim():
             raise ConfigurationError(f"{shown!r}: a scalar has no rows to scatter")
         request = Request(
@@ -323,7 +334,7 @@ class Coordinator:
             postscale=float(postscale),
             cached=cached,
         )
-        return self._submit([self._entry(request, tensor, outputs)], timeout_s)[0]
+        return self._submit([self._entry(request, tensor, outputs, copied)], timeout_s)[0]
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it, or joined.
@@ -456,17 +467,33 @@ class Coordinator:
 
     @staticmethod
     def _described(tensor: torch.Tensor, name: str) -> tuple[str, int, tuple[int, ...], str]:
-        problem = problem_of_layout(tensor)
-        if problem is not None:
-            raise UnsupportedError(f"tensor {name!r} {problem}")
+        checked_tensors.check_dense(tensor, name)
         return _dtype_name(tensor.dtype), tensor.element_size(), tuple(tensor.shape), tensor.device.type
 
-    def _entry(self, request: Request, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None = None) -> Entry:
+    def _entry(
+        self,
+        request: Request,
+        tensor: torch.Tensor,
+        outputs: Sequence[torch.Tensor] | None = None,
+        copied: Sequence[torch.Tensor] = (),
+        *,
+        writes: bool = False,
+    ) -> Entry:
+        """An operation and the memory that it uses: ``writes`` if the tensor takes the result, too."""
+        operands = Operands(request.name)
+        operands.hold(tensor, writes=writes)
+        for output in outputs or ():
+            checked_tensors.check_dense(output, request.name)
+            operands.hold(output, writes=True)
+        for source in copied:
+            operands.read_now(source)
         ready = None
         if tensor.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        return Entry(request, tensor, Handle(), 0.0, 0, outputs, ready)
+        # The program may give its tensors other memory meanwhile; the operation keeps to what they have now.
+        places = None if outputs is None else [output.detach() for output in outputs]
+        return Entry(request, tensor, tensor.detach(), operands, places, ready)
 
     def _submit(self, entries: Sequence[Entry], timeout_s: float | None) -> list[Work]:
         patience = self._patience(timeout_s)
@@ -491,7 +518,16 @@ class Coordinator:
                     self._iterations[name] = entry.iteration + 1
             return self._settle(now) or not news
 
-        self._runner.act(submit)
+        releases: list[Callable[[], None]] = []
+        try:
+            for entry in entries:
+                releases.append(self._group.claim(entry.operands, patience))
+                entry.handle = Handle(entry.operands.finish, releases[-1])
+            self._runner.act(submit)
+        except BaseException:
+            for release in releases:
+                release()
+            raise
         return [Work(self, entry.handle, _result_of(entry), entry.request.name, patience) for entry in entries]
 
     def _check_alive(self) -> None:
@@ -597,7 +633,7 @@ def _check_reduction(op: ReduceOp) -> None:
 
 def _result_of(entry: Entry) -> torch.Tensor | Callable[[], torch.Tensor | None]:
     if entry.request.kind in _IN_PLACE:
-        return entry.tensor
+        return entry.submitted_tensor
     return lambda: entry.result
 
 

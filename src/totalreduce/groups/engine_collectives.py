@@ -44,7 +44,11 @@ class EngineCollectives:
     """See ``transports.base.NativeCollectives``. CPU tensors; every reduction of the engine."""
 
     def __init__(self, group: Group) -> None:
-        """Use a group that nobody else uses: its operations have no names, so their order counts."""
+        """Use a group that nobody else uses: its operations have no names, so their order counts.
+
+        The coordinator has claimed the memory of the tensors already.
+        """
+        group.claim_apart()
         self._group = group
         self.world_size = group.world_size
 

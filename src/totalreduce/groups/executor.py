@@ -23,6 +23,7 @@ from totalreduce.engine.runner import Handle
 from totalreduce.foundation.errors import ConfigurationError, MismatchError, TotalReduceError, UnsupportedError
 from totalreduce.foundation.types import OpKind, ReduceOp
 from totalreduce.groups.culprit import LOOK_S, find_culprit
+from totalreduce.groups.memory import Operands, is_plain
 from totalreduce.kernels import divide
 from totalreduce.transports.base import NativeCollectives, NativeWork
 
@@ -46,7 +47,10 @@ class Entry:
 
     Attributes:
         request: As the others were told.
-        tensor: The contribution; the result too, where it is as large.
+        submitted_tensor: The program's tensor.
+        tensor: The contribution, in the memory that the program's tensor had when it was submitted; the result too,
+            where it is as large.
+        operands: The memory that the operation uses.
         outputs: Where an allgather's or alltoall's parts go, by rank; without them ``result`` is made.
         handle: Who waits.
         submitted: When, on the engine's clock.
@@ -57,12 +61,14 @@ class Entry:
     """
 
     request: Request
+    submitted_tensor: torch.Tensor
     tensor: torch.Tensor
-    handle: Handle
-    submitted: float
-    iteration: int
+    operands: Operands
     outputs: Sequence[torch.Tensor] | None = None
     ready: Any = None
+    handle: Handle = field(default_factory=Handle)
+    submitted: float = 0.0
+    iteration: int = 0
     result: torch.Tensor | None = None
     rows: list[int] = field(default_factory=list)
 
@@ -172,6 +178,7 @@ class Executor:
                     self._finish_oldest()
                 return
             item()
+            del item  # it holds the operations and their tensors
 
     def _carry_out(self, responses: list[Response], entries: list[Entry | None], agreed: float) -> None:
         if responses is not self._last_fused[0]:  # steps of training come with the very same list
@@ -251,7 +258,8 @@ class Executor:
             case OpKind.BROADCAST if entry is not None:
                 flat = _flat(entry.tensor)
                 batch.work = self._natives.broadcast(flat, first.request.root)
-                batch.finish = _copy_back(flat, entry.tensor)
+                if self._rank != first.request.root:
+                    batch.finish = _copy_back(flat, entry.tensor)
             case OpKind.ALLGATHER if entry is not None:
                 self._allgather(batch, first, entry)
             case OpKind.REDUCE_SCATTER if entry is not None:
@@ -266,7 +274,7 @@ class Executor:
         dtype: torch.dtype = getattr(torch, request.dtype)
         scale, unscale = self._scales(request, first.joined)
         only = batch.entries[0]
-        if len(batch.entries) == 1 and only is not None and only.tensor.is_contiguous():
+        if len(batch.entries) == 1 and only is not None and is_plain(only.tensor):
             tensor = only.tensor.detach()
             scale(tensor)
             batch.work = self._natives.allreduce(tensor.view(-1), _native_op(request.reduction))
@@ -347,7 +355,7 @@ class Executor:
         batch.finish = finish
 
     def _alltoall(self, batch: _Batch, response: Response, entry: Entry) -> None:
-        tensor = entry.tensor.detach().contiguous()
+        tensor = _flat(entry.tensor).view(entry.tensor.shape)
         width = math.prod(tensor.shape[1:])
         received = [rows[self._rank] for rows in response.rows]
         sent = [rows * width for rows in entry.request.splits]
@@ -433,17 +441,21 @@ def _extreme(dtype: torch.dtype, *, largest: bool) -> float:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1)
+    """The elements one after the other: the tensor's own memory, if that is so there."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def _copy_back(flat: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
     def finish() -> None:
-        if not tensor.is_contiguous():
+        if not is_plain(tensor):
             tensor.detach().copy_(flat.view(tensor.shape))
 
     return finish
 
 
 def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    if targets:
+    if any(tensor.is_neg() or tensor.is_conj() for tensor in (*targets, *sources)):  # torch has no fused copy of those
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+    elif targets:
         torch._foreach_copy_(list(targets), list(sources))

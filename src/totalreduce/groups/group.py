@@ -24,7 +24,7 @@ from totalreduce.groups import agreement, objects, requests
 from totalreduce.groups.compilation import never_compiled
 from totalreduce.groups.coordinator import Coordinator
 from totalreduce.groups.engine_collectives import EngineCollectives
-from totalreduce.groups.memory import MemoryInFlight
+from totalreduce.groups.memory import MemoryInFlight, Operands
 from totalreduce.groups.plan import Plan, TensorSpec
 from totalreduce.groups.planned import OrderFree, PlannedReductions
 from totalreduce.groups.requests import Blocks, Request
@@ -223,7 +223,9 @@ class Group:
         if self._coordinator is not None:
             _no_schedule(schedule)
             places = requests.listed(outputs, self.world_size, _shown(name), "outputs")
-            return self._coordinator.allgather(tensor.reshape(-1), outputs=places, name=name, timeout_s=timeout_s)
+            return self._coordinator.allgather(
+                tensor.reshape(-1), outputs=places, copied=[tensor], name=name, timeout_s=timeout_s
+            )
         request = requests.allgather(
             outputs, tensor, _shown(name), rank=self.rank, size=self.world_size, algorithm=_algorithm(schedule)
         )
@@ -259,7 +261,9 @@ class Group:
             if any(part.numel() != tensor.numel() for part in parts):
                 raise ConfigurationError(f"{_shown(name)!r}: the native library takes equal blocks only")
             whole = torch.stack([part.reshape(-1) for part in parts])
-            return self._coordinator.reduce_scatter(whole, op=op, outputs=[tensor], name=name, timeout_s=timeout_s)
+            return self._coordinator.reduce_scatter(
+                whole, op=op, outputs=[tensor], copied=parts, name=name, timeout_s=timeout_s
+            )
         request = requests.reduce_scatter(
             tensor,
             inputs,
@@ -320,7 +324,9 @@ class Group:
             places = requests.listed(outputs, self.world_size, _shown(name), "outputs")
             parts = requests.listed(inputs, self.world_size, _shown(name), "inputs")
             whole, splits = torch.cat([part.reshape(-1) for part in parts]), [part.numel() for part in parts]
-            return self._coordinator.alltoall(whole, splits, outputs=places, name=name, timeout_s=timeout_s)
+            return self._coordinator.alltoall(
+                whole, splits, outputs=places, copied=parts, name=name, timeout_s=timeout_s
+            )
         request = requests.alltoall(outputs, inputs, _shown(name), rank=self.rank, size=self.world_size)
         return self.submit(request, name, priority, timeout_s)
 
@@ -479,6 +485,29 @@ class Group:
         The library's own operations are done through it; their names never meet those of users.
         """
         return self._within("control")
+
+    def claim_apart(self) -> None:
+        """Have operations of this group claim memory apart from those of other groups, like subgroups made afterwards.
+
+        For a group that carries out operations whose memory was claimed already, by whoever submitted them.
+        """
+        self._memory = MemoryInFlight()
+
+    def claim(self, operands: Operands, patience_s: float) -> Callable[[], None]:
+        """Claim the memory of an operation; returns what releases it.
+
+        Args:
+            operands: The operation's.
+            patience_s: How long to wait for operations that use the same memory, where the group waits for them (see
+                ``keep_order``).
+
+        Raises:
+            ConfigurationError: An operation in flight uses the same memory (see ``MemoryInFlight.claim``).
+            DeadlineExceededError: The group waits for such operations, and one has not ended in time.
+        """
+        memory = self._memory
+        memory.claim(operands, wait_s=patience_s if self._waits_for_memory else None)
+        return lambda: memory.release(operands)
 
     def keep_order(self) -> None:
         """Have operations wait for those in flight that use the same memory, instead of raising an error.
@@ -688,12 +717,12 @@ class Group:
         operands = request.operands
         if operands is None:
             return begin(None, None)
-        self._memory.claim(operands, wait_s=patience_s if self._waits_for_memory else None)
+        release = self.claim(operands, patience_s)
         try:
             operands.prepare()
-            return begin(operands.finish, lambda: self._memory.release(operands))
+            return begin(operands.finish, release)
         except BaseException:
-            self._memory.release(operands)
+            release()
             raise
 
     # -------------------------------------------------------------------------------------------------------- ending

@@ -25,7 +25,7 @@ from totalreduce.foundation.errors import (
 )
 from totalreduce.groups.storage import StorageHold
 
-__all__ = ["MemoryInFlight", "Operands"]
+__all__ = ["MemoryInFlight", "Operands", "is_plain"]
 
 #: One type for all tensors, of which only the beginning is looked at: ctypes takes 70 µs and more to make one for each
 #: size, and the messages of sparse methods have another one each time.
@@ -59,9 +59,11 @@ class Operands:
         reads: Memory that is read while the operation is in flight.
         writes: Memory that is written while the operation is in flight, or when it ends.
         first_reads: Memory that is read by ``prepare`` only.
+        inputs: Memory that is read while the operation is in flight, but not any more when it writes its results: it
+            may be the memory of a result.
     """
 
-    __slots__ = ("_copies_back", "_copies_in", "_holds", "_results", "first_reads", "name", "reads", "writes")
+    __slots__ = ("_copies_back", "_copies_in", "_holds", "_results", "first_reads", "inputs", "name", "reads", "writes")
 
     def __init__(self, name: str) -> None:
         """No tensor yet."""
@@ -69,6 +71,7 @@ class Operands:
         self.reads: list[Span] = []
         self.writes: list[Span] = []
         self.first_reads: list[Span] = []
+        self.inputs: list[Span] = []
         self._copies_in: list[Callable[[], object]] = []
         self._copies_back: list[Callable[[], object]] = []
         self._holds: list[StorageHold] = []
@@ -86,7 +89,7 @@ class Operands:
                 result.
         """
         plain = tensor.detach()
-        if _is_plain(tensor):
+        if is_plain(tensor):
             view = self._bytes(plain)
             if len(view):
                 start = plain.data_ptr()
@@ -94,10 +97,8 @@ class Operands:
                 if writes:
                     self._results.append((tensor, start, len(view)))
             return view
-        if writes and any(s == 0 and extent > 1 for s, extent in zip(plain.stride(), plain.shape, strict=True)):
-            raise UnsupportedError(
-                f"tensor {self.name!r} is expanded: several elements share memory. Use .contiguous()"
-            )
+        if writes:
+            self._check_place(plain)
         dense = torch.empty(plain.shape, dtype=plain.dtype)
         self._copies_in.append(lambda: dense.copy_(plain))
         if plain.numel():
@@ -123,6 +124,38 @@ class Operands:
         """A tensor whose parts were added for writing must have the same memory when the operation is done."""
         if tensor.numel():
             self._results.append((tensor, tensor.data_ptr(), tensor.nbytes))
+
+    def hold(self, tensor: torch.Tensor, *, writes: bool) -> None:
+        """A tensor on any device that another library reads, or writes, where it lies.
+
+        Args:
+            tensor: Strided.
+            writes: Whether a result is written into it. If not, it may be the memory of a result, too.
+
+        Raises:
+            UnsupportedError: The tensor has no memory, or its elements share memory and it is to take a result.
+        """
+        plain = tensor.detach()
+        if not plain.numel():
+            return
+        if not plain.data_ptr():
+            raise self._without_memory()
+        if writes:
+            self._check_place(plain)
+            self._results.append((tensor, plain.data_ptr(), tensor.nbytes))
+        (self.writes if writes else self.inputs).append(_strided_span(plain))
+        self._holds.append(StorageHold(plain.untyped_storage()))
+
+    def read_now(self, tensor: torch.Tensor) -> None:
+        """A tensor that the caller copies before it submits the operation."""
+        plain = tensor.detach()
+        if plain.numel() and plain.data_ptr():
+            self.first_reads.append(_strided_span(plain))
+
+    @property
+    def in_flight(self) -> list[Span]:
+        """All memory that is read or written while the operation is in flight."""
+        return [*self.writes, *self.reads, *self.inputs]
 
     @property
     def copies_back(self) -> bool:
@@ -160,15 +193,24 @@ class Operands:
             return memoryview(bytearray(0))
         address = tensor.data_ptr()
         if not address:
-            raise UnsupportedError(
-                f"tensor {self.name!r} has no memory (it is fake, or known to be zero); use .clone() first"
-            )
+            raise self._without_memory()
         hold = StorageHold(tensor.untyped_storage())
         memory = _MEMORY.from_address(address)
         # An operation that fails may still be read from, by a transport that is sending: the hold lasts as long.
         memory.hold = hold  # type: ignore[attr-defined]
         self._holds.append(hold)
         return memoryview(memory).cast("B")[:num_bytes]
+
+    def _without_memory(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"tensor {self.name!r} has no memory (it is fake, or known to be zero); use .clone() first"
+        )
+
+    def _check_place(self, plain: torch.Tensor) -> None:
+        if any(s == 0 and extent > 1 for s, extent in zip(plain.stride(), plain.shape, strict=True)):
+            raise UnsupportedError(
+                f"tensor {self.name!r} is expanded: several elements share memory. Use .contiguous()"
+            )
 
 
 @final
@@ -242,7 +284,7 @@ class MemoryInFlight:
                         "wait for that operation first, or use a copy"
                     )
                 self._wait(operands, wait_s)
-            for span in operands.reads:
+            for span in (*operands.reads, *operands.inputs):
                 self._reads.add(span.start, span.stop, operands)
             for span in operands.writes:
                 if span.tensor is None:
@@ -253,7 +295,7 @@ class MemoryInFlight:
     def release(self, operands: Operands) -> None:
         """The operation has ended, or was not submitted after all."""
         with self._lock:
-            for span in operands.reads:
+            for span in (*operands.reads, *operands.inputs):
                 self._reads.remove(span.start, span.stop, operands)
             for span in operands.writes:
                 if span.tensor is None:
@@ -283,14 +325,14 @@ class MemoryInFlight:
             for ranges in (self._writes, self._reads):
                 for other in ranges.overlapping(span.start, span.stop):
                     # What leaves bytes in between to others may have none in common with what is in flight.
-                    if span.tensor is None or any(_share(span, theirs) for theirs in (*other.writes, *other.reads)):
+                    if span.tensor is None or any(_share(span, theirs) for theirs in other.in_flight):
                         return other
-        for span in (*operands.reads, *operands.first_reads):
+        for span in (*operands.reads, *operands.inputs, *operands.first_reads):
             for other in self._writes.overlapping(span.start, span.stop):
                 if span.tensor is None or any(_share(span, theirs) for theirs in other.writes):
                     return other
         for theirs, other in self._strided:
-            if any(_share(span, theirs) for span in (*operands.writes, *operands.reads, *operands.first_reads)):
+            if any(_share(span, theirs) for span in (*operands.in_flight, *operands.first_reads)):
                 return other
         return None
 
@@ -314,7 +356,7 @@ class MemoryInFlight:
             reach.append((span, writes))
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the bytes of a tensor are its elements, one after the other."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 

@@ -7,7 +7,7 @@ import torch
 from totalreduce.foundation.errors import UnsupportedError
 from totalreduce.foundation.types import DType
 
-__all__ = ["dtype_of", "moved_dtype_of", "problem_of_layout"]
+__all__ = ["check_dense", "dtype_of", "moved_dtype_of", "problem_of_layout"]
 
 _DTYPES = {
     torch.uint8: DType.UINT8,
@@ -48,12 +48,21 @@ def moved_dtype_of(tensor: torch.Tensor, name: str) -> DType:
 
 
 def _check_memory(tensor: torch.Tensor, name: str) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}, not a torch.Tensor")
-    if tensor.device.type != "cpu":
+    if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
         raise UnsupportedError(
             f"tensor {name!r} is on {tensor.device}; this transport moves CPU memory. Copy it with .cpu() first"
         )
+    check_dense(tensor, name)
+
+
+def check_dense(tensor: torch.Tensor, name: str) -> None:
+    """Check that a tensor, on any device, is one whose elements can be moved and reduced.
+
+    Raises:
+        UnsupportedError: It is no tensor, or sparse, nested or quantised; the message says what to do.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}, not a torch.Tensor")
     problem = problem_of_layout(tensor)
     if problem is not None:
         raise UnsupportedError(f"tensor {name!r} {problem}")
