@@ -978,6 +978,71 @@ def test_a_deadline_says_who_is_missing() -> None:
     together(3, body)
 
 
+# ----------------------------------------------------------------------------------------------- names and arguments
+
+
+def test_names_of_the_program_never_meet_operations_without_a_name() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        for name in ("allreduce#1", "n:allreduce#1", "n:n:allreduce#1", "n:", "allreduce#", "broadcast#1"):
+            works = [
+                coordinator.allreduce(torch.ones(2), name=name),
+                coordinator.allreduce(torch.ones(3)),
+                coordinator.broadcast(torch.ones(4), root=0),
+            ]
+            assert [work.wait().tolist() for work in works] == [[2.0] * 2, [2.0] * 3, [1.0] * 4]
+        assert coordinator._unnamed[OpKind.ALLREDUCE] == 6
+        if group.rank == 0:  # which meets nothing here, and not the operation without a name of the other rank
+            late = coordinator.allreduce(torch.ones(2), name="allreduce#7")
+            group.barrier()
+            assert not late.done()
+            unnamed = coordinator.allreduce(torch.full((2,), 10.0))
+        else:
+            unnamed = coordinator.allreduce(torch.full((2,), 20.0))
+            with pytest.raises(tr.DeadlineExceededError):
+                unnamed.wait(timeout_s=0.2)
+            group.barrier()
+            late = coordinator.allreduce(torch.ones(2), name="allreduce#7")
+        assert unnamed.wait().tolist() == [30.0, 30.0]
+        assert late.wait().tolist() == [2.0, 2.0]
+        members = [coordinator.allreduce(torch.ones(1), name=f"allreduce#8.{index}of2") for index in range(2)]
+        unnamed_group = coordinator.grouped_allreduce([torch.ones(2), torch.ones(2)])
+        assert [work.wait().tolist() for work in (*members, *unnamed_group)] == [[2.0]] * 2 + [[2.0, 2.0]] * 2
+
+    together(2, body)
+
+
+@pytest.mark.parametrize("name", [7, "x" * 1025, "\ud800"], ids=["number", "long", "surrogate"])
+def test_names_are_checked(name: Any) -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        for begin in (coordinator.allreduce, coordinator.broadcast, coordinator.allgather, coordinator.alltoall):
+            with pytest.raises(tr.ConfigurationError, match="name"):
+                begin(torch.ones(2), name=name)
+        assert coordinator.allreduce(torch.ones(1), name="x" * 1024).wait().item() == 2.0
+
+    together(2, body)
+
+
+@pytest.mark.parametrize("priority", [2**31, "high", 0.5, True])
+def test_a_priority_is_checked_although_a_library_has_no_use_for_it(priority: Any) -> None:
+    def body(group: tr.Group) -> None:
+        group.use(EngineCollectives(group.control.subgroup(range(2), name="natives")), CoordinationConfig())
+        two = torch.ones(2)
+        for begin in (
+            lambda: group.allreduce(two, priority=priority),
+            lambda: group.broadcast(two, priority=priority),
+            lambda: group.allgather(torch.ones(4), two, priority=priority),
+            lambda: group.reduce_scatter(torch.ones(1), two, priority=priority),
+            lambda: group.alltoall([torch.ones(1)] * 2, [two[:1], two[1:]], priority=priority),
+        ):
+            with pytest.raises(tr.ConfigurationError, match="priority"):
+                begin()
+        assert group.allreduce(two, priority=-(2**31)).wait().tolist() == [2.0, 2.0]
+
+    together(2, body)
+
+
 # ------------------------------------------------------------------------------------------------------ side by side
 
 

@@ -22,6 +22,7 @@ from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.coordination.negotiator import NegotiationCounters, Negotiator
 from totalreduce.coordination.requests import Request
 from totalreduce.engine.runner import Handle, Runner
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import (
     ConfigurationError,
     GroupClosed,
@@ -46,6 +47,10 @@ __all__ = ["Coordinator"]
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _NOT_THE_PROGRAM = (_PACKAGE, str(Path(torch.__file__).resolve().parent), "<")
 _IN_PLACE = (OpKind.ALLREDUCE, OpKind.BROADCAST)
+#: Unnamed operations are called after their kind and number. A name of the program that begins so, or with the escape,
+#: is escaped: it never meets an operation without a name.
+_ESCAPE = "n:"
+_RESERVED = (_ESCAPE, *(f"{kind.name.lower()}#" for kind in OpKind))
 _REDUCTIONS = {op: op.name.lower() for op in ReduceOp}
 #: Requests that are kept for when their names come again.
 _KNOWN_MAX = 100_000
@@ -167,16 +172,16 @@ class Coordinator:
 
         Args:
             tensor: Any shape; of a device that the library knows; need not be contiguous.
-            name: Equal on all ranks. ``None``: the n-th unnamed operation meets the n-th unnamed one elsewhere; such
-                names are not remembered, so that each costs a slow agreement.
+            name: Equal on all ranks. ``None``: the n-th unnamed operation meets the n-th unnamed one elsewhere, and
+                never one with a name; such operations are not remembered, so that each costs a slow agreement.
             op: How to reduce.
             prescale: Factor before the reduction; integers are multiplied as float64 and cut off.
             postscale: Factor after it.
             timeout_s: Deadline in seconds of a ``wait`` that names none.
 
         Raises:
-            ConfigurationError: The name is in flight, the reduction is none, or more than 65,536 operations of this
-                rank wait for the others.
+            ConfigurationError: The name is no name of an operation, or it is in flight; the reduction is none; more
+                than 65,536 operations of this rank wait for the others; or the memory is in flight.
             UnsupportedError: A tensor that is sparse, nested or quantised.
             PeerLost: A rank is gone.
             StallError: The agreement has ended.
@@ -461,7 +466,8 @@ class Coordinator:
     def _name(self, name: str | None, kind: OpKind) -> tuple[str, bool]:
         """The operation's name, and whether it will come again."""
         if name is not None:
-            return name, True
+            name = checks.operation_name(name)
+            return (_ESCAPE + name if name.startswith(_RESERVED) else name), True
         self._unnamed[kind] += 1
         return f"{kind.name.lower()}#{self._unnamed[kind]}", False
 

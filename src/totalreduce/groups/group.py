@@ -120,17 +120,19 @@ class Group:
             name: Equal on all ranks. ``None``: the n-th unnamed operation meets the n-th unnamed one elsewhere.
             op: How to reduce.
             schedule: ``auto``, ``ring``, ``star``, ``tree``, ``halving_doubling``, ``direct`` or ``hierarchical``.
-            priority: Smaller is more urgent; equal ones leave in the order of submission.
+            priority: Smaller is more urgent; equal ones leave in the order of submission. 32 bits, signed. It has no
+                effect yet where a native library carries operations out (see ``coordinator``): they leave in the
+                order on which the ranks agree.
             timeout_s: Deadline in seconds of a ``wait`` that names none.
 
         Raises:
-            ValueError: The name is in flight already.
+            ValueError: The name is in flight already, or ``priority`` is no such number.
             UnsupportedError: The tensor's device, layout or dtype, or the reduction for this dtype.
             PeerLost: A rank is gone.
             GroupClosed: This rank closed the group.
         """
         if self._coordinator is not None:
-            _no_schedule(schedule)
+            _check_ignored(schedule, priority)
             return self._coordinator.allreduce(tensor, name=name, op=op, timeout_s=timeout_s)
         request = requests.reduction(
             OpKind.ALLREDUCE, tensor, _shown(name), op=op, root=0, algorithm=_algorithm(schedule), writes=True
@@ -185,7 +187,7 @@ class Group:
         """
         root = self._root(root)
         if self._coordinator is not None:
-            _no_schedule(schedule)
+            _check_ignored(schedule, priority)
             work = self._coordinator.broadcast(tensor, root=root, name=name, timeout_s=timeout_s)
         else:
             request = requests.broadcast(
@@ -221,7 +223,7 @@ class Group:
             MismatchError: By ``wait``: ranks disagree about the sizes.
         """
         if self._coordinator is not None:
-            _no_schedule(schedule)
+            _check_ignored(schedule, priority)
             places = requests.listed(outputs, self.world_size, _shown(name), "outputs")
             return self._coordinator.allgather(
                 tensor.reshape(-1), outputs=places, copied=[tensor], name=name, timeout_s=timeout_s
@@ -256,7 +258,7 @@ class Group:
             timeout_s: Deadline in seconds of a ``wait`` that names none.
         """
         if self._coordinator is not None:
-            _no_schedule(schedule)
+            _check_ignored(schedule, priority)
             parts = requests.listed(inputs, self.world_size, _shown(name), "inputs")
             if any(part.numel() != tensor.numel() for part in parts):
                 raise ConfigurationError(f"{_shown(name)!r}: the native library takes equal blocks only")
@@ -321,6 +323,7 @@ class Group:
         ``outputs[i]`` on rank j is as large as ``inputs[j]`` on rank i; a difference is a ``MismatchError`` on both.
         """
         if self._coordinator is not None:
+            _check_ignored("auto", priority)
             places = requests.listed(outputs, self.world_size, _shown(name), "outputs")
             parts = requests.listed(inputs, self.world_size, _shown(name), "inputs")
             whole, splits = torch.cat([part.reshape(-1) for part in parts]), [part.numel() for part in parts]
@@ -799,7 +802,9 @@ def _tag(tag: int) -> int:
     return checks.whole_number("tag", tag)
 
 
-def _no_schedule(schedule: str) -> None:
+def _check_ignored(schedule: str, priority: int) -> None:
+    """Check the arguments that a native library has no use for."""
+    checks.priority(priority)
     if schedule != "auto":
         raise ConfigurationError(f"schedule {schedule!r}: a native library chooses its schedules by itself")
 
