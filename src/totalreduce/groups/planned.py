@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, final
 import torch
 
 from totalreduce.foundation.errors import DeadlineExceededError, PeerLost, TotalReduceError
+from totalreduce.foundation.forking import HomeProcess
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.compilation import never_compiled
 from totalreduce.groups.culprit import LOOK_S, find_culprit
@@ -124,19 +125,27 @@ class NativeStream:
     ) -> None:
         self._natives, self._names, self._lost, self._patience_s = natives, names, lost, patience_s
         self._reported = reported
+        self._home = HomeProcess("the stream of planned reductions")
         self._lock = threading.Lock()  # hooks run in threads of autograd's
+        self._started = threading.Condition(self._lock)  #: Notified of every reduction that was started.
         self._early: dict[int, Planned] = {}
         self._next = self._round = self._number = 0
 
     def begin(self) -> None:
         """The next round."""
+        self._home.check()
         with self._lock:
             assert not self._early, "every place of the last round was submitted"
             self._next = 0
             self._round += 1
 
     def submit(self, place: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:  # noqa: ARG002
-        """Start it, and what it has kept waiting, or keep it until those before it are here."""
+        """Start it, and what it has kept waiting, or keep it until those before it are here.
+
+        Raises:
+            GroupClosed: This is a forked child of the process in which the stream was made.
+        """
+        self._home.check()
         planned = Planned(self._names[place], self._round, tensor, op)
         with self._lock:
             if self._next == len(self._names):
@@ -150,15 +159,17 @@ class NativeStream:
 
     def wait(self, handle: Planned, timeout_s: float) -> None:
         """See ``work.Waiter``."""
+        if handle.finished:
+            return
+        self._home.check()
         deadline = time.monotonic() + timeout_s
         while not handle.finished:
             left_s = deadline - time.monotonic()
             error: BaseException | None = None
             ended = False
             try:
-                if handle.work is None:
-                    time.sleep(1e-3)
-                else:
+                if self._has_started(handle, min(LOOK_S, max(left_s, 0.0))):
+                    assert handle.work is not None
                     ended = handle.work.wait(min(LOOK_S, max(left_s, 1e-3)))
             except TotalReduceError as failure:
                 ended, error = True, failure
@@ -171,13 +182,22 @@ class NativeStream:
                 raise DeadlineExceededError(self._explain(handle, timeout_s))
 
     def close(self) -> None:
-        """Give the library back."""
-        self._natives.close()
+        """Give the library back. In a forked child this does nothing: the library is the parent's."""
+        if self._home.is_here:
+            self._natives.close()
 
     def _start(self, planned: Planned) -> None:
         planned.started_at = time.monotonic()
         planned.number, self._number = self._number, self._number + 1
         planned.work = self._natives.allreduce(planned.tensor, planned.op)
+        self._started.notify_all()
+
+    def _has_started(self, planned: Planned, timeout_s: float) -> bool:
+        """Wait until the reduction was started, at most so long; returns whether it was."""
+        if planned.work is None:
+            with self._lock:
+                self._started.wait_for(lambda: planned.work is not None, timeout_s)
+        return planned.work is not None
 
     def _finish(self, handle: Planned, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, PeerLost):
