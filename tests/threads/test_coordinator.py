@@ -836,6 +836,71 @@ def test_a_rank_that_goes_away(size: int, transport: str, how: str) -> None:
         assert all(isinstance(error, tr.PeerLost) and error.rank == 1 for error in errors)
 
 
+@pytest.mark.parametrize("how", ["group", "subgroup", "coordinator"])
+@pytest.mark.parametrize("transport", ["inproc", "tcp"])
+def test_a_rank_that_closes_ends_what_the_others_wait_for(how: str, transport: str) -> None:
+    """Also where the job goes on: the time-outs of a stall are far away."""
+
+    def body(group: tr.Group) -> tuple[list[str], list[float]]:
+        members = group if how == "group" else group.subgroup([2, 0, 1], name="turned")  # index 0 is rank 2
+        if how != "coordinator":
+            natives = EngineCollectives(members.control.subgroup(range(3), name="natives"))
+            coordinator = members.use(natives, CoordinationConfig())
+        else:
+            coordinator = members.coordinate()
+        assert coordinator.allreduce(torch.ones(2), name="w").wait().tolist() == [3.0, 3.0]
+        if group.rank == 2:
+            pending = coordinator.allreduce(torch.ones(2), name="only here")
+            (coordinator if how == "coordinator" else members).close()
+            with pytest.raises(tr.GroupClosed, match=r"rank . has closed the group"):
+                pending.wait()
+            said = ["", ""]
+        else:
+            begin, said = time.monotonic(), []
+            for name in ("w", "later"):
+                with pytest.raises(tr.PeerLost) as caught:
+                    coordinator.allreduce(torch.ones(2), name=name).wait(timeout_s=20.0)
+                assert caught.value.rank == 2
+                said.append(caught.value.reason)
+            assert time.monotonic() - begin < 5.0
+        return said, [] if how == "group" else group.allreduce(torch.ones(1), name="goes on").wait().tolist()
+
+    results = together(3, body, transport)
+    name = results[0][0][0].split("'")[1]
+    assert name.endswith("turned") == (how != "group")
+    reason = f"it has closed the group {name!r}"
+    assert results[:2] == [([reason, reason], [] if how == "group" else [3.0])] * 2
+
+
+def test_closing_says_after_which_exception() -> None:
+    def body(group: tr.Group) -> str:
+        group.use(EngineCollectives(group.control.subgroup(range(2), name="natives")), CoordinationConfig())
+        if group.rank == 1:
+            with pytest.raises(KeyError), group:
+                raise KeyError("lost key")
+            return ""
+        with pytest.raises(tr.PeerLost) as caught:
+            group.allreduce(torch.ones(2), name="w").wait(timeout_s=20.0)
+        return caught.value.reason
+
+    said = together(2, body)[0]
+    assert said.startswith("it has closed the group ")
+    assert said.endswith(" after KeyError: 'lost key'")
+
+
+def test_closing_happens_at_the_time_of_the_clock() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator, times = group.coordinate(), []
+        settle = coordinator._settle
+        coordinator._settle = lambda now: times.append(now) or settle(now)
+        before = time.monotonic()
+        coordinator.close()
+        assert len(times) == 1
+        assert before <= times[0] <= time.monotonic()
+
+    together(1, body)
+
+
 def test_who_leaves_after_the_last_operation_harms_nobody() -> None:
     def body(group: tr.Group) -> list[float]:
         coordinator = group.coordinate()

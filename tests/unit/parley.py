@@ -11,6 +11,7 @@ from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.coordination.messages import Kind, split
 from totalreduce.coordination.negotiator import Negotiator
 from totalreduce.coordination.requests import Request, Response
+from totalreduce.foundation.errors import GroupClosed
 from totalreduce.foundation.types import OpKind
 
 
@@ -101,8 +102,8 @@ class Parley:
         self.ranks[rank].join(self.now)
         self.collect(rank)
 
-    def leave(self, rank: int) -> None:
-        self.ranks[rank].leave(self.now)
+    def leave(self, rank: int, reason: str) -> None:
+        self.ranks[rank].leave(GroupClosed("closed"), reason)
         self.collect(rank)
 
     def hurry(self, rank: int) -> None:

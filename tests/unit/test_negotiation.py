@@ -9,7 +9,8 @@ import pytest
 from parley import CHANGES, Parley, ask, changed, group, names
 
 from totalreduce.coordination.config import CoordinationConfig
-from totalreduce.coordination.messages import Kind, decode_bits, split
+from totalreduce.coordination.messages import Kind, decode_bits, encode, split
+from totalreduce.coordination.negotiator import Negotiator
 from totalreduce.coordination.requests import Request
 from totalreduce.coordination.stall import Pending
 from totalreduce.coordination.table import RequestTable
@@ -18,6 +19,7 @@ from totalreduce.foundation.errors import (
     GroupClosed,
     MismatchError,
     PeerLost,
+    ProtocolError,
     StallError,
     UnsupportedError,
 )
@@ -97,21 +99,18 @@ def test_status_bits_are_inverted() -> None:
     parley = Parley(3)
     parley.submit(1, ask("a"))
     vote = decode_bits(split(parley.sent[0].message)[3], 100)
-    assert vote & 0b111 == 0b101, "only 'uncached' is not so"
+    assert vote & 0b11 == 0b10, "only 'uncached' is not so"
     parley.run()
     parley.submit(0, ask("a"))
     parley.submit(2, ask("a"))
     assert names(parley.take()) == ["a"]
     parley.sent.clear()
     parley.submit(2, ask("a"))
-    assert decode_bits(split(parley.sent[0].message)[3], 100) == 0b1111
+    assert decode_bits(split(parley.sent[0].message)[3], 100) == 0b111
     parley.run()  # the others have nothing: no bit is common, no status is raised
     parley.sent.clear()
     parley.submit(0, ask("a", 5))
-    assert decode_bits(split(parley.sent[0].message)[3], 100) == 0b0001, "uncached and invalid, and no hit"
-    parley.run()
-    parley.leave(1)
-    assert decode_bits(split(parley.sent[-1].message)[3], 100) & 0b111 == 0b110
+    assert decode_bits(split(parley.sent[0].message)[3], 100) == 0b000, "uncached and invalid, and no hit"
 
 
 @pytest.mark.parametrize("world_size", SIZES)
@@ -554,31 +553,53 @@ def test_rows_of_every_rank() -> None:
 
 
 @pytest.mark.parametrize("world_size", SIZES)
-def test_leaving_ends_it_for_all(world_size: int) -> None:
+def test_leaving_ends_it_for_those_who_need_the_rank(world_size: int) -> None:
     parley = Parley(world_size)
     parley.submit(0, ask("a"))
     parley.run()
-    parley.leave(world_size - 1)
+    gone = world_size - 1
+    parley.leave(gone, "it has closed the group")
     parley.run()
-    for negotiator in parley.ranks:
-        assert isinstance(negotiator.ended, GroupClosed)
+    for rank, negotiator in enumerate(parley.ranks):
+        if rank == gone:
+            assert isinstance(negotiator.ended, GroupClosed)
+        else:
+            assert isinstance(negotiator.ended, PeerLost)
+            assert (negotiator.ended.rank, negotiator.ended.reason) == (gone, "it has closed the group")
         assert negotiator.num_pending == 0
         assert negotiator.next_due() is None
         negotiator.receive(0, b"anything", 0.0)  # too late to matter
+    assert parley.counts()[gone][Kind.LEAVE] == world_size - 1
+    parley.leave(gone, "again")
+    assert parley.counts()[gone][Kind.LEAVE] == world_size - 1
+
+
+def test_a_rank_that_leaves_is_named_as_the_job_names_it() -> None:
+    negotiator = Negotiator(0, 2, CoordinationConfig(), ranks=(5, 3))
+    negotiator.submit([ask("a")], 0.0)
+    negotiator.receive(1, encode(Kind.LEAVE, 7, value="x" * 1000), 0.0)
+    assert isinstance(negotiator.ended, PeerLost)
+    assert (negotiator.ended.rank, negotiator.ended.reason) == (3, "x" * 500)
+    with pytest.raises(ProtocolError, match="rank 1 leaves as no correct peer does"):
+        Negotiator(0, 2, CoordinationConfig()).receive(1, encode(Kind.LEAVE, 0, value=[1]), 0.0)
 
 
 def lost(parley: Parley) -> list[object]:
     return [negotiator.ended.rank if isinstance(negotiator.ended, PeerLost) else None for negotiator in parley.ranks]
 
 
+@pytest.mark.parametrize("says_so", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
-def test_who_left_is_missed_only_when_needed(world_size: int) -> None:
+def test_who_left_is_missed_only_when_needed(world_size: int, *, says_so: bool) -> None:
     for gone in range(world_size):
         survivors = [rank for rank in range(world_size) if rank != gone]
         parley = Parley(world_size)
         parley.submit_all(ask("a"))
         parley.take()
-        parley.depart(gone)
+        if says_so:
+            parley.leave(gone, "gone")
+        else:
+            parley.depart(gone)
         parley.settle()
         assert all(parley.ranks[rank].ended is None for rank in survivors), "nobody needs it"
         parley.submit(survivors[0], ask("a"))
@@ -587,6 +608,25 @@ def test_who_left_is_missed_only_when_needed(world_size: int) -> None:
         error = parley.ranks[survivors[-1]].ended
         assert isinstance(error, PeerLost)
         assert error.reason == "gone"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
+def test_one_rank_alone_needs_a_rank_that_has_left(world_size: int, *, begun: bool) -> None:
+    """The others have nothing to wait for, and the votes that would draw them in went to the rank that has left."""
+    for gone in range(world_size):
+        for alone in set(range(world_size)) - {gone}:
+            parley = Parley(world_size)
+            if begun:
+                parley.submit(alone, ask("a"))
+                assert parley.ranks[alone].next_due() is None, "its cycle has begun"
+            parley.leave(gone, "gone")
+            if not begun:
+                parley.run()
+                parley.submit(alone, ask("a"))
+            parley.settle()
+            survivors = [rank for rank in range(world_size) if rank != gone]
+            assert [lost(parley)[rank] for rank in survivors] == [gone] * len(survivors)
 
 
 @pytest.mark.parametrize("cached", [False, True])

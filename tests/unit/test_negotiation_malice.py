@@ -67,7 +67,11 @@ def recorded(world_size: int) -> list[Sent]:
         parley.join(1)
         parley.settle()
     parley.tick(60.0)
-    return parley.sent
+    leaving = Parley(world_size)
+    leaving.submit(0, ask("a"))
+    leaving.leave(world_size - 1, "enough")
+    leaving.run()
+    return parley.sent + leaving.sent
 
 
 PHASES = ("IDLE", "VOTE", "INVALID", "GATHER", "joined")
@@ -117,7 +121,7 @@ MALICE = [
     encode(Kind.VOTE, 2**64 - 1, 0, bits=1),
     *[
         encode(kind, 0, value=value)
-        for kind in (Kind.REQUESTS, Kind.RESPONSES, Kind.ASK, Kind.TELL, Kind.ABORT)
+        for kind in (Kind.REQUESTS, Kind.RESPONSES, Kind.ASK, Kind.TELL, Kind.ABORT, Kind.LEAVE)
         for value in (
             None,
             3,

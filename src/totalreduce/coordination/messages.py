@@ -44,6 +44,10 @@ class Kind(enum.IntEnum):
     """Of those, what this rank has asked for."""
     ABORT = 7
     """The agreement has ended for good."""
+    LEAVE = 8
+    """The sender takes part no more: it has closed the agreement in good order."""
+    BEGIN = 9
+    """A cycle has begun. The votes say it, too, but not those that a rank which has left would have passed on."""
 
 
 def encode(kind: Kind, cycle: int, round_: int = 0, *, bits: int | None = None, value: Any = None) -> bytes:

@@ -34,7 +34,6 @@ from totalreduce.coordination.stall import Pending, Stall, StallInspector
 from totalreduce.coordination.table import Allowances, RequestTable, allowance
 from totalreduce.foundation.errors import (
     ConfigurationError,
-    GroupClosed,
     PeerLost,
     ProtocolError,
     StallError,
@@ -43,11 +42,13 @@ from totalreduce.foundation.errors import (
 
 __all__ = ["NegotiationCounters", "Negotiator"]
 
-_SHUT_DOWN, _UNCACHED, _INVALID = 1, 2, 4
-_STATUS_BITS = 3
-_STATUS = _SHUT_DOWN | _UNCACHED | _INVALID
+_UNCACHED, _INVALID = 1, 2
+_STATUS_BITS = 2
+_STATUS = _UNCACHED | _INVALID
 #: Requests beyond the cache that one rank sends in one cycle; the rest comes in the next.
 _REQUESTS_MAX = 1024
+#: Characters of the reason for which a rank leaves, at most.
+_REASON_MAX = 500
 #: The longest pause between two cycles that nobody is blocked for, in seconds.
 _PAUSE_MAX_S = 0.005
 #: Lists of responses are never changed once they are made.
@@ -125,8 +126,11 @@ class Negotiator:
         outbox: To whom, what: the caller sends it and empties the list.
     """
 
-    def __init__(self, rank: int, world_size: int, config: CoordinationConfig) -> None:
-        """Make an idle negotiator."""
+    def __init__(
+        self, rank: int, world_size: int, config: CoordinationConfig, *, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Make an idle negotiator; ``ranks``: the members as ``PeerLost`` names them, if not by their indices."""
+        self._shown_ranks = range(world_size) if ranks is None else ranks
         self.rank, self.world_size, self.config = rank, world_size, config
         self.cache = ResponseCache(config.cache_capacity)
         self.counters = NegotiationCounters()
@@ -148,8 +152,9 @@ class Negotiator:
         self._queue: dict[str, Request] = {}  #: Of what is pending, that which rank 0 does not have.
         self._news = self._hurried = False
         self._news_bytes = 0
-        self._joins = self._join_sent = self._leaves = False
+        self._joins = self._join_sent = False
         self._departed: dict[int, str] = {}
+        self._begun = -1  #: The latest cycle of which a rank has said that it has begun.
         self._hits = 0  #: Bits of the queue, if all of it is in the cache ...
         self._classified = 0  #: ... of this version; -1: it is not.
         self._not_before = 0.0
@@ -213,10 +218,16 @@ class Negotiator:
         self._news = self._hurried = True
         self._run(now)
 
-    def leave(self, now: float) -> None:
-        """Ask all ranks to end the agreement: it fails with ``GroupClosed`` on all of them."""
-        self._leaves = self._news = self._hurried = True
-        self._run(now)
+    def leave(self, error: TotalReduceError, reason: str) -> None:
+        """End the agreement here in good order, and tell the others: what they need this rank for fails (``depart``).
+
+        Args:
+            error: What pending operations fail with here.
+            reason: Why, in the words in which the others' ``PeerLost`` says it.
+        """
+        if self.ended is None:
+            self._tell_all(encode(Kind.LEAVE, self._number, value=reason[:_REASON_MAX]))
+            self.fail(error)
 
     def hurry(self, now: float) -> None:
         """Somebody is blocked: do not wait for more to come."""
@@ -246,7 +257,10 @@ class Negotiator:
 
     def depart(self, peer: int, reason: str, now: float) -> None:
         """A rank has left in good order. What does not need it any more goes on."""
-        self._departed[peer] = reason
+        self._departed.setdefault(peer, reason)
+        if self._cycle is not None and self.ended is None:
+            # The rank would have drawn others into this cycle: whoever waits for its vote must know that it has begun.
+            self._tell_all(encode(Kind.BEGIN, self._number))
         self._run(now)
 
     # --------------------------------------------------------------------------------------------------------- time
@@ -298,6 +312,16 @@ class Negotiator:
             self._stalls.told(peer, decode_json(body), now)
         elif kind is Kind.ABORT:
             self.fail(_error_from_wire(decode_json(body)))
+        elif kind is Kind.LEAVE:
+            reason = decode_json(body)
+            if not isinstance(reason, str):
+                raise ProtocolError(f"rank {peer} leaves as no correct peer does")
+            self.depart(peer, reason[:_REASON_MAX], now)
+        elif kind is Kind.BEGIN:
+            if cycle > self._number + 1:
+                raise ProtocolError(f"rank {peer} begins cycle {cycle}; this rank is in {self._number}")
+            self._begun = max(self._begun, cycle)
+            self._run(now)
         else:
             ahead = cycle - self._number
             idle = self._phase is _Phase.IDLE
@@ -349,7 +373,7 @@ class Negotiator:
         while going and self.ended is None:
             cycle = self._cycle
             if cycle is None:
-                going = self._due(now)
+                going = self._due(now) and not (self._departed and self._awaited())  # it would not come to an end
                 if going:
                     self._begin(now)
                 continue
@@ -369,7 +393,7 @@ class Negotiator:
         if self._departed and self.ended is None:
             gone = next((peer for peer in self._awaited() if peer in self._departed), None)
             if gone is not None:
-                self._abort(PeerLost(gone, self._departed[gone]))
+                self._abort(PeerLost(self._shown_ranks[gone], self._departed[gone]))
 
     def _check_left(self) -> None:
         """Nothing may be left of cycles that are over: it would draw this rank into new ones for ever."""
@@ -392,7 +416,7 @@ class Negotiator:
         """Whether the next cycle begins: because of news here, or drawn in by another rank."""
         if self._news and (self._hurried or now >= self._not_before or self._news_bytes >= self.config.fusion_bytes):
             return True
-        return bool(self._early)
+        return bool(self._early) or self._begun >= self._number
 
     def _begin(self, now: float) -> None:
         """Look at everything that is pending and say what of it the cache knows."""
@@ -402,7 +426,7 @@ class Negotiator:
             hits, invalid, uncached = self._classify()
         if self._joins:
             hits = self.cache.all_bits
-        status = _SHUT_DOWN if self._leaves else 0
+        status = 0
         if uncached or (self._joins and not self._join_sent):
             status |= _UNCACHED
         if invalid:
@@ -461,9 +485,7 @@ class Negotiator:
     def _voted(self, cycle: _Cycle) -> None:
         status = ~cycle.bits & _STATUS
         cycle.common = cycle.bits >> _STATUS_BITS
-        if status & _SHUT_DOWN:
-            self.fail(GroupClosed("the ranks have agreed to end the group"))
-        elif status & _INVALID:
+        if status & _INVALID:
             self._phase, cycle.round, cycle.bits = _Phase.INVALID, 0, cycle.invalid
             self._speak(cycle, Kind.INVALID)
         elif status & _UNCACHED:

@@ -11,6 +11,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -126,7 +127,7 @@ class Coordinator:
         group.agree("coordination", config.shared())
         self.config, self.natives = config, natives
         self._group, self._runner, self._engine, self._patience = group, runner, runner.engine, patience
-        self._negotiator = Negotiator(group.rank, group.world_size, config)
+        self._negotiator = Negotiator(group.rank, group.world_size, config, ranks=group.ranks)
         #: What is in flight here, by name; of that, what the ranks have not agreed on.
         self._entries: dict[str, Entry] = {}
         self._waiting: dict[str, Entry] = {}
@@ -421,15 +422,25 @@ class Coordinator:
         with self._runner.locked():
             return self._negotiator.cache.snapshot()
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """End it here; what is pending fails. Harmless when called twice, and in a forked child."""
+    def close(self, timeout_s: float = 5.0, *, reason: str = "") -> None:
+        """End it here; what is pending fails. Harmless when called twice, and in a forked child.
+
+        Not collective. The other ranks are told: their operations that need this rank, and later ones, fail with
+        ``PeerLost``, which names this rank and says the ``reason``, if there is one.
+        """
         if not self._runner.home.is_here:
             return
-        with self._runner.locked():
-            now = 0.0
-            self._negotiator.fail(GroupClosed(f"rank {self._group.rank} has closed {self._group.name!r}"))
-            self._settle(now)
+        name = f"the group {self._group.name!r}"
+
+        def leave(now: float) -> bool:
+            error = GroupClosed(f"rank {self._group.rank} has closed {name}")
+            self._negotiator.leave(error, f"it has closed {name}" + (f" after {reason}" if reason else ""))
+            says = self._settle(now)
             self._engine.close_channel(self._number)
+            return says
+
+        with suppress(GroupClosed):  # there is nobody who would tell the others, and the channel has been told
+            self._runner.act(leave)
         self._executor.close(timeout_s)
         self.natives.close()
 

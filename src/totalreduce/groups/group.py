@@ -760,7 +760,7 @@ class Group:
                 self._flush()
         finally:
             if self._coordinator is not None:
-                self._coordinator.close(timeout_s)
+                self._coordinator.close(timeout_s, reason=reason)
             if self._parent is None:
                 self._finalizer.detach()
                 _close(self._runner, self._at_close, timeout_s, reason)
