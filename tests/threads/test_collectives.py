@@ -3,6 +3,7 @@
 What comes out of them is the conformance suite's business.
 """
 
+import re
 import threading
 import time
 
@@ -163,8 +164,6 @@ BAD = {
     "a number as schedule": (lambda g: g.allreduce(ONE, schedule=1), "schedule 1 is not known"),
     "no time": (lambda g: g.alltoall([ONE, ONE], [ONE, ONE], timeout_s=-1.0), "timeout_s must be positive"),
     "a priority out of range": (lambda g: g.recv(ONE, src=None, priority=2**31), "does not fit into 32 bits"),
-    "too few objects": (lambda g: g.scatter_object(["one"]), "the root must pass 2 values, one per rank"),
-    "an object of a class": (lambda g: g.broadcast_object({"a": object()}), "a object cannot be broadcast"),
     "ranks twice": (lambda g: g.subgroup([0, 0]), r"\[0, 0\] are not different ranks"),
     "ranks that there are not": (lambda g: g.subgroup([0, 2]), r"\[0, 2\] are not different ranks of a group of 2"),
     "a subgroup of others": (lambda g: g.subgroup([1]), r"rank 0 is not among \[1\]"),
@@ -180,6 +179,49 @@ def test_mistakes_are_found_where_they_are_made(mistake: str) -> None:
             call(first)
         works = [group.allreduce(torch.ones(1), name="w") for group in (first, second)]
         assert [work.wait().item() for work in works] == [2.0, 2.0]
+
+
+OBJECT = r"rank 1 has an object that cannot be sent\. value\['a'\]: a object cannot be sent"
+REFUSED_OBJECTS = {
+    "broadcast": (lambda g, bad: g.broadcast_object(bad, root=1), OBJECT, {0, 1, 2}),
+    "allgather": (lambda g, bad: g.allgather_object(bad), OBJECT, {0, 1, 2}),
+    "gather": (lambda g, bad: g.gather_object(bad, root=2), OBJECT, {1, 2}),
+    "scatter": (lambda g, bad: g.scatter_object([0, 1, bad], root=1), OBJECT, {0, 1, 2}),
+    "scatter of too few": (
+        lambda g, bad: g.scatter_object([0], root=1),
+        "rank 1 has an object that cannot be sent. the root must pass 3 values, one per rank",
+        {0, 1, 2},
+    ),
+    "scatter of nothing": (
+        lambda g, bad: g.scatter_object(None, root=1),
+        "rank 1 has an object that cannot be sent. the root must pass 3 values, one per rank",
+        {0, 1, 2},
+    ),
+    "more than a gibibyte": (
+        lambda g, bad: g.broadcast_object(torch.empty(1, 1).expand(1 << 15, 1 << 14) if g.rank == 1 else 0, root=1),
+        r"rank 1 has an object that cannot be sent\. it takes \d+ bytes; the limit is 1073741824",
+        {0, 1, 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_OBJECTS)
+def test_an_object_that_cannot_be_sent_fails_on_every_rank_that_would_get_it(name: str) -> None:
+    call, words, raising = REFUSED_OBJECTS[name]
+
+    def body(group: tr.Group) -> str:
+        said = ""
+        try:
+            call(group, {"a": object()} if group.rank == 1 else {"a": 1})
+        except tr.ConfigurationError as error:
+            said = str(error)
+        # Names, order and everything else are as before.
+        assert group.allgather_object({group.rank}) == [{0}, {1}, {2}]
+        return said
+
+    said = run_ranks(3, body)
+    assert {rank for rank in range(3) if re.match(words, said[rank])} == raising, said
+    assert len({said[rank] for rank in raising}) == 1
 
 
 def test_nobody_can_send_to_a_rank_that_is_alone() -> None:

@@ -425,7 +425,12 @@ class Group:
     # ------------------------------------------------------------------------------------------------------- objects
 
     def broadcast_object(self, value: Any, *, root: int = 0) -> Any:
-        """The root's value on every rank: numbers, strings, bytes, tensors, lists, tuples, dicts. Never pickled."""
+        """The root's value on every rank. What may be sent is in ``docs/collectives.md``; nothing is ever pickled.
+
+        Raises:
+            ConfigurationError: The value cannot be sent; on every rank. So do the other object collectives, on every
+                rank that would get the value.
+        """
         return objects.broadcast_object(self.control, value, root=self._root(root))
 
     def allgather_object(self, value: Any) -> list[Any]:

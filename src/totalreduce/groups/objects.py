@@ -1,6 +1,7 @@
 """Object collectives: values of plain types in a bounded encoding (see ``encoding``). Nothing is ever unpickled.
 
-Lengths go first, so that nobody takes memory for more than was announced and is allowed. They block.
+Lengths go first, so that no rank takes memory for more than was announced and is allowed. They block. A value that
+cannot be sent fails the operation on every rank that would get it: its place is taken by the reason.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
-from totalreduce.groups.encoding import PACKED_BYTES_MAX, pack, unpack
+from totalreduce.groups.encoding import PACKED_BYTES_MAX, pack, pack_refusal, unpack
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
@@ -21,17 +22,24 @@ __all__ = ["allgather_object", "broadcast_object", "gather_object", "scatter_obj
 
 def broadcast_object(group: Group, value: Any, *, root: int) -> Any:
     """The root's value on every rank."""
-    packed = pack(value) if group.rank == root else None
-    length = torch.tensor([0 if packed is None else packed.numel()])
-    group.broadcast(length, root=root)
-    data = _memory(length) if packed is None else packed
-    group.broadcast(data, root=root)
-    return value if packed is not None else unpack(data)
+    refusal = None
+    if group.rank == root:
+        packed, refusal = _packed(group, value)
+        length = torch.tensor([packed.numel()])
+        group.broadcast(length, root=root)
+    else:
+        length = torch.tensor([0])
+        group.broadcast(length, root=root)
+        packed = _memory(length)
+    group.broadcast(packed, root=root)
+    if refusal is not None:
+        raise refusal
+    return value if group.rank == root else unpack(packed)
 
 
 def allgather_object(group: Group, value: Any) -> list[Any]:
     """Every rank's value on every rank."""
-    packed = pack(value)
+    packed, _ = _packed(group, value)
     lengths = torch.empty(group.world_size, dtype=torch.int64)
     group.allgather(lengths, torch.tensor([packed.numel()])).wait()
     parts = [_memory(length) for length in lengths]
@@ -41,27 +49,56 @@ def allgather_object(group: Group, value: Any) -> list[Any]:
 
 def gather_object(group: Group, value: Any, *, root: int) -> list[Any] | None:
     """Every rank's value on the root."""
-    packed, is_root = pack(value), group.rank == root
+    is_root = group.rank == root
+    packed, refusal = _packed(group, value)
     lengths = torch.empty(group.world_size, dtype=torch.int64) if is_root else None
     group.gather(lengths, torch.tensor([packed.numel()]), root=root).wait()
     parts = None if lengths is None else [_memory(length) for length in lengths]
     group.gather(parts, packed, root=root).wait()
+    if refusal is not None:
+        raise refusal
     return None if parts is None else [unpack(part) for part in parts]
 
 
 def scatter_object(group: Group, values: Sequence[Any] | None, *, root: int) -> Any:
     """This rank's one of the root's values."""
-    parts = lengths = None
+    parts = lengths = refusal = None
     if group.rank == root:
-        if values is None or len(values) != group.world_size:
-            raise ConfigurationError(f"the root must pass {group.world_size} values, one per rank")
-        parts = [pack(value) for value in values]
+        parts, refusal = _all_packed(group, values)
         lengths = torch.tensor([part.numel() for part in parts])
     length = torch.empty(1, dtype=torch.int64)
     group.scatter(length, lengths, root=root).wait()
     data = _memory(length)
     group.scatter(data, parts, root=root).wait()
+    if refusal is not None:
+        raise refusal
     return unpack(data)
+
+
+def _packed(group: Group, value: Any) -> tuple[torch.Tensor, ConfigurationError | None]:
+    """What travels: the value, or why it cannot, for which this rank raises the error when the others know."""
+    try:
+        return pack(value), None
+    except ConfigurationError as error:
+        return _refused(group, error)
+
+
+def _all_packed(group: Group, values: Sequence[Any] | None) -> tuple[list[torch.Tensor], ConfigurationError | None]:
+    try:
+        if values is None or len(values) != group.world_size:
+            raise ConfigurationError(f"the root must pass {group.world_size} values, one per rank")
+        return [pack(value) for value in values], None
+    except ConfigurationError as error:
+        packed, refusal = _refused(group, error)
+        return [packed] * group.world_size, refusal
+
+
+def _refused(group: Group, error: ConfigurationError) -> tuple[torch.Tensor, ConfigurationError]:
+    refusal = ConfigurationError(
+        f"rank {group.ranks[group.rank]} has an object that cannot be sent. {error}. Objects are never pickled: send "
+        "what they are made of, and make them anew on the other side"
+    )
+    return pack_refusal(str(refusal)), refusal
 
 
 def _memory(length: torch.Tensor) -> torch.Tensor:

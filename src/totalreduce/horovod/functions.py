@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.groups.encoding import encode
 from totalreduce.horovod.context import context
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set
 from totalreduce.pytorch import broadcast
@@ -82,19 +81,17 @@ def broadcast_object(
     """The root's value on every rank.
 
     Args:
-        obj: Made of numbers, strings, bytes, ``None``, tensors, lists, tuples, and dicts with strings or integers as
-            keys; up to 1 GiB. Ignored on the other ranks.
+        obj: What may be sent is in ``docs/collectives.md``: plain values, tensors, NumPy arrays and containers of them,
+            up to 1 GiB. Ignored on the other ranks.
         root_rank: A rank of the job.
         name: Accepted, not needed.
         process_set: Which ranks.
 
     Raises:
-        ConfigurationError: The value holds something else; on every rank.
+        ConfigurationError: The value cannot be sent; on every rank.
     """
     members = context.members(process_set)
-    root = members.root(root_rank)
-    envelope = members.group.broadcast_object(_envelope(obj) if members.group.rank == root else None, root=root)
-    return _opened([envelope], [root_rank])[0]
+    return members.group.broadcast_object(obj, root=members.root(root_rank))
 
 
 def allgather_object(
@@ -105,28 +102,6 @@ def allgather_object(
     """Every rank's value, by rank, on every rank; values as for ``broadcast_object``.
 
     Raises:
-        ConfigurationError: A value holds something else; on every rank.
+        ConfigurationError: A value cannot be sent; on every rank.
     """
-    members = context.members(process_set)
-    return _opened(members.group.allgather_object(_envelope(obj)), members.ranks)
-
-
-def _envelope(value: Any) -> dict[str, Any]:
-    """The value, or why it cannot travel: the others must not wait for it."""
-    try:
-        encode(value)
-    except ConfigurationError as error:
-        return {"refused": str(error)}
-    return {"value": value}
-
-
-def _opened(envelopes: Iterable[dict[str, Any]], ranks: Iterable[int]) -> list[Any]:
-    values = []
-    for envelope, rank in zip(envelopes, ranks, strict=True):
-        if "refused" in envelope:
-            raise ConfigurationError(
-                f"rank {rank}: {envelope['refused']}. Horovod would pickle it; this library never unpickles what comes "
-                "over the network. Send what the object is made of, and make it anew on the other side"
-            )
-        values.append(envelope["value"])
-    return values
+    return context.members(process_set).group.allgather_object(obj)

@@ -58,8 +58,8 @@ def broadcast_parameters(model: torch.nn.Module | Mapping[str, torch.Tensor], gr
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: Group, root: int = 0) -> None:
     """Copy the root's optimizer state and hyper-parameters to all ranks. Collective.
 
-    The other ranks may have no state yet, or another one. State may be made of tensors, numbers, strings,
-    ``None``, lists, tuples and dicts; it is never pickled.
+    The other ranks may have no state yet, or another one. State may be made of what the object collectives send (see
+    ``docs/collectives.md``); it is never pickled.
 
     Args:
         optimizer: A torch optimizer or a ``DistributedOptimizer``.

@@ -4,6 +4,7 @@ The test names a case on standard input, every rank carries it out and says how 
 by every rank for all ranks, so that results are compared with plain arithmetic.
 """
 
+import argparse
 import contextlib
 import datetime
 import gc
@@ -18,6 +19,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -890,14 +892,23 @@ def objects():
     assert hvd.allgather_object({"rank": hvd.rank()}) == [{"rank": rank} for rank in range(hvd.size())]
     assert hvd.allgather_object("x" * hvd.rank(), name="any") == ["x" * rank for rank in range(hvd.size())]
 
+    names = argparse.Namespace(lr=0.1, data=Path("data"), sizes={1, 2}, started=datetime.date(2024, 2, 29))
+    assert hvd.broadcast_object(names if hvd.rank() == 0 else None, 0) == names
+    seen = [{"step": np.int64(rank), "loss": np.full((2, 3), rank, np.float32)} for rank in range(hvd.size())]
+    for mine, theirs in zip(seen, hvd.allgather_object(seen[hvd.rank()]), strict=True):
+        assert type(theirs["step"]) is np.int64
+        assert theirs["step"] == mine["step"]
+        assert theirs["loss"].dtype == np.float32
+        assert np.array_equal(theirs["loss"], mine["loss"])
+
     class Custom:
         pass
 
     last = hvd.size() - 1
-    with refused(ValueError, f"rank {last}", "Custom", "unpickles"):
+    with refused(ValueError, f"rank {last}", "a Custom cannot be sent", "never pickled"):
         hvd.broadcast_object(Custom() if hvd.rank() == last else None, last)
-    with refused(ValueError, f"rank {last}", "set", "unpickles"):
-        hvd.allgather_object({1} if hvd.rank() == last else 1)
+    with refused(ValueError, f"rank {last}", "dtype object", "never pickled"):
+        hvd.allgather_object(np.array([None]) if hvd.rank() == last else 1)
     assert hvd.broadcast_object(hvd.rank(), last) == last
 
 
