@@ -749,6 +749,41 @@ def test_what_is_refused_at_once() -> None:
     together(2, body)
 
 
+def test_an_operation_that_is_refused_at_once_does_not_count() -> None:
+    """Unnamed operations meet by their number: those after a refusal on one rank still meet the same ones."""
+
+    def body(group: tr.Group) -> None:
+        coordinator, rows = group.coordinate(), torch.arange(4.0)
+        sparse = torch.eye(2).to_sparse()
+        if group.rank == 1:
+            for refused in (
+                lambda: coordinator.allreduce(sparse),
+                lambda: coordinator.allreduce(rows, timeout_s=-1.0),
+                lambda: coordinator.grouped_allreduce([rows, sparse]),
+                lambda: coordinator.broadcast(sparse),
+                lambda: coordinator.allgather(sparse),
+                lambda: coordinator.alltoall(rows, [3, 2]),
+                lambda: coordinator.alltoall(rows[:3]),
+                lambda: coordinator.reduce_scatter(torch.tensor(1.0)),
+                lambda: coordinator.barrier(timeout_s=0.0),
+            ):
+                with pytest.raises(tr.ConfigurationError):
+                    refused()
+        works = [
+            coordinator.allreduce(torch.ones(1)),
+            coordinator.broadcast(torch.full((1,), float(group.rank))),
+            coordinator.allgather(torch.full((1,), float(group.rank))),
+            coordinator.alltoall(torch.arange(2.0) + group.rank),
+            coordinator.reduce_scatter(torch.arange(2.0)),
+        ]
+        rank = float(group.rank)
+        wanted = [[2.0], [0.0], [0.0, 1.0], [rank, rank + 1], [2 * rank]]
+        assert [work.wait(timeout_s=5).tolist() for work in works] == wanted
+        coordinator.barrier(timeout_s=5)
+
+    together(2, body)
+
+
 def test_a_callback_that_fails_harms_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
     def body(group: tr.Group) -> None:
         coordinator = group.coordinate()

@@ -10,8 +10,8 @@ import functools
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -206,36 +206,36 @@ class Coordinator:
         Args and Raises as for ``allreduce``.
         """
         _check_reduction(op)
-        base, cached = self._name(name, OpKind.ALLREDUCE)
-        batch = (base, len(tensors)) if len(tensors) > 1 else None
-        entries = []
-        for index, tensor in enumerate(tensors):
-            shown = base if batch is None else f"{base}.{index}of{len(tensors)}"
-            checked_tensors.check_dense(tensor, shown)
-            request = self._known.get(shown)
-            if (
-                request is None
-                or request.shape != tensor.shape
-                or request.dtype != _dtype_name(tensor.dtype)
-                or request.reduction != _REDUCTIONS[op]
-                or request.prescale != prescale
-                or request.postscale != postscale
-                or request.batch != batch
-                or request.device != tensor.device.type
-            ):
-                request = Request(
-                    shown,
-                    OpKind.ALLREDUCE,
-                    *self._described(tensor, shown),
-                    reduction=_REDUCTIONS[op],
-                    prescale=float(prescale),
-                    postscale=float(postscale),
-                    batch=batch,
-                    cached=cached,
-                )
-                self._remember(request)
-            entries.append(self._entry(request, tensor, writes=True))
-        return self._submit(entries, timeout_s)
+        with self._named(name, OpKind.ALLREDUCE) as (base, cached):
+            batch = (base, len(tensors)) if len(tensors) > 1 else None
+            entries = []
+            for index, tensor in enumerate(tensors):
+                shown = base if batch is None else f"{base}.{index}of{len(tensors)}"
+                checked_tensors.check_dense(tensor, shown)
+                request = self._known.get(shown)
+                if (
+                    request is None
+                    or request.shape != tensor.shape
+                    or request.dtype != _dtype_name(tensor.dtype)
+                    or request.reduction != _REDUCTIONS[op]
+                    or request.prescale != prescale
+                    or request.postscale != postscale
+                    or request.batch != batch
+                    or request.device != tensor.device.type
+                ):
+                    request = Request(
+                        shown,
+                        OpKind.ALLREDUCE,
+                        *self._described(tensor, shown),
+                        reduction=_REDUCTIONS[op],
+                        prescale=float(prescale),
+                        postscale=float(postscale),
+                        batch=batch,
+                        cached=cached,
+                    )
+                    self._remember(request)
+                entries.append(self._entry(request, tensor, writes=True))
+            return self._submit(entries, timeout_s)
 
     def broadcast(
         self, tensor: torch.Tensor, *, root: int = 0, name: str | None = None, timeout_s: float | None = None
@@ -247,10 +247,10 @@ class Coordinator:
         """
         if not 0 <= root < self._group.world_size:
             raise ConfigurationError(f"root {root} is no rank of a group of {self._group.world_size}")
-        shown, cached = self._name(name, OpKind.BROADCAST)
-        request = Request(shown, OpKind.BROADCAST, *self._described(tensor, shown), root=int(root), cached=cached)
-        entry = self._entry(request, tensor, writes=self._group.rank != root)
-        return self._submit([entry], timeout_s)[0]
+        with self._named(name, OpKind.BROADCAST) as (shown, cached):
+            request = Request(shown, OpKind.BROADCAST, *self._described(tensor, shown), root=int(root), cached=cached)
+            entry = self._entry(request, tensor, writes=self._group.rank != root)
+            return self._submit([entry], timeout_s)[0]
 
     def allgather(
         self,
@@ -266,11 +266,11 @@ class Coordinator:
         ``Work.wait`` returns the whole, unless ``outputs`` has a place for every rank's part. ``copied``: what the
         tensor was copied from, which no operation in flight may write.
         """
-        shown, cached = self._name(name, OpKind.ALLGATHER)
-        checked_tensors.check_dense(tensor, shown)
-        tensor = tensor.view(1) if not tensor.dim() else tensor
-        request = Request(shown, OpKind.ALLGATHER, *self._described(tensor, shown), cached=cached)
-        return self._submit([self._entry(request, tensor, outputs, copied)], timeout_s)[0]
+        with self._named(name, OpKind.ALLGATHER) as (shown, cached):
+            checked_tensors.check_dense(tensor, shown)
+            tensor = tensor.view(1) if not tensor.dim() else tensor
+            request = Request(shown, OpKind.ALLGATHER, *self._described(tensor, shown), cached=cached)
+            return self._submit([self._entry(request, tensor, outputs, copied)], timeout_s)[0]
 
     def alltoall(
         self,
@@ -292,23 +292,23 @@ class Coordinator:
             ConfigurationError: The splits are not one for each rank, or do not add up to the rows.
         """
         size = self._group.world_size
-        shown, cached = self._name(name, OpKind.ALLTOALL)
-        checked_tensors.check_dense(tensor, shown)
-        rows = len(tensor) if tensor.dim() else 0
-        if splits is None:
-            if rows % size or not tensor.dim():
-                raise ConfigurationError(f"{shown!r}: {rows} rows do not divide among {size} ranks; pass splits")
-            splits = [rows // size] * size
-        splits = tuple(int(split) for split in splits)
-        if len(splits) != size or min(splits) < 0 or sum(splits) != rows:
-            raise ConfigurationError(
-                f"{shown!r}: splits must be {size} numbers from 0 that add up to the {rows} rows, not {list(splits)}"
-            )
-        request = Request(shown, OpKind.ALLTOALL, *self._described(tensor, shown), splits=splits, cached=cached)
-        entry = self._entry(request, tensor, outputs, copied)
-        if received is not None:
-            entry.rows = received
-        return self._submit([entry], timeout_s)[0]
+        with self._named(name, OpKind.ALLTOALL) as (shown, cached):
+            checked_tensors.check_dense(tensor, shown)
+            rows = len(tensor) if tensor.dim() else 0
+            if splits is None:
+                if rows % size or not tensor.dim():
+                    raise ConfigurationError(f"{shown!r}: {rows} rows do not divide among {size} ranks; pass splits")
+                splits = [rows // size] * size
+            splits = tuple(int(split) for split in splits)
+            if len(splits) != size or min(splits) < 0 or sum(splits) != rows:
+                raise ConfigurationError(
+                    f"{shown!r}: splits must be {size} numbers from 0 that add up to the {rows} rows, not {list(splits)}"
+                )
+            request = Request(shown, OpKind.ALLTOALL, *self._described(tensor, shown), splits=splits, cached=cached)
+            entry = self._entry(request, tensor, outputs, copied)
+            if received is not None:
+                entry.rows = received
+            return self._submit([entry], timeout_s)[0]
 
     def reduce_scatter(
         self,
@@ -327,20 +327,20 @@ class Coordinator:
         ``outputs`` and ``copied`` as for ``allgather``, with one place.
         """
         _check_reduction(op)
-        shown, cached = self._name(name, OpKind.REDUCE_SCATTER)
-        checked_tensors.check_dense(tensor, shown)
-        if not tensor.dim():
-            raise ConfigurationError(f"{shown!r}: a scalar has no rows to scatter")
-        request = Request(
-            shown,
-            OpKind.REDUCE_SCATTER,
-            *self._described(tensor, shown),
-            reduction=_REDUCTIONS[op],
-            prescale=float(prescale),
-            postscale=float(postscale),
-            cached=cached,
-        )
-        return self._submit([self._entry(request, tensor, outputs, copied)], timeout_s)[0]
+        with self._named(name, OpKind.REDUCE_SCATTER) as (shown, cached):
+            checked_tensors.check_dense(tensor, shown)
+            if not tensor.dim():
+                raise ConfigurationError(f"{shown!r}: a scalar has no rows to scatter")
+            request = Request(
+                shown,
+                OpKind.REDUCE_SCATTER,
+                *self._described(tensor, shown),
+                reduction=_REDUCTIONS[op],
+                prescale=float(prescale),
+                postscale=float(postscale),
+                cached=cached,
+            )
+            return self._submit([self._entry(request, tensor, outputs, copied)], timeout_s)[0]
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it, or joined.
@@ -348,8 +348,11 @@ class Coordinator:
         Raises:
             DeadlineExceededError: Some rank did not come in time; the message names it.
         """
-        request = Request(self._name(None, OpKind.BARRIER)[0], OpKind.BARRIER, cached=False)
-        self._submit([self._entry(request, torch.empty(0))], timeout_s)[0].wait()
+        with self._named(None, OpKind.BARRIER) as (shown, cached):
+            work = self._submit(
+                [self._entry(Request(shown, OpKind.BARRIER, cached=cached), torch.empty(0))], timeout_s
+            )[0]
+        work.wait()
 
     def join(self, *, timeout_s: float | None = None) -> int:
         """Say that this rank has no more data; take part in the others' reductions until all have joined.
@@ -403,6 +406,11 @@ class Coordinator:
     def joined(self) -> tuple[int, ...]:
         """Ranks that have no more data, as far as this rank has heard."""
         return self._negotiator.joined
+
+    @property
+    def ended(self) -> TotalReduceError | None:
+        """Why nothing can be submitted any more: a rank is lost, ranks stalled, or it was closed; ``None`` before."""
+        return self._negotiator.ended
 
     @property
     def counters(self) -> NegotiationCounters:
@@ -474,13 +482,24 @@ class Coordinator:
                 self._known.clear()
             self._known[request.name] = request
 
-    def _name(self, name: str | None, kind: OpKind) -> tuple[str, bool]:
-        """The operation's name, and whether it will come again."""
+    @contextmanager
+    def _named(self, name: str | None, kind: OpKind) -> Iterator[tuple[str, bool]]:
+        """The name of an operation that is submitted within the context, and whether the operation will come again.
+
+        An unnamed operation that is refused gives its number back. Otherwise this rank would count unnamed operations
+        differently from the other ranks from then on.
+        """
         if name is not None:
             name = checks.operation_name(name)
-            return (_ESCAPE + name if name.startswith(_RESERVED) else name), True
-        self._unnamed[kind] += 1
-        return f"{kind.name.lower()}#{self._unnamed[kind]}", False
+            yield (_ESCAPE + name if name.startswith(_RESERVED) else name), True
+            return
+        self._unnamed[kind] = number = self._unnamed[kind] + 1
+        try:
+            yield f"{kind.name.lower()}#{number}", False
+        except BaseException:
+            if self._unnamed[kind] == number:  # another thread may have taken the next one
+                self._unnamed[kind] -= 1
+            raise
 
     @staticmethod
     def _described(tensor: torch.Tensor, name: str) -> tuple[str, int, tuple[int, ...], str]:
