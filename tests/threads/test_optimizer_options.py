@@ -13,7 +13,9 @@ from totalreduce.foundation.errors import ConfigurationError, MissingTensorError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.groups.group import Group
+from totalreduce.pytorch.error_feedback import ErrorFeedback
 from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.sparse.oktopk import OkTopk
 from totalreduce.testing import run_ranks
 
 SIZES = [1, 2, 3, 4]
@@ -229,6 +231,41 @@ def test_sparse_gradients(door: str, sparse: str, world_size: int) -> None:
         (sum(forward(alone, rank) for rank in range(world_size)) / world_size).backward()
         optimizer.step()
     assert torch.allclose(results[0][0], flat(alone), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("sync", [None, OkTopk(density=1.0)])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_sparse_adam_gets_sparse_gradients_that_travelled_as_dense_ones(world_size: int, sync: object) -> None:
+    def make() -> tuple[torch.nn.ModuleList, torch.optim.SparseAdam]:
+        tables = torch.nn.ModuleList([torch.nn.Embedding(6, 2, sparse=True, dtype=torch.float64) for _ in range(2)])
+        for table in tables:
+            torch.nn.init.ones_(table.weight)
+        return tables, torch.optim.SparseAdam(list(tables.parameters()), lr=0.5)
+
+    def loss(tables: torch.nn.ModuleList, step: int, rank: int) -> torch.Tensor:
+        # The second table is used in the first step alone, whose gradients are not reset.
+        words = torch.tensor([rank, 4])
+        return sum(((rank + 1.0) * table(words)).sum() for table in tables[: 2 - step % 2])
+
+    def body(group: Group) -> tuple[torch.Tensor, set[torch.layout], int]:
+        tables, inner = make()
+        settings = {} if sync is None else {"sync": sync, "feedback": ErrorFeedback(elements_min=0)}
+        wrapped = DistributedOptimizer(inner, tables, group=group, sparse="dense", **settings)
+        for step in range(2):
+            loss(tables, step, group.rank).backward()
+            wrapped.step()
+        gradients = [table.weight.grad for table in tables]
+        return flat(tables), {gradient.layout for gradient in gradients}, len(gradients[0].coalesce().values())
+
+    results = run_ranks(world_size, body)
+    assert all_equal([parameters for parameters, _, _ in results])
+    tables, alone = make()
+    for step in range(2):
+        (sum(loss(tables, step, rank) for rank in range(world_size)) / world_size).backward()
+        alone.step()
+    for parameters, layouts, num_rows in results:
+        assert torch.allclose(parameters, flat(tables), rtol=0, atol=1e-12 if sync is None else 1e-6)
+        assert (layouts, num_rows) == ({torch.sparse_coo}, world_size + 1)
 
 
 def test_sparse_adam_without_a_model_and_nobody_with_a_gradient() -> None:

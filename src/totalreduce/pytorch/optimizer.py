@@ -81,7 +81,8 @@ class DistributedOptimizer(OptimizerFacade):
         backward_passes_per_step: So many backward passes add up before gradients leave; those of a remainder leave at
             ``step()``. Nothing is divided by it.
         sparse: Sparse gradients are made ``"dense"``, or everybody's rows are ``"gather"``-ed (of modules with
-            ``sparse=True``, and of ``SparseAdam``).
+            ``sparse=True``, and of ``SparseAdam``). ``SparseAdam``, which takes no dense gradients, always gets sparse
+            ones: with ``"dense"``, they hold the rows that are not zero.
         join_divisor: What averages are divided by while some ranks have joined: ``"world"`` or ``"active"``.
         sync: What is sent of the gradients of large matrices: ``tr.OkTopk(density=0.01)``, another method of
             ``totalreduce.sparse``, ``tr.Auto()``, which measures what is faster, or ``None``: everything. See
@@ -145,6 +146,8 @@ class DistributedOptimizer(OptimizerFacade):
             sync=sync,
             feedback=feedback,
         )
+        #: It refuses dense gradients: those that were reduced as dense tensors are made sparse again.
+        self._takes_sparse_only = isinstance(optimizer, torch.optim.SparseAdam)
         self._residuals, self._grad_scaler = Residuals(), grad_scaler
         #: Steps without an update, because some rank's gradients were not finite (with ``sync`` only).
         self.skipped_steps = 0
@@ -324,6 +327,8 @@ class DistributedOptimizer(OptimizerFacade):
 
     def _open_round(self, *, joined: bool = False) -> None:
         self._use_order()
+        if self._takes_sparse_only:  # those of the last step, if the program has not reset them
+            self._convert_gradients(lambda gradient: gradient.to_dense() if gradient.is_sparse else gradient)
         self._reducer.begin(joined=joined)
         if self._compressed is not None:
             self._compressed.begin(joined=joined)
@@ -384,7 +389,15 @@ class DistributedOptimizer(OptimizerFacade):
         for parameter, gradient in zip(self._sparse.parameters, self._gather(joined=False), strict=True):
             parameter.grad = gradient
         self._finish_compressed()
+        if self._takes_sparse_only:
+            self._convert_gradients(lambda gradient: gradient.to_sparse(1))
         self._phase = _Phase.SYNCHRONISED
+
+    def _convert_gradients(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Of the parameters whose gradients are reduced as dense tensors."""
+        for parameter in (*self._plan.parameters, *self._plan.compressed.parameters):
+            if parameter.grad is not None:
+                parameter.grad = convert(parameter.grad)
 
     def _finish_compressed(self) -> None:
         if self._compressed is None:
@@ -527,6 +540,7 @@ class DistributedOptimizer(OptimizerFacade):
             and self._phase is not _Phase.SYNCHRONISED
             and self._order.seen
             and not self._plan.sparse
+            and not self._takes_sparse_only
             and not isinstance(self._inner, torch.optim.LBFGS)
             and not internals.has_step_hooks(self._inner)
         )
