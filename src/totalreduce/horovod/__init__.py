@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from totalreduce import __version__
 from totalreduce.foundation.errors import TotalReduceError as HorovodInternalError
 from totalreduce.horovod.basics import (
     add_process_set,
@@ -97,6 +98,7 @@ __all__ = [
     "Product",
     "Sum",
     "SyncBatchNorm",
+    "__version__",
     "add_process_set",
     "allgather",
     "allgather_async",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from totalreduce.horovod.context import context
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set
 from totalreduce.pytorch import adasum
 from totalreduce.pytorch import optimizer as plain
+from totalreduce.pytorch.planning import name_parameters
 
 __all__ = ["AdasumOptimizer", "DistributedOptimizer", "GradientOptimizer"]
 
@@ -35,10 +36,41 @@ _COMPRESSIONS: dict[type[Compressor], Literal["none", "fp16", "bf16"]] = {
 class GradientOptimizer(plain.DistributedOptimizer):
     """``totalreduce.DistributedOptimizer`` with Horovod's methods. Made by ``DistributedOptimizer``."""
 
+    def __init__(self, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+        self._user_synchronized = self._expects_synchronized = False
+        super().__init__(optimizer, **options)
+
+    def synchronize(self) -> None:
+        """As before; ``step()`` is expected within ``skip_synchronize()`` then."""
+        super().synchronize()
+        self._user_synchronized = True
+
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """For ``step()`` after ``synchronize()``, which does not communicate again in any case."""
-        yield
+        before, self._expects_synchronized = self._expects_synchronized, True
+        try:
+            yield
+        finally:
+            self._expects_synchronized = before
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As before; warns after ``synchronize()`` and outside ``skip_synchronize()``, where Horovod reduces twice."""
+        if self._user_synchronized and not self._expects_synchronized:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(). Here the "
+                "gradients are reduced once all the same, with Horovod they are reduced again: write `with "
+                "optimizer.skip_synchronize(): optimizer.step()`",
+                stacklevel=2,
+            )
+        self._user_synchronized = False
+        return super().step(closure)
+
+    @property
+    def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
+        """Programs read this attribute of Horovod's optimizer."""
+        named = name_parameters(self._model, self._named, self._inner.param_groups)
+        return {parameter: names[0] for parameter, names in named.items()}
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From now on so many backward passes add up before gradients leave. On every rank.
@@ -57,6 +89,11 @@ class GradientOptimizer(plain.DistributedOptimizer):
 
 class AdasumOptimizer(adasum.AdasumOptimizer):
     """``totalreduce.AdasumOptimizer`` with Horovod's methods. Made by ``DistributedOptimizer``."""
+
+    @property
+    def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
+        """Programs read this attribute of Horovod's optimizer."""
+        return {parameter: name for name, parameter in self._model.named_parameters()}
 
     def synchronize(self) -> None:
         """Nothing: what is combined are the updates, in ``step()``."""

@@ -316,7 +316,7 @@ class DistributedOptimizer(OptimizerFacade):
         if self._passes[index] % self._settings.backward_passes_per_step:
             return
         if self._phase is _Phase.OPEN and self._reducer.closed:
-            self.synchronize()
+            self._synchronize()
         if self._phase is not _Phase.OPEN:
             self._open_round()
         compressed = index - len(self._plan.parameters)
@@ -372,6 +372,10 @@ class DistributedOptimizer(OptimizerFacade):
             PeerLost: A rank died.
             DeadlineExceededError: It takes longer than the group's ``timeout_s``; may be called again.
         """
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        """What ``synchronize`` does; for calls that are not the user's."""
         self._check_usable()
         self.flush()
         if self._phase is _Phase.SYNCHRONISED:
@@ -433,7 +437,7 @@ class DistributedOptimizer(OptimizerFacade):
             raise ConfigurationError("join() needs rounds that can be told apart: not LBFGS, and not sparse alone")
         self.flush()
         if self._phase is not _Phase.LOCAL:
-            self.synchronize()
+            self._synchronize()
         rounds = 0
         while rounds == 0 or self._reducer.active:
             rounds += 1
@@ -518,7 +522,7 @@ class DistributedOptimizer(OptimizerFacade):
             self._forget_quiesce = self._group.on_quiesce(self.flush)
             result = None
         else:
-            self.synchronize()
+            self._synchronize()
             result = None
             if self._compressed is None or not self._compressed.skipped:
                 result = self._inner.step()
@@ -552,7 +556,7 @@ class DistributedOptimizer(OptimizerFacade):
                 self._phase = _Phase.LOCAL
             with torch.enable_grad():
                 loss = closure()
-            self.synchronize()
+            self._synchronize()
             if loss is None:
                 return None
             total = torch.as_tensor(loss).detach().clone()
@@ -697,7 +701,7 @@ class DistributedOptimizer(OptimizerFacade):
         So ``GradScaler`` and clipping code that walks the groups see the gradients of all ranks.
         """
         if self._phase is _Phase.OPEN and not internals.in_backward() and not self._no_sync_depth:
-            self.synchronize()
+            self._synchronize()
         return self._inner.param_groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

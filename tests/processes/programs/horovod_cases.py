@@ -127,6 +127,8 @@ def who_is_who():
     assert hvd.ddl_built() is hvd.ccl_built() is hvd.mpi_enabled() is hvd.gloo_enabled() is False
     assert {type(flag()) for flag in (hvd.mpi_built, hvd.gloo_built, hvd.cuda_built, hvd.rocm_built)} == {bool}
     assert hvd.mpi_threads_supported() is True
+    assert hvd.__version__ == tr.__version__
+    assert "__version__" in hvd.__all__
     with refused(AttributeError, "elastic", "checkpoint"):
         hvd.elastic  # noqa: B018
 
@@ -1170,6 +1172,53 @@ def sums_predivision_and_compression():
 
 
 @case
+def a_step_after_synchronize_warns():
+    def losses(model, step, rank):
+        return model(batch(step, rank)).square().mean()
+
+    model = Net()
+    optimizer = wrap(model)
+    shown = []
+    for step, form in enumerate(("plain", "synchronized", "skips", "plain", "synchronized twice", "groups")):
+        optimizer.zero_grad()
+        losses(model, step, hvd.rank()).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if form == "groups":
+                assert optimizer.param_groups[0]["params"][0].grad is not None  # waits, but is not the program's wait
+            elif form != "plain":
+                optimizer.synchronize()
+            if form == "synchronized twice":
+                optimizer.synchronize()
+            with optimizer.skip_synchronize() if form == "skips" else contextlib.nullcontext():
+                optimizer.step()
+        shown.append(len(caught))
+        for each in caught:
+            assert "optimizer.step() called without optimizer.skip_synchronize()" in str(each.message)
+            assert each.filename == __file__, each
+    assert shown == [0, 1, 0, 0, 1, 0], shown
+    close(model, plain(Net(), torch.optim.SGD, 6, losses))
+
+
+@case
+def names_that_programs_read():
+    model = Net()
+    given = dict(model.named_parameters())
+    made = [
+        (wrap(model), set(given)),
+        (hvd.DistributedOptimizer(torch.optim.SGD(Net().parameters(), lr=0.1)), {f"0.{i}" for i in range(6)}),
+        (wrap(Net(), op=hvd.Adasum), set(given)),
+    ]
+    for optimizer, names in made:
+        known = optimizer._parameter_names
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        assert list(known) == held
+        assert set(known.values()) == names
+        assert hvd.allgather_object(set(known.values())) == [names] * hvd.size()
+    assert made[0][0]._parameter_names == {parameter: name for name, parameter in given.items()}
+
+
+@case
 def sparse_tensors():
     rank, size = hvd.rank(), hvd.size()
 
@@ -1204,7 +1253,7 @@ def sparse_embeddings():
         return torch.randint(rows, (0 if (step + rank) % 3 == 1 else 4,), generator=draw)
 
     for kind in (torch.optim.SparseAdam, torch.optim.SGD):
-        for sparse_as_dense in (False, True) if kind is torch.optim.SGD else (False,):
+        for sparse_as_dense in (False, True):
             model, reference = make(), make()
             optimizer = hvd.DistributedOptimizer(
                 kind(model.parameters(), lr=0.1), model.named_parameters(), sparse_as_dense=sparse_as_dense
