@@ -15,8 +15,15 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.horovod.context import context
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set
 from totalreduce.pytorch import broadcast
+from totalreduce.pytorch.facade import OptimizerFacade
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "fill_missing_gradients",
+]
 
 
 def broadcast_parameters(
@@ -57,6 +64,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the root's optimizer state and hyper-parameters to all ranks, for every optimizer of ``torch.optim``.
 
+    Afterwards every trainable parameter of the optimizer has a gradient, as with Horovod: zeros where it had none.
+
     Args:
         optimizer: A torch optimizer or a ``DistributedOptimizer``, whose ``step`` is not called. Only the root needs to
             have state.
@@ -70,6 +79,21 @@ def broadcast_optimizer_state(
     """
     members = context.members(process_set)
     broadcast.broadcast_optimizer_state(optimizer, members.group.control, members.root(root_rank))
+    fill_missing_gradients(optimizer)
+
+
+def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Give every trainable parameter without a gradient one of zeros: a sparse one for ``SparseAdam``.
+
+    Horovod's functions leave such gradients, and programs read them. ``zero_grad()`` removes them.
+    """
+    inner = optimizer.wrapped if isinstance(optimizer, OptimizerFacade) else optimizer
+    needs_sparse = isinstance(inner, torch.optim.SparseAdam)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                zeros = torch.zeros_like(parameter)
+                parameter.grad = zeros.to_sparse(1) if needs_sparse else zeros
 
 
 def broadcast_object(

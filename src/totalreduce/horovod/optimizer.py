@@ -17,6 +17,7 @@ from totalreduce.groups.group import Group
 from totalreduce.horovod.collectives import Adasum, Average, Reduction, Sum
 from totalreduce.horovod.compression import Compression, Compressor
 from totalreduce.horovod.context import context
+from totalreduce.horovod.functions import fill_missing_gradients
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set
 from totalreduce.pytorch import adasum
 from totalreduce.pytorch import optimizer as plain
@@ -195,7 +196,9 @@ def _adasum(
             for place, parameter in enumerate(param_group["params"])
         ]
     group, name = _place(process_set, "AdasumOptimizer")
-    return AdasumOptimizer(optimizer, _Names(named), group=group.control, name=name)
+    wrapped = AdasumOptimizer(optimizer, _Names(named), group=group.control, name=name)
+    fill_missing_gradients(wrapped)
+    return wrapped
 
 
 class _Names(torch.nn.Module):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from totalreduce.foundation.errors import ConfigurationError
+
 __all__ = ["OptimizerFacade"]
 
 
@@ -20,7 +22,14 @@ class OptimizerFacade(torch.optim.Optimizer, ABC):
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise ConfigurationError(f"the optimizer must be a torch.optim.Optimizer, not a {type(inner).__name__}")
         self._inner = inner
+
+    @property
+    def wrapped(self) -> torch.optim.Optimizer:
+        """The torch optimizer."""
+        return self._inner
 
     @property
     def kind(self) -> str:

@@ -867,6 +867,47 @@ def the_state_of_every_optimizer():
     assert wrapped.param_groups[0]["betas"] == (0.9, 0.999)
 
 
+@case
+def gradients_are_zeros_where_horovod_leaves_zeros():
+    for wraps in (False, True):
+        model = Net()
+        model.heads[1].bias.requires_grad_(False)
+        own = model.body.bias.grad = torch.ones(8, dtype=torch.float64)
+        optimizer = wrap(model) if wraps else torch.optim.SGD(model.parameters(), lr=0.1)
+        before = flat(model)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert model.heads[1].bias.grad is None
+        assert model.body.bias.grad is own
+        for parameter in (model.body.weight, model.heads[0].weight, model.heads[0].bias, model.heads[1].weight):
+            check(parameter.grad, torch.zeros_like(parameter))
+            check(hvd.broadcast(parameter.grad, 0), torch.zeros_like(parameter))
+        assert torch.equal(flat(model), before)
+
+    # A program that steps without zero_grad: the zeros are added to.
+    def losses(model, step, rank):
+        return model(batch(step, rank)).square().mean()
+
+    model = Net()
+    optimizer = wrap(model)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    losses(model, 0, hvd.rank()).backward()
+    optimizer.step()
+    close(model, plain(Net(), torch.optim.SGD, 1, losses))
+    for sparse_as_dense in (False, True):
+        table = torch.nn.Embedding(5, 2, sparse=True)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SparseAdam(list(table.parameters()), lr=0.1), sparse_as_dense=sparse_as_dense
+        )
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=table)
+        before = table.weight.detach().clone()
+        assert table.weight.grad.layout is torch.sparse_coo
+        optimizer.step()
+        check(table.weight.data, before)
+    model = Net()
+    hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Adasum)
+    assert all(torch.equal(each.grad, torch.zeros_like(each)) for each in model.parameters())
+
+
 def equal(a, b):
     """Nested values are of the same types and equal."""
     if type(a) is not type(b):
