@@ -26,6 +26,13 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.work import Work
+from totalreduce.horovod.arguments import (
+    checked_compression,
+    checked_factor,
+    checked_splits,
+    checked_tensor,
+    checked_tensors,
+)
 from totalreduce.horovod.compression import Compression, Compressor
 from totalreduce.horovod.context import Members, context
 from totalreduce.horovod.handles import Handle
@@ -52,6 +59,7 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "checked_op",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -103,6 +111,14 @@ class _Call:
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str | None):
+            raise ConfigurationError(f"the name of an operation is a string, not {self.name!r:.60}")
+
+    def label(self, kind: str) -> str:
+        """The operation, for messages."""
+        return kind if self.name is None else f"{kind} {self.name!r}"
 
     def backward(self, **changes: Any) -> _Call:
         """The same for the operation that makes gradients. A name of its own lets the order differ there, too."""
@@ -200,9 +216,10 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """``allreduce`` of several tensors, all or none: what is wrong with one fails all, on every rank."""
     call = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
-    compressed = [compression.compress(tensor) for tensor in tensors]
+    compressor = checked_compression(compression)
+    compressed = [compressor.compress(tensor) for tensor in checked_tensors(tensors, call.label("allreduce"))]
     reduced = _Allreduce.apply(call, *(tensor for tensor, _ in compressed))  # type: ignore[no-untyped-call]
-    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
+    return [compressor.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
 
 
 def grouped_allreduce_(
@@ -264,13 +281,16 @@ def sparse_allreduce_async(
     Returns:
         A handle of the sum, which is sparse and not coalesced.
     """
-    op = Average if op is None else Reduction(op)
-    if op not in (Average, Sum) or tensor.layout is not torch.sparse_coo:
-        raise ConfigurationError(f"{name or 'unnamed'!r}: only averages and sums of sparse COO tensors can be made")
-    call = _Call(name, process_set)
+    call = _Call(name, process_set, checked_op(op))
+    what = call.label("sparse_allreduce_async")
+    if call.op not in (Average, Sum):
+        raise ConfigurationError(f"{what}: op is Average or Sum, not {call.op.name}")
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ConfigurationError(f"{what} needs a sparse COO tensor, not {kind}")
     # Ranks' entries stand one after the other: indices as rows, like values.
     parts = [tensor._indices().t().contiguous(), tensor._values()]
-    divisor = len(context.members(process_set).ranks) if op is Average else 1
+    divisor = len(context.members(process_set).ranks) if call.op is Average else 1
 
     def finish(gathered: list[torch.Tensor]) -> torch.Tensor:
         indices, values = gathered
@@ -303,7 +323,8 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """``allgather`` of several tensors."""
-    return list(_Allgather.apply(_Call(name, process_set), *tensors))  # type: ignore[no-untyped-call]
+    call = _Call(name, process_set)
+    return list(_Allgather.apply(call, *checked_tensors(tensors, call.label("allgather"))))  # type: ignore[no-untyped-call]
 
 
 def grouped_allgather_async(
@@ -436,9 +457,10 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """``reducescatter`` of several tensors."""
     call = _reduction(None, name, op, prescale_factor, postscale_factor, process_set)
-    compressed = [compression.compress(tensor) for tensor in tensors]
+    compressor = checked_compression(compression)
+    compressed = [compressor.compress(tensor) for tensor in checked_tensors(tensors, call.label("reducescatter"))]
     reduced = _Reducescatter.apply(call, *(tensor for tensor, _ in compressed))  # type: ignore[no-untyped-call]
-    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
+    return [compressor.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
 
 
 def grouped_reducescatter_async(
@@ -462,7 +484,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def _reduction(
-    average: bool | None,
+    average: object,
     name: str | None,
     op: Reduction | None,
     prescale: float,
@@ -470,21 +492,43 @@ def _reduction(
     process_set: ProcessSet,
 ) -> _Call:
     if average is not None:
+        if isinstance(average, Reduction):
+            # Any of them but Average would be taken for True, and make an average.
+            raise ConfigurationError(
+                f"{average.name} was passed as average=: pass op={average.name.title()} by keyword"
+            )
         warnings.warn("average= is deprecated: pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
         if op is not None:
             raise ConfigurationError("op takes the place of average: pass one of them")
         op = Average if average else Sum
-    return _Call(name, process_set, Average if op is None else Reduction(op), float(prescale), float(postscale))
+    prescale, postscale = checked_factor("prescale_factor", prescale), checked_factor("postscale_factor", postscale)
+    return _Call(name, process_set, checked_op(op), prescale, postscale)
+
+
+def checked_op(op: Any) -> Reduction:
+    """One of the reductions; ``None`` is ``Average``.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    try:
+        return Average if op is None else Reduction(op)
+    except ValueError:
+        known = ", ".join(each.name.title() for each in Reduction)
+        raise ConfigurationError(f"op is one of {known}, not {op!r:.60}") from None
 
 
 def _reduce(call: _Call, tensors: Sequence[torch.Tensor], *, in_place: bool) -> Handle:
     """Start an allreduce; the handle's result is a list."""
     members = context.members(call.process_set)
-    targets = [tensor if in_place else _copy(tensor) for tensor in tensors]
+    targets = checked_tensors(tensors, call.label("allreduce"))
+    if not in_place:
+        targets = [_copy(tensor) for tensor in targets]
     if call.op is Adasum:
+        adasum = members.adasum(call.name)
         with torch.no_grad():
             _scale(targets, call.prescale)
-            members.adasum(call.name).combine_(targets)
+            adasum.combine_(targets)
             _scale(targets, call.postscale)
         return Handle((), lambda _: targets)
     hosts = [_on_host(members, target) for target in targets]
@@ -497,6 +541,7 @@ def _reduce(call: _Call, tensors: Sequence[torch.Tensor], *, in_place: bool) -> 
 def _send(call: _Call, tensor: torch.Tensor, *, in_place: bool) -> Handle:
     """Start a broadcast."""
     members = context.members(call.process_set)
+    checked_tensor(tensor, call.label("broadcast"))
     target = tensor if in_place else _copy(tensor)
     host = _on_host(members, target)
     work = members.coordinator.broadcast(host, root=members.root(call.root), name=call.name)
@@ -506,7 +551,9 @@ def _send(call: _Call, tensor: torch.Tensor, *, in_place: bool) -> Handle:
 def _gather(call: _Call, tensors: Sequence[torch.Tensor]) -> Handle:
     """Start allgathers; the handle's result is a list."""
     start = context.members(call.process_set).coordinator.allgather
-    return _each(call, tensors, lambda member, host: start(host, name=member.name))
+    return _each(
+        call, checked_tensors(tensors, call.label("allgather")), lambda member, host: start(host, name=member.name)
+    )
 
 
 def _scatter(call: _Call, tensors: Sequence[torch.Tensor]) -> Handle:
@@ -517,7 +564,7 @@ def _scatter(call: _Call, tensors: Sequence[torch.Tensor]) -> Handle:
     op = _REDUCE_OPS[call.op]
     return _each(
         call,
-        tensors,
+        checked_tensors(tensors, call.label("reducescatter")),
         lambda member, host: start(host, name=member.name, op=op, prescale=call.prescale, postscale=call.postscale),
     )
 
@@ -534,7 +581,8 @@ def _each(call: _Call, tensors: Sequence[torch.Tensor], start: Callable[[_Call, 
 def _exchange(call: _Call, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None) -> Handle:
     """Start an alltoall; the handle's result is the rows and how many came from each rank."""
     members = context.members(call.process_set)
-    rows = splits.tolist() if isinstance(splits, torch.Tensor) else splits
+    checked_tensor(tensor, call.label("alltoall"))
+    rows = checked_splits(splits)
     received: list[int] = []
     work = members.coordinator.alltoall(_on_host(members, tensor), rows, received=received, name=call.name)
     counts = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,6 +238,8 @@ class Context:
 
     def _checked(self, process_set: ProcessSet) -> list[int]:
         size = self.group.world_size
+        if not isinstance(process_set, ProcessSet):
+            raise ConfigurationError(f"process sets are made with hvd.ProcessSet, not {process_set!r:.60}")
         if process_set.process_set_id is not None:
             raise ConfigurationError(f"{process_set} is known already")
         ranks = process_set.ranks
@@ -250,7 +252,7 @@ class Context:
 
     def remove(self, process_set: ProcessSet) -> bool:
         """Forget a process set. Collective among all ranks of the job; returns whether that was possible."""
-        number = self._number(process_set)
+        number = self.number(process_set)
         if number == 0:
             return False
         self.group.agree(f"removal of process set {number}", {"process set": number})
@@ -278,7 +280,7 @@ class Context:
         Raises:
             ConfigurationError: There is no job, the set is not known, or this process is no member.
         """
-        members = self._members.get(self._number(process_set))
+        members = self._members.get(self.number(process_set))
         if members is None:
             raise ConfigurationError(f"rank {self.group.rank} is not a member of {process_set}")
         return members
@@ -288,8 +290,15 @@ class Context:
         for members in self._members.values():
             members.optimizers.discard(optimizer)
 
-    def _number(self, process_set: ProcessSet) -> int:
+    def number(self, process_set: ProcessSet) -> int:
+        """The id of a process set.
+
+        Raises:
+            ConfigurationError: There is no job, or the set is not known.
+        """
         self.group  # noqa: B018  (raises)
+        if not isinstance(process_set, ProcessSet):
+            raise ConfigurationError(f"process_set is a ProcessSet, not {process_set!r:.60}")
         number = process_set.process_set_id
         if number is None or process_set not in self._known.get(number, ()):
             raise ConfigurationError(
@@ -308,7 +317,10 @@ class Context:
         group = self.group
         if self._timeline is not None:
             raise ConfigurationError(f"a timeline is being recorded to {self._timeline.path}: call stop_timeline()")
-        path = Path(path)
+        try:
+            path = Path(path)
+        except TypeError:
+            raise ConfigurationError(f"file_path is the path of a file, not {path!r:.60}") from None
         # Horovod's users look for the file they named, which rank 0 writes.
         mine = path if group.rank == 0 else rank_path(path.with_suffix(".json"), group.rank)
         self._timeline = Timeline(group.rank, mine)
@@ -341,10 +353,10 @@ def _is_on_accelerators() -> bool:
 
 def _check_complete(comm: Any, everybody: range) -> None:
     """Horovod makes the world of some ranks of the job, too; here that is a process set."""
-    ranks = ranks_of_communicator(comm)
-    if ranks is None:
-        ranks = list(comm or everybody)
-    if sorted(ranks) != list(everybody):
+    ranks = list(everybody)
+    if comm:
+        ranks = ranks_of_communicator(comm) or (list(comm) if isinstance(comm, Iterable) else [comm])
+    if Counter(ranks) != Counter(everybody):
         raise ConfigurationError(
             f"comm names the ranks {ranks}, but hvd.init() is for all {len(everybody)} ranks of the job: leave it out "
             "and use a process set for some of them"

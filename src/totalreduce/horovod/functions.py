@@ -44,10 +44,14 @@ def broadcast_parameters(
         ConfigurationError: A value is no tensor, or ``root_rank`` is not among the ranks.
     """
     members = context.members(process_set)
+    if isinstance(params, torch.Tensor | torch.nn.Module | str) or not isinstance(params, Iterable):
+        raise ConfigurationError(
+            f"params must be a dict or a list of tensors, such as model.state_dict(), not a {type(params).__name__}"
+        )
     pairs = params.items() if isinstance(params, Mapping) else enumerate(params)
     named: dict[str, Any] = {}
     for place, value in pairs:
-        name, tensor = value if isinstance(value, tuple) else (place, value)
+        name, tensor = value if isinstance(value, tuple) and len(value) == 2 else (place, value)
         if str(name) in named:
             raise ConfigurationError(f"params has {str(name)!r} more than once: names must tell tensors apart")
         named[str(name)] = tensor

@@ -14,7 +14,8 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
-from totalreduce.horovod.collectives import Adasum, Average, Reduction, Sum
+from totalreduce.horovod.arguments import checked_compression, checked_factor
+from totalreduce.horovod.collectives import Adasum, Average, Reduction, Sum, checked_op
 from totalreduce.horovod.compression import Compression, Compressor
 from totalreduce.horovod.context import context
 from totalreduce.horovod.functions import fill_missing_gradients
@@ -153,9 +154,12 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         UnsupportedError: A parameter that is complex, or on a device that the transport cannot read.
         PlanMismatchError: The ranks' models or settings differ; on every rank.
     """
-    op = Reduction(op)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(f"the optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+    op, compression = checked_op(op), checked_compression(compression)
+    context.number(process_set)
     _check_hints(num_groups, groups)
-    named = None if named_parameters is None else _checked_names(list(named_parameters), optimizer)
+    named = None if named_parameters is None else _checked_names(named_parameters, optimizer)
     if op is Adasum:
         return _adasum(optimizer, named, compression, backward_passes_per_step, process_set)
     if op not in (Average, Sum):
@@ -169,7 +173,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         group=group,
         op=ReduceOp.AVG if op is Average else ReduceOp.SUM,
         compression=_COMPRESSIONS[compression],
-        gradient_predivide_factor=gradient_predivide_factor,
+        gradient_predivide_factor=checked_factor("gradient_predivide_factor", gradient_predivide_factor),
         backward_passes_per_step=_checked_passes(backward_passes_per_step),
         sparse="dense" if sparse_as_dense else "gather",
         name=name,
@@ -237,8 +241,11 @@ def _check_hints(num_groups: object, groups: object) -> None:
         raise ConfigurationError("groups is a number from 0, or a list of lists of parameters")
 
 
-def _checked_names(named: Named, optimizer: torch.optim.Optimizer) -> Named:
-    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in named):
+def _checked_names(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], optimizer: torch.optim.Optimizer
+) -> Named:
+    named = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
+    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in named):
         raise ConfigurationError(
             "named_parameters is a sequence of tuples (name, parameter), such as model.named_parameters()"
         )

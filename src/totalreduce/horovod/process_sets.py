@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any, final
 
@@ -26,10 +27,14 @@ class ProcessSet:
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
-        ranks = ranks_of_communicator(ranks_or_comm)
-        ranks = list(ranks_or_comm) if ranks is None else ranks
-        if any(not isinstance(rank, int) or rank < 0 for rank in ranks) or len(set(ranks)) != len(ranks):
-            raise ConfigurationError(f"a process set is made of different ranks of the job, not of {ranks}")
+        try:
+            ranks = ranks_of_communicator(ranks_or_comm) or [operator.index(rank) for rank in ranks_or_comm]
+        except TypeError:
+            ranks = [-1]
+        if any(rank < 0 for rank in ranks) or len(set(ranks)) != len(ranks):
+            raise ConfigurationError(
+                f"a process set is made of different ranks of the job, not of {ranks_or_comm!r:.120}"
+            )
         self.process_set_id: int | None = None
         self.ranks: list[int] | None = sorted(ranks)
         self._own: int | None = None

@@ -68,8 +68,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: Group, ro
 
     Raises:
         PlanMismatchError: Kind of optimizer or parameter shapes differ between ranks; on every rank.
-        ConfigurationError: The root's state holds something else; on every rank.
+        ConfigurationError: The root's state holds something else; on every rank. Or this is no optimizer.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(f"the optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__name__}")
     shapes = [[list(p.shape) for p in param_group["params"]] for param_group in optimizer.param_groups]
     kind = optimizer.kind if isinstance(optimizer, OptimizerFacade) else type(optimizer).__qualname__
     state = optimizer.state_dict()

@@ -467,6 +467,88 @@ def what_is_wrong_is_said_on_every_rank():
 
 
 @case
+def a_call_that_is_refused_on_one_rank_does_not_spoil_later_ones():
+    """Unnamed operations meet by their number on all ranks."""
+    size, ones = hvd.size(), torch.ones(hvd.size())
+    if hvd.rank() == 0:
+        none, sparse, unknown = None, torch.eye(2).to_sparse(), hvd.ProcessSet([0])
+        collectives = [hvd.allreduce, hvd.allreduce_, hvd.allgather, hvd.alltoall, hvd.reducescatter]
+        collectives += [hvd.allreduce_async, hvd.allgather_async, lambda t, **o: hvd.broadcast(t, 0, **o)]
+        for call in collectives:
+            with refused(ValueError, "needs a tensor, not None", "zero_grad()"):
+                call(none)
+            with refused(tr.UnsupportedError, "dense"):
+                call(sparse, name="sparse")
+            with refused(ValueError, "a string, not 5"):
+                call(ones, name=5)
+            with refused(ValueError, "a ProcessSet, not [0]"):
+                call(ones, process_set=[0])
+            with refused(ValueError, "not known"):
+                call(ones, process_set=unknown)
+        for call in (hvd.grouped_allreduce, hvd.grouped_allgather, hvd.grouped_reducescatter):
+            with refused(ValueError, "tensor 1 of", "not None"):
+                call([ones, none])
+            with refused(ValueError, "list of tensors"):
+                call(ones)
+        for call in (hvd.allreduce, hvd.reducescatter):
+            with refused(ValueError, "op is one of Average, Sum"):
+                call(ones, op="sum")
+            with refused(ValueError, "prescale_factor must be a number"):
+                call(ones, prescale_factor="2")
+            with refused(ValueError, "Compression.none"):
+                call(ones, compression="fp16")
+        with refused(ValueError, "op=Sum"):
+            hvd.allreduce(ones, hvd.Sum)  # the second argument is average
+        with refused(ValueError, "whole numbers"):
+            hvd.alltoall(ones, [0.5] * size)
+        with refused(ValueError, "splits"):
+            hvd.alltoall(ones, [2] * size)
+        with refused(ValueError, "sparse COO tensor, not torch.strided"):
+            hvd.sparse_allreduce_async(ones, name=None)
+        with refused(ValueError, "Average or Sum, not MAX"):
+            hvd.sparse_allreduce_async(sparse, name=None, op=hvd.Max)
+    check(hvd.allreduce(ones, op=hvd.Sum), ones * size)
+    check(hvd.grouped_allreduce([ones, ones * 2], op=hvd.Sum)[1], ones * 2 * size)
+    check(hvd.allgather(ones[:1]), ones)
+    check(hvd.broadcast(ones * hvd.rank(), 0), ones * 0)
+    check(hvd.alltoall(ones), ones)
+    check(hvd.reducescatter(ones, op=hvd.Sum), ones[:1] * size)
+    hvd.barrier()
+
+
+@case
+def arguments_of_a_wrong_type_are_refused():
+    model = torch.nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrap_ = hvd.DistributedOptimizer
+    attempts = [
+        (lambda: hvd.broadcast_parameters(model, 0), "model.state_dict(), not a Linear"),
+        (lambda: hvd.broadcast_parameters(torch.ones(2), 0), "not a Tensor"),
+        (lambda: hvd.broadcast_optimizer_state(model, 0), "torch.optim.Optimizer, not a Linear"),
+        (lambda: hvd.broadcast_optimizer_state(inner, "0"), "root_rank 0"),
+        (lambda: wrap_(model, model.named_parameters()), "torch.optim.Optimizer, not a Linear"),
+        (lambda: wrap_(inner, model), "(name, parameter)"),
+        (lambda: wrap_(inner, model.state_dict()), "(name, parameter)"),
+        (lambda: wrap_(inner, compression="fp16"), "Compression.none"),
+        (lambda: wrap_(inner, op="sum"), "op is one of"),
+        (lambda: wrap_(inner, gradient_predivide_factor=None), "gradient_predivide_factor must be a number"),
+        (lambda: wrap_(inner, process_set=[0]), "a ProcessSet, not [0]"),
+        (lambda: hvd.barrier([0]), "a ProcessSet, not [0]"),
+        (lambda: hvd.add_process_set(3), "different ranks"),
+        (lambda: hvd.remove_process_set(3), "a ProcessSet, not 3"),
+        (lambda: hvd.start_timeline(5), "path of a file"),
+        (lambda: hvd.synchronize(None), "handle"),
+    ]
+    for attempt, words in attempts:
+        with refused(ValueError, words):
+            attempt()
+    optimizer = wrap_(inner, model.named_parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    check(hvd.allreduce(torch.ones(2), op=hvd.Sum), torch.full((2,), float(hvd.size())))
+
+
+@case
 def a_name_in_flight_is_refused():
     if hvd.size() == 1:
         return
