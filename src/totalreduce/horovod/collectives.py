@@ -526,6 +526,7 @@ def _reduce(call: _Call, tensors: Sequence[torch.Tensor], *, in_place: bool) -> 
         targets = [_copy(tensor) for tensor in targets]
     if call.op is Adasum:
         adasum = members.adasum(call.name)
+        adasum.agree(targets)
         with torch.no_grad():
             _scale(targets, call.prescale)
             adasum.combine_(targets)

@@ -59,6 +59,7 @@ class Adasum:
 
     def __init__(self, group: Group, name: str) -> None:
         """Purely local."""
+        self._name = name
         # Messages have no names: in a subgroup they meet nobody else's.
         self._group = group.control.subgroup(range(group.world_size), name=f"{name}.adasum")
         self._power = 1 << (group.world_size.bit_length() - 1)
@@ -67,6 +68,24 @@ class Adasum:
             for level in range(1, self._power.bit_length()):
                 first = group.rank >> level << level
                 self._blocks.append(self._group.subgroup(range(first, first + (1 << level)), name="block"))
+
+    def agree(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Return if all ranks want to combine such tensors. Collective; nothing of ``combine_`` has been sent yet.
+
+        For tensors that nobody has compared before: after it a difference is an error on every rank, and the name is
+        as good as before.
+
+        Raises:
+            UnsupportedError: A tensor that cannot be combined; here, and a ``PlanMismatchError`` on the other ranks.
+            PlanMismatchError: Numbers, dtypes or shapes of the tensors differ; on every rank.
+        """
+
+        def make() -> list[list[object]]:
+            for index, tensor in enumerate(tensors):
+                _refuse_unsupported(index, tensor)
+            return [[_dtype_name(tensor.dtype), *tensor.shape] for tensor in tensors]
+
+        agree_or_refuse(self._group, self._name, make, lambda described: {"tensors": described})
 
     @torch.no_grad()
     def combine_(self, tensors: Sequence[torch.Tensor], *, timeout_s: float | None = None) -> None:
@@ -213,9 +232,13 @@ def _combine(packs: Sequence[_Pack], theirs: Sequence[torch.Tensor], products: t
         pack.combine(weights, other)
 
 
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _refuse_unsupported(name: object, tensor: torch.Tensor) -> None:
     if tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        known = ", ".join(map(_dtype_name, _DTYPES))
         raise UnsupportedError(f"{name!r} is {tensor.dtype}, {tensor.layout}: Adasum combines dense tensors of {known}")
 
 

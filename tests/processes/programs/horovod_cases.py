@@ -632,6 +632,21 @@ def adasum_of_tensors():
         hvd.reducescatter(torch.ones(8), op=hvd.Adasum)
 
 
+@case
+def adasum_of_tensors_that_differ_is_refused_on_every_rank():
+    if hvd.size() == 1:
+        return
+    last = hvd.rank() == hvd.size() - 1
+    for name in (None, "a"):
+        with refused(tr.PlanMismatchError, '["float32", 2]', '["float32", 3]'):
+            hvd.allreduce(torch.ones(3 if last else 2), op=hvd.Adasum, name=name)
+        with refused(tr.PlanMismatchError, "float64", "float32"):
+            hvd.allreduce(torch.ones(2).to(torch.float64 if last else torch.float32), op=hvd.Adasum, name=name)
+        with refused(tr.UnsupportedError if last else tr.PlanMismatchError, "Adasum combines"):
+            hvd.allreduce(torch.ones(2).to(torch.int32 if last else torch.float32), op=hvd.Adasum, name=name)
+        check(hvd.allreduce(torch.ones(2), op=hvd.Adasum, name=name), torch.ones(2))
+
+
 # ------------------------------------------------------------------------------------------------- other collectives
 
 
