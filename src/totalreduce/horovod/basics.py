@@ -56,7 +56,8 @@ def init(
 ) -> None:
     """Join the job this process was started for. Collective; harmless when called again.
 
-    The arguments that Horovod does not have are those of ``totalreduce.init``.
+    After a failure that ended the job (``PeerLost``, ``StallError``) it leaves that job and joins anew; every rank must
+    call it then. The arguments that Horovod does not have are those of ``totalreduce.init``.
 
     Args:
         comm: All ranks of the job, as a list or an mpi4py communicator; or left out.

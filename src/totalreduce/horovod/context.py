@@ -37,6 +37,9 @@ __all__ = ["Context", "Locality", "Members", "context"]
 #: Back ends of torch.distributed that move CPU memory: over these the library's own transports are no slower.
 _CPU_BACKENDS = frozenset({"gloo", "mpi", "totalreduce", "fake"})
 _STALL_WARNING_S = 10.0
+#: Share of the patience after which ranks that wait for an operation give it up together, on all ranks with one error.
+#: The rest is for telling the others, before any of them gives up its wait by itself.
+_STALL_ABORT_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +183,9 @@ class Context:
     ) -> None:
         """See ``basics.init``."""
         if self._group is not None:
-            return
+            if self._members[0].coordinator.ended is None:
+                return
+            self.stop()  # all ranks know that it has failed: nobody takes this one's leave for a loss
         self._config = coordination or _default_config(timeout_s)
         self.transport = transport or ("torch" if _is_on_accelerators() else "auto")
         # A name of its own: a program may have groups of totalreduce's beside this one.
@@ -338,7 +343,9 @@ class Context:
 def _default_config(timeout_s: float | None) -> CoordinationConfig:
     """Horovod waits for ever for ranks that are late; so long as a wait may take, so long may an operation."""
     patience_s = timeout_s or environment.read_settings().timeout_s or EngineConfig().timeout_s
-    return CoordinationConfig(stall_warning_s=min(_STALL_WARNING_S, patience_s / 2), stall_abort_s=patience_s)
+    return CoordinationConfig(
+        stall_warning_s=min(_STALL_WARNING_S, patience_s / 2), stall_abort_s=_STALL_ABORT_SHARE * patience_s
+    )
 
 
 def _is_on_accelerators() -> bool:

@@ -195,6 +195,32 @@ def twenty_times_init_and_shutdown():
 
 
 @case
+def after_a_failure_init_begins_a_new_job():
+    if hvd.size() == 1:
+        return
+    last = hvd.rank() == hvd.size() - 1
+    hvd.shutdown()
+    for turn in range(2):
+        hvd.init(timeout_s=2.0)
+        part = hvd.add_process_set([0])
+        # One rank never submits this, and waits for the others elsewhere: all get the same error, before any wait ends.
+        with refused(tr.StallError, "rank(s)"):
+            hvd.barrier() if last else hvd.allreduce(torch.ones(2), name=f"missed by one {turn}")
+        with refused(tr.StallError):
+            hvd.allreduce(torch.ones(2), name="after it")
+        assert hvd.is_initialized()
+        hvd.init(timeout_s=TIMEOUT_S)
+        assert part.process_set_id is None
+        check(hvd.allreduce(torch.ones(2), op=hvd.Sum), torch.full((2,), float(hvd.size())))
+        hvd.init()  # harmless: this job has not failed
+        part = hvd.add_process_set([0])
+        if part.included():
+            check(hvd.allreduce(torch.ones(2), process_set=part), torch.ones(2))
+        assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
+        hvd.shutdown()
+
+
+@case
 def a_timeline_is_written_on_every_rank():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.json"
