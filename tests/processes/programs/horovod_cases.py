@@ -200,8 +200,9 @@ def after_a_failure_init_begins_a_new_job():
         return
     last = hvd.rank() == hvd.size() - 1
     hvd.shutdown()
-    for turn in range(2):
-        hvd.init(timeout_s=2.0)
+    config = tr.CoordinationConfig(stall_warning_s=0.5, stall_abort_s=1.0)
+    for turn, options in enumerate(({"timeout_s": 4.0}, {"timeout_s": TIMEOUT_S, "coordination": config})):
+        hvd.init(**options)
         part = hvd.add_process_set([0])
         # One rank never submits this, and waits for the others elsewhere: all get the same error, before any wait ends.
         with refused(tr.StallError, "rank(s)"):
