@@ -98,7 +98,7 @@ def checked_compression(compression: Any) -> type[Compressor]:
     """
     if not all(callable(getattr(compression, method, None)) for method in ("compress", "decompress")):
         raise ConfigurationError(
-            f"compression must be Compression.none, fp16 or bf16, or a class with compress and decompress, not "
-            f"{compression!r:.60}"
+            "compression must be Compression.none, Compression.fp16, Compression.bf16 or a class with compress and "
+            f"decompress, not {compression!r:.60}"
         )
     return compression  # type: ignore[no-any-return]
