@@ -302,7 +302,7 @@ class Coordinator:
             splits = tuple(int(split) for split in splits)
             if len(splits) != size or min(splits) < 0 or sum(splits) != rows:
                 raise ConfigurationError(
-                    f"{shown!r}: splits must be {size} numbers from 0 that add up to the {rows} rows, not {list(splits)}"
+                    f"{shown!r}: splits must be {size} numbers from 0 that add up to {rows} rows, not {list(splits)}"
                 )
             request = Request(shown, OpKind.ALLTOALL, *self._described(tensor, shown), splits=splits, cached=cached)
             entry = self._entry(request, tensor, outputs, copied)
