@@ -5,10 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from totalreduce.cli.bench import growth, kernels, plots, sparse
 from totalreduce.cli.bench.sparse_worker import GradientSource, bucket_edges, matrix_sides
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.pytorch.buckets import ParameterSpec
+from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,27 @@ def test_buckets_are_cut_as_large_parameters_are():
     assert bucket_edges(4, 4) == [0, 4]
     edges = bucket_edges(14_700_000, 4_000_000)
     assert (len(edges), max(np.diff(edges)) - min(np.diff(edges))) == (5, 0)
+
+
+@pytest.mark.parametrize("count", [1, 4_000_000, 10_000_000, 12_600_000, 14_700_000, 60_000_000])
+def test_without_an_option_buckets_are_those_of_the_optimizer(count):
+    parameters = sparse.make_parameters(
+        elements=str(count),
+        density=0.01,
+        methods="oktopk",
+        distribution="normal",
+        bucket_elements=None,
+        steps=1,
+        warm_up=3,
+        against=[],
+    )
+    edges = bucket_edges(count, parameters["bucket_elements"])
+    weight = torch.nn.Parameter(torch.empty(count, device="meta"))
+    spec = ParameterSpec.of("weight", (), weight, any_device=True)
+    plan = CompressedPlan.of([weight], [spec], ErrorFeedback(), whole=False)
+    sizes = [sum(part.end - part.begin for part in bucket) for bucket in plan.buckets]
+    assert len(edges) - 1 == len(sizes)
+    assert max(np.diff(edges)) == max(sizes) == parameters["bucket_elements"]
 
 
 @pytest.mark.parametrize(("count", "sides"), [(16, (4, 4)), (15, (5, 3)), (17, (4, 4)), (1, (1, 1)), (2, (2, 1))])

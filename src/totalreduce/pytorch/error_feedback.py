@@ -15,12 +15,10 @@ import torch
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.pytorch.buckets import ParameterSpec
+from totalreduce.pytorch.sizes import even_bucket_elements
 from totalreduce.sparse.session import BucketShape
 
 __all__ = ["CompressedPlan", "ErrorFeedback", "Part", "Residuals", "flattened", "plan_parts", "shaped", "states_for"]
-
-_BUCKETS = 4
-_BUCKET_ELEMENTS_MIN = 3 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +112,7 @@ class CompressedPlan:
         whole: bool,
     ) -> CompressedPlan:
         """Cut them into buckets; see ``plan_parts``."""
-        size = feedback.bucket_elements or _even_bucket(sum(spec.num_elements for spec in specs))
+        size = feedback.bucket_elements or even_bucket_elements(sum(spec.num_elements for spec in specs))
         return cls(tuple(parameters), tuple(specs), plan_parts(specs, size, whole=whole))
 
     def document(self) -> list[list[list[object]]]:
@@ -133,12 +131,6 @@ class CompressedPlan:
         spec = self.specs[part.member]
         whole = part.end - part.begin == spec.num_elements
         return spec.shape if whole else (part.end - part.begin,)
-
-
-def _even_bucket(num_elements: int) -> int:
-    """So many elements are in each of the buckets. As large as each other: a rest has a fixed cost, too."""
-    num_buckets = max(1, min(_BUCKETS, num_elements // _BUCKET_ELEMENTS_MIN))
-    return max(1, min(-(-num_elements // num_buckets), 2**31 - 1))
 
 
 def plan_parts(specs: Sequence[ParameterSpec], bucket_elements: int, *, whole: bool) -> tuple[tuple[Part, ...], ...]:

@@ -27,6 +27,7 @@ from totalreduce.pytorch.hooks import WeakHook
 from totalreduce.pytorch.order import ForwardOrder
 from totalreduce.pytorch.planning import PlanSettings, agree_on_plan, name_parameters, sparse_parameters
 from totalreduce.pytorch.reducer import Arithmetic, Reducer, operation_names
+from totalreduce.pytorch.sizes import BUCKET_BYTES, NATIVE_BUCKET_BYTES
 from totalreduce.pytorch.sparse_gradients import SparseReducer
 from totalreduce.sparse.session import Method, Report
 
@@ -36,12 +37,6 @@ if TYPE_CHECKING:
     from totalreduce.sparse.auto import Choice
 
 __all__ = ["DistributedOptimizer"]
-
-
-_BUCKET_BYTES = 4 * 1024 * 1024
-#: Every native operation has a fixed cost that is that of a megabyte or more (gloo with 4 ranks on one host: 5 ms), and
-#: the first one should begin early. Measured with 58 MB of gradients and gloo, against DDP: 25 MiB 1.13x, 6 MiB 0.99x.
-_NATIVE_BUCKET_BYTES = 8 * 1024 * 1024
 
 
 class _Phase(enum.Enum):
@@ -129,9 +124,9 @@ class DistributedOptimizer(OptimizerFacade):
         if sync is not None:
             _refuse_unfit(optimizer, feedback)
         if bucket_bytes is None:
-            bucket_bytes = _BUCKET_BYTES
+            bucket_bytes = BUCKET_BYTES
             if group.coordinator is not None:
-                bucket_bytes = max(1, min(_NATIVE_BUCKET_BYTES, group.coordinator.config.fusion_bytes))
+                bucket_bytes = max(1, min(NATIVE_BUCKET_BYTES, group.coordinator.config.fusion_bytes))
         self._settings = PlanSettings(
             optimizer=self.kind,
             op=op,

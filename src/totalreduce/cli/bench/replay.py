@@ -28,6 +28,7 @@ from totalreduce.cli.bench.report import duration, print_table, times, write_jso
 from totalreduce.cli.bench.sampling import Estimate, estimate, ratio_estimate
 from totalreduce.cli.bench.traces import as_document, find_traces, load_trace
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.pytorch.sizes import BUCKET_BYTES
 
 __all__ = ["ReplayFigure", "bench_replay", "measure_replay", "summarise"]
 
@@ -87,7 +88,9 @@ def bench_replay(
     ] = "time",
     ratio: Annotated[float, typer.Option(help="Communication divided by compute.")] = 1.0,
     steps: Annotated[int, typer.Option(help="Timed steps in a row, after two untimed ones.")] = 5,
-    bucket: Annotated[float, typer.Option(help="Small layers are fused up to this many MiB.")] = 4.0,
+    bucket: Annotated[
+        float, typer.Option(help="Small layers are fused up to this many MiB, as DistributedOptimizer does by default.")
+    ] = BUCKET_BYTES / (1 << 20),
     ranks: RanksOption = None,
     emulate_hosts: HostsOption = 0,
     emulate_rate: RateOption = "1gbit",

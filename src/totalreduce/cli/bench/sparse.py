@@ -27,6 +27,7 @@ from totalreduce.cli.bench.plots import Bar, draw_bars, require_matplotlib
 from totalreduce.cli.bench.report import duration, print_table, share, times, write_json
 from totalreduce.cli.bench.sampling import Estimate, estimate, ratio_estimate
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.pytorch.sizes import even_bucket_elements
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -50,9 +51,6 @@ DISTRIBUTIONS = ("normal", "student", "embedding")
 PARTS = ("selection", "coding", "waiting", "writing")
 #: A count within this share of k is on target.
 _NEAR = 0.05
-#: What ``DistributedOptimizer`` does where nothing is said.
-_BUCKETS = 4
-_BUCKET_ELEMENTS_MIN = 4 << 20
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 DistributionOption = Annotated[
@@ -122,7 +120,7 @@ def bench_sparse(
         str | None,
         typer.Option(
             help="Elements that are selected and sent together, at most. [dim]default: as DistributedOptimizer's, a "
-            "quarter of all, but four millions[/dim]"
+            "quarter of all; of fewer than twelve millions a third, a half, or all[/dim]"
         ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Timed steps in a row, after an untimed one.")] = 3,
@@ -203,14 +201,13 @@ def make_parameters(
             f"{warm_up}"
         )
     count = parse_count(elements)
-    quarter = max(-(-count // _BUCKETS), _BUCKET_ELEMENTS_MIN)
     return {
         "elements": count,
         "density": density,
         "methods": names,
         "against": peers,
         "distribution": distribution,
-        "bucket_elements": quarter if bucket_elements is None else parse_count(bucket_elements),
+        "bucket_elements": even_bucket_elements(count) if bucket_elements is None else parse_count(bucket_elements),
         "steps": steps,
         "warm_up": warm_up,
     }

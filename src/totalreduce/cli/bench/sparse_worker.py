@@ -22,6 +22,7 @@ from totalreduce.sparse.accumulator import Accumulator, HostAccumulator
 from totalreduce.sparse.actions import Action, Array
 from totalreduce.sparse.candidates import Workspace
 from totalreduce.sparse.group_driver import GroupDriver
+from totalreduce.sparse.powersgd import PowerSGD
 from totalreduce.sparse.rounds import SparseRounds
 from totalreduce.sparse.session import BucketShape, Report, Session, Update
 
@@ -35,7 +36,6 @@ _ROW = 64
 _POOL = 2
 #: Allowed difference between what came out and what went in, relative to what went in.
 _TOLERANCE = 1e-5
-_POWERSGD_RANK = 4
 
 
 class Contestant(Protocol):
@@ -341,7 +341,7 @@ class _Hook:
         if name == "powersgd-hook":
             self._hook = powerSGD_hook.powerSGD_hook
             self._state = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=2
+                None, matrix_approximation_rank=PowerSGD().rank, start_powerSGD_iter=2
             )
 
     def reduce(self) -> None:

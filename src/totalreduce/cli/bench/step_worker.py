@@ -27,6 +27,7 @@ from totalreduce.cli.bench.context import Context
 from totalreduce.cli.bench.methods import make_sync
 from totalreduce.cli.bench.values import WrongResultError
 from totalreduce.cli.bench.workloads import Workload, loss_of, workload_by_name
+from totalreduce.sparse.powersgd import PowerSGD
 
 __all__ = ["measure"]
 
@@ -160,7 +161,7 @@ def _fp16_hook() -> tuple[Any, Any]:
 
 
 def _powersgd_hook() -> tuple[Any, Any]:
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=PowerSGD().rank, start_powerSGD_iter=2)
     return state, powerSGD_hook.powerSGD_hook
 
 

@@ -1,0 +1,28 @@
+"""Default sizes of buckets, for the optimizer and for the commands that measure it. Imports no torch."""
+
+from __future__ import annotations
+
+__all__ = ["BUCKET_BYTES", "NATIVE_BUCKET_BYTES", "even_bucket_elements"]
+
+#: Gradients that travel as one operation of the engine.
+BUCKET_BYTES = 4 * 1024 * 1024
+#: Every native operation has a fixed cost that is that of a megabyte or more (gloo with 4 ranks on one host: 5 ms), and
+#: the first one should begin early. Measured with 58 MB of gradients and gloo, against DDP: 25 MiB 1.13x, 6 MiB 0.99x.
+NATIVE_BUCKET_BYTES = 8 * 1024 * 1024
+
+_BUCKETS = 4
+_BUCKET_ELEMENTS_MIN = 3 * 1024 * 1024
+_BUCKET_ELEMENTS_MAX = 2**31 - 1
+
+
+def even_bucket_elements(num_elements: int) -> int:
+    """Elements in each bucket of a sparse method, where the user gave no number.
+
+    A quarter of all, so that selecting, sending and backward overlap; with fewer than twelve millions a third, a half,
+    or all, because a bucket has a fixed cost. All buckets are of one size, because a small last one has that cost too.
+
+    Args:
+        num_elements: Elements of all compressed gradients together.
+    """
+    num_buckets = max(1, min(_BUCKETS, num_elements // _BUCKET_ELEMENTS_MIN))
+    return max(1, min(-(-num_elements // num_buckets), _BUCKET_ELEMENTS_MAX))
