@@ -1,6 +1,8 @@
 """Fixtures of all tests."""
 
 import datetime
+import os
+import subprocess
 
 import pytest
 
@@ -38,3 +40,25 @@ def authorities(tmp_path_factory):
 def rank_tls(authorities):
     """Files of eight ranks, by rank."""
     return [authorities.issue(f"rank{rank}") for rank in range(8)]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Makes file systems that hold so many KiB; they are gone after the test."""
+    mounted = []
+
+    def make(kib):
+        if os.geteuid() != 0:
+            pytest.skip("mounting a file system needs root")
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], timeout=20, check=True)

@@ -1,6 +1,7 @@
 """The group as its user sees it, ranks as threads."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -299,3 +300,46 @@ def test_a_barrier_that_ran_out_of_time_can_be_waited_for_again() -> None:
         group.barrier(timeout_s=10)  # and the next one
 
     run_ranks(2, ranks)
+
+
+def failing(happened: list[str], name: str, error: type[BaseException]) -> Callable[[], None]:
+    def callback() -> None:
+        happened.append(name)
+        raise error(name)
+
+    return callback
+
+
+def test_every_callback_of_the_end_runs_and_the_first_failure_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    happened: list[str] = []
+    (group,) = make_groups(1, transport="inproc", engine=CONFIG)
+    group.on_quiesce(lambda: happened.append("quiesce 1"))
+    group.on_quiesce(failing(happened, "quiesce 2", ValueError))
+    group.on_quiesce(lambda: happened.append("quiesce 3"))
+    group.at_close(failing(happened, "close 1", OSError))
+    group.at_close(failing(happened, "close 2", KeyboardInterrupt))
+    group.at_close(lambda: happened.append("close 3"))
+    with pytest.raises(ValueError, match="quiesce 2"):
+        group.close()
+    assert happened == ["quiesce 1", "quiesce 2", "quiesce 3", "close 1", "close 2", "close 3"]
+    # ``_close`` has raised the first failure of its own callbacks, and the second one is in the log.
+    logged = [(record.levelname, str(record.exc_info[1])) for record in caplog.records if record.exc_info]
+    assert logged == [("ERROR", "close 2"), ("ERROR", "close 1")]
+    with pytest.raises(tr.GroupClosed):
+        group.allreduce(torch.ones(1))
+    group.close()
+    assert len(happened) == 6
+
+
+def test_a_subgroup_too_calls_everything_at_its_end() -> None:
+    def body(group: tr.Group) -> list[str]:
+        happened: list[str] = []
+        part = group.subgroup([0, 1])
+        part.on_quiesce(failing(happened, "quiesce", RuntimeError))
+        part.at_close(failing(happened, "close 1", OSError))
+        part.at_close(lambda: happened.append("close 2"))
+        with pytest.raises(RuntimeError, match="quiesce"):
+            part.close()
+        return [*happened, str(group.allreduce(torch.ones(1)).wait().item())]
+
+    assert run_ranks(2, body) == [["quiesce", "close 1", "close 2", "2.0"]] * 2

@@ -275,7 +275,15 @@ def test_close_twice_and_late_facts_are_harmless(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["t.json"]
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+def warnings_about(caplog, path):
+    """The reasons and the number of lost events of the warnings that name the file."""
+    assert all(record.levelname == "WARNING" for record in caplog.records)
+    texts = [record.getMessage() for record in caplog.records]
+    assert all(text.startswith(f"rank 0: the timeline {path} could not be written: ") for text in texts)
+    return [text.split("written: ")[1].removesuffix(". The job is not affected") for text in texts]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, caplog):
     class Unprintable:
         def __str__(self):
             raise RuntimeError("no text")
@@ -283,8 +291,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     (tmp_path / "t.json").write_text("old")
     observer = timeline(tmp_path / "t.json")
     observer.stalled({"odd": Unprintable()}, 100.0)
-    with pytest.raises(RuntimeError, match="no text"):
-        observer.close()
+    observer.close()
+    assert warnings_about(caplog, tmp_path / "t.json") == ["RuntimeError: no text. Events lost: 1"]
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("t.json", "old")]
 
 
@@ -298,6 +306,46 @@ def test_a_program_that_ends_by_an_exception_leaves_its_file(tmp_path):
     finished = subprocess.run([sys.executable, "-c", program, target], check=False, timeout=60)
     assert finished.returncode == 3
     assert ("w", "w #0") in spans(load(target))
+
+
+def test_a_full_disk_costs_the_file_and_not_the_job(tmp_path, caplog, small_disk):
+    disk = small_disk(256)
+    (disk / "t.json").write_text("old")
+    observer = timeline(disk / "t.json", max_events=4000)
+    for iteration in range(3000):
+        one_operation(observer, iteration=iteration, at=100.0 + iteration)
+    observer.close()
+    assert warnings_about(caplog, disk / "t.json") == ["No space left on device (ENOSPC). Events lost: 6000"]
+    assert [(file.name, file.read_text()) for file in disk.iterdir()] == [("t.json", "old")]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda folder: folder.rmdir(), "No such file or directory (ENOENT)"),
+        (lambda folder: (folder.rmdir(), folder.write_text("")), "Not a directory (ENOTDIR)"),
+        (lambda folder: (folder / "t.json").mkdir(), "Is a directory (EISDIR)"),
+    ],
+)
+def test_a_place_that_was_spoiled_in_between_is_a_warning(tmp_path, caplog, spoil, reason):
+    folder = tmp_path / "traces"
+    observer = timeline(folder / "t.json")
+    one_operation(observer)
+    spoil(folder)
+    observer.close()
+    observer.close()
+    assert warnings_about(caplog, folder / "t.json") == [f"{reason}. Events lost: 2"]
+
+
+def test_another_working_directory_at_the_end_does_not_move_the_file(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    observer = timeline("t.json")
+    one_operation(observer)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    observer.close()
+    assert ("w", "w #0") in spans(load(tmp_path / "t.json"))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 @pytest.mark.parametrize("max_events", [0, -1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import sys
 import time
@@ -33,6 +34,8 @@ from totalreduce.groups.work import Work
 from totalreduce.transports.base import NativeCollectives
 
 __all__ = ["Group"]
+
+_log = logging.getLogger(__name__)
 
 #: So many threads of one rank may wait in barriers at the same time.
 _BARRIER_NAMES = 64
@@ -755,23 +758,24 @@ class Group:
         Pending operations fail with ``GroupClosed``; the others' error says the ``reason``, if there is one. Not
         collective: the others notice when they need this rank. A subgroup only stops taking operations: threads and
         connections are the whole group's. In a forked child this does nothing: the group is the parent's.
+
+        Every callback of ``on_quiesce`` and ``at_close`` is called, whether or not an earlier one raised. The first
+        exception is raised when all of this is done; further ones are logged.
         """
         if self._closed or not self._runner.home.is_here:
             return
         timeout_s = checks.seconds("timeout_s", timeout_s, or_zero=True)
         self._closed = True
-        try:
-            if self._engine.lost is None:
-                self._flush()
-        finally:
-            if self._coordinator is not None:
-                self._coordinator.close(timeout_s, reason=reason)
-            if self._parent is None:
-                self._finalizer.detach()
-                _close(self._runner, self._at_close, timeout_s, reason)
-            else:
-                for callback in self._at_close:
-                    callback()
+        steps = list(self._quiesce) if self._engine.lost is None else []
+        coordinator = self._coordinator
+        if coordinator is not None:
+            steps.append(lambda: coordinator.close(timeout_s, reason=reason))
+        if self._parent is None:
+            self._finalizer.detach()
+            steps.append(lambda: _close(self._runner, self._at_close, timeout_s, reason))
+        else:
+            steps += [*(inner.close for inner in self._inner.values()), *self._at_close]
+        _call_all(steps)
 
     def _flush(self) -> None:
         for callback in list(self._quiesce):
@@ -833,7 +837,22 @@ def _close(
         return
     if reason is None and not hasattr(sys, "ps1"):  # the interpreter ends: of an exception that nobody caught?
         reason = _reason(getattr(sys, "last_value", None))
-    runner.close(timeout_s, reason or "")
-    for callback in at_close:
-        callback()
+    final_reason = reason or ""
+    callbacks = list(at_close)
     at_close.clear()
+    _call_all([lambda: runner.close(timeout_s, final_reason), *callbacks])
+
+
+def _call_all(steps: Sequence[Callable[[], None]]) -> None:
+    """Call all of them in order; raise the first exception afterwards, and log the others."""
+    first: BaseException | None = None
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:  # also Ctrl-C: what comes after frees threads, memory and files
+            if first is None:
+                first = error
+            else:
+                _log.error("closing the group: one more callback failed", exc_info=error)
+    if first is not None:
+        raise first

@@ -74,6 +74,7 @@ def init(
         tcp: Sockets, heartbeats, deadlines; heartbeats and silence count for every transport.
         tls: Certificates: TCP is encrypted. On all ranks or on none; default ``TOTALREDUCE_TLS_CERT`` and so on.
         timeline: Where to write a Chrome trace at the end: a folder, or a file name that each rank adds its number to.
+            A rank that cannot write there logs a warning and goes on without.
         compute: Whether additions have their own thread (``"thread"``) or not (``"inline"``); ``"auto"``, the default
             or ``TOTALREDUCE_COMPUTE``: if there are two cores per rank of this host.
         links: What messages cost, for the choice of schedules: ``"auto"`` measures it at start (some ten milliseconds)
@@ -172,7 +173,11 @@ def _timeline(path: str | Path | None, rank: int, world_size: int) -> Timeline |
     if path is None:
         return None
     alone = world_size == 1 and Path(path).suffix == ".json"
-    return Timeline(rank, Path(path) if alone else rank_path(path, rank))
+    try:
+        return Timeline(rank, Path(path) if alone else rank_path(path, rank))
+    except ConfigurationError as error:  # the disk of one host must not keep a job from starting
+        _log.warning("rank %d: %s. No timeline is recorded on this rank; the job goes on", rank, error)
+        return None
 
 
 def _set_up_log(settings: Settings, rank: int, world_size: int) -> None:

@@ -15,6 +15,7 @@ additions stand on "computation"; "bytes in flight" is a counter.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import platform
 import time
@@ -27,10 +28,13 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.forking import HomeProcess
 from totalreduce.foundation.observer import Observer
+from totalreduce.foundation.os_errors import describe_error
 from totalreduce.foundation.types import operation_id
 from totalreduce.observe.chrome_trace import FORMAT, Event, Tracks, span, write_trace
 
 __all__ = ["Timeline", "rank_path"]
+
+_log = logging.getLogger(__name__)
 
 
 class _Operation(NamedTuple):
@@ -96,7 +100,8 @@ class _Pending:
 class Timeline(Observer):
     """Observer that records one rank and writes the trace when closed, also when the interpreter exits.
 
-    A process killed by a signal leaves no file: the trace is formatted at the end to keep the calls cheap.
+    A process killed by a signal leaves no file: the trace is formatted at the end to keep the calls cheap. If the file
+    cannot be written then, a warning is logged and the events are lost; the program goes on.
 
     Args:
         rank: This rank; the process number in the trace.
@@ -124,6 +129,7 @@ class Timeline(Observer):
     ) -> None:
         checks.whole_number("max_events of a timeline", max_events, minimum=1)
         self.rank, self.path, self.dropped = rank, Path(path), 0
+        self._file = self.path.absolute()  # a program may change its working directory before the end
         _check_writable(self.path)
         self._max_events, self._clock = max_events, clock
         self._origin, self._origin_wall = clock(), time.time()
@@ -210,8 +216,8 @@ class Timeline(Observer):
     def close(self) -> None:
         """Write the file. Later facts are ignored; a second call does nothing, nor does a call in a forked child.
 
-        Raises:
-            OSError: The file could not be written.
+        A file that cannot be written is one warning in the log and no exception: a job that has done its work must not
+        fail for want of its trace.
         """
         if self._closed or not self._home.is_here:
             return
@@ -232,7 +238,16 @@ class Timeline(Observer):
             "events": len(facts),
             "events_dropped": self.dropped,
         }
-        write_trace(self.path, _Formatter(self.rank, self._origin, self.dropped).events(facts), metadata)
+        try:
+            write_trace(self._file, _Formatter(self.rank, self._origin, self.dropped).events(facts), metadata)
+        except Exception as error:
+            _log.warning(
+                "rank %d: the timeline %s could not be written: %s. Events lost: %d. The job is not affected",
+                self.rank,
+                self._file,
+                describe_error(error),
+                len(facts) + self.dropped,
+            )
 
     def _keep(self, fact: _Operation | _Span | _Instant) -> None:
         if len(self._facts) < self._max_events and not self._closed:

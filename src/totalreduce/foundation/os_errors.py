@@ -1,0 +1,67 @@
+"""What the operating system's errors mean, in words that say what to do about them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+
+from totalreduce.foundation.errors import TotalReduceError
+
+__all__ = ["describe_error", "is_out_of_descriptors", "out_of_descriptors"]
+
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+#: For a rank of a job of a thousand ranks, with data loaders.
+_ENOUGH_DESCRIPTORS = 65_536
+
+
+def is_out_of_descriptors(error: BaseException) -> bool:
+    """Whether an error says that no more files or sockets may be opened, by this process or on this machine."""
+    return isinstance(error, OSError) and error.errno in _OUT_OF_DESCRIPTORS
+
+
+def out_of_descriptors() -> str | None:
+    """Why no file or socket can be opened now, or ``None`` if one can.
+
+    For places where another library failed and its error does not say so, and for system calls that leave descriptors
+    out without an error.
+    """
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        return describe_error(error) if is_out_of_descriptors(error) else None
+    return None
+
+
+def describe_error(error: BaseException) -> str:
+    """One line: an ``OSError`` with the name of its number, the limit that was reached, and the remedy.
+
+    Other exceptions: the kind and the text; of this library's own errors, which are sentences, the text alone.
+    """
+    if isinstance(error, TotalReduceError):
+        return str(error)
+    if not isinstance(error, OSError) or error.errno is None or error.strerror is None:
+        return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if error.errno == errno.EMFILE:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        higher = _ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_DESCRIPTORS)
+        remedy = f"start it after `ulimit -n {higher}`"
+        if higher <= soft:
+            remedy = "the hard limit is the same: have it raised (limits.conf, or LimitNOFILE= of the service)"
+        return f"too many open files (EMFILE): this process may have {soft} (RLIMIT_NOFILE, `ulimit -n`); {remedy}"
+    if error.errno == errno.ENFILE:
+        return (
+            f"too many open files on this machine (ENFILE): the limit of all processes together is {_system_limit()} "
+            "(`sysctl fs.file-max`); end what holds many files, or raise it"
+        )
+    # Errors of TLS and of name resolution are OSErrors too, but their numbers are not the system's.
+    name = errno.errorcode.get(error.errno)
+    return f"{error.strerror} ({name})" if name and error.strerror == os.strerror(error.errno) else error.strerror
+
+
+def _system_limit() -> str:
+    try:
+        return Path("/proc/sys/fs/file-max").read_text("ascii").strip()
+    except OSError:  # no descriptor is left to read it with
+        return "reached"
