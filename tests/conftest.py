@@ -2,11 +2,13 @@
 
 import datetime
 import os
+import resource
 import subprocess
 
 import pytest
 
 from totalreduce.foundation.config import Tls
+from totalreduce.foundation.os_errors import out_of_descriptors
 
 
 class Authorities:
@@ -62,3 +64,36 @@ def small_disk(tmp_path):
     yield make
     for folder in mounted:
         subprocess.run(["umount", str(folder)], timeout=20, check=True)
+
+
+class Descriptors:
+    """Takes the descriptors that this process could still open, and gives them back."""
+
+    def __init__(self):
+        self.limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._held = []
+
+    def exhaust(self, *, leave=0):
+        """From now on only ``leave`` more can be opened."""
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, self.limits[1]))
+        while out_of_descriptors() is None:
+            self._held.append(os.dup(0))
+        self.free(leave)
+
+    def free(self, count):
+        """So many more can be opened."""
+        for _ in range(count):
+            os.close(self._held.pop())
+
+    def restore(self):
+        """As before the test."""
+        self.free(len(self._held))
+        resource.setrlimit(resource.RLIMIT_NOFILE, self.limits)
+
+
+@pytest.fixture
+def descriptors():
+    made = Descriptors()
+    yield made
+    made.restore()

@@ -356,6 +356,15 @@ def test_mistakes_are_one_line(launcher):
         run_workers(["/absent"], num_workers=2, output="capture")
 
 
+@pytest.mark.parametrize("limit", [7, 12])
+def test_too_many_open_files_of_the_launcher_are_one_line_that_names_the_limit(environment, script, limit):
+    command = f"ulimit -n {limit}; exec {sys.executable} -m totalreduce run -n 4 {script('')}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 2
+    assert f"too many open files (EMFILE): this process may have {limit} (RLIMIT_NOFILE" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("command", ["run", "bench", "demo", "doctor", "timeline"])
 def test_the_launcher_does_without_torch(command):
     code = f"import sys; from totalreduce.cli.main import build; build(['{command}']); print('torch' in sys.modules)"

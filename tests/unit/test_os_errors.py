@@ -67,11 +67,11 @@ def test_whether_a_descriptor_is_left():
     assert out_of_descriptors() is None
     full, free = run(
         "import os, resource\n"
-        "from totalreduce.foundation.os_errors import out_of_descriptors\n"
+        "from totalreduce.foundation.os_errors import describe_error, out_of_descriptors\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))\n"
         "held = []\n"
         "while (reason := out_of_descriptors()) is None: held.append(os.dup(2))\n"
-        "print(reason)\n"
+        "print(describe_error(reason))\n"
         "os.close(held.pop())\n"
         "print(out_of_descriptors())"
     )

@@ -15,6 +15,7 @@ import typer
 from totalreduce import __version__
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import TotalReduceError
+from totalreduce.foundation.os_errors import describe_error, is_out_of_descriptors
 
 __all__ = ["build", "main"]
 
@@ -60,10 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _build_for(words)(words)
-    except TotalReduceError as error:
-        if current().get("TOTALREDUCE_DEBUG", "0") != "0":
+    except (TotalReduceError, OSError) as error:
+        expected = isinstance(error, TotalReduceError) or is_out_of_descriptors(error)
+        if not expected or current().get("TOTALREDUCE_DEBUG", "0") != "0":
             raise
-        typer.secho(f"totalreduce: {error}", fg="red", err=True)
+        typer.secho(f"totalreduce: {describe_error(error)}", fg="red", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

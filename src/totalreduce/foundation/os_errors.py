@@ -9,7 +9,7 @@ from pathlib import Path
 
 from totalreduce.foundation.errors import TotalReduceError
 
-__all__ = ["describe_error", "is_out_of_descriptors", "out_of_descriptors"]
+__all__ = ["describe_error", "few_descriptors", "is_out_of_descriptors", "out_of_descriptors"]
 
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 #: For a rank of a job of a thousand ranks, with data loaders.
@@ -21,8 +21,8 @@ def is_out_of_descriptors(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _OUT_OF_DESCRIPTORS
 
 
-def out_of_descriptors() -> str | None:
-    """Why no file or socket can be opened now, or ``None`` if one can.
+def out_of_descriptors() -> OSError | None:
+    """The error with which no file or socket can be opened now; ``None`` if one can.
 
     For places where another library failed and its error does not say so, and for system calls that leave descriptors
     out without an error.
@@ -30,8 +30,27 @@ def out_of_descriptors() -> str | None:
     try:
         os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
-        return describe_error(error) if is_out_of_descriptors(error) else None
+        return error if is_out_of_descriptors(error) else None
     return None
+
+
+def few_descriptors(needed: int) -> str | None:
+    """One line that says so if this process cannot open so many more files and sockets; else ``None``.
+
+    For use before and after calls of libraries that end the process, or report something else, when they cannot.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    try:
+        # The listing itself has one of them. Those above a limit that was lowered later do not count.
+        num_open = sum(int(name) < soft for name in os.listdir("/proc/self/fd")) - 1
+    except OSError as error:
+        return describe_error(error) if is_out_of_descriptors(error) else None
+    if soft - num_open >= needed:
+        return None
+    shortage = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return f"it must open {needed} more files and sockets, and has {num_open} open: {describe_error(shortage)}"
 
 
 def describe_error(error: BaseException) -> str:

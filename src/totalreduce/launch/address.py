@@ -10,6 +10,7 @@ from pathlib import Path
 
 from totalreduce.foundation.environment import Settings
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.os_errors import is_out_of_descriptors
 from totalreduce.foundation.world import World
 
 __all__ = ["choose_address", "host_identity"]
@@ -26,6 +27,7 @@ def choose_address(world: World, settings: Settings) -> tuple[str, str]:
 
     Raises:
         ConfigurationError: The interface has no IPv4 address, or rank 0's host has no address.
+        OSError: This process, or the machine, has too many open files.
     """
     if settings.address is not None:
         return settings.address, "TOTALREDUCE_ADDRESS"
@@ -55,7 +57,9 @@ def _towards(host: str) -> str | None:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
-    except OSError:
+    except OSError as error:
+        if is_out_of_descriptors(error):
+            raise
         return None
 
 

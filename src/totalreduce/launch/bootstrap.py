@@ -16,6 +16,7 @@ from totalreduce.foundation.config import EngineConfig, TcpConfig, Tls
 from totalreduce.foundation.environment import Settings
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost, RendezvousError
 from totalreduce.foundation.observer import Observer
+from totalreduce.foundation.os_errors import few_descriptors
 from totalreduce.groups import probe, tuning
 from totalreduce.groups.group import Group
 from totalreduce.groups.probe import LinkPolicy
@@ -32,6 +33,8 @@ _log = logging.getLogger("totalreduce")
 
 #: Version of everything that travels: header, control frames, handshake. Compared at rendezvous.
 _WIRE_VERSION = 1
+#: A group that could not be formed where fewer files can be opened has failed for want of them.
+_FEW_DESCRIPTORS = 3
 #: Where all ranks share one host, memory is the wire: larger segments save an eighth of the CPU time (4 ranks, 16 MiB:
 #: 10.1 ms a rank instead of 11.5), and half a millisecond is all that one holds up. Only where no EngineConfig is
 #: given.
@@ -158,7 +161,10 @@ def _meet(group: Group, timeout_s: float) -> None:
         group.barrier(timeout_s=timeout_s)
     except (PeerLost, DeadlineExceededError) as error:
         refused = group.statistics().refused_connections
+        shortage = few_descriptors(_FEW_DESCRIPTORS)
         group.close(1.0)
+        if shortage is not None:
+            raise RendezvousError(f"rank {group.rank}: the group could not be formed: {shortage}") from error
         # Who has the wrong key himself, or meets a rank that has given up on another, only sees that they hang up.
         cause = f"{refused} connections were refused" if refused else "the error of the rank that left first says more"
         hint = f" ({cause}; is TOTALREDUCE_JOB_KEY the same everywhere?)"

@@ -19,6 +19,7 @@ from totalreduce.foundation import environment
 from totalreduce.foundation.config import TcpConfig, Tls
 from totalreduce.foundation.environment import Settings
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.os_errors import describe_error, few_descriptors, is_out_of_descriptors
 from totalreduce.foundation.world import World
 from totalreduce.launch.address import choose_address, host_identity
 from totalreduce.launch.rendezvous import Meeting, Member, Place, compare_settings, current_world, open_store
@@ -31,6 +32,11 @@ from totalreduce.transports.routed import RoutedTransport
 __all__ = ["LinkRequest", "TransportName", "connect", "standing"]
 
 _log = logging.getLogger("totalreduce")
+
+#: What every rank opens at least: the store's client, a listener, an epoll object, two for waking, one connection.
+_DESCRIPTORS = 6
+#: What the server of the store opens, beside one for every rank.
+_STORE_DESCRIPTORS = 9
 
 TransportName = Literal["auto", "shm", "tcp", "mpi", "torch", "gloo"]
 
@@ -89,9 +95,19 @@ def connect(request: LinkRequest) -> Transport:
     """Meet the other ranks, compare settings, and return the transport that reaches them.
 
     Raises:
-        ConfigurationError: The ranks' settings differ; on every rank.
+        ConfigurationError: The ranks' settings differ; on every rank. Or this process has too many open files.
         RendezvousError: Somebody did not come in time.
     """
+    try:
+        return _connect(request)
+    except OSError as error:
+        if not is_out_of_descriptors(error):
+            raise
+        rank, _ = standing(request.transport, request.place)
+        raise ConfigurationError(f"rank {rank} cannot join the job: {describe_error(error)}") from error
+
+
+def _connect(request: LinkRequest) -> Transport:
     if request.tls is not None and request.transport in ("mpi", "torch", "gloo"):
         raise ConfigurationError(f"TLS is for TCP; what {request.transport} sends is not encrypted by this library")
     _, world_size = standing(request.transport, request.place)
@@ -128,6 +144,7 @@ def _over_sockets(request: LinkRequest) -> Transport:
         JobIdentity(key, "", 0)  # a bad key is an error before anybody waits for anybody
     if request.place is None:
         world = current_world()
+        _check_descriptors(world)
         store = open_store(world, request.timeout_s)
     else:
         world, store = request.place.world(), request.place.store
@@ -164,11 +181,27 @@ def _over_sockets(request: LinkRequest) -> Transport:
     return link
 
 
+def _check_descriptors(world: World) -> None:
+    """Fail now where there are too few: the store aborts the process, or tries again until the deadline.
+
+    Raises:
+        ConfigurationError: Names the limit.
+    """
+    needed = _DESCRIPTORS
+    if world.rank == 0 and not world.store_is_served:
+        needed += _STORE_DESCRIPTORS + world.world_size
+    shortage = few_descriptors(needed)
+    if shortage is not None:
+        raise ConfigurationError(f"rank {world.rank} cannot join the job: {shortage}")
+
+
 def _listen(world: World, request: LinkRequest) -> tuple[str, socket.socket]:
     address, reason = choose_address(world, request.settings)
     try:
         door = tcp.listen(address)
     except OSError as error:
+        if is_out_of_descriptors(error):
+            raise
         raise ConfigurationError(
             f"rank {world.rank} cannot listen on {address} ({reason}): {error.strerror}; set TOTALREDUCE_ADDRESS"
         ) from error
@@ -185,6 +218,8 @@ def _share_memory(world: World) -> tuple[str | None, socket.socket | None]:
         try:
             door, address = shm.listen()
         except OSError as error:
+            if is_out_of_descriptors(error):
+                raise
             reason = f"no Unix socket: {error.strerror}"
         else:
             return address, door

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.output import LineStream, Piece, Printer, Tail, rank_prefixes, same_file
 from totalreduce.launch.workers import Target
 
@@ -127,7 +128,7 @@ class _Files(Relay):
             folder.mkdir(parents=True, exist_ok=True)
             self._files: list[IO[bytes]] = [path.open("wb") for path in self._paths]
         except OSError as error:
-            raise ConfigurationError(f"cannot write the output to {folder}: {error.strerror}") from error
+            raise ConfigurationError(f"cannot write the output to {folder}: {describe_error(error)}") from error
         super().__init__([(file, subprocess.STDOUT) for file in self._files])
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from totalreduce.foundation import environment
 from totalreduce.foundation.errors import ConfigurationError, RendezvousError
+from totalreduce.foundation.os_errors import few_descriptors
 from totalreduce.foundation.world import World
 
 __all__ = ["Meeting", "Member", "Place", "compare_settings", "current_world", "open_store"]
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 _ENTRY_BYTES_MAX = 64 * 1024
 #: How often a rank that has waited for a while looks into the store.
 _POLL_S = 0.1
+#: A store that fails where fewer files can be opened has failed for want of them.
+_STORE_DESCRIPTORS = 8
 #: torch keeps to the time-out by itself, a little late, where nothing listens.
 _GRACE_S = 0.5
 #: The stores this process serves, until it ends: when rank 0 closes a group, others may already be on their way to the
@@ -133,6 +136,9 @@ def open_store(world: World, timeout_s: float) -> Store:
         return _served[place]
     except (RuntimeError, ValueError, TimeoutError) as error:
         role = "serve" if serves else "reach"
+        shortage = few_descriptors(_STORE_DESCRIPTORS)
+        if shortage is not None:
+            raise RendezvousError(f"rank {world.rank} cannot {role} the store at {where}: {shortage}") from error
         raise RendezvousError(
             f"rank {world.rank} cannot {role} the store at {where}: {_first_line(error)}. "
             "Rank 0 serves it: was it started? Check MASTER_ADDR and MASTER_PORT "

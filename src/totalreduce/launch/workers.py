@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import IO
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.os_errors import describe_error
 
 __all__ = ["RunResult", "Worker", "WorkerResult", "default_num_threads", "free_port", "worker_environments"]
 
@@ -112,7 +113,7 @@ class Worker:
                 start_new_session=True,
             )
         except OSError as error:
-            raise ConfigurationError(f"cannot start {command[0]!r}: {error.strerror}") from error
+            raise ConfigurationError(f"cannot start {command[0]!r}: {describe_error(error)}") from error
         self.rank = rank
         self.exit_descriptor = _pidfd(self.process.pid)
         self._started_at = time.monotonic()

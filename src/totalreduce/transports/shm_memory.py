@@ -34,6 +34,7 @@ import numpy as np
 
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES
+from totalreduce.foundation.os_errors import is_out_of_descriptors
 from totalreduce.transports.shm_arena import Arena
 
 __all__ = ["CARD_BYTES", "Fences", "Layout", "Mapping", "Outbox", "shm_available"]
@@ -226,11 +227,14 @@ class Outbox:
 
         Raises:
             ConfigurationError: There is not enough memory, or the system does not allow it.
+            OSError: This process, or the machine, has too many open files.
         """
         size = layout.total_bytes
         try:
             self.fd = os.memfd_create("totalreduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
+            if is_out_of_descriptors(error):
+                raise
             raise ConfigurationError(
                 f'no shared memory: memfd_create: {error.strerror}; use transport="tcp" if this system forbids it'
             ) from error
@@ -241,6 +245,8 @@ class Outbox:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             os.close(self.fd)
+            if is_out_of_descriptors(error):
+                raise
             raise ConfigurationError(
                 f"no shared memory of {size >> 20} MiB: {error.strerror}; give the container or the job more memory, "
                 'or use transport="tcp"'
@@ -292,6 +298,7 @@ class Mapping:
 
         Raises:
             ProtocolError: It is not what a correct peer hands over.
+            OSError: This process, or the machine, has too many open files.
         """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -303,6 +310,8 @@ class Mapping:
                 )
             memory = _map(fd, size, mmap.PROT_READ)
         except OSError as error:
+            if is_out_of_descriptors(error):  # a mapping keeps a descriptor of its own
+                raise
             raise ProtocolError(f"the memory file cannot be mapped: {error.strerror}") from error
         self.view = memoryview(memory)
         np.frombuffer(self.view[: layout.total_bytes], np.uint8)[::_PAGE].sum()  # as for ``Outbox``

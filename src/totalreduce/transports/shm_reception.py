@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from typing import final
 
 from totalreduce.foundation.config import TcpConfig
-from totalreduce.foundation.errors import AuthenticationError, ProtocolError
+from totalreduce.foundation.errors import AuthenticationError, ConfigurationError, ProtocolError
+from totalreduce.foundation.os_errors import describe_error, is_out_of_descriptors
 from totalreduce.transports.base import TransportCounters
+from totalreduce.transports.door import Door, Shortage
 from totalreduce.transports.handshake import Acceptor, Connector, JobIdentity
 from totalreduce.transports.shm_memory import Layout, Mapping
 from totalreduce.transports.shm_setup import Meeting, connect
@@ -54,7 +56,7 @@ class Reception:
         self.arrived: list[tuple[int, socket.socket, int, Mapping]] = []
         self.failed: list[tuple[int, str]] = []
         self.absent: dict[int, str] = {}
-        self._rank, self._addresses, self._listener = rank, addresses, listener
+        self._rank, self._addresses = rank, addresses
         self._identity, self._config, self._layout, self._ours = identity, config, layout, ours
         self._epoll, self._counters = epoll, counters
         self._meetings: dict[int, Meeting] = {}
@@ -62,7 +64,8 @@ class Reception:
         self._connect_at = {p: 0.0 for p, address in enumerate(addresses) if address is not None and p > rank}
         self._wanted_since: dict[int, float] = {}
         self._asked_at: dict[int, float] = {}
-        epoll.register(listener.fileno(), select.EPOLLIN)
+        self._door = Door(rank, listener, epoll)
+        self._shortage = Shortage(rank, config.connect_timeout_s)
 
     def connect_to_all(self, now: float) -> None:
         """Connect to those whose time has come."""
@@ -75,13 +78,18 @@ class Reception:
             except BlockingIOError:
                 self._connect_at[peer] = now + _RETRY_S
             except OSError as error:
-                self.absent[peer] = f"cannot connect to {address}: {error.strerror}"
+                if is_out_of_descriptors(error):
+                    self._shortage.occurred(peer, error, now)
+                    self._connect_at[peer] = now + _RETRY_S
+                else:
+                    self.absent[peer] = f"cannot connect to {address}: {error.strerror}"
             else:
+                self._shortage.ended()
                 self._meet(sock, Connector(self._identity, self._rank, peer), now)
 
     def on_event(self, fd: int, now: float) -> bool:
         """A socket is readable; returns whether it is one of these."""
-        if fd == self._listener.fileno():
+        if fd == self._door.listener.fileno():
             self._accept(now)
         elif fd in self._meetings:
             self._advance(fd)
@@ -93,9 +101,6 @@ class Reception:
         """There is a message for a peer that has not arrived: why it never will, or ``None`` as long as it may."""
         if peer in self.absent:
             return self.absent[peer]
-        timeout_s = self._config.connect_timeout_s
-        if now - self._wanted_since.setdefault(peer, now) > timeout_s:
-            return f"no connection within {timeout_s} s"
         if peer < self._rank and now - self._asked_at.setdefault(peer, now) > _RETRY_S:
             # It should have come. Does it still listen? An empty connection is ignored there.
             self._asked_at[peer] = now
@@ -106,11 +111,21 @@ class Reception:
             except BlockingIOError:
                 pass
             except OSError as error:
-                return f"cannot connect to {address}: {error.strerror}"
+                if not is_out_of_descriptors(error):
+                    return f"cannot connect to {address}: {error.strerror}"
+                self._shortage.occurred(peer, error, now)
+            else:
+                self._shortage.ended()
+        timeout_s = self._config.connect_timeout_s
+        if self._shortage.lasts:  # this rank cannot open a socket, which says nothing about the peer
+            self._wanted_since.pop(peer, None)
+        elif now - self._wanted_since.setdefault(peer, now) > timeout_s:
+            return f"no connection within {timeout_s} s"
         return None
 
     def expire(self, now: float) -> None:
-        """End the meetings that take too long."""
+        """End the meetings that take too long; accept again after a pause."""
+        self._door.resume(now)
         config = self._config
         for fd, meeting in list(self._meetings.items()):
             pending_s = now - meeting.opened_at
@@ -121,20 +136,17 @@ class Reception:
 
     def close(self) -> None:
         """Close everything that was not handed on."""
-        self._listener.close()
+        self._door.close()
         for meeting in self._meetings.values():
             meeting.close()
         self._meetings.clear()
 
     def _accept(self, now: float) -> None:
         while True:
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
+            accepted = self._door.accept(now)
+            if accepted is None:
                 return
-            except OSError as error:
-                _log.warning("rank %d: accept failed: %s", self._rank, error)
-                return
+            sock, _ = accepted
             pending = [fd for fd, meeting in self._meetings.items() if not meeting.outgoing]
             if len(pending) >= self._config.pending_handshakes_max:
                 # The oldest goes: a peer needs but a moment for its handshake, so who idles cannot keep it out.
@@ -160,6 +172,10 @@ class Reception:
             self._refuse(fd, str(error), guilty=True)
             return
         except OSError as error:
+            if is_out_of_descriptors(error):  # the peer is not to blame
+                raise ConfigurationError(
+                    f"rank {self._rank} cannot share memory with rank {meeting.peer}: {describe_error(error)}"
+                ) from error
             self._refuse(fd, str(error), guilty=False)
             return
         peer = meeting.peer

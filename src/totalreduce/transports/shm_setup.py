@@ -22,6 +22,7 @@ import struct
 from typing import final
 
 from totalreduce.foundation.errors import AuthenticationError, ProtocolError
+from totalreduce.foundation.os_errors import out_of_descriptors
 from totalreduce.transports.handshake import Acceptor, Connector
 from totalreduce.transports.shm_memory import CARD_BYTES
 
@@ -111,7 +112,7 @@ class Meeting:
         Raises:
             AuthenticationError: The other end is not one of us.
             ProtocolError: It is, but its settings are others.
-            OSError: The connection ended.
+            OSError: The connection ended, or this process has no room for the descriptors.
         """
         while True:
             proving = self._handshake.needed > 0
@@ -151,11 +152,17 @@ class Meeting:
         socket.send_fds(self.sock, [self._card], self._ours)
 
     def _compare(self, card: bytes) -> None:
-        if card != self._card or len(self.descriptors) != 2:
+        if card != self._card:
             raise ProtocolError(
                 f"rank {self.peer} lays out its shared memory differently; start all ranks with the same version and "
                 "the same engine settings"
             )
+        if len(self.descriptors) != 2:
+            # The kernel leaves out, without an error, those for which this process has no room.
+            shortage = out_of_descriptors()
+            if shortage is not None:
+                raise shortage
+            raise ProtocolError(f"rank {self.peer} handed over {len(self.descriptors)} descriptors instead of 2")
 
     def _check_user(self) -> None:
         credentials = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -25,8 +26,10 @@ from typing import final
 from totalreduce.foundation.config import TcpConfig, Tls
 from totalreduce.foundation.errors import AuthenticationError, ProtocolError
 from totalreduce.foundation.header import Frame, Header
+from totalreduce.foundation.os_errors import is_out_of_descriptors
 from totalreduce.transports.base import Endpoint, Transport, TransportCounters
 from totalreduce.transports.connection import Connection
+from totalreduce.transports.door import Door, Shortage
 from totalreduce.transports.handshake import Acceptor, Connector, JobIdentity
 from totalreduce.transports.tls import HungUp, TlsChannel, TlsCredentials
 
@@ -132,7 +135,8 @@ class TcpTransport(Transport):
         self._looked_at = time.monotonic()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._epoll.register(self._wake_read, select.EPOLLIN)
-        self._epoll.register(listener.fileno(), select.EPOLLIN)
+        self._door = Door(rank, listener, self._epoll)
+        self._shortage = Shortage(rank, config.connect_timeout_s)
 
     @property
     def ranks_per_host(self) -> int:
@@ -245,13 +249,11 @@ class TcpTransport(Transport):
 
     def _accept(self) -> None:
         for _turn in range(-(-self._config.pending_handshakes_max // 4)):  # the rest after the peers had their turn
-            try:
-                sock, origin = self._listener.accept()
-            except BlockingIOError:
+            accepted = self._door.accept(time.monotonic())
+            if accepted is None:
+                self._next_timers = min(self._next_timers, self._door.resume_at)
                 return
-            except OSError as error:
-                _log.warning("rank %d: accept failed: %s", self.rank, error)
-                return
+            sock, origin = accepted
             pending = [c for c in self._connections.values() if not c.established and not c.outgoing]
             if len(pending) >= self._config.pending_handshakes_max:
                 # The oldest goes: a peer needs but a moment for its handshake, so who idles cannot keep it out.
@@ -307,12 +309,20 @@ class TcpTransport(Transport):
         self._first_try.setdefault(peer, now)
         address = self._addresses[peer]
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            if not is_out_of_descriptors(error):
+                raise
+            self._shortage.occurred(peer, error, now)
+            self._try_again(peer, now)
+            return None
+        self._shortage.ended()
         sock.setblocking(False)
-        error = sock.connect_ex(address)
-        if error not in (0, 115):  # EINPROGRESS
+        code = sock.connect_ex(address)
+        if code not in (0, errno.EINPROGRESS):
             sock.close()
-            self._connect_failed(peer, OSError(error, os.strerror(error)), now)
+            self._connect_failed(peer, OSError(code, os.strerror(code)), now)
             return None
         other = f"rank {peer} at {address[0]}:{address[1]}"
         connection = self._adopt(sock, Connector(self._identity, self.rank, peer), other, outgoing=True)
@@ -364,7 +374,7 @@ class TcpTransport(Transport):
 
     def _connect_failed(self, peer: int, error: OSError, now: float) -> None:
         refusals = self._refusals[peer] = self._refusals.get(peer, 0) + 1
-        refused = isinstance(error, ConnectionRefusedError) or error.errno == 111
+        refused = isinstance(error, ConnectionRefusedError)
         timeout_s = self._config.connect_timeout_s
         if isinstance(error, HungUp):
             timeout_s = min(timeout_s, _NO_TLS_S)
@@ -374,8 +384,11 @@ class TcpTransport(Transport):
             hint = f" (this rank has refused a connection: {self._last_refusal})" if self._last_refusal else ""
             self._lose(peer, f"cannot connect to {host}:{port}: {error.strerror or error}{hint}")
         else:
-            self._retry_at[peer] = now + _RETRY_S
-            self._next_timers = min(self._next_timers, now + _RETRY_S)
+            self._try_again(peer, now)
+
+    def _try_again(self, peer: int, now: float) -> None:
+        self._retry_at[peer] = now + _RETRY_S
+        self._next_timers = min(self._next_timers, now + _RETRY_S)
 
     def _drop(self, connection: Connection) -> None:
         fd = connection.sock.fileno()
@@ -398,7 +411,8 @@ class TcpTransport(Transport):
     def _timers(self, endpoint: Endpoint, now: float) -> None:
         config = self._config
         beat = config.heartbeat_s
-        self._next_timers = now + beat / 2
+        self._door.resume(now)
+        self._next_timers = min(now + beat / 2, self._door.resume_at)
         away = now - self._looked_at
         self._looked_at = now
         for connection in list(self._connections.values()):
@@ -466,8 +480,7 @@ class TcpTransport(Transport):
         deadline = time.monotonic() + timeout_s
         if self._distrust:
             self._show_certificate(min(deadline, time.monotonic() + _SHOW_S))
-        self._epoll.unregister(self._listener.fileno())
-        self._listener.close()
+        self._door.close()
         waiting = [c for c in self._connections.values() if c.established]
         for connection in waiting:
             connection.shutdown()
