@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from totalreduce.c10d import registration as _registration
+from totalreduce.foundation.version import VERSION
 
 if TYPE_CHECKING:
     from totalreduce.coordination.config import CoordinationConfig
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from totalreduce.sparse.topka import TopkA
     from totalreduce.sparse.topkdsa import TopkDSA
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "AdasumOptimizer": "pytorch.adasum",

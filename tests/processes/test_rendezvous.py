@@ -4,6 +4,8 @@ import socket
 
 import pytest
 
+import totalreduce as tr
+
 JOIN = """
 def join():
     engine = tr.EngineConfig(eager_bytes=int(os.environ["EAGER"]))
@@ -118,3 +120,92 @@ def test_a_rank_that_dies_before_the_others_are_there_is_reported_in_time(fleet)
         assert "TOTALREDUCE_JOB_KEY" in answer["text"]  # who was never met may have left because of somebody's key
         assert answer["seconds"] < 4.5
     assert workers[2].wait() == 9
+
+
+def refusals(workers, *, within_s=5.0):
+    """The errors of all ranks, which came soon."""
+    answers = [worker.read("join") for worker in workers]
+    for answer in answers:
+        assert answer["error"] == "ConfigurationError", answer
+        assert answer["seconds"] < within_s
+    return [answer["text"] for answer in answers]
+
+
+@pytest.mark.parametrize("key", ["00112233445566778899aabbccddeeff", None])
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
+def test_different_world_sizes_are_named_before_anything_else(fleet, key, sizes):
+    by_rank = {rank: {"WORLD_SIZE": str(size)} for rank, size in enumerate(sizes)}
+    workers = start(fleet, 2, by_rank=by_rank, patience_s=20.0, TOTALREDUCE_JOB_KEY=key)
+    wanted = f"rank 1 was started with world size {sizes[1]}, rank 0 with {sizes[0]}. "
+    for text in refusals(workers):
+        assert text.startswith(wanted)
+        assert "WORLD_SIZE" in text
+
+
+def test_a_rank_beyond_the_others_world_size_is_told(fleet):
+    workers = start(fleet, 3, by_rank={2: {"WORLD_SIZE": "7", "RANK": "5"}}, patience_s=20.0)
+    # Ranks 0 and 1 wait for a rank 2 that does not come.
+    assert {text.split(". ")[0] for text in refusals(workers)} == {
+        "rank 5 was started with world size 7, rank 0 with 3"
+    }
+
+
+@pytest.mark.parametrize("number", [1, 0])
+def test_two_processes_of_one_rank_are_named_on_every_rank(fleet, number):
+    workers = start(fleet, 3, by_rank={2: {"RANK": str(number), "LOCAL_RANK": str(number)}}, patience_s=20.0)
+    for text in refusals(workers, within_s=7.0):
+        assert f"two processes are rank {number}: " in text
+        assert f"process {workers[number].pid} on" in text
+        assert f"process {workers[2].pid} on" in text
+
+
+def test_three_processes_of_one_rank_are_named_too(fleet):
+    same = {"RANK": "1", "LOCAL_RANK": "1"}
+    workers = start(fleet, 4, by_rank={2: same, 3: same}, patience_s=20.0)
+    assert all("two processes are rank 1: " in text for text in refusals(workers))
+
+
+def test_ranks_of_two_jobs_at_one_port_are_named(fleet):
+    by_rank = {rank: {"TOTALREDUCE_JOB_ID": name} for rank, name in enumerate(["blue", "red", "blue"])}
+    workers = start(fleet, 3, by_rank=by_rank, patience_s=20.0)
+    for text in refusals(workers):
+        assert f"rank 1 (process {workers[1].pid} on" in text
+        assert "to job 'red'" in text.replace("belongs ", "")
+        assert "to job 'blue'" in text
+        assert "MASTER_PORT" in text
+
+
+def test_different_versions_are_named(fleet):
+    older = "from totalreduce.launch import arrivals\nif rank == 1:\n    arrivals.VERSION = '0.0.7'\n"
+    workers = fleet.start(3, older + JOIN, PATIENCE_S="20", EAGER="65536")
+    for text in refusals(workers):
+        assert text.startswith(f"rank 1 runs totalreduce 0.0.7, rank 0 {tr.__version__}. ")
+
+
+def test_a_process_that_comes_after_the_others_have_met_does_not_disturb_them(fleet):
+    """Nor is it left with the question whether the others were started."""
+    source = """
+    if rank == 2:
+        os.environ.update(RANK="1", WORLD_SIZE="2")
+        hear()
+        attempt("late", tr.init, timeout_s=1.5)
+    else:
+        group = tr.init(timeout_s=20)
+        say("met")
+        hear()
+        value = torch.ones(3)
+        group.allreduce(value).wait()
+        say("done", value=value[0].item())
+    """
+    first, second, late = fleet.start(3, source, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", by_rank={2: {"LOCAL_RANK": "1"}})
+    for worker in (first, second):
+        worker.read("met")
+    late.tell()
+    answer = late.read("late")
+    assert answer["error"] == "RendezvousError"
+    assert f"process {second.pid} on" in answer["text"]
+    assert "was rank 1 before this process" in answer["text"]
+    for worker in (first, second):
+        worker.tell()
+    for worker in (first, second):
+        assert worker.read("done")["value"] == 2.0

@@ -20,6 +20,7 @@ from totalreduce.foundation.config import TcpConfig, Tls
 from totalreduce.foundation.environment import Settings
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error, few_descriptors, is_out_of_descriptors
+from totalreduce.foundation.version import VERSION
 from totalreduce.foundation.world import World
 from totalreduce.launch.address import choose_address, host_identity
 from totalreduce.launch.rendezvous import Meeting, Member, Place, compare_settings, current_world, open_store
@@ -261,7 +262,7 @@ def _over_mpi(request: LinkRequest) -> Transport:
     from totalreduce.transports import mpi
 
     communicator = mpi.join(request.timeout_s)
-    mine = {"host": host_identity(), "settings": {**request.wire, "group name": request.name}}
+    mine = {"host": host_identity(), "settings": {"totalreduce": VERSION, **request.wire, "group name": request.name}}
     entries = communicator.exchange(mine, request.timeout_s)
     compare_settings([entry["settings"] for entry in entries])
     link = mpi.MpiTransport(communicator, request.tcp)

@@ -1,8 +1,10 @@
 """How ranks find each other: through a ``torch.distributed`` store.
 
-The default process group's own store is used where there is one. Every rank publishes where it listens and the
-settings that shape the wire; every rank reads all of it, so a disagreement is the same error everywhere. Nothing read
-from the store is evaluated; values are bounded JSON.
+The default process group's own store is used where there is one. A rank first says who it is: rank, world size, job,
+version. While ranks wait for each other they compare what has been said, so that processes that cannot be one job learn
+it as soon as they have met in the store. Then every rank publishes where it listens and the settings that shape the
+wire; every rank reads all of it, so a disagreement is the same error everywhere. Nothing read from the store is
+evaluated; values are bounded JSON.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from totalreduce.foundation import environment
-from totalreduce.foundation.errors import ConfigurationError, RendezvousError
+from totalreduce.foundation.errors import ConfigurationError, RendezvousError, TotalReduceError
 from totalreduce.foundation.os_errors import few_descriptors
 from totalreduce.foundation.world import World
+from totalreduce.launch.arrivals import Arrival, find_conflict
 
 __all__ = ["Meeting", "Member", "Place", "compare_settings", "current_world", "open_store"]
 
@@ -44,6 +47,14 @@ _served: dict[tuple[str, int], Store] = {}
 _NO_SHARED_KEY = "none"
 #: Rank 0 serves the store: it gives up a little before the others and stays until they have read why.
 _LINGER_S = 1.0
+#: Where the ranks cannot be one job, some may not have come yet; they need longer to read why.
+_CONFLICT_LINGER_S = 2.0
+#: How long a rank 0 whose port is taken asks who has it.
+_ASK_S = 1.0
+#: Arrivals that are read, beyond the world size: so many contradict each other that more say nothing new.
+_ARRIVALS_MAX = 16
+_SERVER = "totalreduce/server"
+_MEETING = "totalreduce/meeting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +126,7 @@ def open_store(world: World, timeout_s: float) -> Store:
     serves = world.rank == 0 and not world.store_is_served
     where = f"{world.master_address}:{world.master_port}"
 
-    def make() -> Store:
+    def make(*, serves: bool = serves, timeout_s: float = timeout_s) -> Store:
         # multi_tenant: a later init_process_group in this process shares the server instead of finding its port taken.
         return TCPStore(
             world.master_address,
@@ -133,17 +144,68 @@ def open_store(world: World, timeout_s: float) -> Store:
             return _within(timeout_s, make)
         if place not in _served:
             _served[place] = make()
+            _served[place].set(_SERVER, Arrival.of(world).to_text())
         return _served[place]
     except (RuntimeError, ValueError, TimeoutError) as error:
+        if serves:
+            _refuse_second_server(world, lambda: make(serves=False, timeout_s=_ASK_S))
         role = "serve" if serves else "reach"
         shortage = few_descriptors(_STORE_DESCRIPTORS)
         if shortage is not None:
             raise RendezvousError(f"rank {world.rank} cannot {role} the store at {where}: {shortage}") from error
         raise RendezvousError(
             f"rank {world.rank} cannot {role} the store at {where}: {_first_line(error)}. "
-            "Rank 0 serves it: was it started? Check MASTER_ADDR and MASTER_PORT "
+            "Rank 0 serves it: was it started, and with the same world size? Check MASTER_ADDR and MASTER_PORT "
             "(is the port free on rank 0's host, and open?)"
         ) from error
+
+
+def _refuse_second_server(world: World, ask: Callable[[], Store]) -> None:
+    """Return if a rank 0 that cannot serve the store has not found another rank 0 at its port.
+
+    Raises:
+        ConfigurationError: There is one. If its ranks have not met yet, they are told, too.
+    """
+    mine = Arrival.of(world)
+    try:
+        store = _within(_ASK_S, ask)
+        if not store.check([_SERVER]):
+            return
+        server = Arrival.from_text(_text_of(store, _SERVER))
+        if server.job_id == mine.job_id and store.check([_MEETING]):
+            prefix = _text_of(store, _MEETING)
+            if not _is_over(store, prefix, server.world_size):
+                _announce(store, prefix, mine)
+    except (RuntimeError, ValueError, TimeoutError):
+        return
+    conflict = find_conflict([server, mine])
+    if conflict is not None:
+        raise ConfigurationError(
+            f"rank 0 cannot serve the store at {world.master_address}:{world.master_port}, which {server.place} does: "
+            f"{conflict}"
+        )
+
+
+def _announce(store: Store, prefix: str, arrival: Arrival) -> None:
+    number = store.add(f"{prefix}/arrivals", 1)
+    store.set(f"{prefix}/arrival/{number}", arrival.to_text())
+
+
+def _is_over(store: Store, prefix: str, world_size: int) -> bool:
+    """Whether a meeting has come to its end, well or not."""
+    return bool(store.check([f"{prefix}/failure"])) or store.add(f"{prefix}/read", 0) >= world_size
+
+
+def _text_of(store: Store, key: str) -> str:
+    """A value that is there.
+
+    Raises:
+        RendezvousError: It is too large.
+    """
+    value = store.get(key)
+    if len(value) > _ENTRY_BYTES_MAX:
+        raise RendezvousError(f"an entry in the store is larger than {_ENTRY_BYTES_MAX} bytes")
+    return value.decode()
 
 
 def _within(timeout_s: float, make: Callable[[], Store]) -> Store:
@@ -177,11 +239,19 @@ class Meeting:
         self._world, self._store = world, store
         self._deadline = time.monotonic() + timeout_s
         self._linger_s = min(_LINGER_S, 0.2 * timeout_s) if world.rank == 0 else 0.0
+        self._conflict_linger_s = min(_CONFLICT_LINGER_S, timeout_s) if world.rank == 0 else 0.0
         self._key_source = ""
+        self._arrivals: list[Arrival] = []
+        self._before = ""
         # A restarted worker, or a second init, must not read what an earlier one left in the store.
         generation = store.add(f"totalreduce/{attempt}/{name}/count/{world.rank}", 1)
-        self._prefix = f"totalreduce/{attempt}/{name}/{generation}"
+        meetings = f"totalreduce/{attempt}/{name}"
+        arrival = Arrival.of(world)
+        self._prefix = self._contested(arrival, meetings, generation) or f"{meetings}/{generation}"
         self.job_id = f"{world.job_id}/{self._prefix}"
+        _announce(store, self._prefix, arrival)
+        if world.rank == 0:
+            store.set(_MEETING, self._prefix)
 
     def job_key(self) -> bytes:
         """The key that proves membership: from the environment, else made by rank 0 and shared through the store."""
@@ -208,12 +278,13 @@ class Meeting:
 
         Raises:
             RendezvousError: Somebody did not come in time; the message names him.
-            ConfigurationError: The ranks' settings differ; on every rank.
+            ConfigurationError: The ranks' settings differ, or they are no ranks of one job; on every rank.
         """
         entry = {"member": asdict(member), "settings": {**settings, "job key": self._key_source}}
         self._store.set(f"{self._prefix}/rank/{self._world.rank}", json.dumps(entry))
         keys = [f"{self._prefix}/rank/{rank}" for rank in range(self._world.world_size)]
         entries = [json.loads(text) for text in self._read(keys, "the other ranks")]
+        self._compare_arrivals()  # every rank whose entry is here has said before who it is
         self._store.add(f"{self._prefix}/read", 1)
         try:
             compare_settings([entry["settings"] for entry in entries])
@@ -226,20 +297,63 @@ class Meeting:
         # Asked again and again, because torch logs every ``wait`` that runs out, and rank 0 may give up meanwhile.
         pause_s = 0.005
         try:
+            self._compare_arrivals()
             while not self._store.check(keys):
                 self._check_hope(keys, what)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _POLL_S)
-            values = [self._store.get(key) for key in keys]
-        except RendezvousError:  # it is a RuntimeError too, but this rank has raised it and not the store
+                self._compare_arrivals()
+            return [_text_of(self._store, key) for key in keys]
+        except TotalReduceError:  # it is a RuntimeError too, but this rank has raised it and not the store
             raise
         except RuntimeError as error:
             raise self._failed(
                 f"the store is gone while waiting for {what} ({_first_line(error)}). Rank 0 serves it: see why it ended"
             ) from error
-        if any(len(value) > _ENTRY_BYTES_MAX for value in values):
-            raise self._failed(f"an entry in the store is larger than {_ENTRY_BYTES_MAX} bytes")
-        return [value.decode() for value in values]
+
+    def _contested(self, arrival: Arrival, meetings: str, generation: int) -> str | None:
+        """The meeting that still goes on in which another process has this rank, if there is one.
+
+        This process joins that one instead of the next, so that all ranks there learn of the two.
+        """
+        for number in range(generation - 1, 0, -1):
+            prefix = f"{meetings}/{number}"
+            known = [other for other in self._read_arrivals(prefix, 0) if other.rank == arrival.rank]
+            if known:
+                earlier = known[0]
+                if earlier.process == arrival.process:
+                    return None
+                self._before = f" {earlier.place} was rank {arrival.rank} before this process: was one started twice?"
+                return None if _is_over(self._store, prefix, earlier.world_size) else prefix
+        return None
+
+    def _read_arrivals(self, prefix: str, num_known: int) -> list[Arrival]:
+        """Those after the first ``num_known``, in the order in which they came."""
+        found: list[Arrival] = []
+        while num_known + len(found) < self._world.world_size + _ARRIVALS_MAX:
+            key = f"{prefix}/arrival/{num_known + len(found) + 1}"
+            if not self._store.check([key]):
+                break
+            found.append(Arrival.from_text(_text_of(self._store, key)))
+        return found
+
+    def _compare_arrivals(self) -> None:
+        """Return if those who have come so far can be ranks of one job.
+
+        Raises:
+            ConfigurationError: They cannot.
+        """
+        new = self._read_arrivals(self._prefix, len(self._arrivals))
+        if not new:
+            return
+        self._arrivals += new
+        conflict = find_conflict(self._arrivals)
+        if conflict is None:
+            return
+        self._store.add(f"{self._prefix}/told", 1)
+        wanted = max(len(self._arrivals), *(arrival.world_size for arrival in self._arrivals))
+        self._linger(lambda: self._store.add(f"{self._prefix}/told", 0) >= wanted, self._conflict_linger_s)
+        raise ConfigurationError(conflict)
 
     def _check_hope(self, keys: list[str], what: str) -> None:
         """Return if it makes sense to go on waiting; else say who is missing, here and to the others."""
@@ -250,7 +364,7 @@ class Meeting:
             return
         absent = [str(index) for index, key in enumerate(keys) if len(keys) > 1 and not self._store.check([key])]
         who = f"rank(s) {', '.join(absent)}" if absent else what
-        reason = f"{who} did not come within the time-out. Were all ranks started, with the same world size?"
+        reason = f"{who} did not come within the time-out. Were all ranks started?{self._before}"
         if self._world.rank == 0:
             self._store.set(failure, reason)
         self._linger(lambda: False)
@@ -259,9 +373,9 @@ class Meeting:
     def _failed(self, reason: str) -> RendezvousError:
         return RendezvousError(f"rank {self._world.rank} of {self._world.world_size}: {reason}")
 
-    def _linger(self, all_know: Callable[[], bool]) -> None:
+    def _linger(self, all_know: Callable[[], bool], seconds: float | None = None) -> None:
         """Rank 0 stays a moment where all must fail: with it goes the store, in which the others read why."""
-        until = time.monotonic() + self._linger_s
+        until = time.monotonic() + (self._linger_s if seconds is None else seconds)
         while time.monotonic() < until and not all_know():
             time.sleep(0.02)
 

@@ -1,0 +1,84 @@
+"""Which processes can be the ranks of one job, and what is said of those that cannot."""
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import totalreduce
+from totalreduce.foundation.errors import RendezvousError
+from totalreduce.foundation.version import VERSION
+from totalreduce.foundation.world import World
+from totalreduce.launch.arrivals import Arrival, find_conflict, this_process
+
+
+def arrival(rank, **changes):
+    usual = Arrival(rank, 3, "job", "1.0", f"id {rank}", f"process {rank} on host {rank}")
+    return dataclasses.replace(usual, **changes)
+
+
+def test_ranks_of_one_job_agree():
+    assert find_conflict([]) is None
+    assert find_conflict([arrival(2), arrival(0), arrival(1)]) is None
+    assert find_conflict([arrival(1), arrival(1)]) is None  # a process that has come twice
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"world_size": 4}, "rank 1 was started with world size 4, rank 0 with 3. "),
+        (
+            {"job_id": "other"},
+            "rank 1 (process 1 on host 1) belongs to job 'other', rank 0 (process 0 on host 0) to job 'job'. ",
+        ),
+        ({"version": "2.0"}, "rank 1 runs totalreduce 2.0, rank 0 1.0. "),
+        # What was said first is decided first.
+        ({"world_size": 4, "job_id": "other", "version": "2.0"}, "rank 1 was started with world size 4, "),
+        ({"job_id": "other", "version": "2.0"}, "rank 1 (process 1 on host 1) belongs to job 'other', "),
+    ],
+)
+def test_a_rank_that_differs_is_named_with_both_values_whatever_the_order(changes, sentence):
+    for order in itertools.permutations([arrival(0), arrival(1, **changes), arrival(2)]):
+        assert find_conflict(order).startswith(sentence)
+
+
+def test_two_processes_of_one_rank_are_named_in_the_order_in_which_they_came():
+    twin = arrival(1, process="id 7", place="process 7 on host 7")
+    text = find_conflict([arrival(1), arrival(0), twin])
+    assert text.startswith("two processes are rank 1: process 1 on host 1, and process 7 on host 7, which came later. ")
+    assert "process 7 on host 7, and process 1" in find_conflict([twin, arrival(1)])
+
+
+def test_without_rank_0_the_lowest_one_is_the_measure():
+    text = find_conflict([arrival(2), arrival(1, world_size=9)])
+    assert text.startswith("rank 2 was started with world size 3, rank 1 with 9. ")
+
+
+def test_an_arrival_survives_its_journey():
+    world = World(1, 3, 1, 3, "127.0.0.1", 29500, "single", "a job")
+    mine = Arrival.of(world)
+    assert (mine.rank, mine.world_size, mine.job_id, mine.process) == (1, 3, "a job", this_process())
+    assert mine.place.startswith(f"process {os.getpid()} on ")
+    assert Arrival.from_text(mine.to_text()) == mine
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rank": "x"}', '{"rank": 1, "world_size": 2}', "null"])
+def test_what_no_rank_writes_is_refused(text):
+    with pytest.raises(RendezvousError, match="no rank of this library"):
+        Arrival.from_text(text)
+
+
+def test_a_process_is_itself_and_no_other():
+    program = "from totalreduce.launch.arrivals import this_process; print(this_process())"
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert this_process() == this_process() != other.stdout.strip()
+
+
+def test_the_version_is_that_of_the_package():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert VERSION == totalreduce.__version__ == project["version"]
