@@ -397,9 +397,9 @@ def make_submission(
     place = members.index(rank)
     tensors = make_tensors(collective, place, len(members))
     request = _request(collective, tensors, place, len(members))
-    assert request.operands is not None
-    assert not request.operands.copies_back
-    request.operands.prepare()
+    if request.operands is not None:  # a barrier has none
+        assert not request.operands.copies_back
+        request.operands.prepare()
     name, candidates = collective.name, None
     if collective.kind is OpKind.SEND_RECV:
         name = f"{collective.name} from {members[0]}"
