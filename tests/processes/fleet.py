@@ -37,8 +37,8 @@ class Worker:
         os.close(inner_in)
         os.close(inner_out)
 
-    def read(self, event, timeout_s=30.0):
-        """The next line, which must be ``event``; its facts."""
+    def read_line(self, event="any", timeout_s=30.0):
+        """The next line; ``event`` is for the error message."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))
@@ -46,7 +46,11 @@ class Worker:
             assert data, f"rank {self.rank} said nothing for {event!r}; its errors:\n{self.errors()}"
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
-        facts = json.loads(line)
+        return line.decode()
+
+    def read(self, event, timeout_s=30.0):
+        """The next line, which must be ``event``; its facts."""
+        facts = json.loads(self.read_line(event, timeout_s))
         assert facts["event"] == event, f"rank {self.rank} said {facts}, not {event!r}\n{self.errors()}"
         return facts
 
