@@ -375,3 +375,27 @@ def test_the_launcher_does_without_torch(command):
 def test_version():
     done = subprocess.run([sys.executable, "-m", "totalreduce", "--version"], capture_output=True, timeout=30)
     assert re.fullmatch(rb"totalreduce \d+\.\d+\.\d+\n", done.stdout)
+
+
+@pytest.mark.parametrize("late", [["-n", "2"], ["-n2"], ["--num-workers=2"], ["--emulate-hosts", "2"]])
+def test_options_of_the_launcher_after_the_script_are_noticed(launcher, script, late):
+    path = script("print(len(sys.argv), os.environ['WORLD_SIZE'])")
+    code, _, errors = finish(launcher(path, *late))
+    assert code == 0
+    assert f"started one worker: {late[0]!r} comes after {path} and belongs to the script" in errors
+    _, _, errors = finish(launcher("-n", 1, path, *late))
+    assert "started one worker" not in errors
+
+
+def test_a_rank_that_failed_first_but_ended_last_is_named(launcher, script):
+    path = script(
+        """
+if rank == 0:
+    sys.exit("totalreduce.foundation.errors.PeerLost: rank 1 is lost: it has closed the group after ValueError")
+time.sleep(0.5)
+sys.exit("ValueError: bad data")"""
+    )
+    code, _, errors = finish(launcher("-n", 2, path))
+    assert code == 1
+    assert "rank 1 failed first: exit code 1" in errors
+    assert "totalreduce:   ValueError: bad data" in errors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ from totalreduce.launch.local import EmulateOptions, RunResult, run_workers
 from totalreduce.launch.workers import default_num_threads
 
 __all__ = ["run"]
+
+_NUMBER_OF_WORKERS = re.compile(r"-n\d*|--num-workers(=.*)?|--emulate-hosts(=.*)?")
 
 
 def run(
@@ -72,6 +75,8 @@ def run(
         num_workers = num_workers or emulate_hosts * per_host
     elif ranks_per_host is not None:
         raise ConfigurationError("--ranks-per-host goes with --emulate-hosts")
+    elif num_workers is None:
+        _warn_of_late_options(script, arguments or [])
     num_workers = num_workers or 1
     argv = _command(script, arguments or [], module=module, no_python=no_python)
     _say_what_was_chosen(num_workers, emulate)
@@ -91,6 +96,16 @@ def run(
         # The interpreter would flush into the broken pipe once more on its way out, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise typer.Exit(result.exit_code)
+
+
+def _warn_of_late_options(script: str, arguments: list[str]) -> None:
+    """Say that options after the script are the script's, where they look like the launcher's number of workers."""
+    late = next((word for word in arguments if _NUMBER_OF_WORKERS.fullmatch(word)), None)
+    if late is not None:
+        _note(
+            f"started one worker: {late!r} comes after {script} and belongs to the script. For several workers put the "
+            f"option before the script: totalreduce run -n 2 {script}"
+        )
 
 
 def _ranks_per_host(num_workers: int | None, num_hosts: int) -> int:

@@ -25,6 +25,7 @@ from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.emulate import EmulatedNetwork, EmulateOptions
 from totalreduce.launch.escalation import Escalation
+from totalreduce.launch.first_failure import find_first_failure
 from totalreduce.launch.guard import Guard
 from totalreduce.launch.relay import Output, Relay, open_relay
 from totalreduce.launch.workers import RunResult, Worker, WorkerResult, worker_environments
@@ -129,7 +130,7 @@ class _Supervisor:
         self._selector = selectors.DefaultSelector()
         self._workers: list[Worker] = []
         self._pipes: dict[IO[bytes], tuple[IO[bytes], int, bool]] = {}
-        self._first_failure: Worker | None = None
+        self._first_to_end: Worker | None = None
         self._signals: list[signal.Signals] = []
         self._interrupted_by: signal.Signals | None = None
         self._timed_out = self._output_is_gone = False
@@ -193,7 +194,7 @@ class _Supervisor:
     def result(self) -> RunResult:
         """The outcome, after :meth:`finish`."""
         results = tuple(worker.result(self._relay.last_errors(worker.rank)) for worker in self._workers)
-        first = results[self._first_failure.rank] if self._first_failure else None
+        first = find_first_failure(results[self._first_to_end.rank], results) if self._first_to_end else None
         if self._interrupted_by:
             code = 128 + self._interrupted_by
         elif self._timed_out:
@@ -230,7 +231,7 @@ class _Supervisor:
         failed = [worker for worker in ended if worker.failed]
         if failed and not self._escalation.stopping:
             # Of those that ended in one moment the killed one is the cause: the others noticed its death.
-            self._first_failure = min(failed, key=lambda worker: (not worker.ended_by_signal, worker.rank))
+            self._first_to_end = min(failed, key=lambda worker: (not worker.ended_by_signal, worker.rank))
             self._escalation.failed(now)
 
     def _take_signals(self) -> list[signal.Signals]:
