@@ -136,6 +136,7 @@ def check(job, rank, victim, since):
     assert job.processes[rank].wait(5) == 0
 
 
+@pytest.mark.faults("F2", "F19")
 @pytest.mark.parametrize("mode", ["busy", "idle"])
 def test_a_cut_link_is_noticed_on_both_sides_within_three_seconds(start, network, mode):
     job = start(mode)
@@ -164,6 +165,7 @@ def test_a_cable_that_is_out_for_a_moment_costs_nothing_but_time(start, network)
         job.expect(0, "lost", timeout_s=3.0)
 
 
+@pytest.mark.faults("F1")
 @pytest.mark.slow
 def test_a_rank_killed_on_another_host_is_named_within_a_second(start):
     job = start("busy")

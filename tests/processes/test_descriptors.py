@@ -49,6 +49,7 @@ def stranger(address):
     return sock
 
 
+@pytest.mark.faults("F11")
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_strangers_at_a_rank_without_descriptors_cost_a_few_lines(fleet, transport):
     workers = fleet.start(2, FULL.format(transport=transport))
@@ -90,6 +91,7 @@ if group is not None:
 
 
 # From "not even a store" to "all but the last mapping": 21 of shared memory and 17 of TCP are enough for rank 0.
+@pytest.mark.faults("F10")
 @pytest.mark.parametrize(("transport", "left"), [("auto", left) for left in (0, 5, 9, 13, 17, 18)] + [("tcp", 16)])
 def test_too_few_descriptors_are_named_as_the_cause_at_once(fleet, transport, left):
     begin = time.monotonic()

@@ -75,6 +75,7 @@ def check_survivors(survivors, victim, since, limit_s):
         assert "Traceback" not in worker.errors()
 
 
+@pytest.mark.faults("F1", "F17")
 @pytest.mark.parametrize("moment", ["busy", "idle", "start"])
 def test_a_killed_rank_is_named_on_every_survivor_within_a_second(fleet, moment):
     workers = fleet.start(4, UNTIL_LOST)
@@ -83,12 +84,14 @@ def test_a_killed_rank_is_named_on_every_survivor_within_a_second(fleet, moment)
     assert workers[2].wait() == -signal.SIGKILL
 
 
+@pytest.mark.faults("F1", "F19")
 def test_ranks_without_a_connection_to_the_killed_one_name_it_too(fleet):
     workers = fleet.start(8, UNTIL_LOST)  # in a group of 8, ranks three apart never talk to each other
     since = lose(workers, 5, "idle", signal.SIGKILL)
     check_survivors([worker for worker in workers if worker.rank != 5], 5, since, CRASH_S)
 
 
+@pytest.mark.faults("F2", "F18")
 @pytest.mark.parametrize("moment", ["busy", "idle"])
 def test_a_stopped_rank_is_named_within_three_seconds_and_learns_of_it_when_continued(fleet, moment):
     workers = fleet.start(4, UNTIL_LOST)
@@ -102,6 +105,7 @@ def test_a_stopped_rank_is_named_within_three_seconds_and_learns_of_it_when_cont
     assert workers[1].wait(10) == 0
 
 
+@pytest.mark.faults("F18")
 def test_a_pause_shorter_than_the_limit_costs_nothing_but_time(fleet):
     workers = fleet.start(
         3,
@@ -156,6 +160,7 @@ sys.exit(0)
 """
 
 
+@pytest.mark.faults("F3")
 @pytest.mark.parametrize(("way", "exit_code"), [("exit", 3), ("raise", 1), ("kernel", 4), ("close", 0)])
 def test_a_rank_that_leaves_while_it_is_needed_is_named(fleet, way, exit_code):
     workers = fleet.start(3, LEAVE)
@@ -225,6 +230,7 @@ def test_a_broadcast_under_way_to_a_rank_that_leaves_fails_at_the_root(fleet):
     assert answer["seconds"] < 2.0
 
 
+@pytest.mark.faults("F16")
 @pytest.mark.parametrize("overlap", ["backward", "iterations"])
 def test_an_optimizer_step_raises_the_loss_as_itself(fleet, overlap):
     workers = fleet.start(
@@ -257,6 +263,7 @@ def test_an_optimizer_step_raises_the_loss_as_itself(fleet, overlap):
         assert worker.wait(5) == 0
 
 
+@pytest.mark.faults("F6", "F22")
 def test_a_deadline_names_the_operation_and_the_rank_that_keeps_it(fleet):
     workers = fleet.start(
         3,
@@ -296,6 +303,7 @@ def test_a_deadline_names_the_operation_and_the_rank_that_keeps_it(fleet):
         assert worker.read("value")["value"] == [3.0]
 
 
+@pytest.mark.faults("F7")
 def test_ctrl_c_in_a_wait_ends_the_process_and_the_others_are_told(fleet):
     workers = fleet.start(
         3,
@@ -325,6 +333,7 @@ def test_ctrl_c_in_a_wait_ends_the_process_and_the_others_are_told(fleet):
     assert workers[1].errors().rstrip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.faults("F21")
 def test_a_stall_is_reported_on_every_rank_with_rank_and_tensor(fleet):
     workers = fleet.start(
         3,
@@ -360,6 +369,7 @@ def test_a_stall_is_reported_on_every_rank_with_rank_and_tensor(fleet):
         assert "never submitted by rank(s) 1" in line
 
 
+@pytest.mark.faults("F5")
 def test_a_disagreement_is_an_error_everywhere_and_the_group_goes_on(fleet):
     workers = fleet.start(
         3,
@@ -428,6 +438,7 @@ group.close()
 """
 
 
+@pytest.mark.faults("F3")
 @pytest.mark.parametrize("way", ["with", "uncaught"])
 def test_the_others_are_told_which_exception_ended_a_rank(fleet, way):
     workers = fleet.start(3, FAILS, WAY=way)
@@ -435,3 +446,30 @@ def test_the_others_are_told_which_exception_ended_a_rank(fleet, way):
         answer = worker.read("lost")
         assert (answer["error"], answer["rank"]) == ("PeerLost", 1)
         assert "it has closed the group after ValueError: no such file: batch 17" in answer["text"]
+
+
+@pytest.mark.faults("F20")
+def test_a_process_that_holds_the_interpreter_lock_looks_frozen(fleet):
+    workers = fleet.start(
+        2,
+        """
+        import ctypes
+        group = tr.init("tcp", timeout_s=30)
+        group.barrier()
+        say("ready")
+        if rank == 1:
+            hear()
+            ctypes.PyDLL(None).sleep(4)  # PyDLL, unlike CDLL, keeps the lock
+        else:
+            attempt("lost", lambda: group.allreduce(torch.ones(3), name="w").wait())
+        group.close()
+        """,
+        TOTALREDUCE_PEER_TIMEOUT_S="1",
+    )
+    for worker in workers:
+        worker.read("ready")
+    begin = time.monotonic()
+    workers[1].tell()
+    answer = workers[0].read("lost")
+    assert (answer["error"], answer["rank"]) == ("PeerLost", 1)
+    assert answer["at"] - begin < SILENCE_S

@@ -97,6 +97,7 @@ def run(fleet, prepare, source):
     return facts
 
 
+@pytest.mark.faults("F14")
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_children_that_only_end(fleet, transport: str) -> None:
     for facts in run(fleet, PREPARE[transport], FORKS.replace("FORKS", "8")):
@@ -113,6 +114,7 @@ def test_two_hundred_children_that_only_end(fleet, transport: str) -> None:
         assert facts["longest_s"] < 5
 
 
+@pytest.mark.faults("F14")
 @pytest.mark.parametrize("transport", PREPARE)
 def test_what_a_child_calls_is_an_error_there_and_nothing_here(fleet, transport: str) -> None:
     for facts in run(fleet, PREPARE[transport], CALLS):
@@ -139,6 +141,7 @@ os.kill(pid, signal.SIGKILL)
 """
 
 
+@pytest.mark.faults("F15")
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_living_child_does_not_hide_the_death_of_its_parent(fleet, transport: str) -> None:
     """As when a rank is killed whose data loader's workers live on: its connections end with it."""

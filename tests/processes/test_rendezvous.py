@@ -25,6 +25,7 @@ def test_all_ranks_join(fleet):
         assert worker.wait() == 0
 
 
+@pytest.mark.faults("F13")
 @pytest.mark.parametrize("odd", [0, 1, 3])
 def test_a_wrong_key_is_an_error_on_every_rank_that_names_the_key(fleet, odd):
     for worker in start(fleet, 4, by_rank={odd: {"TOTALREDUCE_JOB_KEY": "00" * 32}}):
@@ -60,6 +61,7 @@ def test_a_guessable_key_is_refused(fleet):
         assert "key" in answer["text"].lower()
 
 
+@pytest.mark.faults("F13")
 def test_different_settings_are_an_error_on_every_rank(fleet):
     for worker in start(fleet, 3, by_rank={1: {"EAGER": "4096"}}):
         answer = worker.read("join")
@@ -68,6 +70,7 @@ def test_different_settings_are_an_error_on_every_rank(fleet):
         assert answer["seconds"] < 2.0
 
 
+@pytest.mark.faults("F9")
 @pytest.mark.parametrize("missing", [(2,), (1, 3)])
 def test_missing_ranks_are_named_by_every_rank_in_time(fleet, missing):
     stays_away = {rank: {"WORLD_SIZE": "1", "RANK": "0"} for rank in missing}
@@ -131,6 +134,7 @@ def refusals(workers, *, within_s=5.0):
     return [answer["text"] for answer in answers]
 
 
+@pytest.mark.faults("F12")
 @pytest.mark.parametrize("key", ["00112233445566778899aabbccddeeff", None])
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
 def test_different_world_sizes_are_named_before_anything_else(fleet, key, sizes):
@@ -150,6 +154,7 @@ def test_a_rank_beyond_the_others_world_size_is_told(fleet):
     }
 
 
+@pytest.mark.faults("F12")
 @pytest.mark.parametrize("number", [1, 0])
 def test_two_processes_of_one_rank_are_named_on_every_rank(fleet, number):
     workers = start(fleet, 3, by_rank={2: {"RANK": str(number), "LOCAL_RANK": str(number)}}, patience_s=20.0)
@@ -165,6 +170,7 @@ def test_three_processes_of_one_rank_are_named_too(fleet):
     assert all("two processes are rank 1: " in text for text in refusals(workers))
 
 
+@pytest.mark.faults("F12")
 def test_ranks_of_two_jobs_at_one_port_are_named(fleet):
     by_rank = {rank: {"TOTALREDUCE_JOB_ID": name} for rank, name in enumerate(["blue", "red", "blue"])}
     workers = start(fleet, 3, by_rank=by_rank, patience_s=20.0)
@@ -175,6 +181,7 @@ def test_ranks_of_two_jobs_at_one_port_are_named(fleet):
         assert "MASTER_PORT" in text
 
 
+@pytest.mark.faults("F12")
 def test_different_versions_are_named(fleet):
     older = "from totalreduce.launch import arrivals\nif rank == 1:\n    arrivals.VERSION = '0.0.7'\n"
     workers = fleet.start(3, older + JOIN, PATIENCE_S="20", EAGER="65536")

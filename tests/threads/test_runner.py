@@ -127,6 +127,7 @@ def wait_for_nobody(group, number, entered, outcomes):
         outcomes.append(error)
 
 
+@pytest.mark.faults("F8")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_close_while_others_wait_fails_their_operations(transport):
     for _ in range(20):
@@ -153,6 +154,7 @@ def test_close_while_others_wait_fails_their_operations(transport):
         groups[1].close()
 
 
+@pytest.mark.faults("F4")
 def test_the_others_see_that_a_rank_has_left():
     groups = make_groups(2, transport="tcp", engine=PATIENT)
     in_threads(*[group.barrier for group in groups])

@@ -249,7 +249,9 @@ def test_the_optimizers_gradients_are_not_staged() -> None:
         assert model.weight.grad is not None
         assert lies_in_shared_memory(group, model.weight.grad)
         assert (model.weight.grad == 1.0).all()  # the mean of 0, 1 and 2
-        assert (model.weight.grad.untyped_storage().nbytes()) == 4 * (100 * 200 + 200 + 2 + 1 + 1)
+        assert (model.weight.grad.untyped_storage().nbytes()) == 4 * (
+            100 * 200 + 200 + 2 + 1 + 3
+        )  # present, changed, joined
         optimizer.close()
 
     run_ranks(3, body, transport="shm")
