@@ -526,7 +526,7 @@ class Coordinator:
         ready = None
         if tensor.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record()
+            ready.record(torch.cuda.current_stream(tensor.device))
         # The program may give its tensors other memory meanwhile; the operation keeps to what they have now.
         places = None if outputs is None else [output.detach() for output in outputs]
         return Entry(request, tensor, tensor.detach(), operands, places, ready)

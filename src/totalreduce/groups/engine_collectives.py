@@ -51,6 +51,7 @@ class EngineCollectives:
         group.claim_apart()
         self._group = group
         self.world_size = group.world_size
+        self.device = torch.device("cpu")
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
         """Reduce in place."""

@@ -23,6 +23,7 @@ from totalreduce.engine.runner import Handle
 from totalreduce.foundation.errors import ConfigurationError, MismatchError, TotalReduceError, UnsupportedError
 from totalreduce.foundation.types import OpKind, ReduceOp
 from totalreduce.groups.culprit import LOOK_S, find_culprit
+from totalreduce.groups.devices import Devices
 from totalreduce.groups.memory import Operands, is_plain
 from totalreduce.kernels import divide
 from totalreduce.transports.base import NativeCollectives, NativeWork
@@ -135,7 +136,8 @@ class Executor:
         self._lost = lost
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._under_way: deque[_Batch] = deque()
-        self._buffers: dict[tuple[torch.dtype, str], list[torch.Tensor]] = {}
+        self._buffers: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        self._devices = Devices(natives.device)
         self._number = 0
         self._last_fused: tuple[list[Response], list[list[Response]]] = ([], [])
         self._failure: BaseException | None = None
@@ -201,8 +203,10 @@ class Executor:
         else:
             try:
                 for entry in entries:
-                    if entry is not None and entry.ready is not None:
-                        entry.ready.wait()
+                    if entry is not None:
+                        self._devices.note(entry.tensor.device)
+                        if entry.ready is not None:
+                            entry.ready.wait(torch.cuda.current_stream(entry.tensor.device))
                 self._pack(batch, first)
             except ConfigurationError as error:
                 batch.error = error  # the library cannot do this, which is so on every rank
@@ -220,11 +224,11 @@ class Executor:
             try:
                 batch.finish()
                 if batch.responses[0].request.device == "cuda":
-                    torch.cuda.current_stream().synchronize()
+                    torch.cuda.current_stream(self._devices.of("cuda")).synchronize()
             except Exception as error:
                 batch.error = error
         if batch.buffer is not None:
-            self._buffers.setdefault((batch.buffer.dtype, batch.buffer.device.type), []).append(batch.buffer)
+            self._buffers.setdefault((batch.buffer.dtype, batch.buffer.device), []).append(batch.buffer)
         unpacked = time.monotonic()
         times = batch.agreed, batch.begun, batch.packed or ended, ended, unpacked
         mine = [entry for entry in batch.entries if entry is not None]
@@ -281,7 +285,7 @@ class Executor:
             batch.finish = lambda: unscale(tensor)
             return
         counts = [response.request.num_elements for response in batch.responses]
-        buffer = self._buffer(sum(counts), dtype, request.device)
+        buffer = self._buffer(sum(counts), dtype, self._devices.of(request.device))
         batch.buffer, flat = buffer, buffer[: sum(counts)]
         # Many small tensors: one call instead of one each.
         parts: Sequence[torch.Tensor]
@@ -406,14 +410,14 @@ class Executor:
                 )
             output.detach().copy_(piece.view(output.shape))
 
-    def _buffer(self, num_elements: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    def _buffer(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A fusion buffer that is at least so long, reused if possible."""
         free = self._buffers.setdefault((dtype, device), [])
         for index, buffer in enumerate(free):
             if len(buffer) >= num_elements:
                 return free.pop(index)
         free.clear()  # too small: larger ones take their place
-        if device == "cpu":
+        if device.type == "cpu":
             return self._empty(num_elements, dtype)
         return torch.empty(num_elements, dtype=dtype, device=device)
 

@@ -128,7 +128,7 @@ class Step:
             if name in self._works:
                 present[plan.group.rank, index] = 1
             else:
-                self._start(spec, torch.zeros(spec.shape, dtype=spec.dtype))
+                self._start(spec, torch.zeros(spec.shape, dtype=spec.dtype, device=self._device()))
         presence = None
         if plan.on_missing == "error":
             presence = plan.group.control.allreduce(present, name=f"{plan.name}/presence", op=ReduceOp.MAX, priority=-1)
@@ -138,6 +138,13 @@ class Step:
             presence.wait(timeout_s)
             self._check(present)
         return self._results
+
+    def _device(self) -> torch.device:
+        """Where this rank's tensors are: that of a tensor of this step, or where the native library works."""
+        for tensor in self._results.values():
+            return tensor.device
+        coordinator = self._plan.group.coordinator
+        return torch.device("cpu") if coordinator is None else coordinator.natives.device
 
     def _start(self, spec: TensorSpec, tensor: torch.Tensor) -> Work:
         plan = self._plan

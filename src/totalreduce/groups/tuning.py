@@ -46,21 +46,18 @@ _FUSION_BYTES = (_MIB, 128 * _MIB)
 _CYCLE_S = (0.0005, 0.008)
 
 
-def measure(
-    group: Group, natives: NativeCollectives, base: CoordinationConfig, device: str = "cpu"
-) -> CoordinationConfig:
+def measure(group: Group, natives: NativeCollectives, base: CoordinationConfig) -> CoordinationConfig:
     """Measure the library and return ``base`` with settings that fit it. Collective; takes some hundred milliseconds.
 
     Args:
         group: Whose ranks; tells them the slowest rank's figures.
         natives: The library.
         base: What is not measured.
-        device: Kind of device on which the library works.
 
     Raises:
         TotalReduceError: The library failed.
     """
-    seconds = torch.tensor([_median(natives, size, device) for size in _SIZES], dtype=torch.float64)
+    seconds = torch.tensor([_median(natives, size) for size in _SIZES], dtype=torch.float64)
     group.control.allreduce(seconds, name="coordination/tuning", op=ReduceOp.MAX).wait()
     config = fitting(dict(zip(_SIZES, seconds.tolist(), strict=True)), base)
     if group.rank == 0:
@@ -74,15 +71,15 @@ def measure(
     return config
 
 
-def _median(natives: NativeCollectives, num_bytes: int, device: str) -> float:
-    tensor = torch.zeros(num_bytes // 4, device=device)
+def _median(natives: NativeCollectives, num_bytes: int) -> float:
+    tensor = torch.zeros(num_bytes // 4, device=natives.device)
     times = []
     for _ in range(_REPETITIONS + 1):
         begin = time.monotonic()
         if not natives.allreduce(tensor, ReduceOp.SUM).wait(_TIMEOUT_S):
             raise TotalReduceError(f"the library's allreduce has not ended within {_TIMEOUT_S:g} s")
         if tensor.is_cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(tensor.device)
         times.append(time.monotonic() - begin)
     return median(times[1:])  # the first one makes connections
 

@@ -126,6 +126,8 @@ class NativeCollectives(Protocol):
     """
 
     world_size: int
+    #: Where this rank's tensors are, as far as the library knows when it is made: NCCL's are on an accelerator.
+    device: torch.device
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
         """Reduce in place over all ranks."""

@@ -358,6 +358,7 @@ class _MpiCollectives:
         """On the transport's communicator (MPI keeps collectives and messages apart), or on one of its ``own``."""
         self._communicator, self._own = communicator, own
         self.world_size = communicator.world_size
+        self.device = torch.device("cpu")
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
         """Reduce in place."""

@@ -70,6 +70,8 @@ class TorchCollectives:
         """
         self._group, self._reusable_name = group, reusable_name
         self._rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        kind = dist.distributed_c10d._get_object_coll_device(group)  # "cpu" if the group takes CPU tensors at all
+        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
         """Reduce in place."""
