@@ -69,6 +69,10 @@ class Door:
             self.resume_at = float("inf")
             self._epoll.modify(self.listener.fileno(), select.EPOLLIN)
 
+    def let_go(self) -> None:
+        """Close the socket of a forked child. The epoll object is the parent's, too, and is told nothing."""
+        self.listener.close()
+
     def close(self) -> None:
         """Accept nobody any more."""
         self._epoll.unregister(self.listener.fileno())

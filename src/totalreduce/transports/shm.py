@@ -295,7 +295,7 @@ class ShmTransport(Transport):
         """Close the sockets of a forked child, so that their ends show when the parent dies."""
         for link in self._links.values():
             link.sock.close()
-        self._reception.close()
+        self._reception.let_go()
         self._sleep.epoll.close()
 
     def close(self, timeout_s: float) -> None:  # noqa: ARG002  (what was published stays readable without this rank)

@@ -134,6 +134,12 @@ class Reception:
             elif not meeting.outgoing and pending_s > config.handshake_timeout_s:
                 self._refuse(fd, "it did not say who it is in time", guilty=True)
 
+    def let_go(self) -> None:
+        """Close the sockets of a forked child."""
+        self._door.let_go()
+        for meeting in self._meetings.values():
+            meeting.close()
+
     def close(self) -> None:
         """Close everything that was not handed on."""
         self._door.close()

@@ -505,7 +505,7 @@ class TcpTransport(Transport):
         """Close the sockets of a forked child, so that their ends show when the parent dies."""
         for connection in self._connections.values():
             connection.close()
-        self._listener.close()
+        self._door.let_go()
         self._epoll.close()
 
     def _show_certificate(self, deadline: float) -> None:
