@@ -25,12 +25,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def mpirun(world_size, *command, **variables):
+def mpirun(world_size, *command, timeout_s=110, **variables):
     """Run a job; its exit code, the lines of all ranks in order of the alphabet, and its errors."""
     environment = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
     environment |= {"OMP_NUM_THREADS": "1", **variables}
     job = [MPIRUN, "-n", str(world_size), sys.executable, *command]
-    done = subprocess.run(job, capture_output=True, text=True, timeout=110, env=environment, check=False)
+    done = subprocess.run(job, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
     return done.returncode, sorted(done.stdout.splitlines()), done.stderr
 
 

@@ -104,3 +104,34 @@ def test_the_rank_that_sleeps_is_named(tmp_path):
     assert min(report.ranks[rank].split.waiting_s for rank in (0, 1)) >= ROUNDS * slept_s
     # The engine counts it, too.
     assert [rank.hidden_share for rank in report.ranks] == pytest.approx(hidden_shares, abs=0.1)
+
+
+def test_rank_0_marks_when_each_rank_was_ready(tmp_path):
+    """Of an operation that the ranks agree on: the last mark is the rank that the others waited for."""
+    others_have_asked = threading.Barrier(3)
+
+    def work(group):
+        timeline = Timeline(group.rank, tmp_path / f"{group.rank}.json")
+        group.observers.append(timeline)
+        coordinator = group.coordinate()
+        if group.rank == 1:
+            others_have_asked.wait()
+            time.sleep(0.2)
+        work = coordinator.allreduce(torch.ones(4), name="w")
+        if group.rank != 1:
+            others_have_asked.wait()
+        work.wait()
+        coordinator.allreduce(torch.ones(4), name="w").wait()  # remembered: nobody asks for it again
+        group.barrier()
+        group.observers.remove(timeline)
+        timeline.close()
+
+    run_ranks(3, work)
+    marks = {}
+    for rank in range(3):
+        events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
+        marks[rank] = [event for event in events if event["name"].startswith("READY")]
+    assert (marks[1], marks[2]) == ([], [])
+    assert sorted(event["name"] for event in marks[0]) == ["READY 0", "READY 1", "READY 2"]
+    assert [event["args"]["rank"] for event in marks[0]][-1] == 1
+    assert marks[0][-1]["ts"] - marks[0][0]["ts"] > 100_000

@@ -64,9 +64,9 @@ def test_a_closed_channel_keeps_nothing() -> None:
 def test_a_message_that_is_too_long() -> None:
     channels = Channels()
     channels.begin(7, Recorder(), 0.0)
-    with pytest.raises(ProtocolError, match="rank 1 sends a message of more than 33554432 bytes"):
-        send(channels, 1, 7, bytes(32 * 2**20 + 1))
-    send(channels, 2, 7, bytes(32 * 2**20))
+    with pytest.raises(ProtocolError, match="rank 1 sends a message of more than 8388608 bytes"):
+        send(channels, 1, 7, bytes(8 * 2**20 + 1))
+    send(channels, 2, 7, bytes(8 * 2**20))
 
 
 def test_unfinished_messages_in_many_channels() -> None:

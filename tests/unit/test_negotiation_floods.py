@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import gc
+import json
 import tracemalloc
 
 import pytest
 from parley import Parley, ask, names
 
-from totalreduce.coordination import table
+from totalreduce.coordination import negotiator, table
 from totalreduce.coordination.messages import Kind, encode
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.foundation.types import OpKind
 
-#: Sixteenths of the real bounds, so that the tests are short.
-ENTRIES, NUM_BYTES = 4096, 8 * 2**20
+#: Eighths of the real bounds, so that the tests are short.
+ENTRIES, NUM_BYTES = 4096, 5 * 2**20
 
 
 @pytest.fixture(autouse=True)
 def smaller_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (table._PENDING_MAX, table._PENDING_BYTES_MAX) == (16 * ENTRIES, 16 * NUM_BYTES)
+    assert (table._PENDING_MAX, table._PENDING_BYTES_MAX) == (8 * ENTRIES, 8 * NUM_BYTES)
     monkeypatch.setattr(table, "_PENDING_MAX", ENTRIES)
     monkeypatch.setattr(table, "_PENDING_BYTES_MAX", NUM_BYTES)
 
@@ -152,3 +153,17 @@ def test_only_answers_to_what_was_asked_are_kept() -> None:
     parley.tick(1.0)
     parley.ranks[0].receive(1, encode(Kind.TELL, 0, value=["late", *map(str, range(10_000))]), 1.0)
     assert parley.ranks[0]._stalls._inquiry.submitted == {"late": {1}}
+
+
+@pytest.mark.parametrize(("world_size", "per_cycle"), [(4, 25), (64, 1)])
+def test_large_groups_ask_for_less_at_once(world_size: int, per_cycle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests of all ranks travel in one message to rank 0, whose size is bounded."""
+    monkeypatch.setattr(negotiator, "_CYCLE_BYTES_MAX", 4 * 25 * ask("w00").memory_bytes)
+    parley = Parley(world_size)
+    names_asked = [f"w{index:02}" for index in range(30)]
+    for rank in range(world_size):
+        parley.submit(rank, *map(ask, names_asked))
+    parley.run()
+    assert all([response.name for response, _ in parley.answers[rank]] == names_asked for rank in range(world_size))
+    messages = [each.message for each in parley.sent if each.kind is Kind.REQUESTS and each.source == 1]
+    assert next(len(json.loads(message[10:])[0][1]) for message in messages) == per_cycle

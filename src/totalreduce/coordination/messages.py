@@ -25,6 +25,9 @@ __all__ = ["MALFORMED", "Kind", "decode_bits", "decode_json", "encode", "split"]
 MALFORMED = (TypeError, ValueError, LookupError, OverflowError, RecursionError)
 
 _HEAD = struct.Struct("<BBQ")
+#: What the values of a message may take of memory, and what a list, an object, and one more part of either may take.
+_VALUE_BYTES_MAX = 40 * 1024 * 1024
+_PART_BYTES = ((b"[", 96), (b"{", 300), (b",", 64))
 
 
 class Kind(enum.IntEnum):
@@ -87,8 +90,10 @@ def decode_json(body: bytes) -> Any:
     """A JSON value: data, never code.
 
     Raises:
-        ProtocolError: It is none.
+        ProtocolError: It is none, or its parts would take more than 40 MiB of memory.
     """
+    if sum(body.count(sign) * cost for sign, cost in _PART_BYTES) > _VALUE_BYTES_MAX:
+        raise ProtocolError(f"a message of the agreement that takes more than {_VALUE_BYTES_MAX >> 20} MiB of memory")
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as cause:

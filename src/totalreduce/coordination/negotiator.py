@@ -22,6 +22,7 @@ is kept of messages that come early.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,6 +48,9 @@ _STATUS_BITS = 2
 _STATUS = _UNCACHED | _INVALID
 #: Requests beyond the cache that one rank sends in one cycle; the rest comes in the next.
 _REQUESTS_MAX = 1024
+#: The memory that the requests of all ranks may take in one cycle, by ``Request.memory_bytes``: every rank sends its
+#: share, and one request at least. It keeps the messages of large groups far below what a channel carries.
+_CYCLE_BYTES_MAX = 32 * 1024 * 1024
 #: Characters of the reason for which a rank leaves, at most.
 _REASON_MAX = 500
 #: The longest pause between two cycles that nobody is blocked for, in seconds.
@@ -160,6 +164,7 @@ class Negotiator:
         self._not_before = 0.0
         self._responses: list[Response] = _NONE
         self._reports: list[Stall] = []
+        self._arrivals: list[tuple[str, int]] = []
 
     # ------------------------------------------------------------------------------------------------- application
 
@@ -244,6 +249,11 @@ class Negotiator:
         """Operations that were found to wait too long."""
         reports, self._reports = self._reports, []
         return reports
+
+    def pop_arrivals(self) -> list[tuple[str, int]]:
+        """At rank 0: names and the ranks whose requests for them have arrived since the last call, in order."""
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
 
     def fail(self, error: TotalReduceError) -> None:
         """There is no agreement any more: a rank is gone, or the group was closed."""
@@ -551,8 +561,11 @@ class Negotiator:
 
     def _ask(self, cycle: _Cycle) -> _Asked:
         """What this rank asks for beyond the cache."""
-        asked = cycle.uncached[:_REQUESTS_MAX]
-        self._news = self._hurried = self._news or len(cycle.uncached) > _REQUESTS_MAX
+        costs = itertools.accumulate(request.memory_bytes for request in cycle.uncached)
+        share = _CYCLE_BYTES_MAX // self.world_size
+        num_asked = min(max(1, sum(1 for _ in itertools.takewhile(lambda cost: cost <= share, costs))), _REQUESTS_MAX)
+        asked = cycle.uncached[:num_asked]
+        self._news = self._hurried = self._news or len(cycle.uncached) > num_asked
         self.counters.misses += len(asked)
         for request in asked:
             del self._queue[request.name]
@@ -563,6 +576,7 @@ class Negotiator:
         """Rank 0: what is ready, now that these ask for those."""
         for rank, requests, joins in sorted(asked, key=lambda entry: entry.rank):
             self._table.add(rank, requests)
+            self._arrivals += ((request.name, rank) for request in requests)
             if joins:
                 self._table.join(rank)
         responses = [response.to_wire() for response in self._table.answer()]

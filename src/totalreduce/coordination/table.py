@@ -14,9 +14,9 @@ from totalreduce.coordination.requests import Disagreement, Request, Response, r
 __all__ = ["Allowances", "RequestTable", "allowance"]
 
 #: Operations that one rank may have asked for without an answer: several times the tensors of the largest models.
-_PENDING_MAX: Final = 65_536
+_PENDING_MAX: Final = 32_768
 #: The memory that the requests of one rank may take at rank 0 meanwhile, by ``Request.memory_bytes``.
-_PENDING_BYTES_MAX: Final = 128 * 1024 * 1024
+_PENDING_BYTES_MAX: Final = 40 * 1024 * 1024
 
 
 def allowance() -> str:

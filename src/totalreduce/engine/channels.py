@@ -16,7 +16,7 @@ __all__ = ["PIECE_BYTES", "Channel", "Channels", "pieces"]
 #: A longer message travels in several frames.
 PIECE_BYTES: Final = 16 * 1024
 #: The longest message.
-_MESSAGE_BYTES_MAX: Final = 32 * 1024 * 1024
+_MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
 #: How much of one peer may wait for channels to be opened.
 _EARLY_BYTES_MAX: Final = 1024 * 1024
 #: What an early message costs beside its body: even empty ones are bounded.

@@ -70,6 +70,8 @@ _COLLECTING = frozenset({OpKind.REDUCE, OpKind.GATHER})
 _EXCHANGES = frozenset({OpKind.ALLGATHER, OpKind.ALLTOALL})
 #: Answers that wait for a peer to read them, at most: each takes some 250 bytes until it leaves.
 _ANSWERS_MAX = 65_536
+#: Frames of channel messages that may wait for a peer that goes on sending channel messages (at most 16 MiB).
+_POSTED_MAX = 1024
 #: Texts in control frames, at most.
 _TEXT_CHARACTERS_MAX, _REASON_CHARACTERS_MAX = 2048, 500
 #: Stall reports that nobody has fetched, at most.
@@ -161,6 +163,7 @@ class Engine:
         self._names = NameTable()
         self._queues: dict[int, SendQueue] = {}
         self._controls: dict[int, deque[OutgoingMessage]] = {}
+        self._posted: dict[int, int] = {}  #: By peer: frames of channel messages among these.
         #: By peer: answers to its control frames, in order. They are what a peer can make grow, so they are bounded.
         self._answers: dict[int, dict[tuple[Frame, tuple[int, int]], None]] = {}
         #: Peers for which there is something to send. A superset is harmless; missing one is not.
@@ -372,6 +375,7 @@ class Engine:
             return
         for piece, last in pieces(message):
             self._control(peer, Frame.CHANNEL, key=(number, 0), body=piece, step=int(last))
+            self._posted[peer] = self._posted.get(peer, 0) + 1
 
     def channels_due(self) -> float | None:
         """When ``tick`` should be called for the sake of a channel."""
@@ -388,7 +392,10 @@ class Engine:
         controls = self._controls.get(peer)
         if controls:
             self.counters.control_sent += 1
-            return controls.popleft()
+            control = controls.popleft()
+            if control.header[3] == Frame.CHANNEL:
+                self._posted[peer] -= 1
+            return control
         answers = self._answers.get(peer)
         if answers:
             return self._next_answer(peer, answers)
@@ -1105,6 +1112,8 @@ class Engine:
             case Frame.STATUS_REPLY:
                 self._on_status_reply(peer, key, _decode(body, peer))
             case Frame.CHANNEL:
+                if self._posted.get(peer, 0) > _POSTED_MAX:
+                    raise ProtocolError(f"rank {peer} goes on sending messages and reads none of those sent to it")
                 self._channels.arrived(peer, header.operation, body, last=bool(header.step), now=now)
             case Frame.GOODBYE:
                 reason = f" after {_text(_decode(body, peer), 'reason', _REASON_CHARACTERS_MAX)}" if body else ""

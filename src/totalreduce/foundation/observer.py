@@ -42,6 +42,12 @@ class Observer:
     def done(self, name: str, iteration: int, now: float, *, error: BaseException | None) -> None:
         """The operation finished, well or with an error."""
 
+    def requested(self, name: str, now: float, *, rank: int) -> None:
+        """Rank 0 has learnt that ``rank`` is ready for an operation that the ranks are to agree on.
+
+        What the ranks remember from earlier steps is agreed on without requests, and is not reported here.
+        """
+
     def coordinated(
         self,
         name: str,

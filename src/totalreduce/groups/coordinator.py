@@ -182,7 +182,7 @@ class Coordinator:
 
         Raises:
             ConfigurationError: The name is no name of an operation, or it is in flight; the reduction is none; more
-                than 65,536 operations of this rank wait for the others; or the memory is in flight.
+                than 32,768 operations of this rank wait for the others; or the memory is in flight.
             UnsupportedError: A tensor that is sparse, nested or quantised.
             PeerLost: A rank is gone.
             StallError: The agreement has ended.
@@ -580,6 +580,8 @@ class Coordinator:
         for peer, message in negotiator.outbox:
             self._engine.post(self._group.ranks[peer], self._number, message)
         negotiator.outbox.clear()
+        for (name, index), observer in itertools.product(negotiator.pop_arrivals(), self._engine.observers):
+            observer.requested(name, now, rank=self._group.ranks[index])
         responses = negotiator.pop_responses()
         if responses:
             entries = [self._waiting.pop(response.name, None) for response in responses]

@@ -187,6 +187,10 @@ class Timeline(Observer):
         if pending is not None:
             self._keep(pending.finish(name, now, _outcome(error)))
 
+    def requested(self, name: str, now: float, *, rank: int) -> None:
+        """Mark that a rank is ready for an operation."""
+        self._keep(_Instant(f"READY {rank}", name, now, {"rank": rank}))
+
     def coordinated(
         self,
         name: str,
