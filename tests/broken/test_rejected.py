@@ -93,7 +93,7 @@ def test_wrong_transport_between_threads(kind: type[faults.Fault], reason: str) 
 def test_wrong_schedule(
     kind: OpKind, algorithm: Algorithm, change: faults.Change, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("totalreduce.engine.engine.program_for", faults.changed(kind, algorithm, change))
+    monkeypatch.setattr("totalreduce.engine.planner.program_for", faults.changed(kind, algorithm, change))
     with pytest.raises(ConformanceError, match=reason):
         check_simulated(world_sizes=(4,))
 
@@ -102,14 +102,14 @@ def test_wrong_schedule(
 def test_sums_that_are_kept_where_nobody_may_write(kind: OpKind, monkeypatch: pytest.MonkeyPatch) -> None:
     for algorithm in algorithms_of(kind):
         careless = faults.changed(kind, algorithm, faults.unchanged, preserves=False)
-        monkeypatch.setattr("totalreduce.engine.engine.program_for", careless)
+        monkeypatch.setattr("totalreduce.engine.planner.program_for", careless)
         with pytest.raises(ConformanceError, match="changed its inputs" if kind is OpKind.REDUCE_SCATTER else WRONG):
             check_simulated(world_sizes=(4,))
 
 
 def test_the_same_set_up_with_nothing_changed_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = faults.changed(OpKind.ALLREDUCE, Algorithm.RING, faults.unchanged)
-    monkeypatch.setattr("totalreduce.engine.engine.program_for", honest)
+    monkeypatch.setattr("totalreduce.engine.planner.program_for", honest)
     assert check_simulated(world_sizes=(4,)) > 1000
 
 
@@ -125,7 +125,7 @@ CHOICES = [
 @pytest.mark.parametrize("pair", [(0, 1), (1, 0), (0, 2), (1, 2)])
 def test_ranks_that_choose_different_schedules(pair: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     selectors = faults.quarrelling_selectors(*(CHOICES[index] for index in pair))
-    monkeypatch.setattr("totalreduce.engine.engine.Selector", selectors)
+    monkeypatch.setattr("totalreduce.engine.planner.Selector", selectors)
     with pytest.raises(ConformanceError, match=r"rank . submitted .*, carried out by .*; rank . submitted .*, carried"):
         check_simulated(world_sizes=(4,))
 
@@ -144,7 +144,7 @@ def test_no_two_schedules_are_taken_for_one(
     """Whatever the sizes: neither a hang nor a wrong sum, but an error that names both."""
     for world_size, num_elements in itertools.product((2, 3), (0, 1, 100)):
         selectors = faults.quarrelling_selectors({kind: first}, *[{kind: others}] * (world_size - 1))
-        monkeypatch.setattr("totalreduce.engine.engine.Selector", selectors)
+        monkeypatch.setattr("totalreduce.engine.planner.Selector", selectors)
         collective = Collective(name="w", kind=kind, num_elements=num_elements)
         case = Case(name="quarrel", world_size=world_size, collectives=(collective,))
         with pytest.raises(ConformanceError, match=r"rank . submitted .*, carried out by "):

@@ -89,7 +89,7 @@ def run_job(job: Job) -> Job:
     """Run it, and check everything that must hold whatever happened."""
     job.cluster.run(until_s=60.0, dead=job.dead)
     bound = job.cluster.config.floating_bytes_max
-    assert all(rank.engine.floating.peak_bytes <= bound for rank in job.cluster.ranks)
+    assert all(rank.engine.reception.floating.peak_bytes <= bound for rank in job.cluster.ranks)
     for (rank, name), submission in job.submissions.items():
         where = f"seed {job.seed}: {name} on rank {rank}"
         if rank in job.dead and submission.done_at_s is None:
@@ -105,7 +105,7 @@ def run_job(job: Job) -> Job:
             assert submission.done_at_s <= max(limit_s, submission.at_s), where
     if not job.culprits:
         for rank in job.cluster.ranks:
-            assert rank.engine.num_active == rank.engine.scratch.in_use == rank.engine.floating.total_bytes == 0
+            assert rank.engine.table.num_active == rank.engine.reception.num_bodies == 0
     return job
 
 

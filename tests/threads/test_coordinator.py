@@ -990,7 +990,7 @@ def test_bytes_that_no_correct_rank_sends() -> None:
             coordinator.allreduce(torch.ones(2), name="w").wait()
             if group.rank == 1:
                 garbage = b'\x04\0\1\0\0\0\0\0\0\0["'
-                group._runner.act(lambda now: group._engine.post(0, coordinator._number, garbage) is None)
+                group._runner.act(lambda now: group._engine.channels.post(0, coordinator._number, garbage) is None)
             coordinator.allreduce(torch.ones(2), name="later").wait(timeout_s=20.0)
             coordinator.allreduce(torch.ones(2), name="still later").wait(timeout_s=20.0)
         except tr.PeerLost as error:

@@ -31,10 +31,12 @@ def test_every_operation_of_every_rank_is_recorded(tmp_path, transport):
     trace = json.loads(
         merge_timelines([tmp_path / f"{rank}.json" for rank in range(3)], tmp_path / "all.json").read_text()
     )
+    # On a rank that is always the last to submit, messages are there already, and QUEUED takes no time.
+    assert any(event["name"] == "QUEUED" for event in trace["traceEvents"])
     for rank in range(3):
         events = [event for event in trace["traceEvents"] if event["pid"] == rank]
         spans = {event["name"]: event for event in events if event["ph"] == "X"}
-        assert {"w #0", "w #1", "w #2", "barrier #0", "QUEUED", "WIRE", "REDUCE"} <= spans.keys()
+        assert {"w #0", "w #1", "w #2", "barrier #0", "WIRE", "REDUCE"} <= spans.keys()
         for number in range(ROUNDS):
             args = spans[f"w #{number}"]["args"]
             assert (args["bytes"], args["outcome"], args["iteration"]) == (4 * ELEMENTS, "done", number)

@@ -8,8 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from totalreduce.engine.engine import Computation, Delivery, Engine, OutgoingMessage
-from totalreduce.engine.operation import AnyReceive, Operation
+from totalreduce.engine.any_receives import AnyReceive
+from totalreduce.engine.computations import Computation
+from totalreduce.engine.engine import Engine
+from totalreduce.engine.operation import Operation
+from totalreduce.engine.outbox import OutgoingMessage
+from totalreduce.engine.reception import Delivery
 from totalreduce.engine.runner import carry_out
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import Frame, Header
@@ -144,7 +148,7 @@ class Rack:
         self.collect(target)
 
     def begin_computing(self, rank: int) -> Computation | None:
-        return self.engines[rank].next_computation()
+        return self.engines[rank].computations.take()
 
     def end_computing(self, rank: int, computation: Computation) -> None:
         carry_out(computation)
@@ -153,7 +157,7 @@ class Rack:
 
     def move(self, source: int, target: int) -> bool:
         """Carry one message, if there is one and the target has room."""
-        if not self.engines[target].may_receive():
+        if not self.engines[target].reception.scratch.available:
             return False
         message = self.take(source, target)
         if message is not None:
@@ -190,7 +194,7 @@ class Rack:
             engine.validate()
 
     def collect(self, rank: int) -> None:
-        self.completed[rank] += self.engines[rank].pop_completed()
+        self.completed[rank] += self.engines[rank].table.pop_completed()
 
 
 def _blank(count: int) -> memoryview:

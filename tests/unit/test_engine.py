@@ -14,7 +14,7 @@ def test_one_rank_is_done_at_once() -> None:
     operation = rack.submit(0, "w", [1.0, 2.0])
     assert rack.completed[0] == [operation]
     assert values_of(operation) == [1.0, 2.0]
-    assert rack.engines[0].num_active == 0
+    assert rack.engines[0].table.num_active == 0
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
@@ -54,13 +54,13 @@ def test_what_comes_before_its_operation_floats_and_is_claimed() -> None:
     rack.submit(0, "w", [1.0] * 8)
     rack.run()
     engine = rack.engines[1]
-    assert engine.counters.floating_messages == len(engine.floating) == 2  # two lanes
-    assert engine.floating.total_bytes == 2 * (16 + 768)
+    assert engine.counters.floating_messages == len(engine.reception.floating) == 2  # two lanes
+    assert engine.reception.floating.total_bytes == 2 * (16 + 768)
     late = rack.submit(1, "w", [2.0] * 8)
     rack.run()
     assert values_of(late) == [3.0] * 8
-    assert engine.floating.total_bytes == 0
-    assert engine.floating.peak_bytes == 2 * (16 + 768)
+    assert engine.reception.floating.total_bytes == 0
+    assert engine.reception.floating.peak_bytes == 2 * (16 + 768)
 
 
 def test_an_operation_whose_floating_body_is_still_arriving() -> None:
@@ -84,7 +84,7 @@ def test_an_iteration_ahead_is_kept_apart() -> None:
     second = rack.submit(0, "w", [2.0])
     rack.run()
     assert not second.finished
-    assert len(rack.engines[1].floating) == 1
+    assert len(rack.engines[1].reception.floating) == 1
     later = [rack.submit(1, "w", [20.0]), rack.submit(2, "w", [200.0])]
     rack.run()
     assert values_of(fast) == [111.0]
@@ -180,12 +180,12 @@ def test_a_sender_stays_within_its_share_over_all_operations() -> None:
     for index in range(50):
         rack.submit(0, f"tensor {index}", [float(index)] * 16)
     rack.run()
-    assert 1000 < rack.engines[1].floating.total_bytes <= 2000
+    assert 1000 < rack.engines[1].reception.floating.total_bytes <= 2000
     late = [rack.submit(1, f"tensor {index}", [1.0] * 16) for index in reversed(range(50))]
     rack.run()
     assert [values_of(operation)[0] for operation in late] == [1.0 + index for index in reversed(range(50))]
-    assert rack.engines[1].floating.total_bytes == 0
-    assert rack.engines[1].floating.peak_bytes <= 2000
+    assert rack.engines[1].reception.floating.total_bytes == 0
+    assert rack.engines[1].reception.floating.peak_bytes <= 2000
 
 
 def test_credit_comes_back_so_that_eager_messages_go_on() -> None:
@@ -195,7 +195,7 @@ def test_credit_comes_back_so_that_eager_messages_go_on() -> None:
         rack.run()
         assert all(operation.finished for operation in operations)
     assert rack.engines[0].counters.held_messages == 0
-    assert rack.engines[0]._eager_used[1] < 1000
+    assert rack.engines[0]._rendezvous._used[1] < 1000
 
 
 def test_held_messages_are_not_overtaken_by_later_steps_of_their_lane() -> None:
@@ -222,7 +222,7 @@ def test_early_messages_of_a_barrier_take_no_scratch() -> None:
     barriers = [rack.submit(rank, "barrier", (), BARRIER) for rank in (1, 2, 3)]
     rack.run()
     assert not any(operation.finished for operation in barriers)
-    assert all(engine.scratch.in_use == 0 for engine in rack.engines)
+    assert all(engine.reception.scratch.in_use == 0 for engine in rack.engines)
     rack.submit(0, "barrier", (), BARRIER)
     rack.run()
     assert all(len(completed) == 1 for completed in rack.completed)
@@ -234,11 +234,11 @@ def test_messages_that_wait_for_another_peer_take_no_scratch() -> None:
     names = [f"tensor {index}" for index in range(8)]
     operations = [rack.submit(rank, name, [1.0] * 10) for name in names for rank in (0, 2, 3, 4)]
     rack.run()
-    assert all(engine.may_receive() for engine in rack.engines)
+    assert all(engine.reception.scratch.available for engine in rack.engines)
     operations += [rack.submit(1, name, [1.0] * 10) for name in names]
     rack.run()
     assert all(values_of(operation) == [5.0] * 10 for operation in operations)
-    assert all(engine.scratch.in_use == 0 for engine in rack.engines)
+    assert all(engine.reception.scratch.in_use == 0 for engine in rack.engines)
 
 
 def test_scratch_is_bounded_and_asks_the_transport_to_wait() -> None:
@@ -246,12 +246,12 @@ def test_scratch_is_bounded_and_asks_the_transport_to_wait() -> None:
     operations = [rack.submit(rank, "w", [1.0] * 400) for rank in range(2)]
     for _ in range(3):
         rack.give(0, 1, rack.take_data(0, 1))
-    assert not rack.engines[1].may_receive()
+    assert not rack.engines[1].reception.scratch.available
     rack.compute(1)
-    assert rack.engines[1].may_receive()
+    assert rack.engines[1].reception.scratch.available
     rack.run()
     assert values_of(operations[1]) == [2.0] * 400
-    assert rack.engines[1].scratch.in_use == 0
+    assert rack.engines[1].reception.scratch.in_use == 0
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.CHAIN, Algorithm.TREE])
@@ -291,7 +291,7 @@ def test_a_lost_peer_fails_what_is_pending_and_what_comes_later_on_every_rank() 
             rack.submit(rank, "next")
     assert "reported by rank 1" in str(pending[0].error)
     rack.run()  # what was under way is read and forgotten
-    assert all(engine.scratch.in_use == 0 for engine in rack.engines)
+    assert all(engine.reception.scratch.in_use == 0 for engine in rack.engines)
 
 
 def test_goodbye_fails_only_what_still_needs_the_one_who_left() -> None:
@@ -379,7 +379,7 @@ def test_active_time_is_the_time_with_something_in_flight() -> None:
     rack = Rack(2)
     rack.submit(0, "w")
     rack.now = 2.0
-    assert rack.engines[0].active_s(2.0) == 2.0
+    assert rack.engines[0].table.active_s(2.0) == 2.0
     rack.submit(1, "w")
     rack.run()
-    assert rack.engines[0].active_s(5.0) == 2.0
+    assert rack.engines[0].table.active_s(5.0) == 2.0

@@ -122,7 +122,7 @@ def check(seed: int, *, named: bool) -> None:
         errors = [operation.error for operation in ended if operation.error is not None]
         assert all(isinstance(error, MismatchError) for error in errors)
         assert bool(errors) == (len({call.meaning() for call in calls}) > 1), calls
-    assert all(engine.scratch.in_use == 0 and engine.floating.total_bytes == 0 for engine in rack.engines)
+    assert all(engine.reception.num_bodies == 0 for engine in rack.engines)
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 from rack import Rack, values_of
 
-from totalreduce.engine import early
-from totalreduce.engine import engine as engine_module
+from totalreduce.engine import early, outbox, signatures
 from totalreduce.foundation.errors import MismatchError, ProtocolError
 from totalreduce.foundation.header import Frame, Header
 
@@ -50,8 +49,8 @@ def test_a_flood_is_bounded_and_refused(kind: str, monkeypatch: pytest.MonkeyPat
     The bounds are a sixteenth of the real ones, so that the test is short.
     """
     monkeypatch.setattr(early, "_PEER_BYTES_MAX", early._PEER_BYTES_MAX // 16)
-    monkeypatch.setattr(early, "_TEXT_BYTES_MAX", early._TEXT_BYTES_MAX // 16)
-    monkeypatch.setattr(engine_module, "_ANSWERS_MAX", engine_module._ANSWERS_MAX // 16)
+    monkeypatch.setattr(signatures, "_TEXT_BYTES_MAX", signatures._TEXT_BYTES_MAX // 16)
+    monkeypatch.setattr(outbox, "_ANSWERS_MAX", outbox._ANSWERS_MAX // 16)
     rack = Rack(3)
     engine, reports = rack.engines[1], 0
     tracemalloc.start()
@@ -62,15 +61,15 @@ def test_a_flood_is_bounded_and_refused(kind: str, monkeypatch: pytest.MonkeyPat
         except ProtocolError as error:
             refusal = str(error)
             break
-        reports += len(engine.pop_reports())
+        reports += len(engine.reports.pop())
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert "rank 0" in refusal, f"{kind}: not refused"
     assert taken < 3 * 2**20
     # The member is dropped, and the others are told who it was.
     engine.peer_lost(0, f"protocol violation: {refusal}", 0.0)
-    assert engine.lost is not None
-    assert engine.lost.rank == 0
+    assert engine.members.lost is not None
+    assert engine.members.lost.rank == 0
 
 
 def frames_that_repeat() -> Iterator[tuple[Header, bytes]]:
@@ -87,9 +86,9 @@ def test_what_is_said_twice_is_kept_once() -> None:
     engine = rack.engines[1]
     for message in frames_that_repeat():
         rack.give(0, 1, message)
-    assert len(engine._answers[0]) == 1
+    assert engine.outbox.num_answers(0) == 1
     assert len(engine._early._news) == 4
-    assert len(engine.pop_reports()) == 1
+    assert len(engine.reports.pop()) == 1
     assert engine._early._spent[0] < 8192
 
 
@@ -111,10 +110,10 @@ def test_texts_in_frames_are_cut() -> None:
     rack = Rack(2)
     rack.give(0, 1, of_kind("mismatch", 5))
     rack.give(0, 1, of_kind("describe", 6))
-    poison = rack.engines[1]._early.of((5, 0)).poison
-    assert isinstance(poison, MismatchError)
-    assert (len(poison.tensor), [len(value) for value in poison.values]) == (1024, [2048, 2048])
-    assert len(rack.engines[1]._early.names[6]) == 1024
+    failure = rack.engines[1]._early.of((5, 0)).failure
+    assert isinstance(failure, MismatchError)
+    assert (len(failure.tensor), [len(value) for value in failure.values]) == (1024, [2048, 2048])
+    assert len(rack.engines[1]._signatures.name_of(6)) == 1024
 
 
 def test_answers_that_wait_leave_before_the_farewell() -> None:

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rack import SMALL, Rack, allreduce, values_of
 
-from totalreduce.engine.engine import Computation, Delivery, OutgoingMessage
+from totalreduce.engine.computations import Computation
 from totalreduce.engine.operation import Operation
+from totalreduce.engine.outbox import OutgoingMessage
+from totalreduce.engine.reception import Delivery
 from totalreduce.foundation.types import Algorithm
 
 RANKS = (0, 1, 2)
@@ -60,7 +62,7 @@ class Interleavings(RuleBasedStateMachine):
     def begin_receiving(self, pair: tuple[int, int]) -> None:
         source, target = pair
         wire = self.wires[pair]
-        if wire and self.arriving[pair] is None and self.rack.engines[target].may_receive():
+        if wire and self.arriving[pair] is None and self.rack.engines[target].reception.scratch.available:
             header, body = wire.popleft()
             self.arriving[pair] = (self.rack.begin_receiving(source, target, header), body)
 
@@ -103,8 +105,8 @@ class Interleavings(RuleBasedStateMachine):
             return
         self.rack.validate()
         for engine in self.rack.engines:
-            assert engine.floating.peak_bytes <= self.rack.config.floating_bytes_max
-            assert engine.scratch.in_use <= self.rack.config.scratch_segments + len(RANKS)
+            assert engine.reception.floating.peak_bytes <= self.rack.config.floating_bytes_max
+            assert engine.reception.scratch.in_use <= self.rack.config.scratch_segments + len(RANKS)
 
     def teardown(self) -> None:
         """Everybody submits what is missing, everything is carried, and then all must be done."""
@@ -121,7 +123,7 @@ class Interleavings(RuleBasedStateMachine):
                 assert operation.error is None
                 total = sum(self.input(other, name, number) for other in RANKS)
                 assert values_of(operation) == total.tolist()
-        assert all(engine.floating.total_bytes == engine.scratch.in_use == 0 for engine in self.rack.engines)
+        assert all(engine.reception.num_bodies == 0 for engine in self.rack.engines)
 
     @staticmethod
     def input(rank: int, name: str, number: int) -> np.ndarray:

@@ -3,7 +3,8 @@
 import pytest
 from rack import MESSAGE, Rack, values_of
 
-from totalreduce.engine.operation import AnyReceive, Operation
+from totalreduce.engine.any_receives import AnyReceive
+from totalreduce.engine.operation import Operation
 from totalreduce.foundation.errors import GroupClosed, MismatchError, PeerLost
 from totalreduce.foundation.header import Frame
 from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
@@ -94,7 +95,7 @@ def test_messages_of_different_lengths_are_a_mismatch_and_the_next_ones_meet() -
     right = rack.receive(0, 1, 1)
     rack.run()
     assert values_of(right) == [7.0]
-    assert rack.engines[1].floating.total_bytes == 0
+    assert rack.engines[1].reception.floating.total_bytes == 0
 
 
 # -------------------------------------------------------------------------------------------------------- from anybody
@@ -134,7 +135,7 @@ def test_a_message_that_waits_for_its_receiver_is_found_by_its_question() -> Non
     rack = Rack(3, eager_bytes=8, floating_bytes_max=64)
     sent = rack.send(2, 0, [3.0] * 50)
     rack.run()
-    assert rack.engines[0].floating.total_bytes == 0
+    assert rack.engines[0].reception.floating.total_bytes == 0
     receive = rack.receive_any(0, 50)
     rack.run()
     assert sent.finished
@@ -314,7 +315,7 @@ def test_wrong_lengths_are_noticed_by_the_root_of_a_gather(world_size: int) -> N
     rack.run()
     assert isinstance(operations[0].error, MismatchError)
     assert set(operations[0].error.ranks) == {0, 1}
-    assert all(engine.scratch.in_use == engine.floating.total_bytes == 0 for engine in rack.engines)
+    assert all(engine.reception.scratch.in_use == engine.reception.floating.total_bytes == 0 for engine in rack.engines)
 
 
 # -------------------------------------------------------------------------------------------------------------- leaving

@@ -108,10 +108,10 @@ def test_additions_that_have_not_begun_are_not_carried_out() -> None:
         rack.submit(rank, "w", [1.0] * 40)
     for _ in range(3):
         rack.give(0, 1, rack.take_data(0, 1))
-    assert rack.engines[1].peek_computation() is not None
+    assert rack.engines[1].computations.peek() is not None
     rack.engines[1].close(rack.now, tell=[])
     assert rack.begin_computing(1) is None
-    assert rack.engines[1].scratch.in_use == 0
+    assert rack.engines[1].reception.scratch.in_use == 0
 
 
 def test_a_body_that_was_going_into_the_tensor_is_redirected() -> None:
@@ -200,8 +200,8 @@ def _check_usable(rack: Rack) -> None:
             for operation in operations:
                 assert operation.error is None
                 assert values_of(operation) == [float(sum(range(rack.world_size)))] * 4
-    assert all(engine.scratch.in_use == 0 for engine in rack.engines)
-    assert all(engine.floating.total_bytes == 0 for engine in rack.engines)
+    assert all(engine.reception.scratch.in_use == 0 for engine in rack.engines)
+    assert all(engine.reception.floating.total_bytes == 0 for engine in rack.engines)
 
 
 def submit_rooted(
@@ -288,13 +288,15 @@ def test_a_rank_that_is_ahead_hears_what_the_root_wanted(ahead: int) -> None:
 
 
 def test_what_is_remembered_of_operations_that_ended_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("totalreduce.engine.early._ENDED_MAX", 10)
+    monkeypatch.setattr("totalreduce.engine.signatures._ENDED_MAX", 10)
     rack = Rack(3)
     for _ in range(12):
         operations = [submit_rooted(rack, rank, OpKind.REDUCE, 0) for rank in range(3)]
         rack.run()
         assert all(operation.error is None for operation in operations)
-    assert [len(engine._early.ended) for engine in rack.engines] == [0, 10, 10], "the root has heard from everybody"
+    assert [len(engine._signatures._ended) for engine in rack.engines] == [0, 10, 10], (
+        "the root has heard from everybody"
+    )
 
 
 def check_ended(rack: Rack, wrong: Sequence[bool]) -> None:

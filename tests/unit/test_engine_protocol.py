@@ -6,18 +6,25 @@ from dataclasses import replace
 import pytest
 from rack import SMALL, Rack, values_of
 
-from totalreduce.engine.engine import CONTROL_BYTES_MAX, Engine
+from totalreduce.engine.control import CONTROL_BYTES_MAX
+from totalreduce.engine.engine import Engine
+from totalreduce.engine.operation import State
 from totalreduce.foundation.errors import PeerLost, ProtocolError
 from totalreduce.foundation.header import Flag, Frame, Header
+
+
+def _held(engine: Engine) -> tuple[int, int, int]:
+    reception = engine.reception
+    return reception.floating.total_bytes, reception.scratch.in_use, len(reception.arriving)
 
 
 def refused(rack: Rack, header: Header, match: str) -> None:
     """Rank 1 refuses a header of rank 0 and has not taken any memory."""
     engine = rack.engines[1]
-    before = (engine.floating.total_bytes, engine.scratch.in_use, len(engine._deliveries))
+    before = _held(engine)
     with pytest.raises(ProtocolError, match=match):
         rack.begin_receiving(0, 1, header)
-    assert (engine.floating.total_bytes, engine.scratch.in_use, len(engine._deliveries)) == before
+    assert _held(engine) == before
 
 
 def message_to_rank_1(num_elements: int = 20) -> tuple[Rack, Header, bytes]:
@@ -121,7 +128,7 @@ def test_a_violation_found_at_submission_is_the_peers_fault() -> None:
     assert operation.error.rank == 0
     assert "protocol violation: rank 0 sent lane 9" in operation.error.reason
     assert rack.completed[1] == [operation]
-    assert rack.engines[1].floating.total_bytes == 0
+    assert rack.engines[1].reception.floating.total_bytes == 0
 
 
 def test_another_epoch_is_dropped_and_counted() -> None:
@@ -131,7 +138,7 @@ def test_another_epoch_is_dropped_and_counted() -> None:
     rack.give(0, 1, (Header(Frame.LOST, 1, body_bytes=len(lost)), lost))
     counters = rack.engines[1].counters
     assert (counters.dropped_messages, counters.dropped_bytes) == (2, len(body) + len(lost))
-    assert rack.engines[1].lost is None
+    assert rack.engines[1].members.lost is None
     rack.give(0, 1, (header, body))
     rack.run()
     assert values_of(rack.completed[1][0]) == [2.0] * 20
@@ -148,10 +155,10 @@ def test_a_stall_is_reported_on_every_rank_and_names_the_missing_one() -> None:
     rack.submit(2, "embedding.weight", [1.0] * 8)
     rack.run()
     rack.tick(4.9)
-    assert [engine.pop_reports() for engine in rack.engines] == [[], [], []]
+    assert [engine.reports.pop() for engine in rack.engines] == [[], [], []]
     rack.tick(5.0)
     rack.tick(5.1)
-    reports = [engine.pop_reports() for engine in rack.engines]
+    reports = [engine.reports.pop() for engine in rack.engines]
     for rank in range(3):
         assert {report.tensor for report in reports[rank]} == {"embedding.weight"}
         assert {report.missing for report in reports[rank]} == {(1,)}
@@ -168,12 +175,12 @@ def test_reports_become_rarer_and_end() -> None:
     rack.submit(0, "w")
     for tenth in range(600):
         rack.tick(tenth / 10)
-    assert len(rack.engines[0].pop_reports()) == 4  # after 5, 10, 20 and 40 seconds
+    assert len(rack.engines[0].reports.pop()) == 4  # after 5, 10, 20 and 40 seconds
     rack.submit(1, "w")
     rack.run()
     for second in range(60, 200):
         rack.tick(float(second))
-    assert rack.engines[0].pop_reports() == []
+    assert rack.engines[0].reports.pop() == []
 
 
 def test_many_late_operations_are_asked_about_a_few_at_a_time() -> None:
@@ -184,9 +191,9 @@ def test_many_late_operations_are_asked_about_a_few_at_a_time() -> None:
     reported = []
     for tenth in range(6):
         rack.tick(5.0 + tenth / 10)
-        reported.append(len(rack.engines[1].pop_reports()))
+        reported.append(len(rack.engines[1].reports.pop()))
     assert reported == [64, 64, 22, 0, 0, 0]
-    assert len({report.tensor for report in rack.engines[0].pop_reports()}) == 150
+    assert len({report.tensor for report in rack.engines[0].reports.pop()}) == 150
 
 
 def test_a_rank_that_does_not_answer_is_named() -> None:
@@ -196,7 +203,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     while rack.move(0, 1) or rack.move(1, 0):
         pass
     rack.engines[0].tick(7.0)
-    [report] = rack.engines[0].pop_reports()
+    [report] = rack.engines[0].reports.pop()
     assert report.missing == (1,)
     assert report.silent == (2,)
     assert "no answer from rank(s) 2" in str(report)
@@ -209,13 +216,13 @@ def test_the_explanation_for_a_deadline_names_the_missing_rank() -> None:
     rack.engines[0].inquire(operation, 1.0)
     rack.run()
     assert "never submitted by rank(s) 1" in rack.engines[0].explain(operation, 1.0)
-    assert rack.engines[1].pop_reports() == []  # the watch is off there
+    assert rack.engines[1].reports.pop() == []  # the watch is off there
 
 
 def test_validate_finds_what_is_broken() -> None:
     rack = Rack(2)
     operation = rack.submit(0, "w")
-    operation.finished = True
+    operation.state = State.DONE
     with pytest.raises(AssertionError):
         rack.validate()
 

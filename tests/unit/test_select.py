@@ -167,7 +167,7 @@ def test_a_setting_that_cannot_be_carried_out() -> None:
     rack = Rack(2, schedules={OpKind.ALLREDUCE: Algorithm.CHAIN})
     with pytest.raises(ConfigurationError, match="allreduce has no schedule 'chain'; there is ring, star"):
         rack.submit(0, "w")
-    assert rack.engines[0].num_active == 0
+    assert rack.engines[0].table.num_active == 0
 
 
 def test_the_middle_of_a_star_depends_on_the_name() -> None:
@@ -193,7 +193,7 @@ def test_other_links_are_used_for_the_next_operations() -> None:
 
     [before] = chosen()
     for engine in rack.engines:
-        engine.use_links(LinkModel(latency_s=1e-9, bytes_per_s=1.0))
+        engine.planner.use_links(LinkModel(latency_s=1e-9, bytes_per_s=1.0))
     [after] = chosen()
     assert before is not after
     assert after in (Algorithm.RING, Algorithm.HALVING_DOUBLING)

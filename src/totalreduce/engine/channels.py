@@ -7,9 +7,13 @@ is kept. Both are bounded for every peer: its unfinished message, and what it se
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from totalreduce.foundation.errors import ProtocolError, TotalReduceError
+
+if TYPE_CHECKING:
+    from totalreduce.engine.members import Members
+    from totalreduce.engine.outbox import Outbox
 
 __all__ = ["PIECE_BYTES", "Channel", "Channels", "pieces"]
 
@@ -54,28 +58,46 @@ def pieces(message: bytes) -> Iterator[tuple[bytes, bool]]:
 
 
 class Channels:
-    """The open channels of one rank and what arrives for them."""
+    """The channels of one rank, and the messages that arrive for them."""
 
-    def __init__(self) -> None:
-        """None is open."""
-        self.open: dict[int, Channel] = {}
+    def __init__(self, outbox: Outbox, members: Members) -> None:
+        """Begin without open channels; messages leave through ``outbox``."""
+        self._outbox, self._members = outbox, members
+        self._open: dict[int, Channel] = {}
         #: By peer: the channel and the beginning of a message of which more is to come.
         self._partial: dict[int, tuple[int, bytearray]] = {}
         self._early: dict[int, list[tuple[int, bytes]]] = {}
         self._early_bytes: dict[int, int] = {}
         self._closed: set[int] = set()
 
-    def begin(self, number: int, channel: Channel, now: float) -> None:
-        """Open a channel; it is given what came early."""
-        self.open[number] = channel
+    def open(self, number: int, channel: Channel, now: float) -> None:
+        """Open a channel, and give it the messages that came before.
+
+        ``number`` is equal on all ranks, and different for each channel.
+
+        Raises:
+            PeerLost: A rank is lost.
+            GroupClosed: This rank has closed the group.
+        """
+        self._members.check_usable()
+        self._open[number] = channel
         for peer, message in self._early.pop(number, ()):
             self._early_bytes[peer] -= len(message) + _MESSAGE_COST
             channel.receive(peer, message, now)
 
-    def end(self, number: int) -> None:
-        """Close a channel; what still comes is dropped."""
-        self.open.pop(number, None)
+    def close(self, number: int) -> None:
+        """Close a channel. Messages that arrive for it later are dropped."""
+        self._open.pop(number, None)
         self._closed.add(number)
+
+    def post(self, peer: int, number: int, message: bytes) -> None:
+        """Send a message through a channel. It leaves before all data.
+
+        Nothing is sent to a rank that has left, nor after the group has ended.
+        """
+        members = self._members
+        if not members.closed and members.lost is None and peer not in members.departed:
+            self._outbox.channel_message(peer, number, message)
 
     def arrived(self, peer: int, number: int, piece: bytes, *, last: bool, now: float) -> None:
         """Part of a message is here.
@@ -94,7 +116,7 @@ class Channels:
             message += piece
             if len(message) > _MESSAGE_BYTES_MAX:
                 raise ProtocolError(f"rank {peer} sends a message of more than {_MESSAGE_BYTES_MAX} bytes")
-        channel = self.open.get(number)
+        channel = self._open.get(number)
         early_bytes = 0
         if channel is None:
             early_bytes = self._early_bytes.get(peer, 0) + _MESSAGE_COST + len(piece if message is None else message)
@@ -113,23 +135,23 @@ class Channels:
 
     def fail(self, error: TotalReduceError, now: float) -> None:
         """Tell every open channel."""
-        for channel in list(self.open.values()):
+        for channel in list(self._open.values()):
             channel.fail(error, now)
 
     def depart(self, peer: int, reason: str, now: float) -> None:
         """Tell every open channel."""
-        for channel in list(self.open.values()):
+        for channel in list(self._open.values()):
             channel.depart(peer, reason, now)
 
     def next_due(self) -> float | None:
         """When ``tick`` has something to do."""
-        if not self.open:
+        if not self._open:
             return None
-        return min((due for channel in self.open.values() if (due := channel.next_due()) is not None), default=None)
+        return min((due for channel in self._open.values() if (due := channel.next_due()) is not None), default=None)
 
     def tick(self, now: float) -> None:
         """Tell those whose time has come."""
-        for channel in list(self.open.values()):
+        for channel in list(self._open.values()):
             due = channel.next_due()
             if due is not None and now >= due:
                 channel.tick(now)

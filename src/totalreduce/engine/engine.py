@@ -1,137 +1,91 @@
-"""The Total Reduce engine: when things run. A plain object without thread, socket or clock.
+"""The Total Reduce engine: it decides when messages leave, where they go, and when they are added up.
 
-Everything that happens is a method call with the time as an argument; what should happen next is asked for:
+The engine is a plain object without thread, socket or clock. Whatever happens is a method call, with the time as an
+argument; what is to happen next is asked for:
 
-* the application calls ``submit`` and ``promote`` and collects ``pop_completed``;
-* a transport calls ``next_message`` / ``message_sent`` for what leaves and ``accept`` / ``delivered`` for what arrives;
-* a computer calls ``next_computation`` / ``computed``.
+* the application calls ``submit``, ``receive_any`` and ``promote``, and collects ``table.pop_completed()``;
+* a transport calls ``next_message`` and ``message_sent`` to send, ``accept`` and ``delivered`` to receive;
+* whoever computes takes ``computations.take()``, carries it out (``runner.carry_out``), and calls ``computed``.
 
-The pieces of the Total Reduce design and where they are: *message list* ``_active``; *floating message list*
-``floating.FloatingStore``; *computation list* ``_computations``; *payload_pick_ready* ``sendqueue.SendQueue``; the
-self-guided
-*header* ``foundation.header``. What the design left open is here: iterations, lanes, an eager allowance that bounds
-floating memory (beyond it a sender waits for ``POSTED``), typed mismatches, the loss of a peer.
+This file has the life of an operation and the order of things. Its parts have files of their own:
+
+=====================  ================================================================================================
+``table``              the operations in flight (the *message list* of the design) and those that have ended
+``names``, ``planner`` ids and iterations of names; the schedule and the layout of an operation
+``outbox``             what waits to leave; ``sendqueue`` has the order of data messages (*payload_pick_ready*)
+``rendezvous``         which messages may leave before the receiver is known to have submitted the operation
+``reception``          where bodies are received; ``floating`` has messages that came early, ``scratch`` memory
+``computations``       the *computation list*
+``signatures``         the agreement on what an operation is
+``early``              control frames about operations that were not submitted here yet
+``members``            ranks that are lost or have left
+``control``            the bodies of control frames
+``channels``           messages of protocols that live beside the engine
+``any_receives``       receives from the first of several ranks that sends
+``stall``, ``reports`` which rank keeps the others waiting
+=====================  ================================================================================================
 
 Invariants (checked by ``validate``):
 
-* an operation is in ``_active`` from ``submit`` until it is done or failed, and its key is never active twice;
-* the order in which a result's bytes are combined depends on the program alone, never on arrival;
+* an operation is in ``table.active`` from ``submit`` until it has ended, and its key is never active twice;
+* the order in which the bytes of a result are combined depends on the schedule alone, never on arrival;
 * no memory is taken for a message before its length has been compared with what is expected or allowed.
 """
 
 from __future__ import annotations
 
-import json
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any
 
-from totalreduce.engine.channels import Channel, Channels, pieces
-from totalreduce.engine.counters import Counters
-from totalreduce.engine.early import EarlyNews, News
-from totalreduce.engine.floating import FloatingMessage, FloatingStore, floating_cost
-from totalreduce.engine.layout import Expectation, OperationLayout, Place
-from totalreduce.engine.names import NameRecord, NameTable
-from totalreduce.engine.operation import AnyReceive, Arrival, Lane, Operation
-from totalreduce.engine.scratch import ScratchPool
-from totalreduce.engine.sendqueue import QueuedMessage, SendQueue
-from totalreduce.engine.stall import StallReport, StallWatch
-from totalreduce.foundation.checks import NAME_BYTES_MAX
-from totalreduce.foundation.config import EngineConfig
-from totalreduce.foundation.errors import (
-    ConfigurationError,
-    GroupClosed,
-    MismatchError,
-    PeerLost,
-    ProtocolError,
-    TotalReduceError,
+from totalreduce.engine.any_receives import AnyReceive, AnyReceives
+from totalreduce.engine.channels import Channels
+from totalreduce.engine.computations import Computation, ComputationList
+from totalreduce.engine.control import (
+    Description,
+    LossNotice,
+    StatusReply,
+    StatusRequest,
+    decode_farewell,
+    decode_mismatch,
+    encode_farewell,
 )
-from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header, unpack_schedule, unpack_signature
+from totalreduce.engine.counters import Counters
+from totalreduce.engine.early import EarlyNews
+from totalreduce.engine.floating import FloatingMessage
+from totalreduce.engine.layout import Place
+from totalreduce.engine.members import Members
+from totalreduce.engine.operation import Arrival, Lane, Operation, State
+from totalreduce.engine.outbox import NO_KEY, Outbox, OutgoingMessage
+from totalreduce.engine.planner import Planner
+from totalreduce.engine.reception import Delivery, Reception
+from totalreduce.engine.rendezvous import Rendezvous
+from totalreduce.engine.reports import Reports
+from totalreduce.engine.sendqueue import QueuedMessage
+from totalreduce.engine.signatures import ENDS_EARLY, SignatureExchange
+from totalreduce.engine.stall import StallReport, StallWatch
+from totalreduce.engine.table import OperationTable
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.errors import ConfigurationError, GroupClosed, MismatchError, PeerLost, ProtocolError
+from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header
 from totalreduce.foundation.observer import Observer
-from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp, Signature
-from totalreduce.schedules import program_for
-from totalreduce.schedules.actions import Mode, Program, Receive, Send, translate
-from totalreduce.schedules.select import LinkModel, Selector
+from totalreduce.foundation.types import ReduceOp, Signature
+from totalreduce.schedules.actions import Mode, Receive, Send
 from totalreduce.transports.base import Lease
 
-__all__ = ["CONTROL_BYTES_MAX", "Computation", "Delivery", "Engine", "OutgoingMessage"]
+__all__ = ["Engine"]
 
-#: The longest body of a control frame that is accepted.
-CONTROL_BYTES_MAX = 16 * 1024
-#: Kinds in which a rank may be done, and leave, before others have begun: its part is here, or it is missed.
-_ENDS_EARLY = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER, OpKind.SEND_RECV})
-#: Those of them in which somebody may yet say that it is something else; a message's two ranks meet in it, or nowhere.
-_CONTRADICTED_LATE = _ENDS_EARLY - {OpKind.SEND_RECV}
-#: Kinds whose root has heard from everybody when it is done.
-_COLLECTING = frozenset({OpKind.REDUCE, OpKind.GATHER})
-#: Kinds whose blocks may have other sizes each time, and which no rank can be done with before it has heard from
-#: everybody, or from somebody who has.
-_EXCHANGES = frozenset({OpKind.ALLGATHER, OpKind.ALLTOALL})
-#: Answers that wait for a peer to read them, at most: each takes some 250 bytes until it leaves.
-_ANSWERS_MAX = 65_536
-#: Frames of channel messages that may wait for a peer that goes on sending channel messages (at most 16 MiB).
-_POSTED_MAX = 1024
-#: Texts in control frames, at most.
-_TEXT_CHARACTERS_MAX, _REASON_CHARACTERS_MAX = 2048, 500
-#: Stall reports that nobody has fetched, at most.
-_REPORTS_MAX = 1000
-#: In control frames that are about no operation.
-_NO_KEY = (0, 0)
-
-
-class Report(Protocol):
-    """What is told to observers and the log when somebody keeps others waiting."""
-
-    def as_dict(self) -> dict[str, object]:
-        """JSON-ready."""
-
-
-@dataclass(slots=True, eq=False)
-class OutgoingMessage:
-    """One message on its way out. ``body`` is ``None`` for frames without one."""
-
-    peer: int
-    header: bytes
-    body: memoryview | None
-    queued: QueuedMessage | None = None
-    share_key: Hashable = None
-
-
-@dataclass(slots=True, eq=False)
-class Delivery:
-    """Where the body of an incoming message goes. ``view`` may be redirected while the body is still arriving."""
-
-    peer: int
-    header: Header
-    view: memoryview
-    operation: Operation | None = None
-    lane: Lane | None = None
-    index: int = 0
-    arrival: Arrival | None = None
-    floating: FloatingMessage | None = None
-    lease: Lease | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Computation:
-    """An entry of the computation list: combine or copy ``incoming`` into ``destination``."""
-
-    operation: Operation
-    lane: Lane
-    index: int
-    mode: Mode
-    local: memoryview
-    incoming: memoryview
-    destination: memoryview
-    arrival: Arrival
-    local_partial: bool
-    incoming_partial: bool
-    divisor: int
+_Key = tuple[int, int]
 
 
 class Engine:
-    """The state of one rank of one group. See the module docstring."""
+    """The state of one rank of one group.
+
+    Attributes:
+        rank: This rank.
+        config: The settings.
+        counters: What the engine has done so far.
+        observers: Told of everything that happens.
+    """
 
     def __init__(
         self,
@@ -146,44 +100,40 @@ class Engine:
     ) -> None:
         """Make an idle engine.
 
-        ``hosts``: a number per rank that says which host it is on (default: one of its own). ``shared_memory``: whether
-        ranks of one host send through it. Both are for the choice of schedules, and equal on all ranks.
+        Args:
+            rank: This rank.
+            world_size: The number of ranks.
+            config: The settings; equal on all ranks.
+            epoch: Messages of another epoch are read and forgotten.
+            observers: Told of everything that happens; the list may be changed later.
+            hosts: For each rank, a number that is equal for ranks of one host; by default every rank has a host of its
+                own. It is used for the choice of schedules, and equal on all ranks.
+            shared_memory: Whether ranks of one host send through shared memory. As ``hosts``.
         """
-        self.rank, self.world_size, self.config, self.epoch = rank, world_size, config, epoch
-        self.counters = Counters()
-        self.everybody = tuple(range(world_size))
-        #: Which schedule carries out what; the ranks may agree on better numbers than its default ones.
-        places = tuple(hosts) if hosts is not None else self.everybody
-        self.selector = Selector(LinkModel(), places, config.schedules, shared_memory)
+        self.rank, self.config = rank, config
+        self.counters = counters = Counters()
         self.observers: list[Observer] = observers if observers is not None else []
-        self._share = max(1, config.floating_bytes_max // max(1, world_size - 1))
-        self.floating = FloatingStore(self._share)
-        self.scratch = ScratchPool(config.scratch_segments)
-        self._active: dict[tuple[int, int], Operation] = {}
-        self._names = NameTable()
-        self._queues: dict[int, SendQueue] = {}
-        self._controls: dict[int, deque[OutgoingMessage]] = {}
-        self._posted: dict[int, int] = {}  #: By peer: frames of channel messages among these.
-        #: By peer: answers to its control frames, in order. They are what a peer can make grow, so they are bounded.
-        self._answers: dict[int, dict[tuple[Frame, tuple[int, int]], None]] = {}
-        #: Peers for which there is something to send. A superset is harmless; missing one is not.
-        self._ready: set[int] = set()
-        self._eager_used: dict[int, int] = {}
-        self._computations: deque[Computation] = deque()
-        self._completed: list[Operation | AnyReceive] = []
-        self._any_receives: list[AnyReceive] = []
-        self._deliveries: set[Delivery] = set()
-        self._sequence = 0
-        self._early = EarlyNews()
-        #: Failed operations of which an addition is still being carried out: not completed before it has ended.
-        self._unsettled: list[Operation] = []
+        share = max(1, config.floating_bytes_max // max(1, world_size - 1))
+        self.table = table = OperationTable(counters)
+        self.planner = Planner(
+            rank, hosts if hosts is not None else range(world_size), table.names, config, shared_memory=shared_memory
+        )
+        self.outbox = outbox = Outbox(config, epoch, self._write_answer)
+        self.members = members = Members(rank, world_size, outbox)
+        self.reception = Reception(config, share, counters)
+        self.computations = ComputationList()
+        self.channels = Channels(outbox, members)
+        self.reports = Reports(counters, self.observers)
+        self._early = news = EarlyNews()
+        self._rendezvous = Rendezvous(config, share, table, news, self.reception.floating, outbox, counters)
+        self._signatures = SignatureExchange(rank, table, news, outbox, members, counters)
+        self._any_receives = AnyReceives(table.names)
         self._stalls = StallWatch(rank, config.stall_warning_s)
-        self._reports: list[Report] = []
-        self._channels = Channels()
-        self._lost: PeerLost | None = None
-        self._departed: dict[int, str] = {}
-        self._closed = False
-        self._active_since: float | None = None
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self.members.everybody)
 
     # ------------------------------------------------------------------------------------------------ application
 
@@ -206,81 +156,78 @@ class Engine:
         Args:
             name: Equal on all ranks, unique among operations in flight. ``None``: the n-th unnamed operation here
                 meets the n-th unnamed one elsewhere.
-            signature: What it is.
+            signature: What the operation is.
             buffers: Writable bytes, input and output: of the tensor, or of one block per chunk of the schedule.
-            ranks: Who takes part, this rank included (default: everybody); roots are places in this tuple.
-            scope: What sets the names of one subgroup apart from those of another.
+            ranks: The ranks that take part, this rank included (default: all); roots are places in this tuple.
+            scope: Distinguishes the names of one subgroup from those of another.
             repeats: The name may be in flight several times: the n-th here meets the n-th elsewhere.
             priority: Smaller is more urgent; 32 bits signed.
-            now: Seconds.
+            now: The time in seconds.
             owner: Kept in the operation for the caller.
-            becoming: It was a receive from anybody.
+            becoming: The operation was a receive from anybody.
 
         Raises:
-            ValueError: The name is in flight already.
-            PeerLost: A rank of the group is gone.
-            GroupClosed: This rank closed the group.
+            ConfigurationError: The name is in flight already.
+            PeerLost: A rank of the group is lost, or a rank that the operation needs has left.
+            GroupClosed: This rank has closed the group.
         """
-        self._check_usable()
-        ranks = self.everybody if ranks is None else ranks
-        record = self._names.record(scope, name)
-        op_id = record.op_id
-        key = (op_id, record.next_iteration)
-        if signature.kind not in _ENDS_EARLY:
-            for peer, reason in self._departed.items():
+        members, table = self.members, self.table
+        members.check_usable()
+        ranks = members.everybody if ranks is None else ranks
+        record = table.names.record(scope, name)
+        key = (record.op_id, record.next_iteration)
+        if signature.kind not in ENDS_EARLY:
+            for peer, reason in members.departed.items():
                 if peer in ranks:
-                    self._tell_of_departure(key, peer, reason, ranks)
+                    members.tell_of_loss(LossNotice(peer, reason), ranks, key)
                     raise PeerLost(peer, reason)
-        if (
-            name is not None
-            and not repeats
-            and record.next_iteration
-            and (op_id, record.next_iteration - 1) in self._active
-        ):
+        if name is not None and not repeats and key[1] and (key[0], key[1] - 1) in table.active:
             raise ConfigurationError(
                 f"an operation named {name!r} is already in flight on rank {self.rank}; wait for it or use another name"
             )
-        layout = self._layout(record, signature, ranks, buffers)
-        record.next_iteration = (record.next_iteration + 1) & 0xFFFFFFFF
-        shown = record.shown(key[1])
+        layout = self.planner.layout(record, signature, ranks, buffers)
+        record.next_iteration = (key[1] + 1) & 0xFFFFFFFF
         operation = Operation(
-            shown, key, layout, buffers, priority=priority, sequence=self._sequence, now=now, owner=owner
+            record.shown(key[1]),
+            key,
+            layout,
+            buffers,
+            priority=priority,
+            sequence=table.next_sequence(),
+            now=now,
+            owner=owner,
         )
-        self._sequence += 1
-        self.counters.operations += 1
-        self.counters.payload_bytes += layout.num_bytes
-        if not self._active:
-            self._active_since = now
-        self._active[key] = operation
+        table.add(operation, now)
         for observer in self.observers:
-            observer.submitted(shown, key[1], now, num_bytes=layout.num_bytes, priority=priority)
+            observer.submitted(operation.name, key[1], now, num_bytes=layout.num_bytes, priority=priority)
         news = self._early.claim(key)
-        if news.poison is not None:
-            self._drop_floating(self.floating.claim(key))
-            self._finish(operation, now, news.poison)
+        if news.failure is not None:
+            self.reception.drop(self.reception.floating.claim(key))
+            self._end(operation, now, news.failure)
             return operation
-        self._announce(operation, record, news)
+        self._signatures.submitted(operation, record)
+        self._rendezvous.submitted(operation, news)
+        operation.promoted = news.urgent
         for peer, theirs in news.described.items():
-            if theirs != layout.expectation.signature_from(peer) and not operation.finished:
-                self._mismatch(operation, peer, theirs, now)
+            self._check_signature(operation, peer, theirs, now)
         self._claim_floating(operation, now)
         if not operation.finished:
             for lane in operation.lanes:
                 self._advance(operation, lane, now)
-        for peer in self._departed:
+        for peer in members.departed:
             self._fail_if_needed(operation, peer, now)
-        if repeats and not becoming:  # a message that had overtaken this one may have waited for its turn
-            self._match_any(ranks[0], (op_id, record.next_iteration), now)
+        if repeats and not becoming:  # a message of a later operation may have overtaken the one of this operation
+            self._match_any_receives(ranks[0], (record.op_id, record.next_iteration), now)
         return operation
 
     def promote(self, operation: Operation, now: float) -> None:
-        """Somebody is blocked on the operation: it overtakes every static priority, and says so to its peers."""
+        """Let an operation overtake every static priority, here and at its peers: a caller is blocked on it."""
         if operation.promoted or operation.finished:
             return
         operation.promoted = True
         self.counters.promotions += 1
         for peer, messages in operation.queued.items():
-            queue = self._queues[peer]
+            queue = self.outbox.queues[peer]
             messages[:] = [message for message in messages if not message.taken]
             for message in messages:
                 queue.rerank(message)
@@ -288,133 +235,72 @@ class Engine:
             observer.promoted(operation.name, operation.key[1], now)
 
     def receive_any(self, receive: AnyReceive, now: float) -> None:
-        """Receive from whoever of the candidates sends first. The operation it becomes has the same owner.
+        """Receive from the first of the candidates that sends. The operation that it becomes has the same owner.
 
         Raises:
-            PeerLost: A rank of the group is gone.
-            GroupClosed: This rank closed the group.
+            PeerLost: A rank is lost, or all candidates have left.
+            GroupClosed: This rank has closed the group.
         """
-        self._check_usable()
-        for peer, name in receive.candidates.items():
-            record = self._names.record(receive.scope, name)
-            if self._is_announced((record.op_id, record.next_iteration)):
+        self.members.check_usable()
+        for peer, key in self._any_receives.next_keys(receive):
+            if self._is_announced(key):
                 self._become(receive, peer, now)
                 return
-        for peer in receive.candidates:
-            if all(candidate in self._departed for candidate in receive.candidates):
-                raise PeerLost(peer, self._departed[peer])
-        self._any_receives.append(receive)
-
-    def pop_completed(self) -> list[Operation | AnyReceive]:
-        """Operations that finished since the last call, well (``error`` is ``None``) or not."""
-        completed, self._completed = self._completed, []
-        return completed
-
-    def pop_reports(self) -> list[Report]:
-        """Stall reports made since the last call."""
-        reports, self._reports = self._reports, []
-        return reports
+        departed = self.members.departed
+        if receive.candidates.keys() <= departed.keys():
+            peer = next(iter(receive.candidates))
+            raise PeerLost(peer, departed[peer])
+        self._any_receives.add(receive)
 
     def close(self, now: float, *, tell: Collection[int], reason: str = "") -> None:
-        """Fail what is pending and take nothing more; the peers in ``tell`` learn that this was on purpose, and why."""
-        if self._closed:
-            return
-        self._closed = True
-        for operation in list(self._active.values()):
-            self._finish(operation, now, GroupClosed(f"the group was closed with {operation.name!r} pending"))
-        self._completed += self._unsettled
-        self._unsettled.clear()
-        self._end_any_receives(lambda _: True, GroupClosed("the group was closed with a receive pending"))
-        self._channels.fail(GroupClosed("the group was closed"), now)
-        for peer in tell:
-            if peer in self._departed:
-                continue
-            answers = self._answers.pop(peer, {})
-            while answers:  # before the farewell, as everything that this rank still has to say
-                self._controls.setdefault(peer, deque()).append(self._next_answer(peer, answers))
-            if self._lost is not None and self._lost.rank != peer:
-                # Or a peer that has not heard of the loss yet would take this rank's leaving for the cause.
-                self._control(peer, Frame.LOST, body=self._lost_body(self._lost))
-            body = json.dumps({"reason": reason[:_REASON_CHARACTERS_MAX]}).encode() if reason else b""
-            self._control(peer, Frame.GOODBYE, body=body)
+        """Fail what is pending and accept nothing more.
 
-    @property
-    def num_active(self) -> int:
-        """Operations in flight."""
-        return len(self._active)
-
-    def active_s(self, now: float) -> float:
-        """Seconds with at least one operation in flight."""
-        running = now - self._active_since if self._active_since is not None else 0.0
-        return self.counters.active_s + running
-
-    @property
-    def lost(self) -> PeerLost | None:
-        """Who was lost, if somebody was."""
-        return self._lost
-
-    # --------------------------------------------------------------------------------------------------- channels
-
-    def open_channel(self, number: int, channel: Channel, now: float) -> None:
-        """Have messages of other protocols delivered; ``number`` is equal on all ranks, one channel each.
-
-        Raises:
-            PeerLost: A rank is gone.
-            GroupClosed: This rank closed the group.
+        Args:
+            now: The time in seconds.
+            tell: Peers that learn that this rank has closed the group on purpose.
+            reason: Why, in words.
         """
-        self._check_usable()
-        self._channels.begin(number, channel, now)
-
-    def close_channel(self, number: int) -> None:
-        """Deliver nothing more."""
-        self._channels.end(number)
-
-    def post(self, peer: int, number: int, message: bytes) -> None:
-        """Send a message through a channel; it leaves before all data."""
-        if self._closed or self._lost is not None or peer in self._departed:
+        members = self.members
+        if members.closed:
             return
-        for piece, last in pieces(message):
-            self._control(peer, Frame.CHANNEL, key=(number, 0), body=piece, step=int(last))
-            self._posted[peer] = self._posted.get(peer, 0) + 1
-
-    def channels_due(self) -> float | None:
-        """When ``tick`` should be called for the sake of a channel."""
-        return self._channels.next_due()
+        members.closed = True
+        for operation in self.table.select():
+            self._end(operation, now, GroupClosed(f"the group was closed with {operation.name!r} pending"))
+        self.table.close()
+        for receive in self._any_receives.take_all():
+            self.table.end_receive(receive, GroupClosed("the group was closed with a receive pending"))
+        self.channels.fail(GroupClosed("the group was closed"), now)
+        for peer in tell:
+            if peer in members.departed:
+                continue
+            self.outbox.write_answers(peer)
+            if members.lost is not None and members.lost.rank != peer:
+                # A peer that has not heard of the loss yet would take the end of this rank for the cause.
+                self.outbox.control(peer, Frame.LOST, body=LossNotice.of(members.lost).encode())
+            self.outbox.control(peer, Frame.GOODBYE, body=encode_farewell(reason))
 
     # ---------------------------------------------------------------------------------------------------- sending
 
-    def ready_peers(self) -> Collection[int]:
-        """Peers for which ``next_message`` may have something."""
-        return self._ready
-
     def next_message(self, peer: int, now: float) -> OutgoingMessage | None:
-        """The next message for ``peer``: control frames first, then the most urgent data message that may leave."""
-        controls = self._controls.get(peer)
-        if controls:
-            self.counters.control_sent += 1
-            control = controls.popleft()
-            if control.header[3] == Frame.CHANNEL:
-                self._posted[peer] -= 1
-            return control
-        answers = self._answers.get(peer)
-        if answers:
-            return self._next_answer(peer, answers)
-        queue = self._queues.get(peer)
-        while queue:
-            queued = queue.pop()
+        """Return the next message for ``peer``: control frames first, then the most urgent data that may leave."""
+        outbox = self.outbox
+        queue = outbox.queues.get(peer)
+        while True:
+            if peer in outbox.control_waits:  # perhaps the REQUEST for a data message that was held back just now
+                self.counters.control_sent += 1
+                return outbox.take_control(peer)
+            queued = queue.pop() if queue is not None else None
             if queued is None:
-                break
-            flags = self._permission(queued)
+                outbox.ready.discard(peer)
+                return None
+            flags = self._rendezvous.admit(queued)
             if flags is not None:
                 return self._outgoing(queued, flags, now)
-            if self._controls.get(peer):  # holding the message back has produced a REQUEST
-                return self.next_message(peer, now)
-        self._ready.discard(peer)
-        return None
 
     def message_sent(self, message: OutgoingMessage, now: float) -> None:
-        """The transport has taken the message completely; its memory may be reused."""
-        self.counters.bytes_sent += HEADER_BYTES + (len(message.body) if message.body is not None else 0)
+        """Note that the transport has taken a message completely; its memory may be reused."""
+        num_bytes = len(message.body) if message.body is not None else 0
+        self.counters.bytes_sent += HEADER_BYTES + num_bytes
         queued = message.queued
         if queued is None:
             return
@@ -431,67 +317,44 @@ class Engine:
                 peer=message.peer,
                 lane=queued.lane,
                 step=queued.action.step,
-                num_bytes=len(message.body) if message.body is not None else 0,
+                num_bytes=num_bytes,
             )
-        self._finish_if_done(operation, now)
+        self._end_if_done(operation, now)
 
     # -------------------------------------------------------------------------------------------------- receiving
-
-    def may_receive(self) -> bool:
-        """Whether there is scratch memory for another message; if not, the transport waits with reading."""
-        return self.scratch.available
 
     def accept(self, peer: int, header: Header, now: float, lease: Lease | None = None) -> Delivery:
         """Decide where the body of a message goes ("decide which payload is about to be received").
 
         Raises:
-            ProtocolError: No correct peer sends this.
+            ProtocolError: No correct peer sends this message.
         """
-        if header.epoch != self.epoch:
-            return self._sink(peer, header)
+        reception = self.reception
+        if header.epoch != self.outbox.epoch:
+            return reception.sink(peer, header)
         if header.frame is not Frame.DATA:
-            if header.body_bytes > CONTROL_BYTES_MAX:
-                raise ProtocolError(f"a control frame of {header.body_bytes} bytes from rank {peer}")
-            return self._tracked(Delivery(peer, header, memoryview(bytearray(header.body_bytes))))
-        key = (header.operation, header.iteration)
-        operation = self._active.get(key)
+            return reception.control(peer, header)
+        operation = self.table.active.get((header.operation, header.iteration))
         if operation is None:
-            return self._accept_unknown(peer, header, key, now, lease)
+            return self._accept_unknown(peer, header, now, lease)
         if header.signature != operation.layout.expectation.signature_from(peer):
-            self._mismatch(operation, peer, header.signature, now)
-            return self._sink(peer, header)
-        if header.flags & Flag.EAGER:
-            self._owe(peer, floating_cost(header.body_bytes))
+            self._check_signature(operation, peer, header.signature, now)
+            return reception.sink(peer, header)
         if header.flags & Flag.URGENT:
             self.promote(operation, now)
         if peer not in operation.posted_by:
-            operation.posted_by.add(peer)
-            self._release_held(operation, peer)  # or what comes later would overtake what is held
-        lane, index, action, place = self._slot(operation, peer, header)
-        self._note_first_byte(operation, now)
-        is_next = lane.position == index
-        if action.mode is Mode.REPLACE and (is_next or action.anytime):
-            arrival = Arrival(None)
-            view = operation.segment(place, lane.index)
-        elif lease is not None and (is_next or lease.may_be_kept):
-            view = lease.body
-            arrival = Arrival(view, lease=lease)
-            return self._tracked(Delivery(peer, header, view, operation, lane, index, arrival, lease=lease))
-        elif self._waits_for_another(operation, lane, index):
-            # Scratch that is full of messages which wait for another peer's would keep that one from being read.
-            view = memoryview(bytearray(header.body_bytes))
-            arrival = Arrival(view, early=True)
-        else:
-            view = self.scratch.take(header.body_bytes)
-            arrival = Arrival(view)
-        return self._tracked(Delivery(peer, header, view, operation, lane, index, arrival))
+            self._rendezvous.posted(operation, peer)  # before this rank sends more: it would overtake what is held
+        delivery = reception.place(peer, header, operation, lease)
+        if operation.state is State.WAITING:
+            self._first_byte(operation, now)
+        return delivery
 
     def delivered(self, delivery: Delivery, now: float) -> None:
-        """The body of an accepted message is here."""
-        self._deliveries.discard(delivery)
+        """Note that the body of an accepted message has arrived."""
+        self.reception.arriving.discard(delivery)
         header, peer = delivery.header, delivery.peer
         self.counters.bytes_received += HEADER_BYTES + header.body_bytes
-        if header.epoch != self.epoch:
+        if header.epoch != self.outbox.epoch:
             return
         if header.frame is not Frame.DATA:
             self._on_control(peer, header, bytes(delivery.view), now)
@@ -502,36 +365,22 @@ class Engine:
             return
         operation, lane, arrival = delivery.operation, delivery.lane, delivery.arrival
         if operation is None or lane is None or arrival is None:
-            return  # a sink
+            return  # the message was read to be forgotten
         if operation.finished:
-            self._release(arrival)
+            arrival.release()
             return
         self._arrived(operation, lane, delivery.index, arrival, peer, header, now)
 
     # -------------------------------------------------------------------------------------------------- computing
 
-    def next_computation(self) -> Computation | None:
-        """The next entry of the computation list, or ``None``."""
-        if not self._computations:
-            return None
-        computation = self._computations.popleft()
-        computation.operation.computing += 1
-        return computation
-
-    def peek_computation(self) -> Computation | None:
-        """The next entry of the computation list, left where it is."""
-        return self._computations[0] if self._computations else None
-
     def computed(self, computation: Computation, seconds: float, now: float) -> None:
-        """The entry was carried out, which took ``seconds``."""
+        """Note that a computation was carried out, which took ``seconds``."""
         operation, lane = computation.operation, computation.lane
         self.counters.reduce_s += seconds
-        self._release(computation.arrival)
+        computation.arrival.release()
         operation.computing -= 1
         if operation.finished:
-            if operation in self._unsettled and not operation.computing:
-                self._unsettled.remove(operation)
-                self._completed.append(operation)
+            self.table.addition_ended(operation)
             return
         for observer in self.observers:
             action = operation.program.actions[computation.index]
@@ -543,463 +392,85 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------ peers
 
     def peer_lost(self, peer: int, reason: str, now: float, *, first_hand: bool = True) -> None:
-        """A rank is gone: everything pending and everything later fails, and, first hand, everybody is told."""
-        # A rank that left in good order is no loss for this one, unless another rank still needed it.
-        if self._lost is not None or self._closed or (first_hand and peer in self._departed):
-            return
-        self._lost = PeerLost(peer, reason)
-        if first_hand:
-            body = self._lost_body(self._lost)
-            for other in range(self.world_size):
-                if other not in (self.rank, peer) and other not in self._departed:
-                    self._control(other, Frame.LOST, body=body)
-        for operation in list(self._active.values()):
-            self._finish(operation, now, PeerLost(peer, reason))
-        self._end_any_receives(lambda _: True, PeerLost(peer, reason))
-        self._channels.fail(PeerLost(peer, reason), now)
+        """Fail everything that is pending and everything that is submitted later: a rank is lost.
 
-    @staticmethod
-    def _lost_body(lost: PeerLost) -> bytes:
-        return json.dumps({"rank": lost.rank, "reason": lost.reason[:_REASON_CHARACTERS_MAX]}).encode()
+        ``first_hand``: this rank has found the loss itself, and tells the others.
+        """
+        members = self.members
+        # A rank that left in good order is no loss for this one, unless another rank still needed it.
+        if members.lost is not None or members.closed or (first_hand and peer in members.departed):
+            return
+        members.lost = PeerLost(peer, reason)
+        if first_hand:
+            others = [other for other in members.everybody if other != peer]
+            members.tell_of_loss(LossNotice.of(members.lost), others)
+        for operation in self.table.select():
+            self._end(operation, now, PeerLost(peer, reason))
+        for receive in self._any_receives.take_all():
+            self.table.end_receive(receive, PeerLost(peer, reason))
+        self.channels.fail(PeerLost(peer, reason), now)
 
     def peer_departed(self, peer: int, reason: str, now: float) -> None:
-        """A rank closed the group in good order: only what still needs it fails."""
-        self._departed.setdefault(
-            peer, reason
-        )  # perhaps another rank has told of it, who did not get all of its messages
-        for operation in list(self._active.values()):
+        """Fail what still needs a rank that has closed the group in good order."""
+        departed = self.members.departed
+        departed.setdefault(peer, reason)  # another rank may have told of it before
+        for operation in self.table.select():
             self._fail_if_needed(operation, peer, now)
-        # It may have been the one that was told what another rank means, and have left without reading it.
-        self._break_silence(operation for operation in self._active.values() if peer in operation.ranks)
-        self._end_any_receives(lambda receive: set(receive.candidates) <= set(self._departed), PeerLost(peer, reason))
-        self._channels.depart(peer, reason, now)
+        # The peer may be the only rank that was told the signature of another one, and may have left before it read it.
+        self._signatures.describe_late(self.table.select(lambda operation: peer in operation.ranks))
+        for receive in self._any_receives.take_all(lambda waiting: waiting.candidates.keys() <= departed.keys()):
+            self.table.end_receive(receive, PeerLost(peer, reason))
+        self.channels.depart(peer, reason, now)
 
     # --------------------------------------------------------------------------------------------------- watching
 
     def tick(self, now: float) -> None:
-        """Advance the stall watch and the channels; call it a few times a second, and at ``channels_due``."""
-        self._channels.tick(now)
-        for operation in self._stalls.late(self._active.values(), now):
+        """Advance the stall watch and the channels. Called a few times a second, and at ``channels.next_due()``."""
+        self.channels.tick(now)
+        for operation in self._stalls.late(self.table.active.values(), now):
             self.inquire(operation, now, warn=True)
-        for report in self._stalls.concluded(self._active, now):
-            self.publish(report, now)
-
-    def publish(self, report: Report, now: float) -> None:
-        """Have a stall logged and shown to the observers; also for what lives beside the engine."""
-        self.counters.stalls += 1
-        if len(self._reports) < _REPORTS_MAX:
-            self._reports.append(report)
-        for observer in self.observers:
-            observer.stalled(report.as_dict(), now)
+        for report in self._stalls.concluded(self.table.active, now):
+            self.reports.publish(report, now)
 
     def inquire(self, operation: Operation, now: float, *, warn: bool = False) -> None:
-        """Ask every peer whether it has submitted the operation."""
+        """Ask every peer whether it has submitted the operation; ``warn``: publish a report of the answers."""
         if not self._stalls.begin(operation.key, now, warn=warn):
             return
-        self._break_silence([operation])
-        body = json.dumps({"name": operation.name, "waited_s": round(now - operation.submitted_at, 3)}).encode()
+        self._signatures.describe_late([operation])
+        body = StatusRequest(operation.name, now - operation.submitted_at).encode()
         for peer in operation.ranks:
-            if peer != self.rank and peer not in self._departed:
-                self._control(peer, Frame.STATUS_REQUEST, key=operation.key, body=body)
+            if peer != self.rank and peer not in self.members.departed:
+                self.outbox.control(peer, Frame.STATUS_REQUEST, key=operation.key, body=body)
 
     def explain(self, operation: Operation, now: float) -> str:
-        """What is known about why the operation is not done: for the message of a deadline error."""
+        """Return what is known about why the operation has not ended, for the message of a deadline error."""
         return self._stalls.explain(operation, now)
 
     def validate(self) -> None:
-        """Check the invariants; the tests and the simulator call it after every event."""
-        for key, operation in self._active.items():
+        """Check the invariants; the tests and the simulator call this after every event."""
+        for key, operation in self.table.active.items():
             assert operation.key == key
             assert not operation.finished
             assert operation.lanes_left or operation.unsent, f"{operation.name} is done but active"
-            assert self._names.is_past(key)
+            assert self.table.is_past(key)
             for lane in operation.lanes:
                 for index in lane.arrivals:
                     assert index >= lane.position
-        assert 0 <= self.floating.total_bytes <= self.config.floating_bytes_max
-        for used in self._eager_used.values():
-            assert 0 <= used <= self._share
-        for peer, queue in self._queues.items():
-            assert not len(queue) or peer in self._ready
-        assert self.scratch.in_use >= 0
+        assert 0 <= self.reception.floating.total_bytes <= self.config.floating_bytes_max
+        assert self.reception.scratch.in_use >= 0
+        self._rendezvous.validate()
+        for peer, queue in self.outbox.queues.items():
+            assert not len(queue) or peer in self.outbox.ready
 
-    # ---------------------------------------------------------------------------------------- submission, private
+    # --------------------------------------------------------------------------------- the life of an operation
 
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise GroupClosed(f"rank {self.rank} has closed the group; make a new one with init()")
-        if self._lost is not None:
-            raise PeerLost(self._lost.rank, self._lost.reason)
-
-    def _fail_if_needed(self, operation: Operation, peer: int, now: float) -> None:
-        """Fail an operation that still has something to get from, or to give to, a rank that has left."""
-        if not operation.finished and operation.needs(peer):
-            reason = self._departed[peer]
-            self._tell_of_departure(operation.key, peer, reason, operation.ranks)
-            self._finish(operation, now, PeerLost(peer, reason))
-
-    def _tell_of_departure(self, key: tuple[int, int], peer: int, reason: str, ranks: Sequence[int]) -> None:
-        """Tell those who wait for this rank's part of an operation that it will not come, and why."""
-        body = json.dumps({"rank": peer, "reason": reason[:_REASON_CHARACTERS_MAX]}).encode()
-        for other in ranks:
-            if other != self.rank and other not in self._departed:
-                self._control(other, Frame.LOST, key=key, body=body)
-
-    def _layout(
-        self, record: NameRecord, signature: Signature, ranks: tuple[int, ...], buffers: Sequence[memoryview | None]
-    ) -> OperationLayout:
-        """Usually the one of the last time: the same tensor is reduced in every step."""
-        sizes = [0 if buffer is None else len(buffer) for buffer in buffers]
-        layout = record.layout
-        if layout is None or layout.signature != signature or layout.sizes != sizes or layout.ranks != ranks:
-            program = self._program(signature, record.op_id, ranks)
-            layout = record.layout = OperationLayout(signature, program, ranks, sizes, self.config)
-        return layout
-
-    def _program(self, signature: Signature, op_id: int, ranks: tuple[int, ...]) -> Program:
-        """The schedule: decided by what is equal on all ranks."""
-        kind, size, root = signature.kind, len(ranks), signature.root
-        algorithm = signature.algorithm
-        if algorithm is Algorithm.AUTO:
-            num_bytes = signature.num_elements * signature.dtype.itemsize
-            algorithm = self.selector.choose(kind, num_bytes, ranks)
-        if algorithm is Algorithm.STAR:
-            root = op_id % size  # so that many small operations spread over all ranks
-        hosts = self.selector.hosts_of(ranks) if algorithm is Algorithm.HIERARCHICAL else ()
-        program = program_for(kind, algorithm, ranks.index(self.rank), size, root, hosts)
-        return program if ranks == self.everybody else translate(program, ranks)
-
-    def use_links(self, links: LinkModel) -> None:
-        """Let the selector go by these numbers from now on. All ranks call it with the same, with nothing in flight."""
-        old = self.selector
-        self.selector = Selector(links, old.hosts, old.overrides, old.shared_memory)
-        for record in self._names:
-            record.layout = None
-
-    def _announce(self, operation: Operation, record: NameRecord, news: News) -> None:
-        """Tell the neighbours what the operation is, if it is a new one, and that it is posted, if it is large."""
-        key, layout = operation.key, operation.layout
-        if record.told is not layout:
-            self._describe(operation, record)
-            record.told = layout
-        large = {peer for peer, count in layout.expected_bytes.items() if count > self.config.eager_bytes}
-        for peer in large.union(news.requested):
-            self._control(peer, Frame.POSTED, key=key)
-        operation.posted_by.update(news.posted)
-        operation.promoted = news.urgent
-
-    def _describe(self, operation: Operation, record: NameRecord) -> None:
-        """Tell everybody whom this rank would meet in the operation what it is.
-
-        The ranks that mean the same are joined to those that mean something else somewhere, and whoever is at that
-        place hears of it, whatever each of them waits for. If all mean what they meant the last time and agreed then,
-        nobody needs to be told; where that is in doubt, see ``_break_silence``.
-
-        Where everybody needs everybody's blocks, new sizes are not told to who knows the name and gets a message that
-        waits for none of theirs, whose header has them: they are others in every step of sparse methods.
-        """
-        layout = operation.layout
-        kind, program = layout.signature.kind, layout.program
-        # A message has a header, so its receiver need not say what it waits for.
-        neighbours = program.targets if kind is OpKind.SEND_RECV else (*program.targets, *program.sources)
-        learn = program.addressed if kind in _EXCHANGES else ()
-        operation.described = True
-        for peer in dict.fromkeys(neighbours):
-            if peer in self._departed or (peer in learn and peer in record.known_to):
-                continue
-            record.known_to.add(peer)
-            body = json.dumps({"name": record.name, "is": layout.describe_to(peer)[:_TEXT_CHARACTERS_MAX]}).encode()
-            self._control(peer, Frame.DESCRIBE, key=operation.key, body=body, signature=layout.signature_to(peer))
-
-    def _break_silence(self, operations: Iterable[Operation]) -> None:
-        """Say of operations under way what others were left to conclude."""
-        for operation in operations:
-            record = self._names.get(operation.key[0])
-            if not operation.described and record is not None:
-                self._describe(operation, record)
-
-    def _doubt(self, key: tuple[int, int]) -> None:
-        """Ranks were wrong about each other's operation, and may be about those of its name that followed."""
-        record = self._names.get(key[0])
-        if record is not None:
-            record.told = None
-            record.known_to.clear()
-            self._break_silence(o for o in self._active.values() if o.key[0] == key[0] and o.key[1] > key[1])
-
-    def _claim_floating(self, operation: Operation, now: float) -> None:
-        for message in self.floating.claim(operation.key):
-            if operation.finished:
-                self._drop_floating([message])
-            elif message.header.signature != operation.layout.expectation.signature_from(message.peer):
-                self._mismatch(operation, message.peer, message.header.signature, now)
-                self._drop_floating([message])
-            else:
-                try:
-                    lane, index, *_ = self._slot(operation, message.peer, message.header)
-                except ProtocolError as error:  # found in the caller's thread, but it is the peer's fault
-                    self._drop_floating([message])
-                    self.peer_lost(message.peer, f"protocol violation: {error}", now)
-                    continue
-                operation.posted_by.add(message.peer)
-                self._note_first_byte(operation, now)
-                if message.complete:
-                    lane.arrivals[index] = Arrival(message.body, message)
-                    self._observe_received(operation, message.peer, message.header, now)
-                # An incomplete one finds its operation when its body is here (_floating_delivered).
-
-    def _drop_floating(self, messages: list[FloatingMessage]) -> None:
-        for message in messages:
-            message.dropped = True
-            if not message.complete:
-                continue  # its memory is in use until the body is here
-            self.counters.dropped_messages += 1
-            self.counters.dropped_bytes += message.header.body_bytes
-            self.floating.release(message)
-            self._flush_credit(message.peer)
-
-    # ------------------------------------------------------------------------------------------- sending, private
-
-    def _queue(self, peer: int) -> SendQueue:
-        queue = self._queues.get(peer)
-        if queue is None:
-            queue = self._queues[peer] = SendQueue(
-                fifo=self.config.scheduling == "fifo", starvation_limit=self.config.starvation_limit
-            )
-        return queue
-
-    def _enqueue(self, message: QueuedMessage) -> None:
-        peer, operation = message.action.peer, message.operation
-        operation.queued.setdefault(peer, []).append(message)
-        self._queue(peer).push(message)
-        self._ready.add(peer)
-
-    def _permission(self, queued: QueuedMessage) -> int | None:
-        """Flags to send the message with, or ``None``: it is held until the peer says that it has submitted."""
-        operation, action = queued.operation, queued.action
-        peer = action.peer
-        if peer in operation.posted_by:
-            return Flag.NONE
-        body_bytes = queued.place.body_bytes
-        cost = floating_cost(body_bytes)
-        used, sent = self._eager_used.get(peer, 0), operation.eager_sent.get(peer, 0)
-        held = operation.held.get(peer)
-        # Once one message is held the later ones of the operation are: a lane's messages must not overtake each other.
-        if held is None and sent + body_bytes <= self.config.eager_bytes and used + cost <= self._share:
-            self._eager_used[peer] = used + cost
-            operation.eager_sent[peer] = sent + body_bytes
-            return Flag.EAGER
-        if held is None:
-            held = operation.held[peer] = []
-            self._control(peer, Frame.REQUEST, key=operation.key)
-        held.append(queued)
-        self.counters.held_messages += 1
-        return None
-
-    def _outgoing(self, queued: QueuedMessage, flags: int, now: float) -> OutgoingMessage:
-        operation, action = queued.operation, queued.action
-        body = operation.segment(queued.place, queued.lane, partial=action.partial)
-        if operation.promoted:
-            flags |= Flag.URGENT
-        if operation.first_byte_at is None:
-            self._note_first_byte(operation, now)
-        signature = operation.layout.signature_to(action.peer)
-        header = Header.pack_data(
-            self.epoch, operation.key, queued.lane, action.step, flags, len(body), signature, operation.priority
-        )
-        share_key = (operation.key, queued.lane, action.step, action.chunk)
-        return OutgoingMessage(action.peer, header, body, queued, share_key)
-
-    def _release_held(self, operation: Operation, peer: int) -> None:
-        held = operation.held.pop(peer, None)
-        if held:
-            operation.queued.setdefault(peer, []).extend(held)
-            self._queue(peer).push_back(held)
-            self._ready.add(peer)
-
-    def _control(
-        self,
-        peer: int,
-        frame: Frame,
-        *,
-        key: tuple[int, int] = _NO_KEY,
-        body: bytes = b"",
-        signature: bytes = bytes(24),
-        step: int = 0,
-    ) -> None:
-        message = self._control_message(peer, frame, key, body, signature, step)
-        self._controls.setdefault(peer, deque()).append(message)
-        self._ready.add(peer)
-
-    def _control_message(
-        self, peer: int, frame: Frame, key: tuple[int, int], body: bytes, signature: bytes = bytes(24), step: int = 0
-    ) -> OutgoingMessage:
-        header = Header(frame, self.epoch, key[0], key[1], step=step, body_bytes=len(body), signature=signature)
-        return OutgoingMessage(peer, header.pack(), memoryview(body) if body else None)
-
-    def _answer(self, peer: int, frame: Frame, key: tuple[int, int]) -> None:
-        """Answer a peer's frame, after all control frames. Of equal answers one is sent, written when it leaves.
-
-        Raises:
-            ProtocolError: The peer does not read its answers.
-        """
-        answers = self._answers.setdefault(peer, {})
-        answers[frame, key] = None
-        if len(answers) > _ANSWERS_MAX:
-            raise ProtocolError(f"rank {peer} has asked for more than {_ANSWERS_MAX} answers and reads none of them")
-        self._ready.add(peer)
-
-    def _next_answer(self, peer: int, answers: dict[tuple[Frame, tuple[int, int]], None]) -> OutgoingMessage:
-        frame, key = next(iter(answers))
-        del answers[frame, key]
-        body = b""
-        if frame is Frame.CREDIT:
-            key = (self.floating.take_credit(peer), 0)
-        elif frame is Frame.STATUS_REPLY:
-            operation, submitted = self._active.get(key), self._is_submitted(key)
-            progress = operation.progress() if operation is not None else "done" if submitted else "not submitted"
-            body = json.dumps({"submitted": submitted, "progress": progress}).encode()
-        self.counters.control_sent += 1
-        return self._control_message(peer, frame, key, body)
-
-    # ----------------------------------------------------------------------------------------- receiving, private
-
-    def _tracked(self, delivery: Delivery) -> Delivery:
-        self._deliveries.add(delivery)
-        return delivery
-
-    def _sink(self, peer: int, header: Header) -> Delivery:
-        """Read the body and forget it: an old epoch, or an operation that failed."""
-        limit = 4 * self.config.segment_bytes
-        if header.body_bytes > limit:
-            raise ProtocolError(f"a message of {header.body_bytes} bytes from rank {peer}; the limit is {limit}")
-        self.counters.dropped_messages += 1
-        self.counters.dropped_bytes += header.body_bytes
-        if header.flags & Flag.EAGER and header.frame is Frame.DATA:
-            self._owe(peer, floating_cost(header.body_bytes))
-        return self._tracked(Delivery(peer, header, memoryview(bytearray(header.body_bytes))))
-
-    def _accept_unknown(
-        self, peer: int, header: Header, key: tuple[int, int], now: float, lease: Lease | None
-    ) -> Delivery:
-        if self._names.is_past(key) or self._early.of(key).poison is not None:
-            self._check_past(peer, key, header.signature)
-            return self._sink(peer, header)
-        if not header.flags & Flag.EAGER:
-            raise ProtocolError(
-                f"rank {peer} sent {header.body_bytes} bytes of an operation that was never posted here"
-            )
-        if header.body_bytes > min(4 * self.config.segment_bytes, self._share):
-            raise ProtocolError(f"a floating message of {header.body_bytes} bytes from rank {peer}")
-        if lease is not None and not lease.may_be_kept:
-            lease = None
-        message = self.floating.accept(peer, header, lease)
-        self.counters.floating_messages += 1
-        if header.flags & Flag.URGENT:
-            self._early.note_urgent(peer, key)
+    def _first_byte(self, operation: Operation, now: float) -> None:
+        operation.enter(State.MOVING)
         for observer in self.observers:
-            observer.floating(
-                self._name_of(header.operation), header.iteration, now, peer=peer, num_bytes=header.body_bytes
-            )
-        delivery = self._tracked(Delivery(peer, header, message.body, floating=message, lease=lease))
-        self._match_any(peer, key, now)
-        return delivery
-
-    def _slot(self, operation: Operation, peer: int, header: Header) -> tuple[Lane, int, Receive, Place]:
-        """The receive a header belongs to, after comparing everything it says with what is expected."""
-        index = operation.layout.program.receives.get((peer, header.step))
-        if index is None or header.lane >= len(operation.lanes):
-            raise ProtocolError(
-                f"rank {peer} sent lane {header.lane}, step {header.step} of {operation.name!r}, which its schedule "
-                "does not have"
-            )
-        lane = operation.lanes[header.lane]
-        action, place = operation.layout.program.actions[index], lane.places[index]
-        assert isinstance(action, Receive)
-        if place is None or header.body_bytes != place.body_bytes:
-            raise ProtocolError(
-                f"rank {peer} sent {header.body_bytes} bytes for lane {header.lane}, step {header.step} of "
-                f"{operation.name!r}; {'none' if place is None else place.body_bytes} are expected"
-            )
-        if index < lane.position or index in lane.expected:
-            raise ProtocolError(f"rank {peer} sent lane {header.lane}, step {header.step} of {operation.name!r} twice")
-        lane.expected.add(index)
-        return lane, index, action, place
-
-    @staticmethod
-    def _waits_for_another(operation: Operation, lane: Lane, index: int) -> bool:
-        """Whether a message from another peer, which is not here yet, comes before receive ``index``."""
-        actions = operation.program.actions
-        return any(
-            isinstance(action, Receive) and action.peer != actions[index].peer and earlier not in lane.arrivals
-            for earlier, action in enumerate(actions[lane.position : index], lane.position)
-            if lane.places[earlier] is not None
-        )
-
-    def _floating_delivered(self, message: FloatingMessage, now: float) -> None:
-        message.complete = True
-        if message.dropped:
-            self._drop_floating([message])
-            return
-        operation = self._active.get((message.header.operation, message.header.iteration))
-        if operation is None:
-            record = self._names.get(message.header.operation)
-            if record is not None and message.header.iteration < record.next_iteration:
-                self._drop_floating([message])  # submitted and failed while the body was arriving
-            return
-        index = operation.program.receives[message.peer, message.header.step]
-        lane = operation.lanes[message.header.lane]
-        self._arrived(operation, lane, index, Arrival(message.body, message), message.peer, message.header, now)
-
-    def _arrived(
-        self,
-        operation: Operation,
-        lane: Lane,
-        index: int,
-        arrival: Arrival,
-        peer: int,
-        header: Header,
-        now: float,
-    ) -> None:
-        lane.arrivals[index] = arrival
-        self._observe_received(operation, peer, header, now)
-        if index == lane.position:
-            self._advance(operation, lane, now)
-
-    def _observe_received(self, operation: Operation, peer: int, header: Header, now: float) -> None:
-        operation.messages_received += 1
-        for observer in self.observers:
-            observer.received(
-                operation.name,
-                operation.key[1],
-                now,
-                peer=peer,
-                lane=header.lane,
-                step=header.step,
-                num_bytes=header.body_bytes,
-            )
-
-    def _release(self, arrival: Arrival) -> None:
-        """Give the memory of a segment back to whom it belongs."""
-        if arrival.lease is not None:
-            arrival.lease.release()
-        elif arrival.floating is not None:
-            self.floating.release(arrival.floating)
-            self._flush_credit(arrival.floating.peer)
-        elif arrival.buffer is not None and not arrival.early:
-            self.scratch.give(arrival.buffer)
-
-    def _owe(self, peer: int, cost: int) -> None:
-        self.floating.owe(peer, cost)
-        self._flush_credit(peer)
-
-    def _flush_credit(self, peer: int, *, force: bool = False) -> None:
-        if self.floating.is_credit_due(peer, flush=force):
-            self._answer(peer, Frame.CREDIT, _NO_KEY)
-
-    # ------------------------------------------------------------------------------------------- progress, private
+            observer.first_byte(operation.name, operation.key[1], now)
 
     def _advance(self, operation: Operation, lane: Lane, now: float) -> None:
-        """Run a lane's program until it must wait for a message or a computation."""
+        """Run the program of a lane until it must wait for a message or a computation."""
         actions, places = operation.layout.program.actions, lane.places
         while lane.position < len(actions):
             action, place = actions[lane.position], places[lane.position]
@@ -1007,7 +478,7 @@ class Engine:
                 pass  # the block is too small for so many lanes
             elif isinstance(action, Send):
                 operation.unsent += 1
-                self._enqueue(QueuedMessage(operation, lane.index, action, place))
+                self.outbox.push(QueuedMessage(operation, lane.index, action, place))
             else:
                 arrival = lane.arrivals.get(lane.position)
                 if arrival is None or arrival.computing:
@@ -1018,15 +489,14 @@ class Engine:
                 del lane.arrivals[lane.position]
             lane.position += 1
         operation.lanes_left -= 1
-        self._finish_if_done(operation, now)
+        self._end_if_done(operation, now)
 
     def _compute(self, operation: Operation, lane: Lane, action: Receive, place: Place, arrival: Arrival) -> None:
         assert arrival.buffer is not None
-        arrival.computing = True
         mode = action.mode
         partial = mode is Mode.COMBINE
         average = mode is Mode.COMBINE_LAST and operation.signature.reduction is ReduceOp.AVG
-        self._computations.append(
+        self.computations.append(
             Computation(
                 operation,
                 lane,
@@ -1042,32 +512,18 @@ class Engine:
             )
         )
 
-    def _note_first_byte(self, operation: Operation, now: float) -> None:
-        if operation.first_byte_at is None:
-            operation.first_byte_at = now
-            for observer in self.observers:
-                observer.first_byte(operation.name, operation.key[1], now)
+    def _end_if_done(self, operation: Operation, now: float) -> None:
+        if operation.lanes_left == 0 and operation.unsent == 0 and not operation.finished:
+            self._end(operation, now, None)
 
-    def _finish_if_done(self, operation: Operation, now: float) -> None:
-        if not operation.finished and operation.lanes_left == 0 and operation.unsent == 0:
-            self._finish(operation, now, None)
-
-    def _finish(self, operation: Operation, now: float, error: BaseException | None) -> None:
-        operation.finished, operation.error = True, error
-        del self._active[operation.key]
+    def _end(self, operation: Operation, now: float, error: BaseException | None) -> None:
+        """End an operation, well or with an error. After that nothing but a running addition touches its tensor."""
+        self.table.end(operation, error, now)
         self._stalls.forget(operation.key)
-        if error is not None:
-            self._abandon(operation)
-        if not self._active and self._active_since is not None:
-            self.counters.active_s += now - self._active_since
-            self._active_since = None
-        kind, program = operation.layout.signature.kind, operation.layout.program
-        if error is None and kind in _CONTRADICTED_LATE and (program.targets or kind not in _COLLECTING):
-            self._early.ended[operation.key] = operation.layout.expectation
-        if operation.computing and isinstance(error, MismatchError):
-            self._unsettled.append(operation)  # the group goes on, and the tensor may be used again at once
+        if error is None:
+            self._signatures.ended_well(operation)
         else:
-            self._completed.append(operation)
+            self._abandon(operation)
         for observer in self.observers:
             observer.done(operation.name, operation.key[1], now, error=error)
 
@@ -1075,19 +531,126 @@ class Engine:
         """Make sure that nothing reads or writes the tensor any more."""
         for peer, messages in operation.queued.items():
             for message in messages:
-                self._queues[peer].discard(message)
+                self.outbox.queues[peer].discard(message)
         operation.held.clear()
-        for computation in [queued for queued in self._computations if queued.operation is operation]:
-            self._computations.remove(computation)
-            self._release(computation.arrival)
-        for delivery in self._deliveries:
-            if delivery.operation is operation and delivery.arrival is not None and delivery.arrival.buffer is None:
-                delivery.view = memoryview(bytearray(len(delivery.view)))
+        self.computations.discard(operation)
+        self.reception.abandon(operation)
         for lane in operation.lanes:
             for arrival in lane.arrivals.values():
                 if not arrival.computing:
-                    self._release(arrival)
+                    arrival.release()
             lane.arrivals.clear()
+
+    def _fail_if_needed(self, operation: Operation, peer: int, now: float) -> None:
+        """Fail an operation in which a message to or from a rank that has left is missing."""
+        if not operation.finished and operation.needs(peer):
+            reason = self.members.departed[peer]
+            self.members.tell_of_loss(LossNotice(peer, reason), operation.ranks, operation.key)
+            self._end(operation, now, PeerLost(peer, reason))
+
+    def _check_signature(self, operation: Operation, peer: int, theirs: bytes, now: float) -> None:
+        """Fail an operation if a peer has submitted another signature."""
+        if not operation.finished:
+            error = self._signatures.compare(operation, peer, theirs)
+            if error is not None:
+                self._end(operation, now, error)
+
+    # ------------------------------------------------------------------------------------------- messages, private
+
+    def _outgoing(self, queued: QueuedMessage, flags: int, now: float) -> OutgoingMessage:
+        operation, action = queued.operation, queued.action
+        body = operation.segment(queued.place, queued.lane, partial=action.partial)
+        if operation.promoted:
+            flags |= Flag.URGENT
+        if operation.state is State.WAITING:
+            self._first_byte(operation, now)
+        signature = operation.layout.signature_to(action.peer)
+        header = Header.pack_data(
+            self.outbox.epoch, operation.key, queued.lane, action.step, flags, len(body), signature, operation.priority
+        )
+        share_key = (operation.key, queued.lane, action.step, action.chunk)
+        return OutgoingMessage(action.peer, header, body, queued, share_key)
+
+    def _accept_unknown(self, peer: int, header: Header, now: float, lease: Lease | None) -> Delivery:
+        """Accept a message of an operation that is not active: it has ended, or was not submitted here yet."""
+        key = (header.operation, header.iteration)
+        if self.table.is_past(key) or self._early.of(key).failure is not None:
+            self._signatures.compare_past(peer, key, header.signature)
+            return self.reception.sink(peer, header)
+        if not header.flags & Flag.EAGER:
+            raise ProtocolError(
+                f"rank {peer} sent {header.body_bytes} bytes of an operation that was never posted here"
+            )
+        if header.body_bytes > min(4 * self.config.segment_bytes, self._rendezvous.share):
+            raise ProtocolError(f"a floating message of {header.body_bytes} bytes from rank {peer}")
+        delivery = self.reception.float(peer, header, lease)
+        if header.flags & Flag.URGENT:
+            self._early.note_urgent(peer, key)
+        for observer in self.observers:
+            name = self._signatures.name_of(header.operation)
+            observer.floating(name, header.iteration, now, peer=peer, num_bytes=header.body_bytes)
+        self._match_any_receives(peer, key, now)
+        return delivery
+
+    def _claim_floating(self, operation: Operation, now: float) -> None:
+        """Give an operation the messages that arrived before it was submitted."""
+        for message in self.reception.floating.claim(operation.key):
+            self._check_signature(operation, message.peer, message.header.signature, now)
+            if operation.finished:
+                self.reception.drop([message])
+                continue
+            try:
+                lane, index, *_ = self.reception.find_receive(operation, message.peer, message.header)
+            except ProtocolError as error:  # this is the application's thread, but the peer's fault
+                self.reception.drop([message])
+                self.peer_lost(message.peer, f"protocol violation: {error}", now)
+                continue
+            operation.posted_by.add(message.peer)
+            if operation.state is State.WAITING:
+                self._first_byte(operation, now)
+            if message.complete:  # an incomplete message finds its operation when its body is here
+                lane.arrivals[index] = Arrival(message.body, message)
+                self._note_received(operation, message.peer, message.header, now)
+
+    def _floating_delivered(self, message: FloatingMessage, now: float) -> None:
+        message.complete = True
+        header = message.header
+        key = (header.operation, header.iteration)
+        operation = self.table.active.get(key)
+        if message.dropped or (operation is None and self.table.is_past(key)):
+            self.reception.drop([message])  # the operation has failed while the body was arriving
+        elif operation is not None:
+            index = operation.program.receives[message.peer, header.step]
+            arrival = Arrival(message.body, message)
+            self._arrived(operation, operation.lanes[header.lane], index, arrival, message.peer, header, now)
+
+    def _arrived(
+        self,
+        operation: Operation,
+        lane: Lane,
+        index: int,
+        arrival: Arrival,
+        peer: int,
+        header: Header,
+        now: float,
+    ) -> None:
+        lane.arrivals[index] = arrival
+        self._note_received(operation, peer, header, now)
+        if index == lane.position:
+            self._advance(operation, lane, now)
+
+    def _note_received(self, operation: Operation, peer: int, header: Header, now: float) -> None:
+        operation.messages_received += 1
+        for observer in self.observers:
+            observer.received(
+                operation.name,
+                operation.key[1],
+                now,
+                peer=peer,
+                lane=header.lane,
+                step=header.step,
+                num_bytes=header.body_bytes,
+            )
 
     # ------------------------------------------------------------------------------------------- control, private
 
@@ -1095,188 +658,83 @@ class Engine:
         key = (header.operation, header.iteration)
         match header.frame:
             case Frame.POSTED:
-                self._on_posted(peer, key)
+                self._rendezvous.on_posted(peer, key)
             case Frame.REQUEST:
-                self._on_request(peer, key, now)
+                if self._rendezvous.on_request(peer, key, ended=self._signatures.has_ended):
+                    self._match_any_receives(peer, key, now)
             case Frame.CREDIT:
-                self._on_credit(peer, header.operation)
+                self._rendezvous.on_credit(peer, header.operation)
             case Frame.DESCRIBE:
-                self._on_describe(peer, key, header.signature, _decode(body, peer), now)
+                error = self._signatures.described(peer, key, header.signature, Description.decode(body, peer))
+                if error is not None:
+                    self._end(self.table.active[key], now, error)
+                self._match_any_receives(peer, key, now)
             case Frame.MISMATCH:
-                self._on_mismatch(peer, key, _decode(body, peer), now)
+                self._fail(peer, key, decode_mismatch(body, peer), now)
+                self._signatures.distrust(key)
             case Frame.LOST:
-                document = _decode(body, peer)
-                self._on_lost(peer, key, document, now)
+                notice = LossNotice.decode(body, peer, self.world_size)
+                if key == NO_KEY:
+                    self.peer_lost(notice.rank, notice.reason, now, first_hand=False)
+                else:  # a rank that left in good order: other operations in which it took part may still end well
+                    self.members.departed.setdefault(notice.rank, notice.reason)
+                    self._fail(peer, key, PeerLost(notice.rank, notice.reason), now)
             case Frame.STATUS_REQUEST:
-                self._on_status_request(peer, key, _decode(body, peer), now)
+                self._on_status_request(peer, key, StatusRequest.decode(body, peer), now)
             case Frame.STATUS_REPLY:
-                self._on_status_reply(peer, key, _decode(body, peer))
+                reply = StatusReply.decode(body, peer)
+                self._stalls.answered(key, peer, submitted=reply.submitted, progress=reply.progress)
             case Frame.CHANNEL:
-                if self._posted.get(peer, 0) > _POSTED_MAX:
-                    raise ProtocolError(f"rank {peer} goes on sending messages and reads none of those sent to it")
-                self._channels.arrived(peer, header.operation, body, last=bool(header.step), now=now)
+                self.outbox.check_reads(peer)
+                self.channels.arrived(peer, header.operation, body, last=bool(header.step), now=now)
             case Frame.GOODBYE:
-                reason = f" after {_text(_decode(body, peer), 'reason', _REASON_CHARACTERS_MAX)}" if body else ""
-                self.peer_departed(peer, f"it has closed the group{reason}", now)
+                self.peer_departed(peer, decode_farewell(body, peer), now)
             case _:
                 raise ProtocolError(f"rank {peer} sent a {header.frame.name} frame, which the transport handles")
 
-    def _on_posted(self, peer: int, key: tuple[int, int]) -> None:
-        operation = self._active.get(key)
+    def _fail(self, peer: int, key: _Key, error: MismatchError | PeerLost, now: float) -> None:
+        """Fail an operation, as a frame of the peer says: now, or as soon as it is submitted."""
+        operation = self.table.active.get(key)
         if operation is not None:
-            operation.posted_by.add(peer)
-            self._release_held(operation, peer)
-        elif not self._names.is_past(key):
-            self._early.note_posted(peer, key)
+            self._end(operation, now, error)
+        elif not self.table.is_past(key):
+            self.reception.drop(self.reception.floating.claim(key))
+            self._early.note_failure(peer, key, error)
 
-    def _on_request(self, peer: int, key: tuple[int, int], now: float) -> None:
-        self._flush_credit(peer, force=True)
-        if key in self._active or key in self._early.ended:  # if nothing was to come, it shows what it belongs to
-            self._answer(peer, Frame.POSTED, key)
-        elif not self._names.is_past(key):
-            self._early.note_requested(peer, key)
-            self._match_any(peer, key, now)
-
-    def _on_credit(self, peer: int, amount: int) -> None:
-        used = self._eager_used.get(peer, 0)
-        if amount > used:
-            raise ProtocolError(f"rank {peer} gave back {amount} bytes of an allowance of which {used} are used")
-        self._eager_used[peer] = used - amount
-        for operation in list(self._active.values()):
-            if peer in operation.held and operation.eager_sent.get(peer, 0) < self.config.eager_bytes:
-                self._release_held(operation, peer)
-
-    def _on_describe(
-        self, peer: int, key: tuple[int, int], signature: bytes, document: dict[str, Any], now: float
-    ) -> None:
-        self._early.names[key[0]] = _text(document, "name", NAME_BYTES_MAX)
-        self._early.descriptions[peer, key[0]] = signature, _text(document, "is")
-        operation = self._active.get(key)
-        if operation is not None:
-            if signature != operation.layout.expectation.signature_from(peer):
-                self._mismatch(operation, peer, signature, now)
-        elif self._names.is_past(key):
-            self._check_past(peer, key, signature)
-        elif self._early.of(key).poison is None:
-            self._early.note_described(peer, key, signature)
-            self._match_any(peer, key, now)
-
-    def _on_mismatch(self, peer: int, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
-        try:
-            ranks = tuple(int(rank) for rank in document["ranks"])
-            values = tuple(str(value)[:_TEXT_CHARACTERS_MAX] for value in document["values"])
-            error = MismatchError(str(document["tensor"])[:NAME_BYTES_MAX], ranks, values)
-        except (KeyError, OverflowError, TypeError, ValueError) as cause:
-            raise ProtocolError("a MISMATCH frame that cannot be read") from cause
-        operation = self._active.get(key)
-        if operation is not None:
-            self._finish(operation, now, error)
-        elif not self._names.is_past(key):
-            self._poison(peer, key, error)
-        self._doubt(key)
-
-    def _poison(self, peer: int, key: tuple[int, int], error: MismatchError | PeerLost) -> None:
-        """An operation that was not submitted here fails as soon as it is."""
-        self._drop_floating(self.floating.claim(key))
-        self._early.note_poison(peer, key, error)
-
-    def _on_lost(self, peer: int, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
-        lost = document.get("rank")
-        if not isinstance(lost, int) or not 0 <= lost < self.world_size:
-            raise ProtocolError(f"rank {peer} reports the loss of {lost!r}, which is no rank")
-        reason = f"{_text(document, 'reason', _REASON_CHARACTERS_MAX)} (reported by rank {peer})"
-        if key == _NO_KEY:
-            self.peer_lost(lost, reason, now, first_hand=False)
-        else:  # a rank that left in good order: what it has taken part in may still come to its end
-            self._departed.setdefault(lost, reason)
-            operation = self._active.get(key)
-            if operation is not None:
-                self._finish(operation, now, PeerLost(lost, reason))
-            elif not self._names.is_past(key):
-                self._poison(peer, key, PeerLost(lost, reason))
-
-    def _on_status_request(self, peer: int, key: tuple[int, int], document: dict[str, Any], now: float) -> None:
-        waited_s = document.get("waited_s", 0.0)
-        if not isinstance(waited_s, (int, float)):
-            raise ProtocolError(f"rank {peer} asks for an operation that is late by {waited_s!r}")
-        self._answer(peer, Frame.STATUS_REPLY, key)
-        if self._is_submitted(key) or not waited_s >= self.config.stall_warning_s > 0:
+    def _on_status_request(self, peer: int, key: _Key, request: StatusRequest, now: float) -> None:
+        self.outbox.answer(peer, Frame.STATUS_REPLY, key)
+        if self.table.is_past(key) or not request.waited_s >= self.config.stall_warning_s > 0:
             return
-        if self._early.note_report(peer, key, waited_s):
-            name = _text(document, "name", NAME_BYTES_MAX)
-            self.publish(StallReport(name, key[1], waited_s, (self.rank,), {peer: "waiting for this rank"}, ()), now)
+        if self._early.note_report(peer, key, request.waited_s):
+            progress = {peer: "waiting for this rank"}
+            report = StallReport(request.name, key[1], request.waited_s, (self.rank,), progress, ())
+            self.reports.publish(report, now)
 
-    def _is_submitted(self, key: tuple[int, int]) -> bool:
-        return key in self._active or self._names.is_past(key)
-
-    def _on_status_reply(self, peer: int, key: tuple[int, int], document: dict[str, Any]) -> None:
-        progress = _text(document, "progress")
-        self._stalls.answered(key, peer, submitted=bool(document.get("submitted")), progress=progress)
-
-    # --------------------------------------------------------------------------------------- agreement and reports
-
-    def _mismatch(self, operation: Operation, peer: int, theirs: bytes, now: float) -> None:
-        """Two ranks disagree: the operation fails here, and everybody is told what both wanted."""
-        self._finish(
-            operation,
-            now,
-            self._disagreement(operation.name, operation.key, operation.layout.expectation, peer, theirs),
-        )
-
-    def _check_past(self, peer: int, key: tuple[int, int], theirs: bytes) -> None:
-        """An operation that ended here early is another one elsewhere: those who still wait are to learn it, once.
-
-        This rank may be many operations further by then.
-        """
-        expected, record = self._early.ended.get(key), self._names.get(key[0])
-        if expected is not None and record is not None and theirs != expected.signature_from(peer):
-            del self._early.ended[key]
-            self._disagreement(record.shown(key[1]), key, expected, peer, theirs)
-
-    def _disagreement(
-        self, name: str, key: tuple[int, int], expected: Expectation, peer: int, theirs: bytes
-    ) -> MismatchError:
-        """Tell everybody what this rank and ``peer`` wanted."""
-        described, value = self._early.descriptions.get((peer, key[0]), (b"", ""))
-        mine = shown = expected.describe(peer)
-        if described != theirs:  # it has not described this one, or is ahead and has described the next
-            value, shown = unpack_signature(theirs), unpack_signature(expected.signature_from(peer))
-        if value == shown:  # people see no difference: it is the schedule, or a shape that the header only counts
-            if unpack_schedule(theirs) != unpack_schedule(expected.packed):
-                value = f"{mine}, carried out by {unpack_schedule(theirs)}"
-                mine = f"{mine}, carried out by {unpack_schedule(expected.packed)}"
-            else:
-                value = f"{value}, of another shape"
-        error = MismatchError(name, (self.rank, peer), (mine, value))
-        document = {"tensor": name, "ranks": error.ranks, "values": error.values}
-        body = json.dumps(document).encode()
-        self.counters.mismatches += 1
-        for other in expected.ranks:
-            if other != self.rank and other not in self._departed:
-                self._control(other, Frame.MISMATCH, key=key, body=body)
-        self._doubt(key)
-        return error
+    def _write_answer(self, peer: int, frame: Frame, key: _Key) -> tuple[_Key, bytes]:
+        """Return key and body of an answer that leaves now."""
+        if frame is Frame.CREDIT:
+            return (self.reception.floating.take_credit(peer), 0), b""
+        if frame is Frame.STATUS_REPLY:
+            operation, submitted = self.table.active.get(key), self.table.is_past(key)
+            progress = operation.progress() if operation is not None else "done" if submitted else "not submitted"
+            return key, StatusReply(submitted, progress).encode()
+        return key, b""
 
     # -------------------------------------------------------------------------------------- receives from anybody
 
-    def _match_any(self, peer: int, key: tuple[int, int], now: float) -> None:
-        """``peer`` has sent something that was not submitted here: perhaps a receive waits for anybody."""
-        while self._is_announced(key):  # the next ones of this peer may be here too, if they have overtaken this one
-            for receive in self._any_receives:
-                name = receive.candidates.get(peer)
-                record = self._names.record(receive.scope, name) if name is not None else None
-                if record is not None and key == (record.op_id, record.next_iteration):
-                    break
-            else:
+    def _match_any_receives(self, peer: int, key: _Key, now: float) -> None:
+        """Let receives from anybody become operations, if they wait for messages of the peer that were announced."""
+        while self._is_announced(key):  # later messages of the peer may have overtaken this one and wait for their turn
+            receive = self._any_receives.take(peer, key)
+            if receive is None:
                 return
-            self._any_receives.remove(receive)
             self._become(receive, peer, now)
             key = (key[0], key[1] + 1)
 
-    def _is_announced(self, key: tuple[int, int]) -> bool:
-        """Whether a peer has sent, or wants to send, something of an operation."""
+    def _is_announced(self, key: _Key) -> bool:
+        """Return whether a peer has sent, or wants to send, a message of an operation that was not submitted here."""
         news = self._early.of(key)
-        return key in self.floating or bool(news.requested) or bool(news.described)
+        return key in self.reception.floating or bool(news.requested) or bool(news.described)
 
     def _become(self, receive: AnyReceive, peer: int, now: float) -> None:
         self.submit(
@@ -1291,35 +749,3 @@ class Engine:
             owner=receive.owner,
             becoming=True,
         )
-
-    def _end_any_receives(self, ended: Callable[[AnyReceive], bool], error: TotalReduceError) -> None:
-        for receive in [pending for pending in self._any_receives if ended(pending)]:
-            self._any_receives.remove(receive)
-            receive.error = error
-            self._completed.append(receive)
-
-    # -------------------------------------------------------------------------------------------------- small things
-
-    def _name_of(self, op_id: int) -> str:
-        record = self._names.get(op_id)
-        return record.name if record is not None else self._early.names.get(op_id, f"{op_id:#018x}")
-
-
-def _decode(body: bytes, peer: int) -> dict[str, Any]:
-    """JSON of a control frame: data, never code.
-
-    Raises:
-        ProtocolError: It is not a JSON object.
-    """
-    try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as cause:
-        raise ProtocolError(f"a control frame of rank {peer} that is no JSON") from cause
-    if not isinstance(document, dict):
-        raise ProtocolError(f"a control frame of rank {peer} that is no JSON object")
-    return document
-
-
-def _text(document: dict[str, Any], field: str, characters_max: int = _TEXT_CHARACTERS_MAX) -> str:
-    """A text of a control frame, for people."""
-    return str(document.get(field, "?"))[:characters_max]

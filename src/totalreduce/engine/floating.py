@@ -1,12 +1,13 @@
-"""Floating messages: arrived before their operation was submitted here, claimed on submission.
+"""Floating messages: messages that arrived before their operation was submitted here. Submission claims them.
 
-The store is bounded. Every peer has the same share of ``floating_bytes_max``; a sender knows what it has spent
-(messages it sent with the ``EAGER`` flag) and what came back (``CREDIT``), so a correct peer never overdraws, and one
-that does is refused before any memory is taken.
+The store is bounded. Every peer has the same share of ``floating_bytes_max``. A sender counts the messages that it sent
+with the flag EAGER and the allowance that came back (CREDIT). So a correct peer never exceeds its share, and a
+peer that does is refused before memory is taken.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from totalreduce.foundation.errors import ProtocolError
@@ -20,41 +21,70 @@ _OVERHEAD_BYTES = 768
 
 
 def floating_cost(body_bytes: int) -> int:
-    """What a message of ``body_bytes`` takes of an allowance; the same on both sides."""
+    """Return the part of an allowance that a message of ``body_bytes`` takes; sender and receiver count the same."""
     return body_bytes + _OVERHEAD_BYTES
 
 
 @dataclass(slots=True, eq=False)
 class FloatingMessage:
-    """A message that nobody here has asked for yet. ``lease``: the transport's memory that ``body`` is, if it is."""
+    """A message whose operation was not submitted when its header arrived.
 
+    Attributes:
+        store: The store that the message belongs to.
+        peer: The sender.
+        header: The header.
+        body: The bytes; they are all there when ``complete`` is set.
+        cost: The part of the sender's allowance that the message takes.
+        complete: Whether the body has arrived.
+        dropped: Whether the operation failed while the body was arriving.
+        lease: The transport's memory, if ``body`` is that.
+    """
+
+    store: FloatingStore
     peer: int
     header: Header
     body: memoryview
     cost: int
     complete: bool = False
-    dropped: bool = False  #: its operation failed while the body was arriving
+    dropped: bool = False
     lease: Lease | None = None
+
+    def release(self) -> None:
+        """Give the memory back to the store, which returns the allowance to the sender. Called once."""
+        self.store.release(self)
 
 
 class FloatingStore:
-    """All floating messages of one rank, by operation key and peer, within their bounds."""
+    """All floating messages of one rank, by operation key and peer, within their bounds.
+
+    Attributes:
+        on_credit: Called with a peer when allowance of the peer has become free.
+        total_bytes: The bytes that all messages take.
+        peak_bytes: The largest value of ``total_bytes`` so far.
+    """
 
     def __init__(self, share_bytes: int) -> None:
-        """``share_bytes``: what each peer may have floating here."""
+        """``share_bytes``: the bytes that each peer may have floating here."""
         self._share_bytes = share_bytes
+        self.on_credit: Callable[[int], None] = lambda _: None
         self._messages: dict[tuple[int, int], list[FloatingMessage]] = {}
         self._held: dict[int, int] = {}
         self._owed: dict[int, int] = {}
         self.total_bytes = 0
+        self._num_held = 0
         self.peak_bytes = 0
 
     def __len__(self) -> int:
-        """How many messages float."""
+        """Return the number of floating messages."""
         return sum(len(messages) for messages in self._messages.values())
 
+    @property
+    def num_held(self) -> int:
+        """The number of messages that take memory: those that float, and those that were claimed and not released."""
+        return self._num_held
+
     def accept(self, peer: int, header: Header, lease: Lease | None = None) -> FloatingMessage:
-        """Take memory for a message, which the sender has flagged as eager, or keep the transport's.
+        """Take memory for a message that has the flag EAGER, or keep the memory of the transport.
 
         Raises:
             ProtocolError: The peer has more floating here than its share.
@@ -64,38 +94,41 @@ class FloatingStore:
         if held > self._share_bytes:
             raise ProtocolError(f"rank {peer} would have {held} floating bytes here; its share is {self._share_bytes}")
         body = memoryview(bytearray(header.body_bytes)) if lease is None else lease.body
-        message = FloatingMessage(peer, header, body, cost, lease=lease)
+        message = FloatingMessage(self, peer, header, body, cost, lease=lease)
         self._held[peer] = held
         self.total_bytes += cost
+        self._num_held += 1
         self.peak_bytes = max(self.peak_bytes, self.total_bytes)
         self._messages.setdefault((header.operation, header.iteration), []).append(message)
         return message
 
     def __contains__(self, key: tuple[int, int]) -> bool:
-        """Whether messages of an operation float here."""
+        """Return whether messages of an operation float here."""
         return key in self._messages
 
     def claim(self, key: tuple[int, int]) -> list[FloatingMessage]:
-        """Hand over the messages of an operation; their memory still counts until ``release``."""
+        """Take out the messages of an operation. Their memory counts until they are released."""
         return self._messages.pop(key, [])
 
     def release(self, message: FloatingMessage) -> None:
-        """The memory of a floating message is free again; the peer is owed the credit."""
+        """Count the memory of a message as free, and owe its sender the allowance."""
         if message.lease is not None:
             message.lease.release()
         self._held[message.peer] -= message.cost
         self.total_bytes -= message.cost
+        self._num_held -= 1
         self.owe(message.peer, message.cost)
 
     def owe(self, peer: int, cost: int) -> None:
-        """An eager message needed no floating memory, or needs it no more: the peer is owed the credit."""
+        """Note that allowance of a peer is free again, and has not been returned to it."""
         self._owed[peer] = self._owed.get(peer, 0) + cost
+        self.on_credit(peer)
 
     def is_credit_due(self, peer: int, *, flush: bool = False) -> bool:
-        """Whether to give credit back to ``peer`` now: when a quarter of its share is owed, or any, if ``flush``."""
+        """Return whether allowance is to be returned now: a quarter of the share, or any amount if ``flush`` is set."""
         owed = self._owed.get(peer, 0)
         return owed >= self._share_bytes // 4 if not flush else owed > 0
 
     def take_credit(self, peer: int) -> int:
-        """All that is owed to ``peer``, which is told now."""
+        """Return the allowance that is owed to a peer. The caller returns it to the peer."""
         return self._owed.pop(peer, 0)

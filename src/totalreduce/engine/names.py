@@ -19,16 +19,16 @@ UNNAMED = "unnamed"
 
 @dataclass(slots=True, eq=False)
 class NameRecord:
-    """What is remembered of a name.
+    """A name under which operations were submitted here.
 
     Attributes:
-        name: For people.
-        text: What the id is the hash of: scope and name.
+        name: The name for people.
+        text: The scope and the name, of which the id is the hash.
         op_id: The id.
-        next_iteration: How often it was submitted here.
-        layout: Of the last time.
-        told: What the last one that was announced was; ``None``: the next one is announced whatever it is.
-        known_to: Peers that were told the name, since the last mismatch.
+        next_iteration: How often the name was submitted here.
+        layout: The layout of the last operation of the name.
+        described: The layout that was described to the peers last; ``None``: the next one is described in any case.
+        known_to: Peers that were told the name since the last mismatch.
     """
 
     name: str
@@ -36,32 +36,32 @@ class NameRecord:
     op_id: int
     next_iteration: int = 0
     layout: OperationLayout | None = None
-    told: OperationLayout | None = None
+    described: OperationLayout | None = None
     known_to: set[int] = field(default_factory=set)
 
     def shown(self, iteration: int) -> str:
-        """The name for people; ``unnamed#3`` for operations without a name."""
+        """Return the name for people; ``unnamed#3`` for operations without a name."""
         return self.name if self.text.endswith(f"n:{self.name}") else f"{UNNAMED}#{iteration}"
 
 
 class NameTable:
-    """All names that were submitted here."""
+    """The names that were submitted here."""
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Begin without names."""
         self._by_id: dict[int, NameRecord] = {}
         self._by_name: dict[tuple[str, str | None], NameRecord] = {}
 
     def __len__(self) -> int:
-        """How many."""
+        """Return the number of names."""
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[NameRecord]:
-        """All records."""
+        """Iterate over all records."""
         return iter(self._by_id.values())
 
     def record(self, scope: str, name: str | None) -> NameRecord:
-        """The record of a name within a scope, made if it is new; ``None`` is the name of everything without one.
+        """Return the record of a name within a scope, or make one. ``None`` stands for operations without a name.
 
         Raises:
             ConfigurationError: The name is too long, there are too many, or two of them have the same id.
@@ -82,10 +82,10 @@ class NameTable:
         return record
 
     def get(self, op_id: int) -> NameRecord | None:
-        """The record of an id, if it was submitted here."""
+        """Return the record of an id, if its name was submitted here."""
         return self._by_id.get(op_id)
 
     def is_past(self, key: tuple[int, int]) -> bool:
-        """Whether the operation was submitted here (and is finished, if it is not active)."""
+        """Return whether the operation was submitted here. It has ended if it is not active."""
         record = self._by_id.get(key[0])
         return record is not None and key[1] < record.next_iteration

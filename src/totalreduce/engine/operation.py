@@ -1,60 +1,100 @@
-"""One operation of the message list: what it is, where its bytes are, how far each of its lanes has come.
+"""One operation of the message list: its layout, its bytes, its state, and the progress of each of its lanes.
 
-Plain data and index arithmetic; every change of state is made by the engine.
+An operation is in one of these states; ``Operation.enter`` allows no other change::
+
+    WAITING ──> MOVING ──> DONE
+       │          │
+       ├──────────┼──────> FAILED
+       └──────────┴──────> FAILING ──> FAILED
+
+The engine makes every change of state.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Protocol
 
-from totalreduce.engine.floating import FloatingMessage
 from totalreduce.engine.layout import OperationLayout, Place
 from totalreduce.foundation.types import DType, Signature
 from totalreduce.schedules.actions import Program
-from totalreduce.transports.base import Lease
 
-__all__ = ["AnyReceive", "Arrival", "Lane", "Operation"]
+__all__ = ["Arrival", "BodyMemory", "Lane", "Operation", "State"]
+
+
+class State(enum.IntEnum):
+    """Where an operation is in its life. States from ``DONE`` on mean that it has ended."""
+
+    WAITING = 0
+    """It was submitted, and no byte of it has left or arrived."""
+    MOVING = 1
+    """Its messages leave and arrive."""
+    DONE = 2
+    """The result is there, and every message has left."""
+    FAILING = 3
+    """It has failed, and an addition to its tensor is still being carried out."""
+    FAILED = 4
+    """It has failed, and nothing touches its tensor."""
+
+
+#: The states that may follow each state, by its number: indexing a tuple is faster than hashing a member.
+_NEXT_STATES: Final[tuple[tuple[State, ...], ...]] = (
+    (State.MOVING, State.DONE, State.FAILING, State.FAILED),
+    (State.DONE, State.FAILING, State.FAILED),
+    (),
+    (State.FAILED,),
+    (),
+)
+
+
+class BodyMemory(Protocol):
+    """The owner of the memory in which the body of a message has arrived."""
+
+    def release(self) -> None:
+        """Take the memory back. Called once, when nothing reads the body any more."""
 
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """A segment that is here but not yet part of the result.
+    """A segment that has arrived and is not part of the result yet.
 
     Attributes:
-        buffer: The bytes, or ``None`` where they were received straight into the result.
-        floating: The floating message that owns the buffer, if one does; else the buffer is scratch, or ``early``.
-        computing: Whether it is in the computation list.
-        early: The buffer is memory of its own, because the lane waits for another peer's message first.
-        lease: The transport's memory that ``buffer`` is, if it is.
+        buffer: The bytes, or ``None`` if they were received straight into the result.
+        memory: The owner of the buffer's memory: a floating message, a scratch segment or a lease of the transport;
+            ``None`` if the buffer belongs to this arrival alone.
+        computing: Whether the segment is in the computation list.
     """
 
     buffer: memoryview | None
-    floating: FloatingMessage | None = None
+    memory: BodyMemory | None = None
     computing: bool = False
-    early: bool = False
-    lease: Lease | None = None
+
+    def release(self) -> None:
+        """Give the memory of the buffer back to its owner."""
+        if self.memory is not None:
+            self.memory.release()
 
 
 class Lane:
-    """One lane: a slice of every chunk with its own position in the program.
+    """One lane: a slice of every chunk, with its own position in the program.
 
     Attributes:
-        index: Which one.
-        places: Of its actions.
-        position: The next action.
-        arrivals: By index of the receive in the program: what is here and not yet used.
-        expected: Receives whose message has begun to arrive.
+        index: The number of the lane.
+        places: The places of the program's actions in this lane.
+        position: The index of the action that is next.
+        arrivals: Segments that have arrived and are not used yet, by the index of their receive in the program.
+        begun: Indices of the receives whose message has begun to arrive.
     """
 
-    __slots__ = ("arrivals", "expected", "index", "places", "position")
+    __slots__ = ("arrivals", "begun", "index", "places", "position")
 
     def __init__(self, index: int, places: Sequence[Place | None]) -> None:
-        """Begin at the beginning."""
+        """Begin before the first action."""
         self.index, self.places, self.position = index, places, 0
         self.arrivals: dict[int, Arrival] = {}
-        self.expected: set[int] = set()
+        self.begun: set[int] = set()
 
 
 class Operation:
@@ -63,20 +103,22 @@ class Operation:
     Attributes:
         name: As submitted; ``unnamed#3`` for operations without a name.
         key: (operation id, iteration): equal on all ranks.
-        layout: What it is and where the bytes of its messages are.
-        buffers: The bytes of the tensor, input and output, or of every block (``None`` for blocks of others).
+        layout: The signature, the schedule, and the places of the bytes of its messages.
+        buffers: The bytes of the tensor, input and output, or of every block (``None`` for blocks of other ranks).
         accumulators: By buffer and lane: partial sums that are not kept in the tensor.
         priority: Smaller is more urgent.
-        sequence: Place in the order of submission on this rank.
-        owner: Opaque to the engine; the runner's handle.
-        described: This rank has told its neighbours what it is; else they conclude it from the last one of its name.
-        promoted: Somebody is blocked on it, here or at a peer.
+        sequence: The place in the order of submission on this rank.
+        owner: A value of the caller, which the engine does not read.
+        state: Where the operation is in its life.
+        described: Whether this rank has told its neighbours the signature. If not, they conclude it from the previous
+            operation of the same name.
+        promoted: Whether a caller is blocked on it, here or on a peer.
         posted_by: Peers known to have submitted it.
-        eager_sent: Bytes sent to a peer without its word.
-        unsent: Messages queued or on their way out; the operation is not done before they are gone.
-        computing: Additions that are being carried out at this moment.
-        queued: By peer: queued messages, so that promotion can re-rank them.
-        held: By peer: messages that wait for the peer's word.
+        eager_sent: By peer: bytes that were sent before the peer was known to have submitted the operation.
+        unsent: Messages that are queued or on their way out. The operation ends only when none is left.
+        computing: The number of additions that are being carried out at this moment.
+        queued: By peer: queued messages, so that promotion can give them better places.
+        held: By peer: messages that wait until the peer has submitted the operation.
         error: Why it failed, if it did.
     """
 
@@ -87,8 +129,6 @@ class Operation:
         "described",
         "eager_sent",
         "error",
-        "finished",
-        "first_byte_at",
         "held",
         "key",
         "lanes",
@@ -102,6 +142,7 @@ class Operation:
         "promoted",
         "queued",
         "sequence",
+        "state",
         "submitted_at",
         "unsent",
     )
@@ -118,7 +159,7 @@ class Operation:
         now: float,
         owner: Any = None,
     ) -> None:
-        """Begin at the beginning of every lane."""
+        """Begin before the first action of every lane."""
         self.name, self.key, self.layout = name, key, layout
         self.priority, self.sequence, self.submitted_at = priority, sequence, now
         self.buffers, self.owner = buffers, owner
@@ -130,13 +171,22 @@ class Operation:
         self.messages_received = 0
         self.described = False
         self.promoted = False
-        self.finished = False
+        self.state = State.WAITING
         self.posted_by: set[int] = set()
         self.eager_sent: dict[int, int] = {}
         self.queued: dict[int, list[Any]] = {}
         self.held: dict[int, list[Any]] = {}
-        self.first_byte_at: float | None = None
         self.error: BaseException | None = None
+
+    def enter(self, state: State) -> None:
+        """Change the state."""
+        assert state in _NEXT_STATES[self.state], f"{self.name!r} cannot go from {self.state.name} to {state.name}"
+        self.state = state
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.state >= State.DONE
 
     @property
     def program(self) -> Program:
@@ -145,7 +195,7 @@ class Operation:
 
     @property
     def signature(self) -> Signature:
-        """What it is."""
+        """The kind of collective, the element type, the shape, the reduction and the root."""
         return self.layout.signature
 
     @property
@@ -154,7 +204,7 @@ class Operation:
         return self.layout.ranks
 
     def progress(self) -> str:
-        """How far it has come, for people."""
+        """Return its progress in words."""
         total = len(self.program.receives) * len(self.lanes)
         text = f"{self.messages_received} of {total} messages received"
         if self.held:
@@ -162,11 +212,11 @@ class Operation:
         return text
 
     def wire_dtype(self, *, partial: bool) -> DType:
-        """Element type of a segment on the wire."""
+        """Return the element type of a segment on the wire."""
         return self.layout.partial_dtype if partial else self.layout.dtype
 
     def needs(self, peer: int) -> bool:
-        """Whether there is still something to get from a peer, or to give to it."""
+        """Return whether a message to or from a peer is still missing."""
         if peer in self.held or any(not message.taken for message in self.queued.get(peer, ())):
             return True
         return any(
@@ -176,9 +226,9 @@ class Operation:
         )
 
     def segment(self, place: Place, lane: int, *, partial: bool = False) -> memoryview:
-        """The bytes of a place: of the partial sums if ``partial`` and they are kept apart."""
+        """Return the bytes of a place: those of the partial sums if ``partial`` is set and they are kept apart."""
         if partial and self.layout.keeps_partials:
-            # Lane by lane and only for as long as needed: memory that was never used before costs more than adding.
+            # For each lane, and only while it is needed: to touch fresh memory takes longer than the addition.
             accumulator = self.accumulators.get((place.buffer, lane))
             if accumulator is None:
                 accumulator = memoryview(bytearray(self.layout.accumulator_bytes(place.buffer, lane)))
@@ -189,30 +239,7 @@ class Operation:
         return buffer[place.start : place.stop]
 
     def target(self, place: Place) -> memoryview:
-        """Where a finished sum goes."""
+        """Return the bytes into which a finished sum is written."""
         buffer = self.buffers[place.into]
         assert buffer is not None
         return buffer[place.start : place.stop]
-
-
-@dataclass(slots=True, eq=False)
-class AnyReceive:
-    """A receive from whoever sends first; it becomes an operation when somebody has.
-
-    Attributes:
-        candidates: Name of the message by sender.
-        signature: What is received.
-        buffer: Writable bytes.
-        scope: As for ``Engine.submit``.
-        priority: Smaller is more urgent.
-        owner: Opaque to the engine.
-        error: Why it ended before anybody had sent.
-    """
-
-    candidates: dict[int, str]
-    signature: Signature
-    buffer: memoryview
-    scope: str
-    priority: int
-    owner: Any
-    error: BaseException | None = None

@@ -32,9 +32,13 @@ from typing import Any, Literal, final
 import numpy as np
 
 from totalreduce import kernels
-from totalreduce.engine.engine import Computation, Delivery, Engine, OutgoingMessage
-from totalreduce.engine.operation import AnyReceive, Operation
-from totalreduce.foundation.errors import DeadlineExceededError, GroupClosed
+from totalreduce.engine.any_receives import AnyReceive
+from totalreduce.engine.computations import Computation
+from totalreduce.engine.engine import Engine
+from totalreduce.engine.operation import Operation
+from totalreduce.engine.outbox import OutgoingMessage
+from totalreduce.engine.reception import Delivery
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
 from totalreduce.foundation.forking import HomeProcess, let_go_in_children
 from totalreduce.foundation.header import Header
 from totalreduce.foundation.types import Signature
@@ -240,7 +244,7 @@ class Runner:
         self._look_again(now, wake=wake)
 
     def _channels_due(self) -> float:
-        due = self.engine.channels_due()
+        due = self.engine.channels.next_due()
         return math.inf if due is None else due
 
     def _look_again(self, now: float, *, wake: bool) -> None:
@@ -255,9 +259,9 @@ class Runner:
         with self._lock:
             self._check_alive()
             submit(handle)
-            if self.engine.peek_computation() is not None:  # a floating message was waiting for this operation
+            if self.engine.computations.peek() is not None:  # a floating message was waiting for this operation
                 self._work.notify()
-            completed = self.engine.pop_completed()
+            completed = self.engine.table.pop_completed()
             wake = self._sleepers > 0
             now = time.monotonic()
         self._tell(completed)
@@ -323,7 +327,7 @@ class Runner:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self.engine.close(time.monotonic(), tell=self.transport.connected_peers(), reason=reason)
-            completed = self.engine.pop_completed()
+            completed = self.engine.table.pop_completed()
             self._deadline = deadline
             self._stop = True  # last: the communication thread looks at both without the lock
             self._work.notify_all()
@@ -406,7 +410,7 @@ class Runner:
                 self._round(min(_TICK_S, deadline - now), handle)
             with self._lock:
                 self._left_at = time.monotonic()
-                self._rest = rest = self.engine.num_active == 0
+                self._rest = rest = self.engine.table.num_active == 0
                 self._driver = None
             if not rest:
                 self._unpark()
@@ -445,7 +449,7 @@ class Runner:
                 self._next_tick = now + _TICK_S
             self._next_tick = min(self._next_tick, self._channels_due())
             timeout_s = min(timeout_s, max(0.0, self._next_tick - now))
-            reports = self.engine.pop_reports()
+            reports = self.engine.reports.pop()
             self._sleepers += 1  # before looking for work, so that whoever adds some wakes us
         for report in reports:
             _log.warning("rank %d: stalled: %s", self.engine.rank, report)
@@ -466,18 +470,18 @@ class Runner:
 
     def _drained(self) -> bool:
         with self._lock:
-            return not self.engine.ready_peers() and self.transport.idle()
+            return not self.engine.outbox.ready and self.transport.idle()
 
     def _compute(self) -> None:
         try:
             while True:
                 with self._work:
-                    computation = self.engine.next_computation()
+                    computation = self.engine.computations.take()
                     while computation is None:
                         if self._stop:
                             return
                         self._work.wait(_TICK_S)
-                        computation = self.engine.next_computation()
+                        computation = self.engine.computations.take()
                 self._carry_out(computation)
                 if self._sleepers:
                     self.transport.wake()
@@ -494,12 +498,12 @@ class Runner:
     def _compute_inline(self, *, everything: bool) -> None:
         while True:
             with self._lock:
-                head = self.engine.peek_computation()
+                head = self.engine.computations.peek()
                 if head is None or (not everything and len(head.destination) > _INLINE_BYTES):
                     if head is not None:
                         self._work.notify()
                     return
-                computation = self.engine.next_computation()
+                computation = self.engine.computations.take()
             assert computation is not None
             self._carry_out(computation)
 
@@ -511,7 +515,7 @@ class Runner:
         try:
             with self._lock:
                 self.engine.close(time.monotonic(), tell=())
-                completed = self.engine.pop_completed()
+                completed = self.engine.table.pop_completed()
             for operation in completed:
                 operation.owner.complete(failure)
         finally:
@@ -520,13 +524,15 @@ class Runner:
             _log.error("rank %d: the communication stopped", self.engine.rank, exc_info=failure)
 
     def _check_alive(self) -> None:
+        if isinstance(self._failure, ConfigurationError):  # too few descriptors, for instance: the user can mend it
+            raise ConfigurationError(str(self._failure)) from self._failure
         if self._failure is not None:
             raise GroupClosed(f"the communication thread has failed: {self._failure!r}") from self._failure
 
     def _settle(self) -> None:
         """Tell the owners of what has finished."""
         with self._lock:
-            completed = self.engine.pop_completed()
+            completed = self.engine.table.pop_completed()
         self._tell(completed)
 
     @staticmethod
@@ -542,7 +548,7 @@ class Runner:
 
     def ready_peers(self) -> Collection[int]:
         """Peers for which there may be a message; a copy, because other threads submit meanwhile."""
-        return tuple(self.engine.ready_peers())
+        return tuple(self.engine.outbox.ready)
 
     def next_message(self, peer: int) -> OutgoingMessage | None:
         """The next message for ``peer``."""
@@ -554,12 +560,12 @@ class Runner:
         assert isinstance(message, OutgoingMessage)
         with self._lock:
             self.engine.message_sent(message, time.monotonic())
-            completed = self.engine.pop_completed()
+            completed = self.engine.table.pop_completed()
         self._tell(completed)
 
     def may_receive(self) -> bool:
         """Whether there is scratch memory."""
-        return self.engine.may_receive()
+        return self.engine.reception.scratch.available
 
     def accept(self, peer: int, header: Header, lease: Lease | None = None) -> Delivery:
         """Where the body goes."""
@@ -577,5 +583,5 @@ class Runner:
         """A peer is gone."""
         with self._lock:
             self.engine.peer_lost(peer, reason, time.monotonic())
-            completed = self.engine.pop_completed()
+            completed = self.engine.table.pop_completed()
         self._tell(completed)

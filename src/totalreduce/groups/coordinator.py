@@ -152,7 +152,7 @@ class Coordinator:
         self._channel = _Channel(self._negotiator, group.ranks, self._settle)
 
         def begin(now: float) -> bool:
-            self._engine.open_channel(self._number, self._channel, now)
+            self._engine.channels.open(self._number, self._channel, now)
             return True
 
         runner.act(begin)
@@ -444,7 +444,7 @@ class Coordinator:
             error = GroupClosed(f"rank {self._group.rank} has closed {name}")
             self._negotiator.leave(error, f"it has closed {name}" + (f" after {reason}" if reason else ""))
             says = self._settle(now)
-            self._engine.close_channel(self._number)
+            self._engine.channels.close(self._number)
             return says
 
         with suppress(GroupClosed):  # there is nobody who would tell the others, and the channel has been told
@@ -578,7 +578,7 @@ class Coordinator:
         negotiator = self._negotiator
         says = bool(negotiator.outbox)
         for peer, message in negotiator.outbox:
-            self._engine.post(self._group.ranks[peer], self._number, message)
+            self._engine.channels.post(self._group.ranks[peer], self._number, message)
         negotiator.outbox.clear()
         for (name, index), observer in itertools.product(negotiator.pop_arrivals(), self._engine.observers):
             observer.requested(name, now, rank=self._group.ranks[index])
@@ -587,7 +587,7 @@ class Coordinator:
             entries = [self._waiting.pop(response.name, None) for response in responses]
             self._executor.put(responses, entries, now)
         for report in negotiator.pop_stalls():
-            self._engine.publish(report, now)
+            self._engine.reports.publish(report, now)
         if self._joining is not None and negotiator.last_joined is not None:
             self._last_joined = negotiator.last_joined
             self._end_join(self._joining, None)

@@ -70,7 +70,7 @@ class Group:
         """Wrap a running engine; the last three are for ``subgroup``."""
         self._runner = runner
         self._engine = runner.engine
-        self.ranks = self._engine.everybody if ranks is None else ranks
+        self.ranks = self._engine.members.everybody if ranks is None else ranks
         self.rank, self.world_size, self.name = self.ranks.index(self._engine.rank), len(self.ranks), name
         self._parent, self._scope = parent, scope
         self._memory: MemoryInFlight = MemoryInFlight() if parent is None else parent._memory
@@ -647,8 +647,8 @@ class Group:
         """Numbers since the group was made."""
         transport = self._runner.transport.counters
         with self._runner.locked():
-            counters, floating = self._engine.counters, self._engine.floating
-            active_s = self._engine.active_s(time.monotonic())
+            counters, floating = self._engine.counters, self._engine.reception.floating
+            active_s = self._engine.table.active_s(time.monotonic())
             waited_s = counters.waited_s
             return Statistics(
                 operations=counters.operations,
@@ -766,7 +766,7 @@ class Group:
             return
         timeout_s = checks.seconds("timeout_s", timeout_s, or_zero=True)
         self._closed = True
-        steps = list(self._quiesce) if self._engine.lost is None else []
+        steps = list(self._quiesce) if self._engine.members.lost is None else []
         coordinator = self._coordinator
         if coordinator is not None:
             steps.append(lambda: coordinator.close(timeout_s, reason=reason))

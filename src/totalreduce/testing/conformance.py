@@ -457,7 +457,7 @@ def _raise_first_failure(submitted: Sequence[_Submitted]) -> None:
 def _record(
     cluster: SimulatedCluster, rank: int, submitted: Iterable[tuple[Collective, Tensors, Submission]]
 ) -> Record:
-    record = Record(floating_bytes_peak=cluster.ranks[rank].engine.floating.peak_bytes)
+    record = Record(floating_bytes_peak=cluster.ranks[rank].engine.reception.floating.peak_bytes)
     for collective, tensors, submission in submitted:
         assert submission.done_at_s is not None
         record.submitted_s[collective.name] = submission.at_s

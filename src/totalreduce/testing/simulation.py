@@ -10,8 +10,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from totalreduce.engine.engine import Computation, Delivery, Engine, OutgoingMessage
-from totalreduce.engine.operation import AnyReceive, Operation
+from totalreduce.engine.any_receives import AnyReceive
+from totalreduce.engine.computations import Computation
+from totalreduce.engine.engine import Engine
+from totalreduce.engine.operation import Operation
+from totalreduce.engine.outbox import OutgoingMessage
+from totalreduce.engine.reception import Delivery
 from totalreduce.engine.runner import carry_out
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import TotalReduceError
@@ -64,7 +68,7 @@ class _Rank:
         self._computing = False
 
     def ready_peers(self) -> Collection[int]:
-        return tuple(self.engine.ready_peers())
+        return tuple(self.engine.outbox.ready)
 
     def next_message(self, peer: int) -> OutgoingMessage | None:
         return self.engine.next_message(peer, self._network.now)
@@ -75,7 +79,7 @@ class _Rank:
         self.after_event()
 
     def may_receive(self) -> bool:
-        return self.engine.may_receive()
+        return self.engine.reception.scratch.available
 
     def accept(self, peer: int, header: Header, lease: Lease | None = None) -> Delivery:
         return self.engine.accept(peer, header, self._network.now, lease)
@@ -90,12 +94,12 @@ class _Rank:
 
     def after_event(self) -> None:
         """Collect what finished, start the next computation, check the invariants."""
-        for operation in self.engine.pop_completed():
+        for operation in self.engine.table.pop_completed():
             self._cluster.completed(operation)
         if self._cluster.validates:
             self.engine.validate()
         if not self._computing:
-            computation = self.engine.next_computation()
+            computation = self.engine.computations.take()
             if computation is not None:
                 self._computing = True
                 seconds = len(computation.destination) / self._cluster.reduce_bytes_per_s
@@ -202,6 +206,6 @@ class SimulatedCluster:
     def _tick(self, tick_s: float) -> None:
         for rank, endpoint in enumerate(self.ranks):
             endpoint.engine.tick(self.network.now)
-            self.reports += [(rank, str(report)) for report in endpoint.engine.pop_reports()]
+            self.reports += [(rank, str(report)) for report in endpoint.engine.reports.pop()]
             self.network.poke(rank)
         self.network.after(tick_s, lambda: self._tick(tick_s))

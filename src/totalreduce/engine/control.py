@@ -1,0 +1,163 @@
+"""The bodies of control frames: one class for each frame that says something in words, with its encoding.
+
+A body is a JSON object of at most ``CONTROL_BYTES_MAX`` bytes. It is data from another rank: it is never evaluated, and
+every text in it is cut to a bound before it is kept. Frames without a class here (POSTED, REQUEST, CREDIT, CHANNEL)
+say everything in their header, or carry bytes of another protocol.
+
+All ``decode`` functions raise ``ProtocolError`` for a body that no correct rank sends.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from totalreduce.foundation.checks import NAME_BYTES_MAX
+from totalreduce.foundation.errors import MismatchError, PeerLost, ProtocolError
+
+__all__ = [
+    "CONTROL_BYTES_MAX",
+    "Description",
+    "LossNotice",
+    "StatusReply",
+    "StatusRequest",
+    "decode_farewell",
+    "decode_mismatch",
+    "encode_farewell",
+    "encode_mismatch",
+]
+
+#: The longest body of a control frame that is accepted, in bytes.
+CONTROL_BYTES_MAX = 16 * 1024
+#: The longest texts in control frames, in characters.
+_TEXT_CHARACTERS_MAX, _REASON_CHARACTERS_MAX = 2048, 500
+
+
+class Description(NamedTuple):
+    """DESCRIBE: what the sender submits under a name. The packed signature is in the header.
+
+    Attributes:
+        name: The name of the operation.
+        text: The signature in words, for error messages.
+    """
+
+    name: str
+    text: str
+
+    def encode(self) -> bytes:
+        """Return the body."""
+        return json.dumps({"name": self.name, "is": self.text[:_TEXT_CHARACTERS_MAX]}).encode()
+
+    @classmethod
+    def decode(cls, body: bytes, peer: int) -> Description:
+        """Read a body that rank ``peer`` has sent."""
+        document = _decode(body, peer)
+        return cls(_text(document, "name", NAME_BYTES_MAX), _text(document, "is"))
+
+
+class LossNotice(NamedTuple):
+    """LOST: a rank is lost. The header's key names the operation that fails; without a key, every operation fails."""
+
+    rank: int
+    reason: str
+
+    @classmethod
+    def of(cls, error: PeerLost) -> LossNotice:
+        """Return the notice that tells other ranks of ``error``."""
+        return cls(error.rank, error.reason)
+
+    def encode(self) -> bytes:
+        """Return the body."""
+        return json.dumps({"rank": self.rank, "reason": self.reason[:_REASON_CHARACTERS_MAX]}).encode()
+
+    @classmethod
+    def decode(cls, body: bytes, peer: int, world_size: int) -> LossNotice:
+        """Read a body that rank ``peer`` has sent. The reason names ``peer`` as its source."""
+        document = _decode(body, peer)
+        lost = document.get("rank")
+        if not isinstance(lost, int) or not 0 <= lost < world_size:
+            raise ProtocolError(f"rank {peer} reports the loss of {lost!r}, which is no rank")
+        return cls(lost, f"{_text(document, 'reason', _REASON_CHARACTERS_MAX)} (reported by rank {peer})")
+
+
+class StatusRequest(NamedTuple):
+    """STATUS_REQUEST: the sender asks whether the receiver has submitted an operation.
+
+    Attributes:
+        name: The name of the operation.
+        waited_s: How long ago the sender has submitted it, in seconds.
+    """
+
+    name: str
+    waited_s: float
+
+    def encode(self) -> bytes:
+        """Return the body."""
+        return json.dumps({"name": self.name, "waited_s": round(self.waited_s, 3)}).encode()
+
+    @classmethod
+    def decode(cls, body: bytes, peer: int) -> StatusRequest:
+        """Read a body that rank ``peer`` has sent."""
+        document = _decode(body, peer)
+        waited_s = document.get("waited_s", 0.0)
+        if not isinstance(waited_s, (int, float)):
+            raise ProtocolError(f"rank {peer} asks for an operation that is late by {waited_s!r}")
+        return cls(_text(document, "name", NAME_BYTES_MAX), waited_s)
+
+
+class StatusReply(NamedTuple):
+    """STATUS_REPLY: whether the sender has submitted the operation, and its progress in words."""
+
+    submitted: bool
+    progress: str
+
+    def encode(self) -> bytes:
+        """Return the body."""
+        return json.dumps({"submitted": self.submitted, "progress": self.progress}).encode()
+
+    @classmethod
+    def decode(cls, body: bytes, peer: int) -> StatusReply:
+        """Read a body that rank ``peer`` has sent."""
+        document = _decode(body, peer)
+        return cls(bool(document.get("submitted")), _text(document, "progress"))
+
+
+def encode_mismatch(error: MismatchError) -> bytes:
+    """Return the body of a MISMATCH frame: the operation, two ranks, and the signature of each in words."""
+    return json.dumps({"tensor": error.tensor, "ranks": error.ranks, "values": error.values}).encode()
+
+
+def decode_mismatch(body: bytes, peer: int) -> MismatchError:
+    """Read the body of a MISMATCH frame that rank ``peer`` has sent."""
+    document = _decode(body, peer)
+    try:
+        ranks = tuple(int(rank) for rank in document["ranks"])
+        values = tuple(str(value)[:_TEXT_CHARACTERS_MAX] for value in document["values"])
+        return MismatchError(str(document["tensor"])[:NAME_BYTES_MAX], ranks, values)
+    except (KeyError, OverflowError, TypeError, ValueError) as cause:
+        raise ProtocolError("a MISMATCH frame that cannot be read") from cause
+
+
+def encode_farewell(reason: str) -> bytes:
+    """Return the body of a GOODBYE frame: empty if there is no reason to give."""
+    return json.dumps({"reason": reason[:_REASON_CHARACTERS_MAX]}).encode() if reason else b""
+
+
+def decode_farewell(body: bytes, peer: int) -> str:
+    """Read the body of a GOODBYE frame that rank ``peer`` has sent; returns the words that ``PeerLost`` shows."""
+    after = f" after {_text(_decode(body, peer), 'reason', _REASON_CHARACTERS_MAX)}" if body else ""
+    return f"it has closed the group{after}"
+
+
+def _decode(body: bytes, peer: int) -> dict[str, Any]:
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as cause:
+        raise ProtocolError(f"a control frame of rank {peer} that is no JSON") from cause
+    if not isinstance(document, dict):
+        raise ProtocolError(f"a control frame of rank {peer} that is no JSON object")
+    return document
+
+
+def _text(document: dict[str, Any], field: str, characters_max: int = _TEXT_CHARACTERS_MAX) -> str:
+    return str(document.get(field, "?"))[:characters_max]

@@ -1,0 +1,188 @@
+"""Everything that waits to leave this rank, by peer: control frames, answers to the peer's frames, and data messages.
+
+A transport asks for one message at a time. Control frames leave first, then answers, then data in the order of
+``sendqueue``. The number of control frames follows from what this rank does itself. Answers and messages in channels
+are what a peer can make this rank queue, so their number is bounded: a peer that does not read them is refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from totalreduce.engine.channels import pieces
+from totalreduce.engine.sendqueue import QueuedMessage, SendQueue
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.errors import ProtocolError
+from totalreduce.foundation.header import Frame, Header
+
+__all__ = ["NO_KEY", "Outbox", "OutgoingMessage"]
+
+#: The key of control frames that are about no operation.
+NO_KEY = (0, 0)
+#: Answers that wait for a peer to read them, at most: each takes some 250 bytes until it leaves.
+_ANSWERS_MAX = 65_536
+#: Frames of channel messages that may wait for a peer that goes on sending channel messages (at most 16 MiB).
+_CHANNEL_FRAMES_MAX = 1024
+
+_CHANNEL = int(Frame.CHANNEL)
+
+_Key = tuple[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingMessage:
+    """One message on its way out.
+
+    Attributes:
+        peer: The rank that receives it.
+        header: The packed header.
+        body: The bytes of the body, or ``None`` for a frame without one.
+        queued: The data message, or ``None`` for a control frame.
+        share_key: Equal for messages that carry the same bytes to several peers.
+    """
+
+    peer: int
+    header: bytes
+    body: memoryview | None
+    queued: QueuedMessage | None = None
+    share_key: Hashable = None
+
+
+class Outbox:
+    """What waits to leave, by peer.
+
+    Attributes:
+        epoch: The epoch of the group, which every header names.
+        ready: Peers for which something may wait. It may name too many peers, never too few.
+        control_waits: Peers for which a control frame or an answer waits.
+        queues: The data messages of each peer to which some have been sent.
+    """
+
+    __slots__ = (
+        "_answers",
+        "_channel_frames",
+        "_config",
+        "_controls",
+        "_write_answer",
+        "control_waits",
+        "epoch",
+        "queues",
+        "ready",
+    )
+
+    def __init__(
+        self, config: EngineConfig, epoch: int, write_answer: Callable[[int, Frame, _Key], tuple[_Key, bytes]]
+    ) -> None:
+        """Begin with nothing.
+
+        ``write_answer`` takes a peer, the frame of the answer and the key of an operation. It returns the key and the
+        body of the answer at the moment at which the answer leaves.
+        """
+        self._config, self.epoch, self._write_answer = config, epoch, write_answer
+        self._controls: dict[int, deque[OutgoingMessage]] = {}
+        self._channel_frames: dict[int, int] = {}  #: By peer: how many of its control frames carry channel messages.
+        self._answers: dict[int, dict[tuple[Frame, _Key], None]] = {}
+        self.queues: dict[int, SendQueue] = {}
+        self.ready: set[int] = set()
+        self.control_waits: set[int] = set()
+
+    def control(
+        self,
+        peer: int,
+        frame: Frame,
+        *,
+        key: _Key = NO_KEY,
+        body: bytes = b"",
+        signature: bytes = bytes(24),
+        step: int = 0,
+    ) -> None:
+        """Queue a control frame."""
+        self._controls.setdefault(peer, deque()).append(self._frame(peer, frame, key, body, signature, step))
+        self.control_waits.add(peer)
+        self.ready.add(peer)
+
+    def channel_message(self, peer: int, channel: int, message: bytes) -> None:
+        """Queue a message of a channel, in pieces."""
+        for piece, last in pieces(message):
+            self.control(peer, Frame.CHANNEL, key=(channel, 0), body=piece, step=int(last))
+            self._channel_frames[peer] = self._channel_frames.get(peer, 0) + 1
+
+    def check_reads(self, peer: int) -> None:
+        """Refuse a peer that sends channel messages and does not read those that are sent to it.
+
+        Raises:
+            ProtocolError: Too many frames wait for the peer.
+        """
+        if self._channel_frames.get(peer, 0) > _CHANNEL_FRAMES_MAX:
+            raise ProtocolError(f"rank {peer} goes on sending messages and reads none of those sent to it")
+
+    def answer(self, peer: int, frame: Frame, key: _Key) -> None:
+        """Queue an answer to a frame of the peer. Equal answers leave once, and are written when they leave.
+
+        Raises:
+            ProtocolError: The peer does not read its answers.
+        """
+        answers = self._answers.setdefault(peer, {})
+        answers[frame, key] = None
+        if len(answers) > _ANSWERS_MAX:
+            raise ProtocolError(f"rank {peer} has asked for more than {_ANSWERS_MAX} answers and reads none of them")
+        self.control_waits.add(peer)
+        self.ready.add(peer)
+
+    def write_answers(self, peer: int) -> None:
+        """Turn the answers that wait for a peer into control frames, so that a farewell can follow them."""
+        while self._answers.get(peer):
+            self._controls.setdefault(peer, deque()).append(self._next_answer(peer))
+
+    def take_control(self, peer: int) -> OutgoingMessage:
+        """Take the next control frame or answer for a peer of ``control_waits``."""
+        controls, answers = self._controls.get(peer), self._answers.get(peer)
+        if controls:
+            message = controls.popleft()
+            if message.header[3] == _CHANNEL:
+                self._channel_frames[peer] -= 1
+        else:
+            message = self._next_answer(peer)
+        if not controls and not answers:
+            self.control_waits.discard(peer)
+        return message
+
+    def num_answers(self, peer: int) -> int:
+        """How many answers wait for a peer."""
+        return len(self._answers.get(peer, ()))
+
+    def push(self, message: QueuedMessage) -> None:
+        """Queue a data message."""
+        operation, peer = message.operation, message.action.peer
+        operation.queued.setdefault(peer, []).append(message)
+        self._queue(peer).push(message)
+        self.ready.add(peer)
+
+    def push_back(self, peer: int, messages: list[QueuedMessage]) -> None:
+        """Queue data messages that were taken before and held back, oldest first: they leave before younger ones."""
+        messages[0].operation.queued.setdefault(peer, []).extend(messages)
+        self._queue(peer).push_back(messages)
+        self.ready.add(peer)
+
+    def _queue(self, peer: int) -> SendQueue:
+        queue = self.queues.get(peer)
+        if queue is None:
+            queue = self.queues[peer] = SendQueue(
+                fifo=self._config.scheduling == "fifo", starvation_limit=self._config.starvation_limit
+            )
+        return queue
+
+    def _next_answer(self, peer: int) -> OutgoingMessage:
+        answers = self._answers[peer]
+        frame, key = next(iter(answers))
+        del answers[frame, key]
+        key, body = self._write_answer(peer, frame, key)
+        return self._frame(peer, frame, key, body)
+
+    def _frame(
+        self, peer: int, frame: Frame, key: _Key, body: bytes, signature: bytes = bytes(24), step: int = 0
+    ) -> OutgoingMessage:
+        header = Header(frame, self.epoch, key[0], key[1], step=step, body_bytes=len(body), signature=signature)
+        return OutgoingMessage(peer, header.pack(), memoryview(body) if body else None)

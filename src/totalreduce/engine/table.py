@@ -1,0 +1,110 @@
+"""The operations of one rank: those in flight, those that have ended, and the names under which they were submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from totalreduce.engine.any_receives import AnyReceive
+from totalreduce.engine.counters import Counters
+from totalreduce.engine.names import NameTable
+from totalreduce.engine.operation import Operation, State
+from totalreduce.foundation.errors import MismatchError, TotalReduceError
+
+__all__ = ["OperationTable"]
+
+_Key = tuple[int, int]
+
+
+class OperationTable:
+    """The message list of the Total Reduce design, and what became of its operations.
+
+    Attributes:
+        active: Operations from their submission until they end, by key (operation id, iteration).
+        names: The names that were submitted here.
+    """
+
+    __slots__ = ("_active_since", "_completed", "_counters", "_failing", "_num_submitted", "active", "names")
+
+    def __init__(self, counters: Counters) -> None:
+        """Begin without operations."""
+        self._counters = counters
+        self.active: dict[_Key, Operation] = {}
+        self.names = NameTable()
+        self._completed: list[Operation | AnyReceive] = []
+        #: Operations that have failed while an addition was carried out: they complete when it has ended.
+        self._failing: list[Operation] = []
+        self._num_submitted = 0
+        self._active_since: float | None = None
+
+    @property
+    def num_active(self) -> int:
+        """The number of operations in flight."""
+        return len(self.active)
+
+    def next_sequence(self) -> int:
+        """Return the place of the next operation in the order of submission."""
+        self._num_submitted += 1
+        return self._num_submitted - 1
+
+    def add(self, operation: Operation, now: float) -> None:
+        """Take in an operation that was submitted."""
+        self._counters.operations += 1
+        self._counters.payload_bytes += operation.layout.num_bytes
+        if not self.active:
+            self._active_since = now
+        self.active[operation.key] = operation
+
+    def end(self, operation: Operation, error: BaseException | None, now: float) -> None:
+        """Take out an operation that has ended, well or with an error.
+
+        After a mismatch the group goes on and the caller may use the tensor again at once. So an operation that fails
+        in this way completes only when no addition to its tensor is being carried out.
+        """
+        operation.error = error
+        del self.active[operation.key]
+        if not self.active and self._active_since is not None:
+            self._counters.active_s += now - self._active_since
+            self._active_since = None
+        if operation.computing and isinstance(error, MismatchError):
+            operation.enter(State.FAILING)
+            self._failing.append(operation)
+        else:
+            operation.enter(State.DONE if error is None else State.FAILED)
+            self._completed.append(operation)
+
+    def addition_ended(self, operation: Operation) -> None:
+        """Complete a failing operation if this was its last addition."""
+        if operation.state is State.FAILING and not operation.computing:
+            self._failing.remove(operation)
+            operation.enter(State.FAILED)
+            self._completed.append(operation)
+
+    def close(self) -> None:
+        """Complete every failing operation: the group has ended, and nobody uses a tensor again at once."""
+        for operation in self._failing:
+            operation.enter(State.FAILED)
+        self._completed += self._failing
+        self._failing.clear()
+
+    def end_receive(self, receive: AnyReceive, error: TotalReduceError) -> None:
+        """Complete a receive from anybody that ended before a message had come."""
+        receive.error = error
+        self._completed.append(receive)
+
+    def pop_completed(self) -> list[Operation | AnyReceive]:
+        """Return the operations that completed since the last call, in order."""
+        completed, self._completed = self._completed, []
+        return completed
+
+    def select(self, condition: Callable[[Operation], bool] = lambda _: True) -> list[Operation]:
+        """Return the active operations that meet a condition; a copy, so that they may end meanwhile."""
+        return [operation for operation in self.active.values() if condition(operation)]
+
+    def is_past(self, key: _Key) -> bool:
+        """Return whether the operation was submitted here; it has ended if it is not active."""
+        return self.names.is_past(key)
+
+    def active_s(self, now: float) -> float:
+        """Return the seconds with at least one operation in flight since the group was made."""
+        running = now - self._active_since if self._active_since is not None else 0.0
+        return self._counters.active_s + running
