@@ -10,7 +10,7 @@ from totalreduce.foundation.errors import ProtocolError
 
 
 def make_channels() -> Channels:
-    outbox = Outbox(EngineConfig(), 0, lambda peer, frame, key: (key, b""))
+    outbox = Outbox(EngineConfig(), 0)
     return Channels(outbox, Members(0, 3, outbox))
 
 

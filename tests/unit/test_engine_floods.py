@@ -87,9 +87,9 @@ def test_what_is_said_twice_is_kept_once() -> None:
     for message in frames_that_repeat():
         rack.give(0, 1, message)
     assert engine.outbox.num_answers(0) == 1
-    assert len(engine._early._news) == 4
+    assert len(engine.table.early._news) == 4
     assert len(engine.reports.pop()) == 1
-    assert engine._early._spent[0] < 8192
+    assert engine.table.early._spent[0] < 8192
 
 
 def test_what_was_said_of_operations_is_used_up_by_submitting_them() -> None:
@@ -98,19 +98,19 @@ def test_what_was_said_of_operations_is_used_up_by_submitting_them() -> None:
     for turn in range(40):
         first = [rack.submit(0, f"w{index}", [1.0] * 64) for index in range(20)]
         rack.run()
-        assert rack.engines[1]._early._spent[0] >= 20 * 1024
+        assert rack.engines[1].table.early._spent[0] >= 20 * 1024
         second = [rack.submit(1, f"w{index}", [float(turn)] * 64) for index in range(20)]
         rack.run()
         assert [values_of(each) for each in (*first, *second)] == [[turn + 1.0] * 64] * 40
-        assert rack.engines[1]._early._spent[0] == 0
-        assert not rack.engines[1]._early._news
+        assert rack.engines[1].table.early._spent[0] == 0
+        assert not rack.engines[1].table.early._news
 
 
 def test_texts_in_frames_are_cut() -> None:
     rack = Rack(2)
     rack.give(0, 1, of_kind("mismatch", 5))
     rack.give(0, 1, of_kind("describe", 6))
-    failure = rack.engines[1]._early.of((5, 0)).failure
+    failure = rack.engines[1].table.early.of((5, 0)).failure
     assert isinstance(failure, MismatchError)
     assert (len(failure.tensor), [len(value) for value in failure.values]) == (1024, [2048, 2048])
     assert len(rack.engines[1]._signatures.name_of(6)) == 1024
@@ -129,7 +129,7 @@ def test_answers_that_wait_leave_before_the_farewell() -> None:
 def test_a_status_reply_says_what_is_true_when_it_leaves() -> None:
     rack = Rack(2)
     operation = rack.submit(0, "w")
-    rack.engines[0].inquire(operation, 0.0)
+    rack.engines[0].stalls.inquire(operation, 0.0)
     rack.engines[1].tick(0.0)
     while (message := rack.take(0, 1)) is not None:
         rack.give(0, 1, message)

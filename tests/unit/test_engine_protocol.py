@@ -212,10 +212,10 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
 def test_the_explanation_for_a_deadline_names_the_missing_rank() -> None:
     rack = Rack(2, stall_warning_s=0.0)
     operation = rack.submit(0, "w")
-    assert "no answer from the other ranks yet" in rack.engines[0].explain(operation, 1.0)
-    rack.engines[0].inquire(operation, 1.0)
+    assert "no answer from the other ranks yet" in rack.engines[0].stalls.explain(operation, 1.0)
+    rack.engines[0].stalls.inquire(operation, 1.0)
     rack.run()
-    assert "never submitted by rank(s) 1" in rack.engines[0].explain(operation, 1.0)
+    assert "never submitted by rank(s) 1" in rack.engines[0].stalls.explain(operation, 1.0)
     assert rack.engines[1].reports.pop() == []  # the watch is off there
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from totalreduce.engine.early import EarlyNews
+from totalreduce.engine.floating import FloatingStore
 from totalreduce.engine.names import NameTable
 from totalreduce.foundation.types import Signature
 
@@ -40,28 +42,32 @@ class AnyReceive:
 class AnyReceives:
     """The receives from anybody that wait for a message."""
 
-    __slots__ = ("_names", "_waiting")
+    __slots__ = ("_early", "_floating", "_names", "_waiting")
 
-    def __init__(self, names: NameTable) -> None:
-        """``names``: the names that were submitted here, from which the key of a candidate's next message follows."""
-        self._names = names
+    def __init__(self, names: NameTable, early: EarlyNews, floating: FloatingStore) -> None:
+        """Begin without receives.
+
+        The key of a candidate's next message follows from ``names``. Whether it was announced shows in ``early`` and
+        ``floating``.
+        """
+        self._names, self._early, self._floating = names, early, floating
         self._waiting: list[AnyReceive] = []
 
     def add(self, receive: AnyReceive) -> None:
         """Let a receive wait."""
         self._waiting.append(receive)
 
-    def next_keys(self, receive: AnyReceive) -> Iterator[tuple[int, _Key]]:
-        """Yield each candidate and the key of the next message from it."""
-        for peer in receive.candidates:
-            yield peer, self._next_key(receive, peer)
+    def first_sender(self, receive: AnyReceive) -> int | None:
+        """Return the first candidate whose next message was announced, or ``None``."""
+        return next((peer for peer in receive.candidates if self._is_announced(self._next_key(receive, peer))), None)
 
     def take(self, peer: int, key: _Key) -> AnyReceive | None:
-        """Take out the oldest receive for which ``key`` is the next message from ``peer``, if there is one."""
-        for receive in self._waiting:
-            if peer in receive.candidates and key == self._next_key(receive, peer):
-                self._waiting.remove(receive)
-                return receive
+        """Take out the oldest receive whose next message from ``peer`` is ``key``, if that was announced."""
+        if self._waiting and self._is_announced(key):
+            for receive in self._waiting:
+                if peer in receive.candidates and key == self._next_key(receive, peer):
+                    self._waiting.remove(receive)
+                    return receive
         return None
 
     def take_all(self, condition: Callable[[AnyReceive], bool] = lambda _: True) -> list[AnyReceive]:
@@ -69,6 +75,11 @@ class AnyReceives:
         taken = [receive for receive in self._waiting if condition(receive)]
         self._waiting = [receive for receive in self._waiting if not condition(receive)]
         return taken
+
+    def _is_announced(self, key: _Key) -> bool:
+        """Return whether a peer has sent, or wants to send, a message of an operation that was not submitted here."""
+        news = self._early.of(key)
+        return key in self._floating or bool(news.requested) or bool(news.described)
 
     def _next_key(self, receive: AnyReceive, peer: int) -> _Key:
         record = self._names.record(receive.scope, receive.candidates[peer])

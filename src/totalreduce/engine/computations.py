@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from totalreduce.engine.layout import Place
 from totalreduce.engine.operation import Arrival, Lane, Operation
-from totalreduce.schedules.actions import Mode
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.schedules.actions import Mode, Receive
 
 __all__ = ["Computation", "ComputationList"]
 
@@ -51,10 +53,28 @@ class ComputationList:
         """Begin without computations."""
         self._waiting: deque[Computation] = deque()
 
-    def append(self, computation: Computation) -> None:
-        """Add a computation."""
-        computation.arrival.computing = True
-        self._waiting.append(computation)
+    def append(self, operation: Operation, lane: Lane, action: Receive, place: Place, arrival: Arrival) -> None:
+        """Add the computation of the receive that is next in a lane, whose body has arrived."""
+        assert arrival.buffer is not None
+        arrival.computing = True
+        mode = action.mode
+        partial = mode is Mode.COMBINE
+        average = mode is Mode.COMBINE_LAST and operation.signature.reduction is ReduceOp.AVG
+        self._waiting.append(
+            Computation(
+                operation,
+                lane,
+                lane.position,
+                mode,
+                local=operation.segment(place, lane.index, partial=action.onto_partial),
+                incoming=arrival.buffer,
+                destination=operation.segment(place, lane.index, partial=True) if partial else operation.target(place),
+                arrival=arrival,
+                local_partial=action.onto_partial,
+                incoming_partial=action.partial,
+                divisor=len(operation.ranks) if average else 1,
+            )
+        )
 
     def peek(self) -> Computation | None:
         """Return the next computation, and leave it in the list."""

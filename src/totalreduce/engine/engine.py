@@ -50,9 +50,7 @@ from totalreduce.engine.control import (
     encode_farewell,
 )
 from totalreduce.engine.counters import Counters
-from totalreduce.engine.early import EarlyNews
 from totalreduce.engine.floating import FloatingMessage
-from totalreduce.engine.layout import Place
 from totalreduce.engine.members import Members
 from totalreduce.engine.operation import Arrival, Lane, Operation, State
 from totalreduce.engine.outbox import NO_KEY, Outbox, OutgoingMessage
@@ -62,14 +60,14 @@ from totalreduce.engine.rendezvous import Rendezvous
 from totalreduce.engine.reports import Reports
 from totalreduce.engine.sendqueue import QueuedMessage
 from totalreduce.engine.signatures import ENDS_EARLY, SignatureExchange
-from totalreduce.engine.stall import StallReport, StallWatch
+from totalreduce.engine.stall import StallWatch
 from totalreduce.engine.table import OperationTable
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ConfigurationError, GroupClosed, MismatchError, PeerLost, ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header
 from totalreduce.foundation.observer import Observer
-from totalreduce.foundation.types import ReduceOp, Signature
-from totalreduce.schedules.actions import Mode, Receive, Send
+from totalreduce.foundation.types import Signature
+from totalreduce.schedules.actions import Send
 from totalreduce.transports.base import Lease
 
 __all__ = ["Engine"]
@@ -118,22 +116,17 @@ class Engine:
         self.planner = Planner(
             rank, hosts if hosts is not None else range(world_size), table.names, config, shared_memory=shared_memory
         )
-        self.outbox = outbox = Outbox(config, epoch, self._write_answer)
+        self.outbox = outbox = Outbox(config, epoch)
         self.members = members = Members(rank, world_size, outbox)
         self.reception = Reception(config, share, counters)
         self.computations = ComputationList()
         self.channels = Channels(outbox, members)
         self.reports = Reports(counters, self.observers)
-        self._early = news = EarlyNews()
-        self._rendezvous = Rendezvous(config, share, table, news, self.reception.floating, outbox, counters)
-        self._signatures = SignatureExchange(rank, table, news, outbox, members, counters)
-        self._any_receives = AnyReceives(table.names)
-        self._stalls = StallWatch(rank, config.stall_warning_s)
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return len(self.members.everybody)
+        floating = self.reception.floating
+        self._rendezvous = Rendezvous(config, share, table, floating, outbox, counters)
+        self._signatures = signatures = SignatureExchange(rank, table, outbox, members, counters)
+        self._any_receives = AnyReceives(table.names, table.early, floating)
+        self.stalls = StallWatch(rank, config.stall_warning_s, table, outbox, members, signatures, self.reports)
 
     # ------------------------------------------------------------------------------------------------ application
 
@@ -200,7 +193,7 @@ class Engine:
         table.add(operation, now)
         for observer in self.observers:
             observer.submitted(operation.name, key[1], now, num_bytes=layout.num_bytes, priority=priority)
-        news = self._early.claim(key)
+        news = table.early.claim(key)
         if news.failure is not None:
             self.reception.drop(self.reception.floating.claim(key))
             self._end(operation, now, news.failure)
@@ -226,11 +219,7 @@ class Engine:
             return
         operation.promoted = True
         self.counters.promotions += 1
-        for peer, messages in operation.queued.items():
-            queue = self.outbox.queues[peer]
-            messages[:] = [message for message in messages if not message.taken]
-            for message in messages:
-                queue.rerank(message)
+        self.outbox.promote(operation)
         for observer in self.observers:
             observer.promoted(operation.name, operation.key[1], now)
 
@@ -242,10 +231,10 @@ class Engine:
             GroupClosed: This rank has closed the group.
         """
         self.members.check_usable()
-        for peer, key in self._any_receives.next_keys(receive):
-            if self._is_announced(key):
-                self._become(receive, peer, now)
-                return
+        sender = self._any_receives.first_sender(receive)
+        if sender is not None:
+            self._become(receive, sender, now)
+            return
         departed = self.members.departed
         if receive.candidates.keys() <= departed.keys():
             peer = next(iter(receive.candidates))
@@ -295,7 +284,9 @@ class Engine:
                 return None
             flags = self._rendezvous.admit(queued)
             if flags is not None:
-                return self._outgoing(queued, flags, now)
+                if queued.operation.state is State.WAITING:
+                    self._first_byte(queued.operation, now)
+                return outbox.data_message(queued, flags)
 
     def message_sent(self, message: OutgoingMessage, now: float) -> None:
         """Note that the transport has taken a message completely; its memory may be reused."""
@@ -427,24 +418,7 @@ class Engine:
     def tick(self, now: float) -> None:
         """Advance the stall watch and the channels. Called a few times a second, and at ``channels.next_due()``."""
         self.channels.tick(now)
-        for operation in self._stalls.late(self.table.active.values(), now):
-            self.inquire(operation, now, warn=True)
-        for report in self._stalls.concluded(self.table.active, now):
-            self.reports.publish(report, now)
-
-    def inquire(self, operation: Operation, now: float, *, warn: bool = False) -> None:
-        """Ask every peer whether it has submitted the operation; ``warn``: publish a report of the answers."""
-        if not self._stalls.begin(operation.key, now, warn=warn):
-            return
-        self._signatures.describe_late([operation])
-        body = StatusRequest(operation.name, now - operation.submitted_at).encode()
-        for peer in operation.ranks:
-            if peer != self.rank and peer not in self.members.departed:
-                self.outbox.control(peer, Frame.STATUS_REQUEST, key=operation.key, body=body)
-
-    def explain(self, operation: Operation, now: float) -> str:
-        """Return what is known about why the operation has not ended, for the message of a deadline error."""
-        return self._stalls.explain(operation, now)
+        self.stalls.tick(now)
 
     def validate(self) -> None:
         """Check the invariants; the tests and the simulator call this after every event."""
@@ -456,8 +430,7 @@ class Engine:
             for lane in operation.lanes:
                 for index in lane.arrivals:
                     assert index >= lane.position
-        assert 0 <= self.reception.floating.total_bytes <= self.config.floating_bytes_max
-        assert self.reception.scratch.in_use >= 0
+        self.reception.validate()
         self._rendezvous.validate()
         for peer, queue in self.outbox.queues.items():
             assert not len(queue) or peer in self.outbox.ready
@@ -484,33 +457,12 @@ class Engine:
                 if arrival is None or arrival.computing:
                     return
                 if arrival.buffer is not None:
-                    self._compute(operation, lane, action, place, arrival)
+                    self.computations.append(operation, lane, action, place, arrival)
                     return
                 del lane.arrivals[lane.position]
             lane.position += 1
         operation.lanes_left -= 1
         self._end_if_done(operation, now)
-
-    def _compute(self, operation: Operation, lane: Lane, action: Receive, place: Place, arrival: Arrival) -> None:
-        assert arrival.buffer is not None
-        mode = action.mode
-        partial = mode is Mode.COMBINE
-        average = mode is Mode.COMBINE_LAST and operation.signature.reduction is ReduceOp.AVG
-        self.computations.append(
-            Computation(
-                operation,
-                lane,
-                lane.position,
-                mode,
-                local=operation.segment(place, lane.index, partial=action.onto_partial),
-                incoming=arrival.buffer,
-                destination=operation.segment(place, lane.index, partial=True) if partial else operation.target(place),
-                arrival=arrival,
-                local_partial=action.onto_partial,
-                incoming_partial=action.partial,
-                divisor=len(operation.ranks) if average else 1,
-            )
-        )
 
     def _end_if_done(self, operation: Operation, now: float) -> None:
         if operation.lanes_left == 0 and operation.unsent == 0 and not operation.finished:
@@ -519,27 +471,15 @@ class Engine:
     def _end(self, operation: Operation, now: float, error: BaseException | None) -> None:
         """End an operation, well or with an error. After that nothing but a running addition touches its tensor."""
         self.table.end(operation, error, now)
-        self._stalls.forget(operation.key)
+        self.stalls.forget(operation.key)
         if error is None:
             self._signatures.ended_well(operation)
         else:
-            self._abandon(operation)
+            self.outbox.discard(operation)
+            self.computations.discard(operation)
+            self.reception.abandon(operation)
         for observer in self.observers:
             observer.done(operation.name, operation.key[1], now, error=error)
-
-    def _abandon(self, operation: Operation) -> None:
-        """Make sure that nothing reads or writes the tensor any more."""
-        for peer, messages in operation.queued.items():
-            for message in messages:
-                self.outbox.queues[peer].discard(message)
-        operation.held.clear()
-        self.computations.discard(operation)
-        self.reception.abandon(operation)
-        for lane in operation.lanes:
-            for arrival in lane.arrivals.values():
-                if not arrival.computing:
-                    arrival.release()
-            lane.arrivals.clear()
 
     def _fail_if_needed(self, operation: Operation, peer: int, now: float) -> None:
         """Fail an operation in which a message to or from a rank that has left is missing."""
@@ -557,35 +497,15 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------- messages, private
 
-    def _outgoing(self, queued: QueuedMessage, flags: int, now: float) -> OutgoingMessage:
-        operation, action = queued.operation, queued.action
-        body = operation.segment(queued.place, queued.lane, partial=action.partial)
-        if operation.promoted:
-            flags |= Flag.URGENT
-        if operation.state is State.WAITING:
-            self._first_byte(operation, now)
-        signature = operation.layout.signature_to(action.peer)
-        header = Header.pack_data(
-            self.outbox.epoch, operation.key, queued.lane, action.step, flags, len(body), signature, operation.priority
-        )
-        share_key = (operation.key, queued.lane, action.step, action.chunk)
-        return OutgoingMessage(action.peer, header, body, queued, share_key)
-
     def _accept_unknown(self, peer: int, header: Header, now: float, lease: Lease | None) -> Delivery:
         """Accept a message of an operation that is not active: it has ended, or was not submitted here yet."""
         key = (header.operation, header.iteration)
-        if self.table.is_past(key) or self._early.of(key).failure is not None:
+        if self.table.is_past(key) or self.table.early.of(key).failure is not None:
             self._signatures.compare_past(peer, key, header.signature)
             return self.reception.sink(peer, header)
-        if not header.flags & Flag.EAGER:
-            raise ProtocolError(
-                f"rank {peer} sent {header.body_bytes} bytes of an operation that was never posted here"
-            )
-        if header.body_bytes > min(4 * self.config.segment_bytes, self._rendezvous.share):
-            raise ProtocolError(f"a floating message of {header.body_bytes} bytes from rank {peer}")
         delivery = self.reception.float(peer, header, lease)
         if header.flags & Flag.URGENT:
-            self._early.note_urgent(peer, key)
+            self.table.early.note_urgent(peer, key)
         for observer in self.observers:
             name = self._signatures.name_of(header.operation)
             observer.floating(name, header.iteration, now, peer=peer, num_bytes=header.body_bytes)
@@ -673,17 +593,16 @@ class Engine:
                 self._fail(peer, key, decode_mismatch(body, peer), now)
                 self._signatures.distrust(key)
             case Frame.LOST:
-                notice = LossNotice.decode(body, peer, self.world_size)
+                notice = LossNotice.decode(body, peer, self.members.world_size)
                 if key == NO_KEY:
                     self.peer_lost(notice.rank, notice.reason, now, first_hand=False)
                 else:  # a rank that left in good order: other operations in which it took part may still end well
                     self.members.departed.setdefault(notice.rank, notice.reason)
                     self._fail(peer, key, PeerLost(notice.rank, notice.reason), now)
             case Frame.STATUS_REQUEST:
-                self._on_status_request(peer, key, StatusRequest.decode(body, peer), now)
+                self.stalls.on_request(peer, key, StatusRequest.decode(body, peer), now)
             case Frame.STATUS_REPLY:
-                reply = StatusReply.decode(body, peer)
-                self._stalls.answered(key, peer, submitted=reply.submitted, progress=reply.progress)
+                self.stalls.on_reply(peer, key, StatusReply.decode(body, peer))
             case Frame.CHANNEL:
                 self.outbox.check_reads(peer)
                 self.channels.arrived(peer, header.operation, body, last=bool(header.step), now=now)
@@ -699,42 +618,15 @@ class Engine:
             self._end(operation, now, error)
         elif not self.table.is_past(key):
             self.reception.drop(self.reception.floating.claim(key))
-            self._early.note_failure(peer, key, error)
-
-    def _on_status_request(self, peer: int, key: _Key, request: StatusRequest, now: float) -> None:
-        self.outbox.answer(peer, Frame.STATUS_REPLY, key)
-        if self.table.is_past(key) or not request.waited_s >= self.config.stall_warning_s > 0:
-            return
-        if self._early.note_report(peer, key, request.waited_s):
-            progress = {peer: "waiting for this rank"}
-            report = StallReport(request.name, key[1], request.waited_s, (self.rank,), progress, ())
-            self.reports.publish(report, now)
-
-    def _write_answer(self, peer: int, frame: Frame, key: _Key) -> tuple[_Key, bytes]:
-        """Return key and body of an answer that leaves now."""
-        if frame is Frame.CREDIT:
-            return (self.reception.floating.take_credit(peer), 0), b""
-        if frame is Frame.STATUS_REPLY:
-            operation, submitted = self.table.active.get(key), self.table.is_past(key)
-            progress = operation.progress() if operation is not None else "done" if submitted else "not submitted"
-            return key, StatusReply(submitted, progress).encode()
-        return key, b""
+            self.table.early.note_failure(peer, key, error)
 
     # -------------------------------------------------------------------------------------- receives from anybody
 
     def _match_any_receives(self, peer: int, key: _Key, now: float) -> None:
         """Let receives from anybody become operations, if they wait for messages of the peer that were announced."""
-        while self._is_announced(key):  # later messages of the peer may have overtaken this one and wait for their turn
-            receive = self._any_receives.take(peer, key)
-            if receive is None:
-                return
+        while (receive := self._any_receives.take(peer, key)) is not None:
             self._become(receive, peer, now)
-            key = (key[0], key[1] + 1)
-
-    def _is_announced(self, key: _Key) -> bool:
-        """Return whether a peer has sent, or wants to send, a message of an operation that was not submitted here."""
-        news = self._early.of(key)
-        return key in self.reception.floating or bool(news.requested) or bool(news.described)
+            key = (key[0], key[1] + 1)  # a later message of the peer may have overtaken this one
 
     def _become(self, receive: AnyReceive, peer: int, now: float) -> None:
         self.submit(

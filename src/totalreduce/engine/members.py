@@ -32,6 +32,11 @@ class Members:
         self.departed: dict[int, str] = {}
         self.closed = False
 
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self.everybody)
+
     def check_usable(self) -> None:
         """Raise an error if nothing can be submitted any more.
 

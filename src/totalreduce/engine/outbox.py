@@ -12,10 +12,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from totalreduce.engine.channels import pieces
+from totalreduce.engine.operation import Operation
 from totalreduce.engine.sendqueue import QueuedMessage, SendQueue
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ProtocolError
-from totalreduce.foundation.header import Frame, Header
+from totalreduce.foundation.header import Flag, Frame, Header
 
 __all__ = ["NO_KEY", "Outbox", "OutgoingMessage"]
 
@@ -50,6 +51,10 @@ class OutgoingMessage:
     share_key: Hashable = None
 
 
+#: Takes a peer and the key of an operation, at the moment at which the answer leaves; returns its key and its body.
+AnswerWriter = Callable[[int, _Key], tuple[_Key, bytes]]
+
+
 class Outbox:
     """What waits to leave, by peer.
 
@@ -57,6 +62,7 @@ class Outbox:
         epoch: The epoch of the group, which every header names.
         ready: Peers for which something may wait. It may name too many peers, never too few.
         control_waits: Peers for which a control frame or an answer waits.
+        writers: By frame: the function that writes an answer of this frame. Without one an answer has no body.
         queues: The data messages of each peer to which some have been sent.
     """
 
@@ -65,22 +71,17 @@ class Outbox:
         "_channel_frames",
         "_config",
         "_controls",
-        "_write_answer",
         "control_waits",
         "epoch",
         "queues",
         "ready",
+        "writers",
     )
 
-    def __init__(
-        self, config: EngineConfig, epoch: int, write_answer: Callable[[int, Frame, _Key], tuple[_Key, bytes]]
-    ) -> None:
-        """Begin with nothing.
-
-        ``write_answer`` takes a peer, the frame of the answer and the key of an operation. It returns the key and the
-        body of the answer at the moment at which the answer leaves.
-        """
-        self._config, self.epoch, self._write_answer = config, epoch, write_answer
+    def __init__(self, config: EngineConfig, epoch: int) -> None:
+        """Begin with nothing to send."""
+        self._config, self.epoch = config, epoch
+        self.writers: dict[Frame, AnswerWriter] = {}
         self._controls: dict[int, deque[OutgoingMessage]] = {}
         self._channel_frames: dict[int, int] = {}  #: By peer: how many of its control frames carry channel messages.
         self._answers: dict[int, dict[tuple[Frame, _Key], None]] = {}
@@ -166,6 +167,33 @@ class Outbox:
         self._queue(peer).push_back(messages)
         self.ready.add(peer)
 
+    def promote(self, operation: Operation) -> None:
+        """Give the queued messages of an operation that was promoted better places."""
+        for peer, messages in operation.queued.items():
+            messages[:] = [message for message in messages if not message.taken]
+            for message in messages:
+                self.queues[peer].rerank(message)
+
+    def discard(self, operation: Operation) -> None:
+        """Forget the data messages of an operation that has failed."""
+        for peer, messages in operation.queued.items():
+            for message in messages:
+                self.queues[peer].discard(message)
+        operation.held.clear()
+
+    def data_message(self, queued: QueuedMessage, flags: int) -> OutgoingMessage:
+        """Return a data message as it leaves now, with these flags in its header."""
+        operation, action = queued.operation, queued.action
+        body = operation.segment(queued.place, queued.lane, partial=action.partial)
+        if operation.promoted:
+            flags |= Flag.URGENT
+        signature = operation.layout.signature_to(action.peer)
+        header = Header.pack_data(
+            self.epoch, operation.key, queued.lane, action.step, flags, len(body), signature, operation.priority
+        )
+        share_key = (operation.key, queued.lane, action.step, action.chunk)
+        return OutgoingMessage(action.peer, header, body, queued, share_key)
+
     def _queue(self, peer: int) -> SendQueue:
         queue = self.queues.get(peer)
         if queue is None:
@@ -178,7 +206,8 @@ class Outbox:
         answers = self._answers[peer]
         frame, key = next(iter(answers))
         del answers[frame, key]
-        key, body = self._write_answer(peer, frame, key)
+        writer = self.writers.get(frame)
+        key, body = writer(peer, key) if writer is not None else (key, b"")
         return self._frame(peer, frame, key, body)
 
     def _frame(

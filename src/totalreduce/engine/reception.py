@@ -68,11 +68,12 @@ class Reception:
         arriving: Deliveries whose body has not arrived completely.
     """
 
-    __slots__ = ("_counters", "_sink_bytes_max", "arriving", "floating", "scratch")
+    __slots__ = ("_config", "_counters", "_share", "_sink_bytes_max", "arriving", "floating", "scratch")
 
     def __init__(self, config: EngineConfig, share: int, counters: Counters) -> None:
         """``share``: the bytes that each peer may have floating here."""
         self._counters = counters
+        self._config, self._share = config, share
         self._sink_bytes_max = 4 * config.segment_bytes
         self.floating = FloatingStore(share)
         self.scratch = ScratchPool(config.scratch_segments)
@@ -113,8 +114,15 @@ class Reception:
         """Take a message whose operation was not submitted here yet.
 
         Raises:
-            ProtocolError: The peer has more floating here than its share.
+            ProtocolError: The message has no allowance or is too long, or the peer has more floating here than its
+                share.
         """
+        if not header.flags & Flag.EAGER:
+            raise ProtocolError(
+                f"rank {peer} sent {header.body_bytes} bytes of an operation that was never posted here"
+            )
+        if header.body_bytes > min(self._sink_bytes_max, self._share):
+            raise ProtocolError(f"a floating message of {header.body_bytes} bytes from rank {peer}")
         if lease is not None and not lease.may_be_kept:
             lease = None
         message = self.floating.accept(peer, header, lease)
@@ -175,10 +183,20 @@ class Reception:
         return lane, index, action, place
 
     def abandon(self, operation: Operation) -> None:
-        """Let no body that is still arriving write to the memory of an operation that has failed."""
+        """Release the bodies of an operation that has failed, and let none that still arrives write to its tensor."""
         for delivery in self.arriving:
             if delivery.operation is operation and delivery.arrival is not None and delivery.arrival.buffer is None:
                 delivery.view = memoryview(bytearray(len(delivery.view)))
+        for lane in operation.lanes:
+            for arrival in lane.arrivals.values():
+                if not arrival.computing:
+                    arrival.release()
+            lane.arrivals.clear()
+
+    def validate(self) -> None:
+        """Check that the memory is within its bounds."""
+        assert 0 <= self.floating.total_bytes <= self._config.floating_bytes_max
+        assert self.scratch.in_use >= 0
 
     def drop(self, messages: list[FloatingMessage]) -> None:
         """Forget floating messages whose operation has failed. Those that are still arriving are forgotten then."""

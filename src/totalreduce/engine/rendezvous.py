@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from totalreduce.engine.counters import Counters
-from totalreduce.engine.early import EarlyNews, News
+from totalreduce.engine.early import News
 from totalreduce.engine.floating import FloatingStore, floating_cost
 from totalreduce.engine.operation import Operation
 from totalreduce.engine.outbox import NO_KEY, Outbox
@@ -33,23 +33,23 @@ class Rendezvous:
         share: The bytes that each peer may have floating here, and this rank at each peer.
     """
 
-    __slots__ = ("_counters", "_eager_bytes", "_floating", "_news", "_outbox", "_table", "_used", "share")
+    __slots__ = ("_counters", "_eager_bytes", "_floating", "_outbox", "_table", "_used", "share")
 
     def __init__(
         self,
         config: EngineConfig,
         share: int,
         table: OperationTable,
-        news: EarlyNews,
         floating: FloatingStore,
         outbox: Outbox,
         counters: Counters,
     ) -> None:
         """Begin with full allowances."""
         self.share, self._eager_bytes = share, config.eager_bytes
-        self._table, self._news, self._floating = table, news, floating
+        self._table, self._floating = table, floating
         self._outbox, self._counters = outbox, counters
         floating.on_credit = self.return_credit
+        outbox.writers[Frame.CREDIT] = self._write_credit
         self._used: dict[int, int] = {}  #: By peer: the part of the allowance there that this rank has used.
 
     # ------------------------------------------------------------------------------------------------- as the sender
@@ -86,7 +86,7 @@ class Rendezvous:
         if operation is not None:
             self.posted(operation, peer)
         elif not self._table.is_past(key):
-            self._news.note_posted(peer, key)
+            self._table.early.note_posted(peer, key)
 
     def on_credit(self, peer: int, amount: int) -> None:
         """Handle a CREDIT frame: the peer returns a part of this rank's allowance.
@@ -126,7 +126,7 @@ class Rendezvous:
         if key in self._table.active or ended(key):
             self._outbox.answer(peer, Frame.POSTED, key)
         elif not self._table.is_past(key):
-            self._news.note_requested(peer, key)
+            self._table.early.note_requested(peer, key)
             return True
         return False
 
@@ -134,6 +134,9 @@ class Rendezvous:
         """Return allowance to a peer, if a quarter of its share is due; any amount, if ``everything`` is set."""
         if self._floating.is_credit_due(peer, flush=everything):
             self._outbox.answer(peer, Frame.CREDIT, NO_KEY)
+
+    def _write_credit(self, peer: int, _key: _Key) -> tuple[_Key, bytes]:
+        return (self._floating.take_credit(peer), 0), b""
 
     def validate(self) -> None:
         """Check that no allowance is overdrawn."""

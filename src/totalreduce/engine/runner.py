@@ -169,7 +169,7 @@ class Runner:
         let_go_in_children(transport)
         name = f"totalreduce-{engine.rank}"
         self._threads = [threading.Thread(target=self._communicate, name=f"{name}-comm", daemon=True)]
-        if with_thread and engine.world_size > 1:
+        if with_thread and engine.members.world_size > 1:
             self._threads.append(threading.Thread(target=self._compute, name=f"{name}-compute", daemon=True))
         self._inline = len(self._threads) == 1
         for thread in self._threads:
@@ -302,7 +302,7 @@ class Runner:
             if explain is not None:
                 name, explanation = explain(now)
             elif operation is not None:
-                name, explanation = operation.name, self.engine.explain(operation, now)
+                name, explanation = operation.name, self.engine.stalls.explain(operation, now)
             else:
                 name, explanation = "a message from any rank", "nobody has sent one"
         raise DeadlineExceededError(f"rank {self.engine.rank} waited {timeout_s:g} s for {name!r}: {explanation}")
@@ -437,7 +437,7 @@ class Runner:
         with self._lock:
             operation = handle.operation
             if operation is not None and not operation.finished:
-                self.engine.inquire(operation, time.monotonic())
+                self.engine.stalls.inquire(operation, time.monotonic())
         self.transport.wake()
 
     def _round(self, timeout_s: float, handle: Handle | None = None) -> None:

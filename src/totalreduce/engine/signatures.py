@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from totalreduce.engine.control import Description, encode_mismatch
 from totalreduce.engine.counters import Counters
-from totalreduce.engine.early import ENTRY_COST, BoundedTable, EarlyNews
+from totalreduce.engine.early import ENTRY_COST, BoundedTable
 from totalreduce.engine.layout import Expectation
 from totalreduce.engine.members import Members
 from totalreduce.engine.names import NameRecord
@@ -48,19 +48,18 @@ _Key = tuple[int, int]
 class SignatureExchange:
     """What this rank and its peers have said of the signatures of operations."""
 
-    __slots__ = ("_counters", "_descriptions", "_ended", "_members", "_names", "_news", "_outbox", "_rank", "_table")
+    __slots__ = ("_counters", "_descriptions", "_ended", "_members", "_names", "_outbox", "_rank", "_table")
 
     def __init__(
         self,
         rank: int,
         table: OperationTable,
-        news: EarlyNews,
         outbox: Outbox,
         members: Members,
         counters: Counters,
     ) -> None:
         """Begin without knowledge of the peers."""
-        self._rank, self._table, self._news = rank, table, news
+        self._rank, self._table = rank, table
         self._outbox, self._members, self._counters = outbox, members, counters
         #: Operations that have ended here well; other ranks may still submit them with another signature.
         self._ended: BoundedTable[_Key, Expectation] = BoundedTable(_ENDED_MAX)
@@ -159,8 +158,8 @@ class SignatureExchange:
             return self.compare(operation, peer, signature)
         if self._table.is_past(key):
             self.compare_past(peer, key, signature)
-        elif self._news.of(key).failure is None:
-            self._news.note_described(peer, key, signature)
+        elif self._table.early.of(key).failure is None:
+            self._table.early.note_described(peer, key, signature)
         return None
 
     def distrust(self, key: _Key) -> None:

@@ -1,22 +1,28 @@
-"""The stall watch: who has not submitted what.
+"""The stall watch: it finds out which ranks have not submitted an operation that others wait for.
 
-No rank sees more than its neighbours, so a rank whose operation is late asks every peer "have you submitted this?" and
-makes one report out of the answers. A peer that is asked about an operation it has never submitted learns in the same
-moment that it keeps somebody waiting, and reports too.
+A rank hears only from its neighbours in a schedule. So a rank whose operation is late asks every peer whether it has
+submitted the operation (STATUS_REQUEST), and makes one report of the answers (STATUS_REPLY). A peer that has not
+submitted the operation learns from the question that it keeps the other rank waiting, and makes a report, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from totalreduce.engine.control import StatusReply, StatusRequest
+from totalreduce.engine.members import Members
 from totalreduce.engine.operation import Operation
+from totalreduce.engine.outbox import Outbox
+from totalreduce.engine.reports import Reports
+from totalreduce.engine.signatures import SignatureExchange
+from totalreduce.engine.table import OperationTable
+from totalreduce.foundation.header import Frame
 
 __all__ = ["StallReport", "StallWatch"]
 
-#: How long answers are waited for before the report is made without them.
+#: The seconds after which the report is made without the answers that have not come.
 _ANSWER_S = 1.0
-#: About so many late operations the peers are asked in one round, at most; the others' turn is in the next one.
+#: The number of late operations about which the peers are asked in one call of ``tick``; the others follow later.
 _LATE_MAX = 64
 
 _Key = tuple[int, int]
@@ -24,7 +30,7 @@ _Key = tuple[int, int]
 
 @dataclass(slots=True)
 class _Inquiry:
-    """Answers collected so far about one operation."""
+    """The answers about one operation that have come so far."""
 
     asked_at: float
     warn: bool
@@ -32,7 +38,7 @@ class _Inquiry:
     missing: list[int] = field(default_factory=list)
 
     def answered(self, peer: int, *, submitted: bool, progress: str) -> None:
-        """Note one answer."""
+        """Note the answer of a peer."""
         self.answers[peer] = progress
         if not submitted and peer not in self.missing:
             self.missing.append(peer)
@@ -43,12 +49,13 @@ class StallReport:
     """One operation that is late.
 
     Attributes:
-        tensor: Name of the operation.
+        tensor: The name of the operation.
         iteration: How often the name had been submitted before.
-        waited_s: Seconds since it was submitted here; where this rank is the late one, since the asking rank did.
-        missing: Ranks that never submitted it.
-        progress: What each rank that has submitted it says about its progress.
-        silent: Ranks that did not answer.
+        waited_s: The seconds since the operation was submitted here, or, if this rank is the late one, since the
+            asking rank submitted it.
+        missing: The ranks that have not submitted it.
+        progress: By rank that has submitted it: its progress in words.
+        silent: The ranks that have not answered.
     """
 
     tensor: str
@@ -59,7 +66,7 @@ class StallReport:
     silent: tuple[int, ...]
 
     def __str__(self) -> str:
-        """One sentence for the log."""
+        """Return a sentence for the log."""
         parts = [f"tensor {self.tensor!r} (iteration {self.iteration}) has been pending for {self.waited_s:.1f} s"]
         if self.missing:
             parts.append(f"never submitted by rank(s) {', '.join(map(str, self.missing))}")
@@ -70,7 +77,7 @@ class StallReport:
         return "; ".join(parts)
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-ready."""
+        """Return the report in a form that JSON can hold."""
         return {
             "tensor": self.tensor,
             "iteration": self.iteration,
@@ -82,20 +89,97 @@ class StallReport:
 
 
 class StallWatch:
-    """Who asks whom, when, and what came of it. The engine carries questions and answers."""
+    """Asks the peers about operations that are late, answers their questions, and publishes reports."""
 
-    def __init__(self, rank: int, warning_s: float) -> None:
+    __slots__ = (
+        "_inquiries",
+        "_members",
+        "_next_warning",
+        "_outbox",
+        "_rank",
+        "_reports",
+        "_signatures",
+        "_table",
+        "_warning_s",
+    )
+
+    def __init__(
+        self,
+        rank: int,
+        warning_s: float,
+        table: OperationTable,
+        outbox: Outbox,
+        members: Members,
+        signatures: SignatureExchange,
+        reports: Reports,
+    ) -> None:
         """``warning_s``: an operation is late after so many seconds; 0: never."""
-        self._rank, self._warning_s = rank, warning_s
+        self._rank, self._warning_s, self._table = rank, warning_s, table
+        self._outbox, self._members, self._signatures, self._reports = outbox, members, signatures, reports
         self._inquiries: dict[_Key, _Inquiry] = {}
         self._next_warning: dict[_Key, float] = {}
+        outbox.writers[Frame.STATUS_REPLY] = self._write_reply
 
-    def late(self, active: Iterable[Operation], now: float) -> list[Operation]:
-        """Operations about which the peers are to be asked now."""
+    def tick(self, now: float) -> None:
+        """Ask about operations that have become late, and report those whose answers are there."""
+        for operation in self._late(now):
+            self.inquire(operation, now, warn=True)
+        for report in self._concluded(now):
+            self._reports.publish(report, now)
+
+    def inquire(self, operation: Operation, now: float, *, warn: bool = False) -> None:
+        """Ask every peer whether it has submitted the operation; ``warn``: publish a report of the answers."""
+        key = operation.key
+        inquiry = self._inquiries.get(key)
+        if inquiry is not None:  # the peers have been asked
+            inquiry.warn = inquiry.warn or warn
+            return
+        self._inquiries[key] = _Inquiry(now, warn)
+        self._signatures.describe_late([operation])
+        body = StatusRequest(operation.name, now - operation.submitted_at).encode()
+        for peer in operation.ranks:
+            if peer != self._rank and peer not in self._members.departed:
+                self._outbox.control(peer, Frame.STATUS_REQUEST, key=key, body=body)
+
+    def explain(self, operation: Operation, now: float) -> str:
+        """Return what is known about why the operation has not ended, for the message of a deadline error."""
+        inquiry = self._inquiries.get(operation.key)
+        if inquiry is not None and inquiry.answers:
+            return str(self._report(operation, inquiry, now))
+        return f"{operation.progress()}; no answer from the other ranks yet"
+
+    def forget(self, key: _Key) -> None:
+        """The operation has ended."""
+        self._next_warning.pop(key, None)
+        self._inquiries.pop(key, None)
+
+    def on_request(self, peer: int, key: _Key, request: StatusRequest, now: float) -> None:
+        """Handle a STATUS_REQUEST frame: answer it, and report if this rank keeps the peer waiting."""
+        self._outbox.answer(peer, Frame.STATUS_REPLY, key)
+        if self._table.is_past(key) or not request.waited_s >= self._warning_s > 0:
+            return
+        if self._table.early.note_report(peer, key, request.waited_s):
+            progress = {peer: "waiting for this rank"}
+            report = StallReport(request.name, key[1], request.waited_s, (self._rank,), progress, ())
+            self._reports.publish(report, now)
+
+    def on_reply(self, peer: int, key: _Key, reply: StatusReply) -> None:
+        """Handle a STATUS_REPLY frame."""
+        inquiry = self._inquiries.get(key)
+        if inquiry is not None:
+            inquiry.answered(peer, submitted=reply.submitted, progress=reply.progress)
+
+    def _write_reply(self, _peer: int, key: _Key) -> tuple[_Key, bytes]:
+        operation, submitted = self._table.active.get(key), self._table.is_past(key)
+        progress = operation.progress() if operation is not None else "done" if submitted else "not submitted"
+        return key, StatusReply(submitted, progress).encode()
+
+    def _late(self, now: float) -> list[Operation]:
+        """Return operations about which the peers are to be asked now."""
+        found: list[Operation] = []
         if self._warning_s <= 0:
-            return []
-        found = []
-        for operation in active:
+            return found
+        for operation in self._table.active.values():
             if now >= self._next_warning.get(operation.key, operation.submitted_at + self._warning_s):
                 # The next warning comes after twice the time: a log must not fill with one stall.
                 self._next_warning[operation.key] = now + max(self._warning_s, now - operation.submitted_at)
@@ -104,45 +188,18 @@ class StallWatch:
                     break
         return found
 
-    def begin(self, key: _Key, now: float, *, warn: bool) -> bool:
-        """Note that the peers are asked; ``False``: they have been. ``warn``: a report is made of the answers."""
-        inquiry = self._inquiries.get(key)
-        if inquiry is not None:
-            inquiry.warn = inquiry.warn or warn
-            return False
-        self._inquiries[key] = _Inquiry(now, warn)
-        return True
-
-    def answered(self, key: _Key, peer: int, *, submitted: bool, progress: str) -> None:
-        """A peer has answered."""
-        inquiry = self._inquiries.get(key)
-        if inquiry is not None:
-            inquiry.answered(peer, submitted=submitted, progress=progress)
-
-    def concluded(self, active: Mapping[_Key, Operation], now: float) -> list[StallReport]:
-        """Reports of inquiries that have all answers, or have waited long enough for them."""
+    def _concluded(self, now: float) -> list[StallReport]:
+        """Return reports of the inquiries that have all answers, or have waited long enough for them."""
         reports = []
         for key, inquiry in list(self._inquiries.items()):
-            operation = active[key]
+            operation = self._table.active[key]
             complete = len(inquiry.answers) == len(operation.ranks) - 1 or now >= inquiry.asked_at + _ANSWER_S
             if complete and inquiry.warn:
                 del self._inquiries[key]
                 reports.append(self._report(operation, inquiry, now))
             elif now >= inquiry.asked_at + 10 * _ANSWER_S:
-                del self._inquiries[key]  # kept a while for ``explain``
+                del self._inquiries[key]  # it was kept for a while for ``explain``
         return reports
-
-    def explain(self, operation: Operation, now: float) -> str:
-        """What is known about why an operation is not done."""
-        inquiry = self._inquiries.get(operation.key)
-        if inquiry is not None and inquiry.answers:
-            return str(self._report(operation, inquiry, now))
-        return f"{operation.progress()}; no answer from the other ranks yet"
-
-    def forget(self, key: _Key) -> None:
-        """The operation has finished."""
-        self._next_warning.pop(key, None)
-        self._inquiries.pop(key, None)
 
     def _report(self, operation: Operation, inquiry: _Inquiry, now: float) -> StallReport:
         others = set(operation.ranks) - {self._rank} - set(inquiry.answers)

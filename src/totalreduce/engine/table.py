@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.counters import Counters
+from totalreduce.engine.early import EarlyNews
 from totalreduce.engine.names import NameTable
 from totalreduce.engine.operation import Operation, State
 from totalreduce.foundation.errors import MismatchError, TotalReduceError
@@ -21,15 +22,17 @@ class OperationTable:
     Attributes:
         active: Operations from their submission until they end, by key (operation id, iteration).
         names: The names that were submitted here.
+        early: Control frames about operations that were not submitted here yet.
     """
 
-    __slots__ = ("_active_since", "_completed", "_counters", "_failing", "_num_submitted", "active", "names")
+    __slots__ = ("_active_since", "_completed", "_counters", "_failing", "_num_submitted", "active", "early", "names")
 
     def __init__(self, counters: Counters) -> None:
         """Begin without operations."""
         self._counters = counters
         self.active: dict[_Key, Operation] = {}
         self.names = NameTable()
+        self.early = EarlyNews()
         self._completed: list[Operation | AnyReceive] = []
         #: Operations that have failed while an addition was carried out: they complete when it has ended.
         self._failing: list[Operation] = []
