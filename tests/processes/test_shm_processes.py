@@ -11,7 +11,7 @@ CRASH_S, SILENCE_S = 1.0, 3.0
 #: Says where it listens, is told where the others do, and has a group then.
 GROUP = """
 from totalreduce.engine.engine import Engine
-from totalreduce.engine.runner import Runner
+from totalreduce.runner.runner import Runner
 from totalreduce.foundation.config import EngineConfig, TcpConfig
 from totalreduce.groups.group import Group
 from totalreduce.transports.handshake import JobIdentity

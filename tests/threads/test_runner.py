@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import totalreduce as tr
-from totalreduce.engine import runner as engine_runner
 from totalreduce.engine.operation import Operation
 from totalreduce.foundation.config import EngineConfig, TcpConfig
 from totalreduce.foundation.errors import DeadlineExceededError, GroupClosed, PeerLost
+from totalreduce.runner import turns
 from totalreduce.testing.ranks import make_groups, run_ranks
 
 TRANSPORTS = ["inproc", "tcp"]
@@ -269,7 +269,7 @@ def expect_the_end(group):
 @pytest.mark.parametrize("closing", ["afterwards", "meanwhile"])
 def test_ctrl_c_that_cuts_a_message_in_two_ends_the_connections_at_once(closing, monkeypatch):
     """Nobody goes on with the message, and nobody waits for its end."""
-    monkeypatch.setattr(engine_runner, "_PARKED_S", 0.5)
+    monkeypatch.setattr(turns, "_PARKED_S", 0.5)
     groups = connected_pair()
     struck = groups[1]._runner
     closer = threading.Thread(target=groups[1].close, args=(CLOSE_S,))
@@ -290,12 +290,12 @@ def test_ctrl_c_that_cuts_a_message_in_two_ends_the_connections_at_once(closing,
     connection._consume = strike
     pending = groups[0].allreduce(torch.ones(1000), name="only rank 0")
     # The communication thread is kept away, as by somebody who drives, so that this thread is the one to send.
-    struck._driver = "somebody"
-    while not struck._parked:
+    struck._turns.driver = "somebody"
+    while not struck._turns.parked:
         struck.transport.wake()
         time.sleep(0.001)
     work = groups[1].allreduce(torch.ones(1000), name="only rank 1")
-    struck._driver = None
+    struck._turns.driver = None
     with pytest.raises(KeyboardInterrupt):
         work.wait(timeout_s=20)
     if closing == "afterwards":

@@ -14,10 +14,10 @@ from totalreduce.engine.engine import Engine
 from totalreduce.engine.operation import Operation
 from totalreduce.engine.outbox import OutgoingMessage
 from totalreduce.engine.reception import Delivery
-from totalreduce.engine.runner import carry_out
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import Frame, Header
 from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
+from totalreduce.runner.endpoint import carry_out
 
 #: Small tensors travel in many segments; by ring and chain, so that a test knows who sends what to whom.
 SMALL = EngineConfig(

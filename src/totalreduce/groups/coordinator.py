@@ -22,7 +22,6 @@ import torch
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.coordination.negotiator import NegotiationCounters, Negotiator
 from totalreduce.coordination.requests import Request
-from totalreduce.engine.runner import Handle, Runner
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import (
     ConfigurationError,
@@ -38,6 +37,8 @@ from totalreduce.groups.executor import Entry, Executor
 from totalreduce.groups.memory import Operands
 from totalreduce.groups.planned import NativeStream, Planned
 from totalreduce.groups.work import Work
+from totalreduce.runner.handle import Handle
+from totalreduce.runner.runner import Runner
 from totalreduce.transports.base import NativeCollectives
 
 if TYPE_CHECKING:

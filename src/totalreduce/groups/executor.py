@@ -19,13 +19,13 @@ from torch import _utils  # what torch itself packs gradients with
 
 from totalreduce.coordination.fusion import fuse
 from totalreduce.coordination.requests import Request, Response
-from totalreduce.engine.runner import Handle
 from totalreduce.foundation.errors import ConfigurationError, MismatchError, TotalReduceError, UnsupportedError
 from totalreduce.foundation.types import OpKind, ReduceOp
 from totalreduce.groups.culprit import LOOK_S, find_culprit
 from totalreduce.groups.devices import Devices
 from totalreduce.groups.memory import Operands, is_plain
 from totalreduce.kernels import divide
+from totalreduce.runner.handle import Handle
 from totalreduce.transports.base import NativeCollectives, NativeWork
 
 __all__ = ["Entry", "Executor", "Reporter"]

@@ -16,7 +16,6 @@ from typing import Any, Literal, Self, final
 import torch
 
 from totalreduce.coordination.config import CoordinationConfig
-from totalreduce.engine.runner import Handle, Runner
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
 from totalreduce.foundation.observer import Observer
@@ -31,6 +30,8 @@ from totalreduce.groups.planned import OrderFree, PlannedReductions
 from totalreduce.groups.requests import Blocks, Request
 from totalreduce.groups.statistics import Statistics
 from totalreduce.groups.work import Work
+from totalreduce.runner.handle import Handle
+from totalreduce.runner.runner import Runner
 from totalreduce.transports.base import NativeCollectives
 
 __all__ = ["Group"]

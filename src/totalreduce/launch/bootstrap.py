@@ -10,7 +10,6 @@ from typing import Literal, cast, get_args
 
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.engine.engine import Engine
-from totalreduce.engine.runner import ComputeMode, Runner
 from totalreduce.foundation import environment
 from totalreduce.foundation.config import EngineConfig, TcpConfig, Tls
 from totalreduce.foundation.environment import Settings
@@ -23,6 +22,7 @@ from totalreduce.groups.probe import LinkPolicy
 from totalreduce.launch.links import LinkRequest, TransportName, connect, standing
 from totalreduce.launch.rendezvous import Place
 from totalreduce.observe import Timeline, rank_path
+from totalreduce.runner.runner import ComputeMode, Runner
 from totalreduce.transports.base import NativeCollectives
 
 __all__ = ["init"]

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 from totalreduce.engine.engine import Engine
-from totalreduce.engine.runner import ComputeMode, Runner
 from totalreduce.foundation.config import EngineConfig, TcpConfig
 from totalreduce.foundation.errors import PeerLost
 from totalreduce.groups.group import Group
+from totalreduce.runner.runner import ComputeMode, Runner
 from totalreduce.transports.base import Transport
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.inproc import InprocNetwork

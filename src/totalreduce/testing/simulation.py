@@ -16,11 +16,11 @@ from totalreduce.engine.engine import Engine
 from totalreduce.engine.operation import Operation
 from totalreduce.engine.outbox import OutgoingMessage
 from totalreduce.engine.reception import Delivery
-from totalreduce.engine.runner import carry_out
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.foundation.header import Header
 from totalreduce.foundation.types import OpKind, Signature
+from totalreduce.runner.endpoint import carry_out
 from totalreduce.transports.base import Lease, Outgoing
 from totalreduce.transports.simulated import SimulatedNetwork
 

@@ -1,0 +1,405 @@
+"""The threads that drive an engine over a transport. No other file of this package starts a thread.
+
+There are two threads, as in the Total Reduce design. The *communication thread* moves messages. The *computation
+thread* carries out the computation list. With fewer than two cores per rank the second thread would only take turns
+with the first one, so the communication thread then adds by itself, while the segment is still in its cache (measured:
+2 ranks on 2 cores, 64 MiB: 20 ms against 26 ms). A caller that is blocked moves messages itself (``turns``).
+
+The thread that moves messages holds ``_moving``, but not while it waits for the network. Calls into the engine hold the
+lock of the ``EngineEndpoint``.
+
+Ctrl-C may strike the main thread between any two lines. If that thread is moving messages, it leaves with the
+exception, and the group fails: a message may be cut in two, so no thread may move anything after that (``_failure`` is set before
+``_moving`` is free again). The communication thread ends the connections at once, from which the other ranks learn it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, final
+
+from totalreduce.engine.any_receives import AnyReceive
+from totalreduce.engine.engine import Engine
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
+from totalreduce.foundation.forking import HomeProcess, let_go_in_children
+from totalreduce.foundation.types import Signature
+from totalreduce.runner.endpoint import EngineEndpoint, complete_owners
+from totalreduce.runner.handle import Handle
+from totalreduce.runner.turns import Turns
+from totalreduce.transports.base import Transport
+
+__all__ = ["ComputeMode", "Runner"]
+
+_log = logging.getLogger(__name__)
+
+ComputeMode = Literal["auto", "thread", "inline"]
+
+#: The longest time between two calls of ``Engine.tick``, in seconds.
+_TICK_S = 0.1
+
+
+@final
+class Runner:
+    """An engine, a transport, and the threads that connect them."""
+
+    def __init__(self, engine: Engine, transport: Transport, *, compute: ComputeMode = "auto") -> None:
+        """Start the threads.
+
+        ``compute``: whether there is a computation thread ("thread"), or the thread that moves messages also adds
+        ("inline"). "auto" decides by the number of cores.
+        """
+        self.engine, self.transport = engine, transport
+        self.home = HomeProcess(f"the group of rank {engine.rank}")
+        cores = len(os.sched_getaffinity(0))
+        with_thread = compute == "thread" or (compute == "auto" and cores >= 2 * transport.ranks_per_host)
+        with_thread = with_thread and engine.members.world_size > 1
+        self._endpoint = EngineEndpoint(engine, inline=not with_thread)
+        self._lock = self._endpoint.lock
+        self._turns = Turns()
+        self._moving = threading.Lock()
+        self._stop = False
+        self._sleepers = 0  #: Threads that wait for the network, or are about to: they must be woken.
+        self._next_tick = 0.0
+        self._failure: BaseException | None = None
+        self._deadline = 0.0  #: When the threads end after ``close``.
+        transport.attach(self._endpoint)
+        let_go_in_children(transport)
+        name = f"totalreduce-{engine.rank}"
+        self._threads = [threading.Thread(target=self._communicate, name=f"{name}-comm", daemon=True)]
+        if with_thread:
+            self._threads.append(threading.Thread(target=self._compute, name=f"{name}-compute", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    # -------------------------------------------------------------------------------------------------- application
+
+    def submit(
+        self,
+        name: str | None,
+        signature: Signature,
+        buffers: Sequence[memoryview | None],
+        *,
+        ranks: tuple[int, ...] | None = None,
+        scope: str = "",
+        repeats: bool = False,
+        priority: int = 0,
+        finish: Callable[[], None] | None = None,
+        release: Callable[[], None] | None = None,
+    ) -> Handle:
+        """Submit an operation; returns at once. Takes and raises what ``Engine.submit`` does.
+
+        ``finish`` and ``release``: see ``Handle``; neither is called if this raises.
+        """
+
+        def submit(handle: Handle) -> None:
+            handle.operation = self.engine.submit(
+                name,
+                signature,
+                buffers,
+                ranks=ranks,
+                scope=scope,
+                repeats=repeats,
+                priority=priority,
+                now=time.monotonic(),
+                owner=handle,
+            )
+
+        return self._start(submit, Handle(finish, release))
+
+    def receive_any(
+        self,
+        candidates: dict[int, str],
+        signature: Signature,
+        buffer: memoryview,
+        *,
+        scope: str = "",
+        priority: int = 0,
+        finish: Callable[[], None] | None = None,
+        release: Callable[[], None] | None = None,
+    ) -> Handle:
+        """Receive from whoever sends first (see ``Engine.receive_any``); the handle gets its operation then."""
+
+        def submit(handle: Handle) -> None:
+            receive = AnyReceive(candidates, signature, buffer, scope, priority, owner=handle)
+            self.engine.receive_any(receive, time.monotonic())
+
+        return self._start(submit, Handle(finish, release))
+
+    def act(self, action: Callable[[float], bool]) -> None:
+        """Call ``action(now)`` on what lives beside the engine, under the lock.
+
+        It returns whether there is something to send now, or sooner to be done than before.
+        """
+        self.home.check()
+        with self._lock:
+            self._check_alive()
+            now = time.monotonic()
+            if not action(now):
+                return
+            wake = self._sleepers > 0
+        self._look_again(now, wake=wake)
+
+    def _look_again(self, now: float, *, wake: bool) -> None:
+        """Have a thread send what was submitted. ``wake``: a thread waits for the network."""
+        if wake:
+            self.transport.wake()
+        else:
+            self._turns.unpark_for_submission(now)
+
+    def _start(self, submit: Callable[[Handle], None], handle: Handle) -> Handle:
+        self.home.check()
+        with self._lock:
+            self._check_alive()
+            submit(handle)
+            if self.engine.computations.peek() is not None:  # of a floating message that waited for this operation
+                self._endpoint.work.notify()
+            ended = self.engine.table.pop_completed()
+            wake = self._sleepers > 0
+            now = time.monotonic()
+        complete_owners(ended)
+        self._look_again(now, wake=wake)
+        return handle
+
+    def wait(
+        self, handle: Handle, timeout_s: float, *, explain: Callable[[float], tuple[str, str]] | None = None
+    ) -> None:
+        """Wait for an operation, and let its messages overtake those of operations that no caller waits for.
+
+        Args:
+            handle: The handle of the operation, or of something else whose messages move through this runner.
+            timeout_s: The deadline, in seconds.
+            explain: For a handle without an operation: returns its name and why it is pending. Called with the time,
+                under the lock.
+
+        Raises:
+            DeadlineExceededError: The operation is pending at the deadline; the message names the ranks that keep it
+                waiting.
+        """
+        if handle.done:
+            return
+        self.home.check()
+        begin = time.monotonic()
+        deadline = begin + timeout_s
+        # The peers are asked late enough not to disturb them, and early enough for answers before the deadline.
+        ask_at = max(begin + 0.5 * timeout_s, deadline - 1.0)
+        if not self._drive(handle, begin, deadline, ask_at):
+            self._look_on(handle, deadline, ask_at)
+        now = time.monotonic()
+        with self._lock:
+            operation = handle.operation
+            self.engine.counters.waited_s += now - begin
+            if operation is not None:
+                for observer in self.engine.observers:
+                    observer.waited(operation.name, operation.key[1], begin, now)
+            if handle.wait(0.0):
+                return
+            if explain is not None:
+                name, explanation = explain(now)
+            elif operation is not None:
+                name, explanation = operation.name, self.engine.stalls.explain(operation, now)
+            else:
+                name, explanation = "a message from any rank", "nobody has sent one"
+        raise DeadlineExceededError(f"rank {self.engine.rank} waited {timeout_s:g} s for {name!r}: {explanation}")
+
+    def complete(self, handles: Iterable[Handle], error: BaseException | None) -> None:
+        """Complete handles of something else than the engine's operations, and wake the threads that wait for them."""
+        for handle in handles:
+            try:
+                handle.complete(error)
+            except Exception:  # of a callback: the other handles must be completed all the same
+                _log.exception("rank %d: a callback of a finished operation failed", self.engine.rank)
+        if self._turns.is_driven():
+            self.transport.wake()
+
+    def close(self, timeout_s: float, reason: str = "") -> None:
+        """Fail what is pending, tell the peers, end the threads and the connections, within about ``timeout_s``.
+
+        In a forked child this does nothing.
+        """
+        if not self.home.is_here:
+            return
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self.engine.close(time.monotonic(), tell=self.transport.connected_peers(), reason=reason)
+            ended = self.engine.table.pop_completed()
+            self._deadline = deadline
+            self._stop = True  # last: the communication thread looks at both without the lock
+            self._endpoint.work.notify_all()
+        complete_owners(ended)
+        self._turns.unpark()
+        self.transport.wake()
+        for thread in self._threads:
+            thread.join(max(0.1, deadline - time.monotonic()) + 1.0)
+
+    def locked(self) -> threading.Lock:
+        """Return the lock under which the engine may be read.
+
+        Raises:
+            GroupClosed: In a forked child.
+        """
+        self.home.check()
+        return self._lock
+
+    # ------------------------------------------------------------------------------------------------------ threads
+
+    def _communicate(self) -> None:
+        for part in (self._move, self._hang_up):  # the second also if the first fails, so that the peers notice
+            try:
+                part()
+            except BaseException as failure:
+                self._fail(failure)
+
+    def _move(self) -> None:
+        """Move messages while no caller drives, until everything has left after ``close``, or something fails."""
+        while not self._stop:
+            if self._turns.is_driven() or self._turns.resting:
+                self._turns.park()
+            else:
+                self._round(_TICK_S)
+                if self._turns.is_driven():
+                    self.transport.wake()  # an event of the network that this thread was told is for the driver now
+        while (
+            self._failure is None
+            and (self._turns.is_driven() or not self._drained())
+            and time.monotonic() < self._deadline
+        ):
+            self._round(0.02)
+
+    def _hang_up(self) -> None:
+        """End the connections when the driver has left. It will leave soon, but is waited for only a short time."""
+        patience = time.monotonic() + 2 * _TICK_S
+        while self._turns.is_driven() and time.monotonic() < patience:
+            self._turns.pause()
+        with self._moving:
+            self.transport.close(max(0.0, self._deadline - time.monotonic()))
+
+    def _drive(self, handle: Handle, begin: float, deadline: float, ask_at: float) -> bool:
+        """Move messages in the caller's thread until the operation has ended.
+
+        Returns ``False`` if another caller drives already.
+        """
+        me, turns = object(), self._turns
+        try:
+            with self._lock:
+                if turns.driver is None and not self._stop:
+                    turns.driver = me
+                if handle.operation is not None:
+                    self.engine.promote(handle.operation, begin)
+            if turns.driver is not me:
+                return False
+            if self._sleepers:
+                self.transport.wake()  # or the communication thread would be told of the network's events
+            while not handle.done and not self._stop:
+                now = time.monotonic()
+                if now >= deadline:
+                    break
+                if now >= ask_at:
+                    ask_at = deadline
+                    self._inquire(handle)
+                self._round(min(_TICK_S, deadline - now), handle)
+            with self._lock:
+                resting = self.engine.table.num_active == 0
+                turns.leave(time.monotonic(), resting=resting)
+            if not resting:
+                turns.unpark()
+        except BaseException as failure:
+            # An exception here (Ctrl-C above all) may have cut a message in two: nothing can be trusted any more.
+            if turns.driver is me:
+                # In this order: no thread becomes the next driver, and the communication thread does not wait for this.
+                self._failure, self._stop, turns.driver = failure, True, None
+                self._fail(failure)
+            raise
+        if self._stop:
+            handle.wait(max(0.0, deadline - time.monotonic()))
+        return True
+
+    def _look_on(self, handle: Handle, deadline: float, ask_at: float) -> None:
+        """Wait while another thread moves the messages."""
+        if self._sleepers:
+            self.transport.wake()
+        if not handle.wait(max(0.0, ask_at - time.monotonic())):
+            self._inquire(handle)
+            handle.wait(max(0.0, deadline - time.monotonic()))
+
+    def _inquire(self, handle: Handle) -> None:
+        with self._lock:
+            operation = handle.operation
+            if operation is not None and not operation.finished:
+                self.engine.stalls.inquire(operation, time.monotonic())
+        self.transport.wake()
+
+    def _round(self, timeout_s: float, handle: Handle | None = None) -> None:
+        """Move and add what is there. If that was nothing, wait for the network, unless ``handle`` has ended."""
+        with self._lock:
+            now = time.monotonic()
+            if now >= self._next_tick:
+                self.engine.tick(now)
+                self._next_tick = now + _TICK_S
+            channels_due = self.engine.channels.next_due()
+            self._next_tick = min(self._next_tick, math.inf if channels_due is None else channels_due)
+            timeout_s = min(timeout_s, max(0.0, self._next_tick - now))
+            reports = self.engine.reports.pop()
+            self._sleepers += 1  # before looking for work, so that a thread that adds some wakes this one
+        for report in reports:
+            _log.warning("rank %d: stalled: %s", self.engine.rank, report)
+        progress = False
+        with self._moving:
+            try:
+                if self._failure is None:
+                    self._endpoint.compute()
+                    progress = self.transport.progress()
+            except BaseException as failure:
+                self._failure = failure  # before another thread can move the rest of a message that was cut in two
+                raise
+        self._endpoint.settle()
+        if not progress and not (handle is not None and handle.done):
+            self.transport.wait(timeout_s, eager=handle is not None)
+        with self._lock:
+            self._sleepers -= 1
+
+    def _drained(self) -> bool:
+        with self._lock:
+            return not self.engine.outbox.ready and self.transport.idle()
+
+    def _compute(self) -> None:
+        try:
+            while True:
+                with self._endpoint.work:
+                    computation = self.engine.computations.take()
+                    while computation is None:
+                        if self._stop:
+                            return
+                        self._endpoint.work.wait(_TICK_S)
+                        computation = self.engine.computations.take()
+                self._endpoint.carry_out(computation)
+                if self._sleepers:
+                    self.transport.wake()
+        except BaseException as failure:
+            self._fail(failure)
+
+    def _fail(self, failure: BaseException) -> None:
+        """End everything: here at once, and for the peers by the end of the connections."""
+        if self._failure is None:
+            self._failure = failure
+        self._stop = True
+        try:
+            with self._lock:
+                self.engine.close(time.monotonic(), tell=())
+                ended = self.engine.table.pop_completed()
+            for operation in ended:
+                operation.owner.complete(failure)
+        finally:
+            self._turns.unpark()
+            self.transport.wake()
+            _log.error("rank %d: the communication stopped", self.engine.rank, exc_info=failure)
+
+    def _check_alive(self) -> None:
+        if isinstance(self._failure, ConfigurationError):  # too few descriptors, for instance: the user can mend it
+            raise ConfigurationError(str(self._failure)) from self._failure
+        if self._failure is not None:
+            raise GroupClosed(f"the communication thread has failed: {self._failure!r}") from self._failure
