@@ -9,8 +9,9 @@ The thread that moves messages holds ``_moving``, but not while it waits for the
 lock of the ``EngineEndpoint``.
 
 Ctrl-C may strike the main thread between any two lines. If that thread is moving messages, it leaves with the
-exception, and the group fails: a message may be cut in two, so no thread may move anything after that (``_failure`` is set before
-``_moving`` is free again). The communication thread ends the connections at once, from which the other ranks learn it.
+exception, and the group fails: a message may be cut in two, so no thread may move anything after that (``_failure``
+is set before ``_moving`` is free again). The communication thread ends the connections at once, from which the other
+ranks learn it.
 """
 
 from __future__ import annotations
@@ -263,11 +264,9 @@ class Runner:
                 self._round(_TICK_S)
                 if self._turns.is_driven():
                     self.transport.wake()  # an event of the network that this thread was told is for the driver now
-        while (
-            self._failure is None
-            and (self._turns.is_driven() or not self._drained())
-            and time.monotonic() < self._deadline
-        ):
+        while self._failure is None and time.monotonic() < self._deadline:
+            if not self._turns.is_driven() and self._drained():
+                return
             self._round(0.02)
 
     def _hang_up(self) -> None:

@@ -1,7 +1,8 @@
 """Which thread moves the messages: the communication thread, or a caller that is blocked.
 
 A caller that is blocked in ``wait`` has nothing else to do, so it *drives*: it moves the messages, and the
-communication thread parks. A blocking operation then needs no change of threads, which takes longer than to send a small message.
+communication thread parks. A blocking operation then needs no change of threads, which takes longer than to send a
+small message.
 """
 
 from __future__ import annotations
