@@ -1,0 +1,69 @@
+"""The bodies of control frames: what is encoded comes back, cut to its bounds; anything else is refused."""
+
+import json
+
+import pytest
+
+from totalreduce.engine.control import (
+    CONTROL_BYTES_MAX,
+    Description,
+    LossNotice,
+    StatusReply,
+    StatusRequest,
+    decode_farewell,
+    decode_mismatch,
+    encode_farewell,
+    encode_mismatch,
+)
+from totalreduce.foundation.errors import MismatchError, PeerLost, ProtocolError
+
+
+def test_what_is_encoded_comes_back() -> None:
+    assert Description.decode(Description("w", "allreduce of (3,)").encode(), 1) == ("w", "allreduce of (3,)")
+    assert StatusRequest.decode(StatusRequest("w", 1.23456).encode(), 1) == ("w", 1.235)
+    assert StatusReply.decode(StatusReply(True, "2 of 3").encode(), 1) == (True, "2 of 3")
+    notice = LossNotice.of(PeerLost(2, "its connection ended"))
+    assert LossNotice.decode(notice.encode(), 1, 3) == (2, "its connection ended (reported by rank 1)")
+    error = decode_mismatch(encode_mismatch(MismatchError("w", (0, 1), ("a", "b"))), 1)
+    assert (error.tensor, error.ranks, error.values) == ("w", (0, 1), ("a", "b"))
+    assert decode_farewell(encode_farewell(""), 1) == "it has closed the group"
+    assert decode_farewell(encode_farewell("ValueError: 3"), 1) == "it has closed the group after ValueError: 3"
+
+
+def test_texts_are_cut_so_that_every_frame_is_accepted() -> None:
+    long = "\N{SNOWMAN}" * 5000
+    error = MismatchError("w" * 1024, (0, 1), (long[:1000], long[:1000]))
+    for body in (
+        Description("w" * 1024, long).encode(),
+        LossNotice(1, long).encode(),
+        encode_farewell(long),
+        encode_mismatch(error),
+    ):
+        assert len(body) <= CONTROL_BYTES_MAX
+    assert Description.decode(Description("w", long).encode(), 1).text == long[:2048]
+    hostile = json.dumps({"name": long, "is": long}).encode()
+    assert [len(text) for text in Description.decode(hostile, 1)] == [1024, 2048]
+    hostile = json.dumps({"tensor": long, "ranks": [0, 1], "values": [long, long]}).encode()
+    refused = decode_mismatch(hostile, 1)
+    assert [len(refused.tensor), *map(len, refused.values)] == [1024, 2048, 2048]
+    assert len(LossNotice.decode(json.dumps({"rank": 0, "reason": long}).encode(), 1, 2).reason) < 540
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff", b"[]", b"3", b"[" * 100_000])
+def test_no_json_object(body: bytes) -> None:
+    for decode in (Description.decode, StatusRequest.decode, StatusReply.decode, decode_mismatch):
+        with pytest.raises(ProtocolError, match="a control frame of rank 7 that is no JSON"):
+            decode(body, 7)
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 1.0, "1", None, [1]])
+def test_the_loss_of_no_rank(rank: object) -> None:
+    with pytest.raises(ProtocolError, match=r"rank 1 reports the loss of .*, which is no rank"):
+        LossNotice.decode(json.dumps({"rank": rank}).encode(), 1, 2)
+
+
+@pytest.mark.parametrize("change", [{"ranks": 3}, {"ranks": ["x"]}, {"values": None}, {"ranks": [1e999]}])
+def test_a_mismatch_that_cannot_be_read(change: dict[str, object]) -> None:
+    document = {"tensor": "w", "ranks": [0, 1], "values": ["a", "b"]} | change
+    with pytest.raises(ProtocolError, match="a MISMATCH frame that cannot be read"):
+        decode_mismatch(json.dumps(document).encode(), 1)

@@ -1,0 +1,294 @@
+"""The parts of the engine, each by itself: what waits to leave, the allowance, states, receives from anybody, loss."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rack import SMALL, allreduce
+
+from totalreduce.engine import outbox as outbox_module
+from totalreduce.engine.any_receives import AnyReceive, AnyReceives
+from totalreduce.engine.control import LossNotice
+from totalreduce.engine.counters import Counters
+from totalreduce.engine.early import EarlyNews
+from totalreduce.engine.floating import FloatingStore
+from totalreduce.engine.members import Members
+from totalreduce.engine.names import NameTable
+from totalreduce.engine.operation import Operation, State
+from totalreduce.engine.outbox import Outbox
+from totalreduce.engine.planner import Planner
+from totalreduce.engine.rendezvous import Rendezvous
+from totalreduce.engine.scratch import ScratchPool
+from totalreduce.engine.sendqueue import QueuedMessage
+from totalreduce.engine.signatures import SignatureExchange
+from totalreduce.engine.table import OperationTable
+from totalreduce.foundation.errors import GroupClosed, MismatchError, PeerLost, ProtocolError
+from totalreduce.foundation.header import Flag, Frame, Header
+from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
+from totalreduce.schedules.actions import Send
+
+MESSAGE = Signature(OpKind.SEND_RECV, DType.FLOAT64, ReduceOp.NONE, 0, ())
+
+
+class Parts:
+    """What several parts share, as ``Engine`` wires it, for rank 0 of three."""
+
+    def __init__(self, share: int = 4096) -> None:
+        self.counters = Counters()
+        self.table = OperationTable(self.counters)
+        self.outbox = Outbox(SMALL, 0)
+        self.members = Members(0, 3, self.outbox)
+        self.floating = FloatingStore(share)
+        self.rendezvous = Rendezvous(SMALL, share, self.table, self.floating, self.outbox, self.counters)
+        self.signatures = SignatureExchange(0, self.table, self.outbox, self.members, self.counters)
+        self.planner = Planner(0, range(3), self.table.names, SMALL, shared_memory=True)
+
+    def submit(self, name: str = "w", elements: int = 20) -> Operation:
+        record = self.table.names.record("", name)
+        key = (record.op_id, record.next_iteration)
+        buffers = [memoryview(bytearray(8 * elements))]
+        layout = self.planner.layout(record, allreduce(elements), (0, 1, 2), buffers)
+        record.next_iteration += 1
+        operation = Operation(name, key, layout, buffers, priority=0, sequence=self.table.next_sequence(), now=0.0)
+        self.table.add(operation, 0.0)
+        return operation
+
+    def first_message(self, operation: Operation) -> QueuedMessage:
+        lane = operation.lanes[0]
+        action = operation.program.actions[0]
+        assert isinstance(action, Send)
+        assert lane.places[0] is not None
+        return QueuedMessage(operation, 0, action, lane.places[0])
+
+    def frames(self, peer: int) -> list[Header]:
+        found = []
+        while peer in self.outbox.control_waits:
+            found.append(Header.unpack(self.outbox.take_control(peer).header))
+        return found
+
+
+# ------------------------------------------------------------------------------------------------------------- outbox
+
+
+def test_control_frames_leave_before_answers_and_both_in_order() -> None:
+    parts = Parts()
+    parts.outbox.answer(1, Frame.POSTED, (5, 0))
+    parts.outbox.control(1, Frame.REQUEST, key=(6, 0))
+    parts.outbox.answer(1, Frame.POSTED, (7, 1))
+    parts.outbox.answer(1, Frame.POSTED, (5, 0))  # once is enough
+    parts.outbox.control(1, Frame.MISMATCH, key=(8, 0), body=b"{}")
+    assert [(frame.frame, frame.operation, frame.iteration, frame.body_bytes) for frame in parts.frames(1)] == [
+        (Frame.REQUEST, 6, 0, 0),
+        (Frame.MISMATCH, 8, 0, 2),
+        (Frame.POSTED, 5, 0, 0),
+        (Frame.POSTED, 7, 1, 0),
+    ]
+    assert 2 not in parts.outbox.control_waits
+
+
+def test_an_answer_is_written_when_it_leaves() -> None:
+    parts = Parts()
+    said = ["early"]
+    parts.outbox.writers[Frame.STATUS_REPLY] = lambda peer, key: (key, f"{said[0]} {peer}".encode())
+    parts.outbox.answer(1, Frame.STATUS_REPLY, (5, 0))
+    said[0] = "late"
+    message = parts.outbox.take_control(1)
+    assert message.body is not None
+    assert bytes(message.body) == b"late 1"
+
+
+def test_answers_that_are_never_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "_ANSWERS_MAX", 3)
+    parts = Parts()
+    for index in range(3):
+        parts.outbox.answer(1, Frame.POSTED, (index, 0))
+    with pytest.raises(ProtocolError, match="rank 1 has asked for more than 3 answers"):
+        parts.outbox.answer(1, Frame.POSTED, (3, 0))
+
+
+def test_channel_messages_that_are_never_read_are_bounded() -> None:
+    parts = Parts()
+    parts.outbox.channel_message(1, 7, bytes(16 * 2**20))  # 1,024 pieces
+    parts.outbox.check_reads(1)
+    parts.outbox.channel_message(1, 7, b"one more")
+    with pytest.raises(ProtocolError, match="rank 1 goes on sending messages and reads none"):
+        parts.outbox.check_reads(1)
+    assert len(parts.frames(1)) == 1025
+    parts.outbox.check_reads(1)
+
+
+# --------------------------------------------------------------------------------------------------------- rendezvous
+
+
+def test_a_message_leaves_eagerly_is_held_and_leaves_when_posted() -> None:
+    parts = Parts(share=1000)
+    first, second = parts.submit("a"), parts.submit("b")
+    assert parts.rendezvous.admit(parts.first_message(first)) == Flag.EAGER
+    held = parts.first_message(second)
+    assert parts.rendezvous.admit(held) is None  # each message takes 768 bytes and its body
+    assert [(frame.frame, frame.operation) for frame in parts.frames(1)] == [(Frame.REQUEST, second.key[0])]
+    assert second.held[1] == [held]
+    parts.rendezvous.on_posted(1, second.key)
+    assert second.held == {}
+    assert parts.outbox.queues[1].pop() is held
+    assert parts.rendezvous.admit(held) == Flag.NONE
+
+
+def test_credit_frees_what_is_held() -> None:
+    parts = Parts(share=1000)
+    first, second = parts.submit("a"), parts.submit("b")
+    parts.rendezvous.admit(parts.first_message(first))
+    cost = 768 + parts.first_message(first).place.body_bytes
+    parts.rendezvous.admit(parts.first_message(second))
+    parts.rendezvous.on_credit(1, cost)
+    assert second.held == {}
+    with pytest.raises(ProtocolError, match="rank 1 gave back 1 bytes of an allowance of which 0 are used"):
+        parts.rendezvous.on_credit(1, 1)
+
+
+def test_allowance_goes_back_by_quarters_of_the_share() -> None:
+    parts = Parts(share=4000)
+    parts.floating.owe(1, 999)
+    assert parts.frames(1) == []
+    parts.floating.owe(1, 1)
+    assert [(frame.frame, frame.operation) for frame in parts.frames(1)] == [(Frame.CREDIT, 1000)]
+
+
+def test_a_request_is_answered_at_once_or_when_the_operation_is_submitted() -> None:
+    parts = Parts()
+    operation = parts.submit()
+    assert not parts.rendezvous.on_request(1, operation.key, ended=lambda _: False)
+    assert [frame.frame for frame in parts.frames(1)] == [Frame.POSTED]
+    record = parts.table.names.record("", "later")
+    assert parts.rendezvous.on_request(1, (record.op_id, 0), ended=lambda _: False)
+    later = parts.submit("later")
+    parts.rendezvous.submitted(later, parts.table.early.claim(later.key))
+    assert [frame.frame for frame in parts.frames(1)] == [Frame.POSTED]
+    assert parts.frames(2) == []
+
+
+# --------------------------------------------------------------------------------------------------------- signatures
+
+
+def test_neighbours_are_told_a_new_signature_once() -> None:
+    parts = Parts()
+    for turn in range(2):
+        operation = parts.submit()
+        record = parts.table.names.get(operation.key[0])
+        assert record is not None
+        parts.signatures.submitted(operation, record)
+        told = [[frame.frame for frame in parts.frames(peer)] for peer in (1, 2)]
+        assert told == ([[Frame.DESCRIBE]] * 2 if turn == 0 else [[], []])
+        parts.table.end(operation, None, 0.0)
+
+
+def test_a_difference_is_told_to_all_ranks() -> None:
+    parts = Parts()
+    operation = parts.submit()
+    mine = operation.layout.expectation.packed
+    assert parts.signatures.compare(operation, 1, mine) is None
+    theirs = bytes([mine[0], DType.INT32, *mine[2:]])
+    error = parts.signatures.compare(operation, 1, theirs)
+    assert error is not None
+    assert (error.tensor, error.ranks) == ("w", (0, 1))
+    assert "float64" in error.values[0]
+    assert "int32" in error.values[1]
+    for peer in (1, 2):
+        assert [frame.frame for frame in parts.frames(peer)] == [Frame.MISMATCH]
+
+
+# --------------------------------------------------------------------------------------------- the life of operations
+
+
+@pytest.mark.parametrize("state", State)
+def test_only_the_transitions_of_the_table_are_allowed(state: State) -> None:
+    allowed = {
+        State.WAITING: {State.MOVING, State.DONE, State.FAILING, State.FAILED},
+        State.MOVING: {State.DONE, State.FAILING, State.FAILED},
+        State.DONE: set(),
+        State.FAILING: {State.FAILED},
+        State.FAILED: set(),
+    }
+    for following in State:
+        operation = Parts().submit()
+        operation.state = state
+        if following in allowed[state]:
+            operation.enter(following)
+            assert operation.state is following
+        else:
+            with pytest.raises(AssertionError, match=f"cannot go from {state.name} to {following.name}"):
+                operation.enter(following)
+    assert operation.finished == (operation.state in (State.DONE, State.FAILING, State.FAILED))
+
+
+def test_a_mismatch_completes_when_the_last_addition_has_ended() -> None:
+    parts = Parts()
+    operation = parts.submit()
+    operation.computing = 1
+    parts.table.end(operation, MismatchError("w", (0, 1), ("a", "b")), 2.5)
+    assert (operation.state, parts.table.pop_completed(), parts.counters.active_s) == (State.FAILING, [], 2.5)
+    operation.computing = 0
+    parts.table.addition_ended(operation)
+    assert operation.state is State.FAILED
+    assert parts.table.pop_completed() == [operation]
+
+
+def test_after_a_loss_nothing_waits_for_additions() -> None:
+    parts = Parts()
+    operation = parts.submit()
+    operation.computing = 1
+    parts.table.end(operation, PeerLost(1, "killed"), 0.0)
+    assert parts.table.pop_completed() == [operation]
+    parts.table.addition_ended(operation)
+    assert parts.table.pop_completed() == []
+
+
+# ------------------------------------------------------------------------------------------- receives and lost ranks
+
+
+def test_a_receive_is_taken_by_the_first_announced_message() -> None:
+    names, early, floating = NameTable(), EarlyNews(), FloatingStore(4096)
+    receives = AnyReceives(names, early, floating)
+    receive = AnyReceive({1: "from 1", 2: "from 2"}, MESSAGE, memoryview(bytearray(8)), "", 0, owner=None)
+    key = (names.record("", "from 2").op_id, 0)
+    assert receives.first_sender(receive) is None
+    receives.add(receive)
+    assert receives.take(2, key) is None  # nothing was announced
+    floating.accept(2, Header(Frame.DATA, 0, *key, flags=Flag.EAGER))
+    assert receives.first_sender(receive) == 2
+    assert receives.take(1, key) is None  # the message is from rank 2
+    assert receives.take(2, (key[0], 1)) is None  # and is the first one
+    assert receives.take(2, key) is receive
+    assert receives.take(2, key) is None
+    assert receives.take_all() == []
+
+
+def test_ranks_that_have_left_are_told_nothing() -> None:
+    parts = Parts()
+    parts.members.check_usable()
+    parts.members.departed[2] = "it has closed the group"
+    lost = PeerLost(1, "its connection ended")
+    parts.members.tell_of_loss(LossNotice.of(lost), parts.members.everybody, (9, 3))
+    assert parts.frames(0) == parts.frames(2) == []
+    message = parts.outbox.take_control(1)
+    assert message.body is not None
+    assert json.loads(bytes(message.body)) == {"rank": 1, "reason": "its connection ended"}
+    assert Header.unpack(message.header).operation == 9
+    parts.members.lost = lost
+    with pytest.raises(PeerLost, match="rank 1 is lost: its connection ended"):
+        parts.members.check_usable()
+    parts.members.closed = True
+    with pytest.raises(GroupClosed, match="rank 0 has closed the group"):
+        parts.members.check_usable()
+
+
+def test_a_scratch_segment_goes_back_to_its_pool() -> None:
+    pool = ScratchPool(2)
+    segments = [pool.take(100), pool.take(50)]
+    assert (pool.in_use, pool.available, len(segments[0].view)) == (2, False, 100)
+    segments[0].release()
+    assert (pool.in_use, pool.available) == (1, True)
+    again = pool.take(80)
+    assert again.view.obj is segments[0].view.obj  # the same memory
+    assert len(again.view) == 80
