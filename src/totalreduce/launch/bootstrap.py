@@ -32,7 +32,7 @@ Collectives = Literal["auto", "engine", "native"]
 _log = logging.getLogger("totalreduce")
 
 #: Version of everything that travels: header, control frames, handshake. Compared at rendezvous.
-_WIRE_VERSION = 1
+_WIRE_VERSION = 2
 #: A group that could not be formed where fewer files can be opened has failed for want of them.
 _FEW_DESCRIPTORS = 3
 #: Where all ranks share one host, memory is the wire: larger segments save an eighth of the CPU time (4 ranks, 16 MiB:
