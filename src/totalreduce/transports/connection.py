@@ -18,6 +18,7 @@ from totalreduce.foundation.errors import AuthenticationError, ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES, Frame, Header
 from totalreduce.transports.base import Delivery, Endpoint, Outgoing
 from totalreduce.transports.handshake import Acceptor, Connector
+from totalreduce.transports.liveness import Pulse
 from totalreduce.transports.tls import HIDDEN_BYTES_MAX, TlsChannel
 
 __all__ = ["Connection"]
@@ -42,9 +43,8 @@ class Connection:
         peer: Rank at the other end; -1 until it has said so.
         outgoing: Whether this rank opened it.
         established: Whether the handshake is complete.
-        heard_at: When something last arrived.
+        pulse: When something last arrived, and when something last left.
         moved_at: When something besides a heartbeat last arrived.
-        spoke_at: When something last left.
         refused: Whether it was refused, and only waits for the other end to have read why.
     """
 
@@ -63,7 +63,8 @@ class Connection:
         self.connecting = outgoing
         self.established = self.refused = False
         self.readable, self.writable = False, outgoing
-        self.opened_at = self.heard_at = self.moved_at = self.spoke_at = now
+        self.opened_at = self.moved_at = now
+        self.pulse = Pulse(now)
         self.ended: str | None = None
         self._handshake: Connector | Acceptor | None = handshake
         self._channel = channel
@@ -182,7 +183,7 @@ class Connection:
                 self.writable = False
                 break
             progress = True
-            self.spoke_at = now
+            self.pulse.spoke_at = now
             self._consume(sent)
             if not self._views:
                 leaving, self._leaving = self._leaving, []
@@ -243,7 +244,7 @@ class Connection:
             progress = True
             quantum -= count
         if progress:
-            self.heard_at = now
+            self.pulse.heard_at = now
         if not self.readable:
             self._settle()
         return progress

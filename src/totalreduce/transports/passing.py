@@ -21,6 +21,7 @@ from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES, Frame, Header
 from totalreduce.transports.base import Delivery, Endpoint, Outgoing, Transport, TransportCounters
+from totalreduce.transports.liveness import Liveness, Pulse
 
 __all__ = ["HEAD_BYTES", "PassingTransport", "Wire", "WireError"]
 
@@ -142,11 +143,9 @@ class PassingTransport(Transport):
         self._arriving: dict[int, tuple[Delivery, memoryview]] = {}
         self._gone: set[int] = set()
         self._farewells: set[int] = set()  #: Who was told that nothing more comes.
-        self._heard_at: dict[int, float] = {}
-        self._spoke_at: dict[int, float] = {}
+        self._pulses: dict[int, Pulse] = {}  #: Of the peers with which something was exchanged.
         self._heartbeat = Header(Frame.HEARTBEAT, 0).pack()
-        self._next_timers = 0.0
-        self._looked_at = time.monotonic()
+        self._liveness = Liveness(config, time.monotonic())
         self._woken = threading.Event()
         self._pause_s = _PAUSE_MIN_S
 
@@ -188,7 +187,7 @@ class PassingTransport(Transport):
             moved = self._guard(peer, now, reading=True) or moved
         for peer in tuple(endpoint.ready_peers()):
             moved = self._guard(peer, now, reading=False) or moved
-        if now >= self._next_timers:
+        if now >= self._liveness.due_at:
             self._timers(now)
         if moved:
             self._pause_s = _PAUSE_MIN_S
@@ -197,7 +196,7 @@ class PassingTransport(Transport):
     def wait(self, timeout_s: float, *, eager: bool = False) -> None:
         """Look again and again, at shorter and then at longer intervals."""
         now = time.monotonic()
-        deadline = min(now + timeout_s, max(now, self._next_timers))
+        deadline = min(now + timeout_s, max(now, self._liveness.due_at))
         if not self._wire.usable():
             self._woken.wait(timeout_s)
             self._woken.clear()
@@ -247,8 +246,7 @@ class PassingTransport(Transport):
             if deaf:
                 continue
             moved = True
-            self._meet(peer, now)
-            self._spoke_at[peer] = now
+            self._meet(peer, now).spoke_at = now
             body = message.body
             if body is not None and len(body) > _INLINE_BYTES:
                 self._leaving[peer].append(message)
@@ -281,7 +279,7 @@ class PassingTransport(Transport):
                 head = wire.head(peer)
                 if head is None or not self._read_head(peer, head, endpoint, now):
                     break
-            self._heard_at[peer] = now
+            self._meet(peer, now).heard_at = now
             moved = True
         return moved
 
@@ -324,43 +322,40 @@ class PassingTransport(Transport):
         self._wire.release(peer)
         self._endpoint.delivered(delivery)
 
-    def _meet(self, peer: int, now: float) -> None:
-        if peer not in self._heard_at:
-            self._heard_at[peer] = self._spoke_at[peer] = now
+    def _meet(self, peer: int, now: float) -> Pulse:
+        pulse = self._pulses.get(peer)
+        if pulse is None:
+            pulse = self._pulses[peer] = Pulse(now)
             self.counters.connections += 1
+        return pulse
 
     # ------------------------------------------------------------------------------------------------------- timers
 
     def _timers(self, now: float) -> None:
-        beat = self._config.heartbeat_s
-        self._next_timers = now + beat / 2
-        away, self._looked_at = now - self._looked_at, now
+        self._liveness.look(self._pulses.values(), now)
         if not self._wire.beats:
             return
-        for peer, heard_at in list(self._heard_at.items()):
+        for peer, pulse in list(self._pulses.items()):
             if peer in self._gone:
                 continue
-            silence = now - heard_at
-            if away > 2 * beat:  # this process itself was stopped or starved: nobody can be blamed for the gap
-                self._heard_at[peer] = min(now, heard_at + away)
-            elif peer not in self._arriving and self._wire.head(peer) is not None:
-                self._heard_at[peer] = now  # it has said something that this rank could not hear yet
-            elif silence > self._patience_s(peer):
-                self._lose(peer, f"silent for {silence:.1f} s (stopped, frozen or cut off from the network)")
-            if peer not in self._gone and now - self._spoke_at[peer] >= beat:
-                self._spoke_at[peer] = now
+            if peer not in self._arriving and self._wire.head(peer) is not None:
+                pulse.heard_at = now  # it has said something that this rank could not hear yet
+            reason = self._liveness.verdict(pulse, now, extra_s=self._transfer_s(peer))
+            if reason is not None:
+                self._lose(peer, reason)
+            elif self._liveness.is_beat_due(pulse, now):
                 self.counters.heartbeats_sent += 1
                 try:
                     self._wire.beat(peer, self._heartbeat)
                 except WireError as error:
                     self._lose(peer, str(error))
 
-    def _patience_s(self, peer: int) -> float:
-        """How long a peer may be silent."""
+    def _transfer_s(self, peer: int) -> float:
+        """Return how long the bodies that are on their way to or from a peer may take; it says nothing meanwhile."""
         bodies = [len(message.body or b"") for message in self._leaving[peer]]
         if peer in self._arriving:
             bodies.append(len(self._arriving[peer][1]))
-        return self._config.silence_s + sum(bodies) / _SLOWEST_BYTES_PER_S
+        return sum(bodies) / _SLOWEST_BYTES_PER_S
 
     # -------------------------------------------------------------------------------------------------------- close
 

@@ -25,6 +25,7 @@ from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.transports.base import Endpoint, Transport, TransportCounters
 from totalreduce.transports.handshake import JobIdentity
+from totalreduce.transports.liveness import Liveness
 from totalreduce.transports.shm_link import Link
 from totalreduce.transports.shm_memory import BEAT_WORD, Fences, Layout, Outbox, shm_available
 from totalreduce.transports.shm_pool import StagingPool
@@ -86,8 +87,8 @@ class ShmTransport(Transport):
         self._sockets: dict[int, Link] = {}
         self._gone: set[int] = set()
         self._endpoint: Endpoint | None = None
-        self._next_look = self._next_timers = 0.0
-        self._looked_at = time.monotonic()
+        self._next_look = 0.0
+        self._liveness = Liveness(config, time.monotonic())
 
     @property
     def ranks_per_host(self) -> int:
@@ -140,7 +141,7 @@ class ShmTransport(Transport):
                 self._send_nowhere(peer, endpoint, now)
             elif link_of_peer.ended is None:
                 more = self._send(link_of_peer, endpoint) or more
-        if now >= self._next_timers:
+        if now >= self._liveness.due_at:
             self._timers(now)
             more = more or self.can_send()  # word of a loss is not to wait
         for link in tuple(self._links.values()):
@@ -190,7 +191,7 @@ class ShmTransport(Transport):
 
     def wait(self, timeout_s: float, *, eager: bool = False) -> None:
         """Sleep until a peer or ``wake`` rings, or a socket has something to say."""
-        self._sleep.wait(min(timeout_s, self._next_timers - time.monotonic()), eager=eager)
+        self._sleep.wait(min(timeout_s, self._liveness.due_at - time.monotonic()), eager=eager)
 
     def wake(self) -> None:
         """End a ``wait``."""
@@ -274,18 +275,15 @@ class ShmTransport(Transport):
         self._endpoint.peer_lost(peer, reason)
 
     def _timers(self, now: float) -> None:
-        beat = self._config.heartbeat_s
-        self._next_timers = now + beat / 2
-        away = now - self._looked_at
-        self._looked_at = now
         self._outbox.words[BEAT_WORD] += 1
         self.counters.heartbeats_sent += len(self._links)
-        for link in tuple(self._links.values()):
-            if away > 2 * beat:  # this process itself was stopped or starved: nobody can be blamed for the gap
-                link.heard_at = min(now, link.heard_at + away)
-            silence = link.silent_s(now)
-            if silence > self._config.silence_s and link.ended is None:
-                self._lose(link.peer, f"silent for {silence:.1f} s (stopped, frozen or cut off from the network)")
+        links = tuple(self._links.values())
+        self._liveness.look((link.pulse for link in links), now)
+        for link in links:
+            link.take_pulse(now)
+            reason = self._liveness.verdict(link.pulse, now)
+            if reason is not None and link.ended is None:
+                self._lose(link.peer, reason)
         self._reception.expire(now)
         self._take_arrivals(now)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from typing import final
 
+from totalreduce.transports.liveness import Pulse
 from totalreduce.transports.shm_memory import BEAT_WORD, CPU_WORD, Fences, Layout, Mapping, Outbox
 from totalreduce.transports.shm_pool import StagingPool
 from totalreduce.transports.shm_rings import IncomingRing, OutgoingRing
@@ -23,7 +24,7 @@ class Link:
         ended: How it ended, if it has.
         outgoing: The ring to the peer.
         incoming: The ring from the peer.
-        heard_at: When the peer's heartbeat last moved.
+        pulse: When the peer's heartbeat was last seen to move.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Link:
         """Take over a socket and the peer's bell; for the rest see ``OutgoingRing``."""
         self.peer, self.sock = peer, sock
         self.ended: str | None = None
-        self.heard_at = now
+        self.pulse = Pulse(now)
         self._words = memories[1].words
         self._bell = Doorbell(bell_fd, self._words, fences)
         self.outgoing = OutgoingRing(peer, indices, memories, layout, pool, self._bell)
@@ -69,12 +70,11 @@ class Link:
         """Number of the processor that the peer last waited on, plus one; 0 if it never said."""
         return self._words[CPU_WORD]
 
-    def silent_s(self, now: float) -> float:
-        """For how long the peer's heartbeat has not moved."""
+    def take_pulse(self, now: float) -> None:
+        """Note whether the peer's heartbeat has moved."""
         beat = self._words[BEAT_WORD]
         if beat != self._beat:
-            self._beat, self.heard_at = beat, now
-        return now - self.heard_at
+            self._beat, self.pulse.heard_at = beat, now
 
     def close(self) -> None:
         """Close the socket and the bell, take back what was lent. Leases stay readable."""

@@ -31,6 +31,7 @@ from totalreduce.transports.base import Endpoint, Transport, TransportCounters
 from totalreduce.transports.connection import Connection
 from totalreduce.transports.door import Door, Shortage
 from totalreduce.transports.handshake import Acceptor, Connector, JobIdentity
+from totalreduce.transports.liveness import Liveness
 from totalreduce.transports.tls import HungUp, TlsChannel, TlsCredentials
 
 __all__ = ["TcpTransport", "listen"]
@@ -131,8 +132,7 @@ class TcpTransport(Transport):
         #: Connections with a message half-way out that the socket takes again.
         self._unblocked: list[Connection] = []
         self._heartbeat = Header(Frame.HEARTBEAT, identity.epoch).pack()
-        self._next_timers = 0.0
-        self._looked_at = time.monotonic()
+        self._liveness = Liveness(config, time.monotonic())
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._epoll.register(self._wake_read, select.EPOLLIN)
         self._door = Door(rank, listener, self._epoll)
@@ -190,7 +190,7 @@ class TcpTransport(Transport):
             route = self._route(peer, now)
             if route is not None and route.established and route.writable:
                 self._guard(route, endpoint, now, reading=False)
-        if now >= self._next_timers:
+        if now >= self._liveness.due_at:
             self._timers(endpoint, now)
         return self._more_to_do(endpoint)
 
@@ -203,7 +203,7 @@ class TcpTransport(Transport):
 
     def wait(self, timeout_s: float, *, eager: bool = False) -> None:  # noqa: ARG002  (the kernel waits well)
         """Wait for epoll to say something; ``progress`` looks at it."""
-        timeout_s = min(timeout_s, max(0.0, self._next_timers - time.monotonic()))
+        timeout_s = min(timeout_s, max(0.0, self._liveness.due_at - time.monotonic()))
         self._events.extend(self._epoll.poll(timeout_s))
 
     def _on_event(self, fd: int, events: int) -> None:
@@ -243,7 +243,7 @@ class TcpTransport(Transport):
                 return
             self._drop(connection)
             self._ended[connection.peer] = now, f"its connection ended ({error})"
-            self._next_timers = now
+            self._liveness.due_at = now
 
     # -------------------------------------------------------------------------------------------------- connections
 
@@ -251,7 +251,7 @@ class TcpTransport(Transport):
         for _turn in range(-(-self._config.pending_handshakes_max // 4)):  # the rest after the peers had their turn
             accepted = self._door.accept(time.monotonic())
             if accepted is None:
-                self._next_timers = min(self._next_timers, self._door.resume_at)
+                self._liveness.due_at = min(self._liveness.due_at, self._door.resume_at)
                 return
             sock, origin = accepted
             pending = [c for c in self._connections.values() if not c.established and not c.outgoing]
@@ -364,7 +364,7 @@ class TcpTransport(Transport):
             self.counters.connections += 1
             self._refusals.pop(connection.peer, None)
             self._retry_at.pop(connection.peer, None)
-            connection.heard_at = now
+            connection.pulse.heard_at = now
 
     def _refused(self, reason: str) -> None:
         self._last_refusal = reason
@@ -388,7 +388,7 @@ class TcpTransport(Transport):
 
     def _try_again(self, peer: int, now: float) -> None:
         self._retry_at[peer] = now + _RETRY_S
-        self._next_timers = min(self._next_timers, now + _RETRY_S)
+        self._liveness.due_at = min(self._liveness.due_at, now + _RETRY_S)
 
     def _drop(self, connection: Connection) -> None:
         fd = connection.sock.fileno()
@@ -409,15 +409,12 @@ class TcpTransport(Transport):
     # ------------------------------------------------------------------------------------------------------- timers
 
     def _timers(self, endpoint: Endpoint, now: float) -> None:
-        config = self._config
-        beat = config.heartbeat_s
+        config, liveness = self._config, self._liveness
         self._door.resume(now)
-        self._next_timers = min(now + beat / 2, self._door.resume_at)
-        away = now - self._looked_at
-        self._looked_at = now
-        for connection in list(self._connections.values()):
-            if away > 2 * beat:  # this process itself was stopped or starved: nobody can be blamed for the gap
-                connection.heard_at = min(now, connection.heard_at + away)
+        connections = list(self._connections.values())
+        liveness.look((connection.pulse for connection in connections), now)
+        liveness.due_at = min(liveness.due_at, self._door.resume_at)
+        for connection in connections:
             if connection.established:
                 self._watch(connection, endpoint, now)
             elif now - connection.opened_at > (
@@ -434,7 +431,7 @@ class TcpTransport(Transport):
                 del self._ended[peer]
                 self._lose(peer, reason)
             else:
-                self._next_timers = min(self._next_timers, due)
+                liveness.due_at = min(liveness.due_at, due)
         for peer in [peer for peer, due in self._retry_at.items() if now >= due]:
             del self._retry_at[peer]
 
@@ -449,20 +446,18 @@ class TcpTransport(Transport):
         return max(ended_at, *others) + self._config.silence_s if others else ended_at + _VERDICT_S
 
     def _watch(self, connection: Connection, endpoint: Endpoint, now: float) -> None:
-        silence = now - connection.heard_at
-        if silence > self._config.silence_s and not connection.readable:
+        pulse = connection.pulse
+        reason = self._liveness.verdict(pulse, now)
+        if reason is not None and not connection.readable:
             self._drop(connection)
             self._gone.add(connection.peer)
-            endpoint.peer_lost(
-                connection.peer, f"silent for {silence:.1f} s (stopped, frozen or cut off from the network)"
-            )
+            endpoint.peer_lost(connection.peer, reason)
             return
-        if silence > 2 * self._config.heartbeat_s:
+        if pulse.silence_s(now) > 2 * self._config.heartbeat_s:
             # Part of a body may lie there unreported: see Connection._settle. After the verdict above, not before:
             # by the next time reading has either found something or said that there is nothing.
             connection.readable = True
-        if now - connection.spoke_at >= self._config.heartbeat_s and not connection.busy:
-            connection.spoke_at = now
+        if not connection.busy and self._liveness.is_beat_due(pulse, now):
             self.counters.heartbeats_sent += 1
             try:
                 connection.queue_raw(self._heartbeat)

@@ -1,0 +1,78 @@
+"""Which peers are alive: heartbeats that are due, and peers that have been silent for too long.
+
+Every transport that finds out by itself whether a peer is alive uses this. It sends a heartbeat where nothing else has
+left for ``heartbeat_s``, and takes a peer from which nothing has come for ``silence_s`` for lost. Time in which this
+process did not run (it was stopped, or starved of processor time) is not the silence of a peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import final
+
+from totalreduce.foundation.config import TcpConfig
+
+__all__ = ["Liveness", "Pulse"]
+
+
+@final
+class Pulse:
+    """When a peer was heard, and when it was spoken to.
+
+    Attributes:
+        heard_at: When something last came from the peer, in seconds.
+        spoke_at: When something last left for the peer, in seconds.
+    """
+
+    __slots__ = ("heard_at", "spoke_at")
+
+    def __init__(self, now: float) -> None:
+        """Begin with a peer that was heard and spoken to just now."""
+        self.heard_at = self.spoke_at = now
+
+    def silence_s(self, now: float) -> float:
+        """Return for how long nothing has come."""
+        return now - self.heard_at
+
+
+@final
+class Liveness:
+    """Decides about the pulses of a transport's peers.
+
+    Attributes:
+        due_at: When ``look`` is to be called next.
+    """
+
+    __slots__ = ("_config", "_looked_at", "due_at")
+
+    def __init__(self, config: TcpConfig, now: float) -> None:
+        """Begin at ``now``."""
+        self._config = config
+        self._looked_at = now
+        self.due_at = 0.0
+
+    def look(self, pulses: Iterable[Pulse], now: float) -> None:
+        """Call this at ``due_at``, before the decisions about the pulses.
+
+        If this process has not looked for a long time, that time counts for no peer as silence.
+        """
+        beat = self._config.heartbeat_s
+        self.due_at = now + beat / 2
+        away, self._looked_at = now - self._looked_at, now
+        if away > 2 * beat:
+            for pulse in pulses:
+                pulse.heard_at = min(now, pulse.heard_at + away)
+
+    def verdict(self, pulse: Pulse, now: float, *, extra_s: float = 0.0) -> str | None:
+        """Return why a peer is lost, if it was silent for too long: ``silence_s`` and ``extra_s``."""
+        silence_s = pulse.silence_s(now)
+        if silence_s <= self._config.silence_s + extra_s:
+            return None
+        return f"silent for {silence_s:.1f} s (stopped, frozen or cut off from the network)"
+
+    def is_beat_due(self, pulse: Pulse, now: float) -> bool:
+        """Return whether a heartbeat is to leave for a peer, and note that one leaves."""
+        if now - pulse.spoke_at < self._config.heartbeat_s:
+            return False
+        pulse.spoke_at = now
+        return True

@@ -1,0 +1,43 @@
+"""Heartbeats that are due, silence that is too long, and time in which this process did not run."""
+
+import pytest
+
+from totalreduce.foundation.config import TcpConfig
+from totalreduce.transports.liveness import Liveness, Pulse
+
+CONFIG = TcpConfig(heartbeat_s=0.5, silence_s=2.0)
+
+
+def test_a_silent_peer_is_lost_and_one_that_speaks_is_not() -> None:
+    liveness, silent, speaking = Liveness(CONFIG, 10.0), Pulse(10.0), Pulse(10.0)
+    for quarter in range(1, 9):
+        now = 10 + quarter / 4
+        liveness.look([silent, speaking], now)
+        assert liveness.due_at == now + 0.25
+        speaking.heard_at = now
+        assert liveness.verdict(silent, now) is None
+    liveness.look([silent, speaking], 12.25)
+    assert liveness.verdict(silent, 12.25, extra_s=0.25) is None
+    assert liveness.verdict(silent, 12.25) == "silent for 2.2 s (stopped, frozen or cut off from the network)"
+    assert liveness.verdict(speaking, 12.25) is None
+
+
+@pytest.mark.parametrize(("away", "lost"), [(0.9, True), (1.1, False), (500.0, False)])
+def test_time_in_which_this_process_did_not_run_is_nobodys_silence(away: float, lost: bool) -> None:
+    liveness, pulse = Liveness(CONFIG, 0.0), Pulse(0.0)
+    for quarter in range(1, 7):
+        liveness.look([pulse], quarter / 4)
+    now = 1.5 + away
+    liveness.look([pulse], now)
+    assert (liveness.verdict(pulse, now) is not None) == lost
+    assert pulse.heard_at <= now
+
+
+def test_heartbeats_leave_where_nothing_else_does() -> None:
+    liveness, pulse = Liveness(CONFIG, 0.0), Pulse(0.0)
+    assert not liveness.is_beat_due(pulse, 0.49)
+    assert liveness.is_beat_due(pulse, 0.5)
+    assert not liveness.is_beat_due(pulse, 0.9)
+    pulse.spoke_at = 1.0  # data has left
+    assert not liveness.is_beat_due(pulse, 1.4)
+    assert liveness.is_beat_due(pulse, 1.5)
