@@ -18,6 +18,7 @@ from typing import final
 import torch
 
 from totalreduce.groups.compilation import never_compiled
+from totalreduce.pytorch.correction import MomentumCorrection
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, flattened, shaped
 from totalreduce.pytorch.readiness import Readiness
 from totalreduce.sparse.accumulator import Accumulator
@@ -70,8 +71,7 @@ class CompressedReducer:
         self._left: set[int] = set()
         self._present: set[int] = set()
         self._accumulated: dict[int, torch.Tensor] = {}
-        self._velocities: dict[int, torch.Tensor] = {}
-        self._spare_velocities: dict[int, torch.Tensor] = {}
+        self._correction = MomentumCorrection(residuals, feedback.momentum)
         self._scale = 1.0
         self._round = 0
         self._whole = False
@@ -98,7 +98,7 @@ class CompressedReducer:
         self._left.clear()
         self._present.clear()
         self._accumulated.clear()
-        self._velocities.clear()
+        self._correction.discard()
         self._readiness.begin()
         self._scale = self._loss_scale()
 
@@ -119,7 +119,7 @@ class CompressedReducer:
         if self._feedback.clip_norm is not None:
             for member in range(len(self.plan.parameters)):
                 self._take(member)
-            clip = self._clipping(self._feedback.clip_norm)
+            clip = self._feedback.clip_factor(self._norm(), self._world_size)
         for index in sorted(range(len(self.plan.buckets)), key=lambda index: (self._priorities[index], -index)):
             if index not in self._left:
                 self._leave(index, clip)
@@ -197,39 +197,21 @@ class CompressedReducer:
             self._present.add(member)
             flat = flattened(gradient, spec)
             parameter.grad = None
-        momentum = self._feedback.momentum
-        if momentum and not self.joined:
-            if self._scale != 1.0:
-                flat.div_(self._scale)
-            velocity = self._residuals.velocities.get(parameter)
-            new = self._spare_velocities.pop(member, None)
-            new = torch.empty_like(flat) if new is None else new
-            if velocity is None:
-                new.copy_(flat)
-            else:
-                torch.add(flat, velocity, alpha=momentum, out=new)
-                flat.copy_(new)
-            self._velocities[member] = new
+        if not self.joined:
+            self._correction.correct(parameter, flat, self._scale)
         self._accumulated[member] = flat
 
-    def _clipping(self, norm: float) -> float:
-        total = math.sqrt(sum(float(flat.square().sum(dtype=torch.float64)) for flat in self._accumulated.values()))
-        if not self._feedback.momentum:
-            total /= self._scale
-        wanted = norm / math.sqrt(self._world_size)
-        return min(1.0, wanted / total) if total else 1.0  # not a number: found by the selection
+    def _norm(self) -> float:
+        """Return the norm of all gradients of this rank, unscaled. Velocities are unscaled already."""
+        norm = math.sqrt(sum(float(flat.square().sum(dtype=torch.float64)) for flat in self._accumulated.values()))
+        return norm if self._feedback.momentum else norm / self._scale
 
     # -------------------- and comes back
 
     def _commit(self, updates: Sequence[Update], factor: float) -> None:
         kept = self._residuals.kept
         results = {member: kept[self.plan.parameters[member]] for member in self._accumulated}
-        velocities = {self.plan.parameters[member]: flat for member, flat in self._velocities.items()}
-        old = self._residuals.velocities
-        self._spare_velocities = {
-            member: old[parameter] for member in self._velocities if (parameter := self.plan.parameters[member]) in old
-        }
-        old.update(velocities)
+        velocities = self._correction.pending
         wanted: set[int] = set()
         for index, update in enumerate(updates):
             bucket = self.plan.buckets[index]
@@ -244,6 +226,7 @@ class CompressedReducer:
             )
             if velocities and update.indices is not None:  # factor masking: what was applied loses its velocity
                 self._target(index, velocities).erase(update.indices)
+        self._correction.commit()
         for member, accumulated in self._accumulated.items():
             parameter = self.plan.parameters[member]
             late = parameter.grad

@@ -19,6 +19,7 @@ import torch
 
 from totalreduce.foundation.errors import UnsupportedError
 from totalreduce.pytorch.buckets import ParameterSpec
+from totalreduce.pytorch.correction import MomentumCorrection
 from totalreduce.pytorch.error_feedback import ErrorFeedback, Residuals
 from totalreduce.sparse.actions import Action, Allreduce, Array
 from totalreduce.sparse.common import counted
@@ -109,6 +110,7 @@ class HookBucket:
         session: Compresses what is to be compressed; ``None`` if that is nothing.
         memory: Residuals.
         lane: For copies.
+        feedback: The settings.
         rank: This rank.
         world_size: Number of ranks.
 
@@ -123,6 +125,7 @@ class HookBucket:
         session: Session | None,
         memory: Memory,
         lane: Lane,
+        feedback: ErrorFeedback,
         *,
         rank: int,
         world_size: int,
@@ -133,9 +136,9 @@ class HookBucket:
         self._rank, self._world_size = rank, world_size
         self._ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
         self._scale = 1.0
-        self._unscaled = False
+        self._feedback = feedback
+        self._correction = MomentumCorrection(memory.residuals, feedback.momentum)
         self._present: list[bool] = []
-        self._velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._whole = np.empty(0, np.float32)
         #: Where means belong, and they.
         self._means: list[tuple[slice, torch.Tensor]] = []
@@ -150,13 +153,8 @@ class HookBucket:
 
     # ------------------------------------------------------------------------------------------------------ leaving
 
-    def take(self, loss_scale: Callable[[], float], momentum: float) -> None:
-        """Take the gradients out of the buffer.
-
-        Args:
-            loss_scale: By what the loss is multiplied.
-            momentum: Of ``ErrorFeedback``.
-        """
+    def take(self, loss_scale: Callable[[], float]) -> None:
+        """Take the gradients out of the buffer. ``loss_scale`` returns the factor of the loss."""
         buffer = self._buffer
         with self._lane.beside(buffer.device, self._ready):
             self._scale = loss_scale()
@@ -169,22 +167,15 @@ class HookBucket:
                 self._whole = torch.cat(parts).to("cpu", dtype).numpy()
         # A parameter that the pass did not use has only zeros in the buffer.
         self._present = self._accumulated.present()
-        if momentum:
+        if self._feedback.momentum:
             with self._lane.beside(buffer.device, self._ready):
                 for stretch, flat in zip(self._layout.compressed, self._flats, strict=True):
-                    self._correct(stretch.parameter, flat, momentum)
-            self._unscaled = True
+                    self._correction.correct(stretch.parameter, flat, self._scale)
 
-    def _correct(self, parameter: torch.nn.Parameter, flat: torch.Tensor, momentum: float) -> None:
-        velocity = self._memory.residuals.velocities.get(parameter)
-        flat.div_(self._scale)
-        if velocity is not None:
-            flat.add_(velocity, alpha=momentum)
-        self._velocities[parameter] = flat.clone()
-
-    def squares(self) -> float:
-        """The square of the norm of what is compressed."""
-        return (self._accumulated.norm() / (1.0 if self._unscaled else self._scale)) ** 2
+    def norm(self) -> float:
+        """Return the norm of the compressed gradients, unscaled. Velocities are unscaled already."""
+        norm = self._accumulated.norm()
+        return norm if self._feedback.momentum else norm / self._scale
 
     def accumulate(self, clip: float) -> None:
         """Add the residuals, and choose. ``clip``: factor of the gradients."""
@@ -192,7 +183,7 @@ class HookBucket:
             return
         kept = [self._memory.residuals.of(stretch.parameter) for stretch in self._layout.compressed]
         residuals = accumulator_of(kept, self._lane)
-        scale = clip if self._unscaled else clip / self._scale
+        scale = clip if self._feedback.momentum else clip / self._scale
         self._session.accumulate(self._accumulated, residuals, scale)
         self.report = self._session.report
 
@@ -226,7 +217,7 @@ class HookBucket:
         with self._lane.beside(buffer.device):
             for place, values in self._means:
                 buffer[place] = values.to(buffer.device)
-        kept.velocities.update(self._velocities)
+        self._correction.commit()
         self._forget()
 
     def _spread(self, indices: Array, means: torch.Tensor) -> None:
@@ -244,6 +235,7 @@ class HookBucket:
         with self._lane.beside(self._buffer.device):
             self._buffer.fill_(math.nan)
         self.report.skipped = True
+        self._correction.discard()
         self._forget()
 
     def _forget(self) -> None:
@@ -267,8 +259,8 @@ class HookBucket:
         if not used.all():
             accumulated.add(indices[~used], values[~used], 1.0 / self._world_size)
             indices, values = indices[used], values[used]
-        if self._velocities:  # factor masking: what was applied loses its velocity
-            accumulator_of(list(self._velocities.values()), self._lane).erase(indices)
+        if self._correction.pending:  # factor masking: what was applied loses its velocity
+            accumulator_of(list(self._correction.pending.values()), self._lane).erase(indices)
         means, cut_off = self._rounded(values)
         if cut_off is not None:
             accumulated.add(indices, cut_off)

@@ -188,7 +188,14 @@ class SparseHookState:
         driver = self._link.driver
         session = self._session(parameters, layout) if layout.compressed else None
         return HookBucket(
-            buffer, layout, session, self._memory, self._lane, rank=driver.rank, world_size=driver.world_size
+            buffer,
+            layout,
+            session,
+            self._memory,
+            self._lane,
+            self.feedback,
+            rank=driver.rank,
+            world_size=driver.world_size,
         )
 
     def _session(self, parameters: Parameters, layout: Layout) -> Session:
@@ -218,9 +225,13 @@ class SparseHookState:
 
     def _select(self, this: "_Pass", made: HookBucket) -> None:
         if self.feedback.clip_norm is None:
-            made.take(self._loss_scale, self.feedback.momentum)
+            made.take(self._loss_scale)
         elif this.clip is None:
-            this.clip = self._clipping(this, self.feedback.clip_norm)
+            for each in this.buckets:
+                each.take(self._loss_scale)
+            norm = math.hypot(*(each.norm() for each in this.buckets))
+            assert self._link is not None
+            this.clip = self.feedback.clip_factor(norm, self._link.driver.world_size)
         made.accumulate(1.0 if this.clip is None else this.clip)
 
     def _end_pass(self) -> None:
@@ -233,14 +244,6 @@ class SparseHookState:
         ended = self._link.selecting.submit(functools.partial(self._finish, this, self._link))
         if internals.in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(ended.result)
-
-    def _clipping(self, this: "_Pass", norm: float) -> float:
-        assert self._link is not None
-        for made in this.buckets:
-            made.take(self._loss_scale, self.feedback.momentum)
-        total = math.sqrt(sum(made.squares() for made in this.buckets))
-        wanted = norm / math.sqrt(self._link.driver.world_size)
-        return min(1.0, wanted / total) if total else 1.0  # not a number: found by the selection
 
     def _finish(self, this: "_Pass", link: Link) -> None:
         try:

@@ -59,6 +59,21 @@ class ErrorFeedback:
             checks.whole_fields(self, "bucket_elements", minimum=1, maximum=2**31 - 1)
         checks.whole_fields(self, "elements_min", "report_every", "xi_every", minimum=0)
 
+    def clip_factor(self, norm: float, world_size: int) -> float:
+        """Return the factor with which a rank's gradients are clipped before they are accumulated.
+
+        Each rank clips to ``clip_norm`` over the square root of the number of ranks, because the norm of a sum of so
+        many independent gradients is larger by that root (Lin et al., 2018).
+
+        Args:
+            norm: The norm of all compressed gradients of this rank, unscaled. If it is not a number, nothing is clipped
+                here, and the selection finds out that the gradients are not finite.
+            world_size: The number of ranks.
+        """
+        if self.clip_norm is None or not norm:
+            return 1.0
+        return min(1.0, self.clip_norm / math.sqrt(world_size) / norm)
+
     def compresses(self, shape: Sequence[int]) -> bool:
         """Whether gradients of this shape are compressed."""
         return len(shape) >= 2 and math.prod(shape) >= max(1, self.elements_min)
@@ -170,13 +185,15 @@ class Residuals:
 
     Attributes:
         kept: The residuals.
-        velocities: With momentum correction, as large.
+        velocities: With momentum correction, the velocities, as large as the residuals.
+        spare_velocities: Memory for the velocities of the next round; its contents do not matter.
     """
 
     def __init__(self) -> None:
-        """Nothing was kept back."""
+        """Begin without residuals."""
         self.kept: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.spare_velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The residual; zeros at first."""
