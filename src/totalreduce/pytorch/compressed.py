@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
@@ -21,6 +22,7 @@ from totalreduce.groups.compilation import never_compiled
 from totalreduce.pytorch.correction import MomentumCorrection
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, flattened, shaped
 from totalreduce.pytorch.readiness import Readiness
+from totalreduce.pytorch.round import GradientReducer
 from totalreduce.sparse.accumulator import Accumulator
 from totalreduce.sparse.device import Lane, accumulator_of
 from totalreduce.sparse.rounds import SparseRounds
@@ -33,7 +35,7 @@ _log = logging.getLogger("totalreduce")
 
 @final
 @never_compiled
-class CompressedReducer:
+class CompressedReducer(GradientReducer):
     """The compressed buckets of one plan and the round that is under way.
 
     Args:
@@ -44,7 +46,8 @@ class CompressedReducer:
         rank: This one's.
         world_size: Number of ranks.
         timeout_s: Patience of ``finish``.
-        loss_scale: By what the loss, and so the gradients, are multiplied at present.
+        loss_scale: Returns the factor by which the loss, and so the gradients, are multiplied at present.
+        divisor: Returns the number by which sums are divided, of the number of ranks with data.
     """
 
     def __init__(
@@ -58,9 +61,12 @@ class CompressedReducer:
         world_size: int,
         timeout_s: float,
         loss_scale: Callable[[], float],
+        divisor: Callable[[int], int],
     ) -> None:
         """See the class."""
-        self.plan, self.rounds = plan, rounds
+        self.plan, self.rounds, self.parameters = plan, rounds, plan.parameters
+        self._divisor = divisor
+        self._end = weakref.finalize(self, rounds.close)
         self._residuals, self._feedback = residuals, feedback
         self._rank, self._world_size = rank, world_size
         self._timeout_s, self._loss_scale = timeout_s, loss_scale
@@ -81,7 +87,7 @@ class CompressedReducer:
         self.skipped = False  #: The last round ended without a result, because of gradients that are not finite.
 
     @property
-    def members(self) -> list[list[int]]:
+    def buckets_members(self) -> list[list[int]]:
         """The parameters of each bucket."""
         return self._members
 
@@ -102,7 +108,7 @@ class CompressedReducer:
         self._readiness.begin()
         self._scale = self._loss_scale()
 
-    def gradient_ready(self, member: int) -> None:
+    def ready(self, member: int) -> None:
         """A parameter's gradient was accumulated; its buckets leave if that was the last they waited for."""
         for index in self._readiness.fired(member):
             if index not in self._left and self._feedback.clip_norm is None:
@@ -124,12 +130,8 @@ class CompressedReducer:
             if index not in self._left:
                 self._leave(index, clip)
 
-    def finish(self, factor: float) -> None:
-        """Wait for a closed round and install its results. May be called again after it raised.
-
-        Args:
-            factor: What sums over the ranks are multiplied by.
-        """
+    def finish(self, active: int) -> int:
+        """Wait for a closed round and install its results. May be called again after it raised."""
         updates = self.rounds.finish(self._timeout_s)
         self.skipped = updates is None
         if updates is None:
@@ -137,11 +139,12 @@ class CompressedReducer:
                 accumulated.fill_(math.nan)
                 self._install(member, accumulated)
         else:
-            self._commit(updates, factor * self._scale)
+            self._commit(updates, self._scale / self._divisor(active))
         self._accumulated.clear()
         if self._rank == 0 and _every(self._feedback.report_every, self._round):
             for index, report in enumerate(self.reports()):
                 _log.info("step %d, bucket %d: %s", self._round, index, report.describe())
+        return active
 
     def abandon(self) -> None:
         """End an open round without a result. Collective. What was sent goes back to the residuals.
@@ -159,6 +162,10 @@ class CompressedReducer:
                 # Every rank takes back its share of what all have applied.
                 update.add_to(self._target(index, self._residuals.kept), 1.0 / self._world_size)
         self._accumulated.clear()
+
+    def end(self) -> None:
+        """End the thread of the exchanges."""
+        self._end()
 
     def reports(self) -> list[Report]:
         """What happened in the last round, by bucket."""

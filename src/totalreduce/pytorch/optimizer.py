@@ -7,17 +7,17 @@ after ``step()`` with ``overlap="iterations"`` is in ``deferred``.
 
 from __future__ import annotations
 
-import enum
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from totalreduce.foundation.errors import ConfigurationError, MissingTensorError, PlanMismatchError
+from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.pytorch import internals
 from totalreduce.pytorch.deferred import DeferredUpdates
@@ -25,8 +25,9 @@ from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Re
 from totalreduce.pytorch.facade import OptimizerFacade
 from totalreduce.pytorch.hooks import WeakHook
 from totalreduce.pytorch.order import ForwardOrder
-from totalreduce.pytorch.planning import PlanSettings, agree_on_plan, name_parameters, sparse_parameters
+from totalreduce.pytorch.planning import GradientPlan, PlanSettings, agree_on_plan, name_parameters, sparse_parameters
 from totalreduce.pytorch.reducer import Arithmetic, Reducer, operation_names
+from totalreduce.pytorch.round import GradientReducer, Phase, Round
 from totalreduce.pytorch.sizes import BUCKET_BYTES, NATIVE_BUCKET_BYTES
 from totalreduce.pytorch.sparse_gradients import SparseReducer
 from totalreduce.sparse.session import Method, Report
@@ -37,17 +38,6 @@ if TYPE_CHECKING:
     from totalreduce.sparse.auto import Choice
 
 __all__ = ["DistributedOptimizer"]
-
-
-class _Phase(enum.Enum):
-    """What may happen next to the gradients."""
-
-    LOCAL = enum.auto()
-    """No gradient of this round has left; ``step()`` opens and closes a round."""
-    OPEN = enum.auto()
-    """Buckets may be in flight."""
-    SYNCHRONISED = enum.auto()
-    """Gradients are reduced and installed; ``step()`` does not communicate."""
 
 
 class DistributedOptimizer(OptimizerFacade):
@@ -150,7 +140,6 @@ class DistributedOptimizer(OptimizerFacade):
         self.choices: list[Choice] = []
         self._model, self._group, self._name = model, group, name
         self._named = None if named_parameters is None else list(named_parameters)
-        self._phase = _Phase.LOCAL
         self._no_sync_depth = 0
         self._deferred: DeferredUpdates | None = None
         self._forget_quiesce: Callable[[], None] | None = None
@@ -159,7 +148,6 @@ class DistributedOptimizer(OptimizerFacade):
         self._handles: list[RemovableHandle] = []
         self._recording: list[RemovableHandle] = []
         self._remove_hooks = weakref.finalize(self, _remove_hooks, self._handles, self._recording)
-        self._compressed: CompressedReducer | None = None
         self._plan_gradients()
 
     # -------------------- planning
@@ -180,22 +168,14 @@ class DistributedOptimizer(OptimizerFacade):
         self._check_open()
         if not self._planned:
             return  # the last plan failed, on every rank
-        if self._phase is _Phase.SYNCHRONISED and self._settings.op is ReduceOp.SUM:
+        if self._round.phase is Phase.SYNCHRONISED and self._settings.op is ReduceOp.SUM:
             raise ConfigurationError(
                 "the gradients are sums over the ranks already and would be summed again under the new plan: "
                 "call step() or zero_grad() first"
             )
         self.flush()
-        if self._phase is not _Phase.OPEN:
-            self._reducer.begin()
-        self._reducer.abandon()
-        self._stream.close()
-        if self._compressed is not None:
-            if self._phase is not _Phase.OPEN:
-                self._compressed.begin()
-            self._compressed.abandon()
-        self._close_compressed()
-        self._phase = _Phase.LOCAL
+        self._round.abandon()
+        self._round.end()
         self._planned = False
         _remove_hooks(self._handles, self._recording)
 
@@ -224,10 +204,9 @@ class DistributedOptimizer(OptimizerFacade):
             native=self._group.coordinator is not None,
         )
         names = [f"{self._name}.{name}" for name in operation_names(plan.buckets, plan.specs)]
-        self._stream = self._group.planned(names)
         self._reducer = Reducer(
             self._group,
-            self._stream,
+            self._group.planned(names),
             names,
             plan.parameters,
             plan.specs,
@@ -235,9 +214,9 @@ class DistributedOptimizer(OptimizerFacade):
             arithmetic=arithmetic,
             forbid_missing=settings.on_missing == "error",
         )
-        self._sparse = SparseReducer(self._group, self._name, list(plan.sparse.values()), list(plan.sparse))
         self._compressed = self._make_compressed(plan.compressed, methods)
-        hooked = [*plan.parameters, *plan.compressed.parameters]
+        self._round = self._make_round(plan)
+        hooked = self._round.hooked
         self._passes = [0] * len(hooked)
         self._ordered = False
         model = torch.nn.Module() if self._model is None else self._model
@@ -253,6 +232,15 @@ class DistributedOptimizer(OptimizerFacade):
                 self._handles += internals.around_state_dict(module, WeakHook(self._on_state_dict))
         self._planned = True
 
+    def _make_round(self, plan: GradientPlan) -> Round:
+        """List the reducers, in the order in which they finish. A new kind of reducer is added here."""
+        divisor = functools.partial(self._settings.divisor, world_size=self._group.world_size)
+        sparse = SparseReducer(self._group, self._name, list(plan.sparse.values()), list(plan.sparse), divisor)
+        reducers: list[GradientReducer] = [self._reducer, sparse]
+        if self._compressed is not None:
+            reducers.append(self._compressed)
+        return Round(reducers, self._group.world_size)
+
     def _make_compressed(self, plan: CompressedPlan, methods: Sequence[Method]) -> CompressedReducer | None:
         settings, scaler = self._settings, self._grad_scaler
         if not plan.buckets:
@@ -265,7 +253,6 @@ class DistributedOptimizer(OptimizerFacade):
 
         ahead.load()
         rounds = SparseRounds(methods, plan.shapes(), GroupDriver(self._group, self._name))
-        self._end_rounds = weakref.finalize(self, rounds.close)
         return CompressedReducer(
             plan,
             rounds,
@@ -275,23 +262,14 @@ class DistributedOptimizer(OptimizerFacade):
             world_size=self._group.world_size,
             timeout_s=self._group.timeout_s,
             loss_scale=(lambda: 1.0) if scaler is None else scaler.get_scale,
+            divisor=functools.partial(settings.divisor, world_size=self._group.world_size),
         )
-
-    def _close_compressed(self) -> None:
-        if self._compressed is not None:
-            self._end_rounds()
-            self._compressed = None
 
     def _use_order(self) -> None:
         if self._ordered or not self._order.seen:
             return
         self._ordered = True
-        members = [bucket.members for bucket in self._plan.buckets]
-        self._reducer.set_priorities(self._order.bucket_priorities(members))
-        if self._compressed is not None:
-            first = len(self._plan.parameters)
-            compressed = [[first + member for member in bucket] for bucket in self._compressed.members]
-            self._compressed.set_priorities(self._order.bucket_priorities(compressed))
+        self._round.use_order(self._order)
         if self._settings.overlap == "backward":
             _remove_hooks(self._recording)
 
@@ -304,30 +282,23 @@ class DistributedOptimizer(OptimizerFacade):
             self._check_fresh(index)
             self.flush()
         if self._no_sync_depth:
-            if self._phase is _Phase.SYNCHRONISED:
-                self._phase = _Phase.LOCAL
+            if self._round.phase is Phase.SYNCHRONISED:
+                self._round.phase = Phase.LOCAL
             return
         self._passes[index] += 1
         if self._passes[index] % self._settings.backward_passes_per_step:
             return
-        if self._phase is _Phase.OPEN and self._reducer.closed:
+        if self._round.phase is Phase.CLOSED:
             self._synchronize()
-        if self._phase is not _Phase.OPEN:
+        if self._round.phase is not Phase.OPEN:
             self._open_round()
-        compressed = index - len(self._plan.parameters)
-        if compressed < 0:
-            self._reducer.gradient_ready(index)
-        elif self._compressed is not None:
-            self._compressed.gradient_ready(compressed)
+        self._round.ready(index)
 
     def _open_round(self, *, joined: bool = False) -> None:
         self._use_order()
         if self._takes_sparse_only:  # those of the last step, if the program has not reset them
             self._convert_gradients(lambda gradient: gradient.to_dense() if gradient.is_sparse else gradient)
-        self._reducer.begin(joined=joined)
-        if self._compressed is not None:
-            self._compressed.begin(joined=joined)
-        self._phase = _Phase.OPEN
+        self._round.open(joined=joined)
 
     def _check_fresh(self, index: int) -> None:
         deferred = self._deferred
@@ -373,46 +344,19 @@ class DistributedOptimizer(OptimizerFacade):
         """What ``synchronize`` does; for calls that are not the user's."""
         self._check_usable()
         self.flush()
-        if self._phase is _Phase.SYNCHRONISED:
+        if self._round.phase is Phase.SYNCHRONISED:
             return
         self._close_round()
-        try:
-            self._reducer.finish()
-        except MissingTensorError:
-            self._phase = _Phase.LOCAL
-            raise
-        for bucket in self._reducer.buckets:
-            for parameter, gradient in zip(bucket.parameters, bucket.reduced(), strict=True):
-                parameter.grad = gradient
-            bucket.release()
-        for parameter, gradient in zip(self._sparse.parameters, self._gather(joined=False), strict=True):
-            parameter.grad = gradient
-        self._finish_compressed()
+        self._round.finish()
+        self.skipped_steps += self._round.skipped
         if self._takes_sparse_only:
             self._convert_gradients(lambda gradient: gradient.to_sparse(1))
-        self._phase = _Phase.SYNCHRONISED
 
     def _convert_gradients(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Of the parameters whose gradients are reduced as dense tensors."""
         for parameter in (*self._plan.parameters, *self._plan.compressed.parameters):
             if parameter.grad is not None:
                 parameter.grad = convert(parameter.grad)
-
-    def _finish_compressed(self) -> None:
-        if self._compressed is None:
-            return
-        factor = 1.0
-        if self._settings.op is ReduceOp.AVG:
-            active = self._reducer.active if self._settings.join_divisor == "active" else 0
-            factor = 1.0 / (active or self._group.world_size)
-        self._compressed.finish(factor)
-        if self._compressed.skipped:
-            self.skipped_steps += 1
-
-    def _gather(self, *, joined: bool) -> list[torch.Tensor | None]:
-        divide_by_active = self._settings.join_divisor == "active" and self._reducer.active
-        divisor = self._reducer.active if divide_by_active else self._group.world_size
-        return self._sparse.reduce(averages=self._settings.op is ReduceOp.AVG, divisor=divisor, joined=joined)
 
     def join(self) -> int:
         """Say that this rank has no more data, and take part in the others' rounds until all have joined. Collective.
@@ -431,21 +375,16 @@ class DistributedOptimizer(OptimizerFacade):
         if isinstance(self._inner, torch.optim.LBFGS) or not self._plan.buckets:
             raise ConfigurationError("join() needs rounds that can be told apart: not LBFGS, and not sparse alone")
         self.flush()
-        if self._phase is not _Phase.LOCAL:
+        if self._round.phase is not Phase.LOCAL:
             self._synchronize()
         rounds = 0
-        while rounds == 0 or self._reducer.active:
+        while rounds == 0 or self._round.active:
             rounds += 1
             self._open_round(joined=True)
-            self._close_reducers()
-            with suppress(MissingTensorError):  # the others', who raise it
-                self._reducer.finish()
-            for bucket in self._reducer.buckets:
-                bucket.release()
-            if self._reducer.active:
-                self._gather(joined=True)
-            self._finish_compressed()
-        self._phase = _Phase.LOCAL
+            self._round.close()
+            self._round.finish()
+            self.skipped_steps += self._round.skipped
+        self._round.phase = Phase.LOCAL
         # Who came last took part in the fewest rounds.
         last = torch.tensor([self._group.rank - rounds * self._group.world_size])
         self._group.control.allreduce(last, name=f"{self._name}.joined", op=ReduceOp.MAX).wait()
@@ -453,14 +392,9 @@ class DistributedOptimizer(OptimizerFacade):
 
     def _close_round(self) -> None:
         self._plan.check_unchanged(self._inner.param_groups)
-        if self._phase is not _Phase.OPEN:
+        if not self._round.in_flight:
             self._open_round()
-        self._close_reducers()
-
-    def _close_reducers(self) -> None:
-        self._reducer.close()
-        if self._compressed is not None:
-            self._compressed.close()
+        self._round.close()
 
     def flush(self) -> None:
         """Apply every update that ``step()`` deferred. Nothing to do with ``overlap="backward"``.
@@ -519,7 +453,7 @@ class DistributedOptimizer(OptimizerFacade):
         else:
             self._synchronize()
             result = None
-            if self._compressed is None or not self._compressed.skipped:
+            if not self._round.skipped:
                 result = self._inner.step()
             elif self._grad_scaler is None and self.skipped_steps == 1:
                 warnings.warn(
@@ -528,7 +462,7 @@ class DistributedOptimizer(OptimizerFacade):
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        self._phase = _Phase.LOCAL
+        self._round.phase = Phase.LOCAL
         self._passes = [0] * len(self._passes)
         return result
 
@@ -536,7 +470,7 @@ class DistributedOptimizer(OptimizerFacade):
         return (
             self._settings.overlap == "iterations"
             and self._settings.on_missing == "zero"
-            and self._phase is not _Phase.SYNCHRONISED
+            and self._round.phase is not Phase.SYNCHRONISED
             and self._order.seen
             and not self._plan.sparse
             and not self._takes_sparse_only
@@ -547,8 +481,8 @@ class DistributedOptimizer(OptimizerFacade):
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduced_closure() -> Any:
             # Each evaluation is a round of its own, also on a rank where it makes no gradient.
-            if self._phase is _Phase.SYNCHRONISED:
-                self._phase = _Phase.LOCAL
+            if self._round.phase is Phase.SYNCHRONISED:
+                self._round.phase = Phase.LOCAL
             with torch.enable_grad():
                 loss = closure()
             self._synchronize()
@@ -590,8 +524,8 @@ class DistributedOptimizer(OptimizerFacade):
                 if parameter.grad is not None and id(parameter.grad) in owed:
                     parameter.grad = torch.zeros_like(parameter.grad)
         self._inner.zero_grad(set_to_none)
-        if self._phase is _Phase.SYNCHRONISED:
-            self._phase = _Phase.LOCAL
+        if self._round.phase is Phase.SYNCHRONISED:
+            self._round.phase = Phase.LOCAL
 
     def close(self) -> None:
         """Apply what is deferred and remove every hook; the torch optimizer may then be used on its own."""
@@ -600,8 +534,7 @@ class DistributedOptimizer(OptimizerFacade):
         self.flush()
         self._closed = True
         self._remove_hooks()
-        self._stream.close()
-        self._close_compressed()
+        self._round.end()
 
     @property
     def resubmissions(self) -> int:
@@ -625,7 +558,7 @@ class DistributedOptimizer(OptimizerFacade):
         For the last step before an evaluation, or before the residuals are given up. Call it before its backward.
         """
         self._check_usable()
-        if self._phase is _Phase.OPEN:
+        if self._round.in_flight:
             raise ConfigurationError("gradients of this step have left already: call flush_residuals() before backward")
         if self._compressed is not None:
             self._compressed.send_whole = True
@@ -695,7 +628,7 @@ class DistributedOptimizer(OptimizerFacade):
 
         So ``GradScaler`` and clipping code that walks the groups see the gradients of all ranks.
         """
-        if self._phase is _Phase.OPEN and not internals.in_backward() and not self._no_sync_depth:
+        if self._round.in_flight and not internals.in_backward() and not self._no_sync_depth:
             self._synchronize()
         return self._inner.param_groups
 

@@ -50,6 +50,12 @@ class PlanSettings:
     sync: Method | None
     feedback: ErrorFeedback
 
+    def divisor(self, active: int, world_size: int) -> int:
+        """Return the number by which sums are divided where ``active`` of ``world_size`` ranks have data."""
+        if self.op is not ReduceOp.AVG:
+            return 1
+        return active if self.join_divisor == "active" and active else world_size
+
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
         if self.op not in (ReduceOp.SUM, ReduceOp.AVG):

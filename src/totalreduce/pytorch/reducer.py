@@ -27,6 +27,7 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.compilation import never_compiled
 from totalreduce.pytorch.buckets import Bucket, BucketSpec, ParameterSpec, WireFormat
 from totalreduce.pytorch.readiness import Readiness
+from totalreduce.pytorch.round import GradientReducer
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
@@ -95,7 +96,7 @@ class Arithmetic:
 
 
 @never_compiled
-class Reducer:
+class Reducer(GradientReducer):
     """The buckets of one plan and the round that is under way.
 
     Args:
@@ -123,7 +124,7 @@ class Reducer:
     ) -> None:
         self._group, self._stream, self._arithmetic = group, stream, arithmetic
         self._forbid_missing = forbid_missing
-        self.specs, self.names = specs, names
+        self.specs, self.names, self.parameters = specs, names, parameters
         wire = WireFormat(
             group.rank,
             group.world_size,
@@ -157,6 +158,11 @@ class Reducer:
             self._priorities[-1] = min(self._priorities)
 
     @property
+    def buckets_members(self) -> list[tuple[int, ...]]:
+        """The parameters of each bucket."""
+        return [bucket.spec.members for bucket in self.buckets]
+
+    @property
     def by_urgency(self) -> list[int]:
         """Indices of the buckets, the most urgent first."""
         return sorted(range(len(self.buckets)), key=lambda index: (self._priorities[index], -index))
@@ -175,7 +181,7 @@ class Reducer:
         self._works = [None] * len(self.buckets)
         self._readiness.begin()
 
-    def gradient_ready(self, member: int) -> None:
+    def ready(self, member: int) -> None:
         """A parameter's gradient was accumulated; its bucket leaves if that was the last it waited for."""
         for index in self._readiness.fired(member):
             if self._works[index] is None and index != len(self.buckets) - 1:
@@ -225,12 +231,28 @@ class Reducer:
             self._wait_reduced(index)
             bucket.release()
 
-    def finish(self) -> None:
-        """Wait for every bucket of a closed round. May be called again after it raised."""
+    def finish(self, active: int) -> int:
+        """Wait for every bucket of a closed round, and install the reduced gradients."""
         for index in self.by_urgency:
             self._wait_reduced(index)
-        for index in range(len(self.buckets)):
-            self.wait(index)
+        try:
+            for index in range(len(self.buckets)):
+                self.wait(index)
+            if not self.joined:
+                for bucket in self.buckets:
+                    for parameter, gradient in zip(bucket.parameters, bucket.reduced(), strict=True):
+                        parameter.grad = gradient
+        except MissingTensorError:
+            for bucket in self.buckets:
+                bucket.release()
+            raise
+        for bucket in self.buckets:
+            bucket.release()
+        return self.active if self.buckets else active
+
+    def end(self) -> None:
+        """Give the stream of planned reductions back."""
+        self._stream.close()
 
     def wait(self, index: int) -> None:
         """Wait until one bucket of a closed round is final.

@@ -8,13 +8,14 @@ Source: Horovod's sparse allreduce.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.compilation import never_compiled
+from totalreduce.pytorch.round import GradientReducer
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
@@ -25,33 +26,51 @@ _NOTHING = -1
 
 
 @never_compiled
-class SparseReducer:
-    """The parameters of one plan whose gradients are sparse.
+class SparseReducer(GradientReducer):
+    """The parameters of one plan whose gradients are sparse. Everything happens in ``finish``.
 
     Args:
-        group: Where to reduce.
-        name: Prefix of the operations' names.
-        parameters: With sparse gradients, in the order of the plan.
-        names: Of the parameters.
+        group: The ranks.
+        name: The prefix of the operations' names.
+        parameters: The parameters with sparse gradients, in the order of the plan.
+        names: Their names.
+        divisor: Returns the number by which sums are divided, of the number of ranks with data.
     """
 
-    def __init__(self, group: Group, name: str, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+    hooked = False
+
+    def __init__(
+        self,
+        group: Group,
+        name: str,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        divisor: Callable[[int], int],
+    ) -> None:
         self._group, self._name, self.parameters, self._names = group.control, name, parameters, names
+        self._divisor = divisor
+        self._joined = False
 
-    def reduce(self, *, averages: bool, divisor: int, joined: bool) -> list[torch.Tensor | None]:
-        """The reduced gradients, by parameter; ``None`` where no rank has one. Collective, blocks.
+    def begin(self, *, joined: bool = False) -> None:
+        """Open a round."""
+        self._joined = joined
 
-        Args:
-            averages: Divide the sums.
-            divisor: By this.
-            joined: This rank takes part with nothing.
+    def finish(self, active: int) -> int:
+        """Gather the rows of all ranks, and install their sums or averages.
 
         Raises:
             ConfigurationError: A gradient is not sparse here, or of another shape than its parameter.
-            PeerLost: A rank died.
+            PeerLost: A rank is lost.
         """
-        if not self.parameters:
-            return []
+        if self.parameters and active:
+            reduced = self._reduce(self._divisor(active), joined=self._joined)
+            if not self._joined:
+                for parameter, gradient in zip(self.parameters, reduced, strict=True):
+                    parameter.grad = gradient
+        return active
+
+    def _reduce(self, divisor: int, *, joined: bool) -> list[torch.Tensor | None]:
+        """Return the reduced gradients, by parameter; ``None`` where no rank has one. Collective."""
         group = self._group
         own = [None if joined else self._own(index) for index in range(len(self.parameters))]
         counts = torch.tensor([_NOTHING if grad is None else grad._nnz() for grad in own])
@@ -65,7 +84,7 @@ class SparseReducer:
                 results.append(None)
             else:
                 total = self._gathered(index, grad, parameter, [max(0, count) for count in rows])
-                results.append(total / divisor if averages else total)
+                results.append(total / divisor if divisor != 1 else total)
         return results
 
     def _own(self, index: int) -> torch.Tensor | None:

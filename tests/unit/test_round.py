@@ -1,0 +1,110 @@
+"""A round over a list of reducers: who is told what, in which order, and what an error leaves behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from totalreduce.foundation.errors import DeadlineExceededError, MissingTensorError
+from totalreduce.pytorch.round import GradientReducer, Phase, Round
+
+
+class Recorder(GradientReducer):
+    """Notes its calls in a list that several share."""
+
+    def __init__(self, name: str, calls: list[tuple[object, ...]], num_parameters: int, *, hooked: bool = True) -> None:
+        self.name, self.calls, self.hooked = name, calls, hooked
+        self.parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(num_parameters)]
+        self.error: Exception | None = None
+        self.active: int | None = None
+
+    def begin(self, *, joined: bool = False) -> None:
+        self.calls.append((self.name, "begin", joined))
+
+    def ready(self, member: int) -> None:
+        self.calls.append((self.name, "ready", member))
+
+    def close(self) -> None:
+        self.calls.append((self.name, "close"))
+
+    def finish(self, active: int) -> int:
+        self.calls.append((self.name, "finish", active))
+        if self.error is not None:
+            raise self.error
+        return active if self.active is None else self.active
+
+    def abandon(self) -> None:
+        self.calls.append((self.name, "abandon"))
+
+
+def make() -> tuple[Round, list[Recorder], list[tuple[object, ...]]]:
+    calls: list[tuple[object, ...]] = []
+    reducers = [Recorder("a", calls, 2), Recorder("b", calls, 3, hooked=False), Recorder("c", calls, 1)]
+    return Round(reducers, 4), reducers, calls
+
+
+def test_a_round_from_begin_to_end() -> None:
+    round_, reducers, calls = make()
+    reducers[0].active = 3
+    assert round_.hooked == [*reducers[0].parameters, *reducers[2].parameters]
+    assert (round_.phase, round_.in_flight) == (Phase.LOCAL, False)
+    round_.open()
+    assert (round_.phase, round_.in_flight) == (Phase.OPEN, True)
+    for index in (2, 0, 1):
+        round_.ready(index)
+    round_.close()
+    assert (round_.phase, round_.in_flight) == (Phase.CLOSED, True)
+    round_.finish()
+    assert (round_.phase, round_.active, round_.in_flight) == (Phase.SYNCHRONISED, 3, False)
+    assert calls == [
+        *((name, "begin", False) for name in "abc"),
+        ("c", "ready", 0),
+        ("a", "ready", 0),
+        ("a", "ready", 1),
+        *((name, "close") for name in "abc"),
+        ("a", "finish", 4),
+        ("b", "finish", 3),
+        ("c", "finish", 3),
+    ]
+
+
+def test_a_missing_gradient_ends_the_round_where_there_is_data() -> None:
+    round_, reducers, calls = make()
+    reducers[0].error = MissingTensorError("w", (1,), 1)
+    round_.open()
+    round_.close()
+    with pytest.raises(MissingTensorError):
+        round_.finish()
+    assert round_.phase is Phase.LOCAL
+    assert calls[-1] == ("a", "finish", 4)
+    round_.open(joined=True)  # a rank that has joined goes on: the error is that of the others
+    round_.close()
+    round_.finish()
+    assert calls[-3:] == [("a", "finish", 4), ("b", "finish", 4), ("c", "finish", 4)]
+
+
+def test_after_a_deadline_the_round_can_be_finished_again() -> None:
+    round_, reducers, _ = make()
+    round_.open()
+    round_.close()
+    reducers[1].error = DeadlineExceededError("late")
+    with pytest.raises(DeadlineExceededError):
+        round_.finish()
+    assert round_.phase is Phase.CLOSED
+    reducers[1].error = None
+    round_.finish()
+    assert round_.phase is Phase.SYNCHRONISED
+
+
+def test_a_round_is_abandoned_on_ranks_where_none_is_open_too() -> None:
+    round_, reducers, calls = make()
+    round_.abandon()
+    assert calls == [*((name, "begin", False) for name in "abc"), *((name, "abandon") for name in "abc")]
+    calls.clear()
+    round_.open()
+    calls.clear()
+    round_.abandon()
+    assert calls == [(name, "abandon") for name in "abc"]
+    assert round_.phase is Phase.LOCAL
+    reducers[2].skipped = True
+    assert round_.skipped
