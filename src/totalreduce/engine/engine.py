@@ -357,7 +357,7 @@ class Engine:
         operation, lane, arrival = delivery.operation, delivery.lane, delivery.arrival
         if operation is None or lane is None or arrival is None:
             return  # the message was read to be forgotten
-        if operation.finished:
+        if operation.state >= State.DONE:
             arrival.release()
             return
         self._arrived(operation, lane, delivery.index, arrival, peer, header, now)
@@ -370,7 +370,7 @@ class Engine:
         self.counters.reduce_s += seconds
         computation.arrival.release()
         operation.computing -= 1
-        if operation.finished:
+        if operation.state >= State.DONE:
             self.table.addition_ended(operation)
             return
         for observer in self.observers:
@@ -465,7 +465,7 @@ class Engine:
         self._end_if_done(operation, now)
 
     def _end_if_done(self, operation: Operation, now: float) -> None:
-        if operation.lanes_left == 0 and operation.unsent == 0 and not operation.finished:
+        if operation.lanes_left == 0 and operation.unsent == 0 and operation.state < State.DONE:
             self._end(operation, now, None)
 
     def _end(self, operation: Operation, now: float, error: BaseException | None) -> None:

@@ -22,10 +22,11 @@ class OperationTable:
     Attributes:
         active: Operations from their submission until they end, by key (operation id, iteration).
         names: The names that were submitted here.
+        completed: Operations that have ended and were not fetched; see ``pop_completed``.
         early: Control frames about operations that were not submitted here yet.
     """
 
-    __slots__ = ("_active_since", "_completed", "_counters", "_failing", "_num_submitted", "active", "early", "names")
+    __slots__ = ("_active_since", "_counters", "_failing", "_num_submitted", "active", "completed", "early", "names")
 
     def __init__(self, counters: Counters) -> None:
         """Begin without operations."""
@@ -33,7 +34,7 @@ class OperationTable:
         self.active: dict[_Key, Operation] = {}
         self.names = NameTable()
         self.early = EarlyNews()
-        self._completed: list[Operation | AnyReceive] = []
+        self.completed: list[Operation | AnyReceive] = []
         #: Operations that have failed while an addition was carried out: they complete when it has ended.
         self._failing: list[Operation] = []
         self._num_submitted = 0
@@ -73,30 +74,30 @@ class OperationTable:
             self._failing.append(operation)
         else:
             operation.enter(State.DONE if error is None else State.FAILED)
-            self._completed.append(operation)
+            self.completed.append(operation)
 
     def addition_ended(self, operation: Operation) -> None:
         """Complete a failing operation if this was its last addition."""
         if operation.state is State.FAILING and not operation.computing:
             self._failing.remove(operation)
             operation.enter(State.FAILED)
-            self._completed.append(operation)
+            self.completed.append(operation)
 
     def close(self) -> None:
         """Complete every failing operation: the group has ended, and nobody uses a tensor again at once."""
         for operation in self._failing:
             operation.enter(State.FAILED)
-        self._completed += self._failing
+        self.completed += self._failing
         self._failing.clear()
 
     def end_receive(self, receive: AnyReceive, error: TotalReduceError) -> None:
         """Complete a receive from anybody that ended before a message had come."""
         receive.error = error
-        self._completed.append(receive)
+        self.completed.append(receive)
 
     def pop_completed(self) -> list[Operation | AnyReceive]:
         """Return the operations that completed since the last call, in order."""
-        completed, self._completed = self._completed, []
+        completed, self.completed = self.completed, []
         return completed
 
     def select(self, condition: Callable[[Operation], bool] = lambda _: True) -> list[Operation]:

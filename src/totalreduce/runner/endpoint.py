@@ -79,6 +79,8 @@ class EngineEndpoint:
 
     def settle(self) -> None:
         """Complete the handles of operations that have ended."""
+        if not self.engine.table.completed:  # what another thread adds meanwhile is completed by that thread
+            return
         with self.lock:
             ended = self.engine.table.pop_completed()
         complete_owners(ended)
@@ -120,8 +122,7 @@ class EngineEndpoint:
         assert isinstance(message, OutgoingMessage)
         with self.lock:
             self.engine.message_sent(message, time.monotonic())
-            ended = self.engine.table.pop_completed()
-        complete_owners(ended)
+        self.settle()
 
     def may_receive(self) -> bool:
         """Return whether there is scratch memory for a message."""
@@ -143,5 +144,4 @@ class EngineEndpoint:
         """Note that a peer is lost."""
         with self.lock:
             self.engine.peer_lost(peer, reason, time.monotonic())
-            ended = self.engine.table.pop_completed()
-        complete_owners(ended)
+        self.settle()

@@ -159,10 +159,9 @@ class Runner:
             submit(handle)
             if self.engine.computations.peek() is not None:  # of a floating message that waited for this operation
                 self._endpoint.work.notify()
-            ended = self.engine.table.pop_completed()
             wake = self._sleepers > 0
             now = time.monotonic()
-        complete_owners(ended)
+        self._endpoint.settle()
         self._look_again(now, wake=wake)
         return handle
 
