@@ -18,7 +18,7 @@ import random
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -143,7 +143,9 @@ def check_case(case: Case, backend: Backend) -> int:
             raise ConformanceError(f"{where}: {error}") from error
         except Exception as error:
             raise ConformanceError(f"{where}: {type(error).__name__}: {error}") from error
-        compared += sum(check_record(case, rank, record, where=where) for rank, record in enumerate(records))
+        by_rank = dict(enumerate(records))
+        for collective in case.collectives:
+            compared += _check_collective(case, collective, by_rank, where)
         for collective in case.collectives:
             _check_times(where, case, collective, records)
             if collective.kind in _EQUAL_EVERYWHERE:
@@ -163,25 +165,26 @@ def check_record(case: Case, rank: int, record: Record, *, where: str = "") -> i
     Raises:
         ConformanceError: A wrong value, or a tensor was written that is only to be read.
     """
-    compared = 0
-    for collective in case.collectives:
-        members = case.members(collective)
-        if rank not in members:
-            continue
-        here = f"{where}: {collective.name}: rank {rank}"
-        brought = [make_tensors(collective, place, len(members)) for place in range(len(members))]
-        place = members.index(rank)
-        results = expected(collective, brought)[place]
-        _compare(collective, record.results[collective.name], results, here, "has")
-        read = brought[place].inputs
-        _compare(
-            replace(collective, rough=False), record.read[collective.name], read, here, "changed its inputs and has"
-        )
+    return sum(_check_collective(case, collective, {rank: record}, where) for collective in case.collectives)
+
+
+def _check_collective(case: Case, collective: Collective, records: Mapping[int, Record], where: str) -> int:
+    """Compare the records of some ranks (by rank) with the reference of a collective, which is computed once."""
+    members = case.members(collective)
+    ranks = [rank for rank in members if rank in records]
+    if not ranks:
+        return 0
+    brought = [make_tensors(collective, place, len(members)) for place in range(len(members))]
+    wanted = expected(collective, brought)
+    exact = replace(collective, rough=False)
+    for rank in ranks:
+        here, record, place = f"{where}: {collective.name}: rank {rank}", records[rank], members.index(rank)
+        _compare(collective, record.results[collective.name], wanted[place], here, "has")
+        _compare(exact, record.read[collective.name], brought[place].inputs, here, "changed its inputs and has")
         source = record.sources.get(collective.name)
         if source is not None and source != members[0]:
             raise ConformanceError(f"{here} was told that rank {source} has sent; it was rank {members[0]}")
-        compared += 1
-    return compared
+    return len(ranks)
 
 
 def _compare(
