@@ -16,7 +16,7 @@ def run(fleet):
     """Runs a program on some ranks; returns what each said last as ``result``."""
 
     def run(num_workers, source, timeout_s=60.0, **variables):
-        workers = fleet.start(num_workers, START + source, **variables)
+        workers = fleet.start(num_workers, START + source, FULL_EXIT="1", **variables)
         said = [worker.read("result", timeout_s) for worker in workers]
         for worker in workers:
             assert worker.wait() == 0, worker.errors()
@@ -264,8 +264,8 @@ def test_work_handles_and_futures(fleet):
         assert facts["waited"]
         assert facts["result"] == [[2.0, 2.0]]
         assert "ZeroDivisionError" in facts["error"]
-        assert facts["thread"].endswith("callbacks")
-        if worker is zero:
+        if worker is zero:  # for rank 1, the sum may be there before the callback is, which then runs at once
+            assert facts["thread"].endswith("callbacks")
             assert not facts["before"]
         assert worker.wait() == 0
 

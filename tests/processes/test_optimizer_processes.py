@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
+import signal
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
-
-from totalreduce.launch.local import run_workers
 
 MODEL = """
 import json, os, signal, sys, time
@@ -87,18 +85,16 @@ except tr.PeerLost as error:
 
 
 @pytest.fixture
-def launch(tmp_path: Path):
-    def start(body: str, num_workers: int) -> int:
-        script = tmp_path / "worker.py"
-        script.write_text(MODEL + textwrap.dedent(body))
-        command = [sys.executable, str(script), str(tmp_path)]
-        return run_workers(command, num_workers=num_workers, timeout_s=90).exit_code
+def launch(fleet, tmp_path: Path):
+    def start(body: str, num_workers: int) -> list[int]:
+        source = f"sys.argv = ['worker', {str(tmp_path)!r}]\n" + MODEL + textwrap.dedent(body)
+        return [worker.wait(90) for worker in fleet.start(num_workers, source)]
 
     return start
 
 
 def test_four_processes_equal_one_with_four_times_the_batch(launch, tmp_path: Path) -> None:
-    assert launch(TRAIN, 4) == 0
+    assert launch(TRAIN, 4) == [0] * 4
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     assert results[0] == results[1] == results[2] == results[3], "bit-identical on all ranks"
     space: dict[str, object] = {}
@@ -119,7 +115,7 @@ def test_four_processes_equal_one_with_four_times_the_batch(launch, tmp_path: Pa
 
 
 def test_a_killed_rank_is_named_by_every_survivor_at_once(launch, tmp_path: Path) -> None:
-    assert launch(KILLED, 3) != 0
+    assert launch(KILLED, 3) == [0, 0, -signal.SIGKILL]
     killed_at = float((tmp_path / "killed_at").read_text())
     for rank in (0, 1):
         culprit, noticed_at = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -4,25 +4,25 @@ tensors."""
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from totalreduce.launch.local import run_workers
-
 PROGRAM = Path(__file__).with_name("programs") / "order_free.py"
+SOURCE = """
+import runpy
+sys.argv = {argv!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
-def _run(steps: int, chaos: int, num_workers: int = 4) -> list[dict[str, float | str]]:
-    result = run_workers(
-        [sys.executable, str(PROGRAM), "--steps", str(steps), "--chaos", str(chaos)],
-        num_workers=num_workers,
-        output="capture",
-        timeout_s=60 + steps,
-    )
-    assert result.exit_code == 0, "\n".join(result.output)
-    return [json.loads(line) for output in result.output for line in output.splitlines() if '"digest"' in line]
+def _run(fleet, steps: int, chaos: int) -> list[dict[str, float | str]]:
+    source = SOURCE.format(argv=[str(PROGRAM), "--steps", str(steps), "--chaos", str(chaos)])
+    workers = fleet.start(4, source)
+    found = [json.loads(worker.read_line("digest", timeout_s=60 + steps)) for worker in workers]
+    for worker in workers:
+        assert worker.wait() == 0, worker.errors()
+    return found
 
 
 def _check(ranks: list[dict[str, float | str]]) -> str:
@@ -35,10 +35,10 @@ def _check(ranks: list[dict[str, float | str]]) -> str:
     return str(ranks[0]["digest"])
 
 
-def test_random_orders_delays_and_sets_give_the_same_bits_twice():
-    assert _check(_run(30, chaos=1)) == _check(_run(30, chaos=2))
+def test_random_orders_delays_and_sets_give_the_same_bits_twice(fleet):
+    assert _check(_run(fleet, 30, chaos=1)) == _check(_run(fleet, 30, chaos=2))
 
 
 @pytest.mark.slow
-def test_a_thousand_steps():
-    assert _check(_run(1000, chaos=1)) == _check(_run(1000, chaos=2))
+def test_a_thousand_steps(fleet):
+    assert _check(_run(fleet, 1000, chaos=1)) == _check(_run(fleet, 1000, chaos=2))

@@ -38,7 +38,8 @@ def train(fleet, tmp_path, example, model, ranks, dtype, backends=("totalreduce"
         out = tmp_path / f"{example}-{backend}.json"
         options = ("--backend", backend, "--model", model, "--dtype", dtype, "--steps", str(STEPS), *TINY[model])
         argv = [str(EXAMPLES / f"{example}.py"), *options, "--json", str(out)]
-        jobs[backend] = out, fleet.start(ranks, SOURCE.format(argv=argv, folder=str(EXAMPLES)))
+        ends = {"FULL_EXIT": "1"} if backend == "totalreduce" else {}
+        jobs[backend] = out, fleet.start(ranks, SOURCE.format(argv=argv, folder=str(EXAMPLES)), **ends)
     losses = {}
     for backend, (out, workers) in jobs.items():
         for worker in workers:

@@ -3,12 +3,14 @@
 Run as ``python zygote.py FD``; FD is a Unix socket on which ``fleet.Fleet`` asks for workers and for their ends.
 """
 
+import atexit
 import gc
 import json
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 
 import torch
@@ -55,6 +57,21 @@ def work(source, environment, descriptors):
     names = {"os": os, "sys": sys, "time": time, "torch": torch, "dist": dist, "tr": tr, "signal": signal}
     names |= {"say": say, "hear": hear, "attempt": attempt, "rank": int(environment.get("RANK", 0)), "__name__": "w"}
     exec(compile(source, "<worker>", "exec"), names)
+    if "FULL_EXIT" not in environment:
+        end()
+
+
+def end():
+    """End the worker as the interpreter does, but without the destruction of all modules and objects.
+
+    The destruction writes to every page that the worker shares with the zygote, which takes 0.35 s of CPU time. Workers
+    whose test concerns the interpreter's end get the variable ``FULL_EXIT``; an exception also ends them in full.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def serve(channel):
