@@ -110,13 +110,13 @@ os._exit(0)
 )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 5, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4, 8))])
 def test_every_collective_in_any_order(fleet, world_size):
     for worker in fleet.start(world_size, VALUES, TOTALREDUCE_PEER_TIMEOUT_S="30"):
         worker.read("done", 60.0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 def test_training_over_gloo_equals_one_process_and_agrees_on_nothing(fleet, world_size):
     for worker in fleet.start(world_size, TRAINING, TOTALREDUCE_PEER_TIMEOUT_S="30"):
         done = worker.read("done", 60.0)

@@ -6,7 +6,7 @@ from totalreduce.testing import check_simulated
 from totalreduce.testing.conformance_cases import WORLD_SIZES
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])  # all sizes: `make soak`
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_conformance(world_size: int) -> None:
     assert check_simulated(world_sizes=(world_size,)) >= 100 * world_size
 
