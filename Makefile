@@ -4,15 +4,30 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TRITON := $(VENV)/triton
+# Many tests wait for other processes or for a deadline, so that one more test than there are cores runs at a time.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
+PYTEST := $(BIN)/python -m pytest
+# Thousands of Python processes are started. Without its bytecode files each of them would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test torch-suite lint soak bench clean
+.PHONY: demo test check torch-suite lint soak bench clean
 demo: $(STAMP)
 	$(BIN)/totalreduce demo $(ARGS)
 
+# Tests with the mark "alone" follow when nothing else runs. With ARGS only the selected tests run, one after the other.
+ifdef ARGS
+test: $(STAMP)
+	$(PYTEST) -m "not slow" $(ARGS)
+else
 test: $(STAMP) $(TRITON)/.installed lint
-	$(if $(ARGS),,$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 8 tests/unit tests/simulated)
-	$(BIN)/python -m pytest -m "not slow" $(or $(ARGS),--ignore tests/unit --ignore tests/simulated)
-	$(if $(ARGS),,PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/unit/test_device_accumulator.py tests/unit/test_exports.py)
+	$(PYTEST) -m "not slow and not alone" -n $(WORKERS) --dist worksteal
+	$(PYTEST) -m "not slow and alone" tests/threads tests/processes tests/hosts
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PYTEST) tests/unit/test_device_accumulator.py tests/unit/test_exports.py
+endif
+
+# Before a commit: style, types, layers, and the unit tests.
+check: lint
+	$(PYTEST) -m "not slow" -n auto --maxprocesses 8 --dist worksteal tests/unit
 
 # PyTorch's own tests of torch.distributed, at world sizes 2, 3 and 4: what gloo passes must pass.
 torch-suite: $(STAMP)
@@ -26,7 +41,7 @@ lint: $(STAMP)
 
 # What is too long for every commit: a thousand simulated seeds, a thousand training steps, faults under load.
 soak: $(STAMP)
-	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+	$(PYTEST) -m slow --timeout 1800 $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/totalreduce bench report $(ARGS)

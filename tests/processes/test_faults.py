@@ -75,6 +75,7 @@ def check_survivors(survivors, victim, since, limit_s):
         assert "Traceback" not in worker.errors()
 
 
+@pytest.mark.alone
 @pytest.mark.faults("F1", "F17")
 @pytest.mark.parametrize("moment", ["busy", "idle", "start"])
 def test_a_killed_rank_is_named_on_every_survivor_within_a_second(fleet, moment):
@@ -84,6 +85,7 @@ def test_a_killed_rank_is_named_on_every_survivor_within_a_second(fleet, moment)
     assert workers[2].wait() == -signal.SIGKILL
 
 
+@pytest.mark.alone
 @pytest.mark.faults("F1", "F19")
 def test_ranks_without_a_connection_to_the_killed_one_name_it_too(fleet):
     workers = fleet.start(8, UNTIL_LOST)  # in a group of 8, ranks three apart never talk to each other
@@ -105,6 +107,7 @@ def test_a_stopped_rank_is_named_within_three_seconds_and_learns_of_it_when_cont
     assert workers[1].wait(10) == 0
 
 
+@pytest.mark.alone
 @pytest.mark.faults("F18")
 def test_a_pause_shorter_than_the_limit_costs_nothing_but_time(fleet):
     workers = fleet.start(
@@ -263,6 +266,7 @@ def test_an_optimizer_step_raises_the_loss_as_itself(fleet, overlap):
         assert worker.wait(5) == 0
 
 
+@pytest.mark.alone
 @pytest.mark.faults("F6", "F22")
 def test_a_deadline_names_the_operation_and_the_rank_that_keeps_it(fleet):
     workers = fleet.start(

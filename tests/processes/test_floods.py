@@ -143,7 +143,8 @@ COORDINATED = {
 def run(fleet, hostile: str, *, coordinated: bool):
     """Run a job of three ranks of which rank 1 is hostile; returns what rank 0 saw."""
     source = f"COORDINATED = {coordinated}\nif rank == 1:\n{indented(hostile)}\nelse:\n{indented(VICTIM)}"
-    workers = fleet.start(3, source)
+    # A rank that computes without a pause is no dead one, also where other tests run.
+    workers = fleet.start(3, source, TOTALREDUCE_PEER_TIMEOUT_S="30")
     for worker in workers:
         worker.read("ready")
     facts = workers[0].read("ended", timeout_s=60)

@@ -101,6 +101,7 @@ def test_a_thread_waits_while_the_main_one_goes_on_submitting(transport):
     assert run_ranks(2, body, transport=transport) == [([2.0], [2.0 * number for number in reversed(range(100))])] * 2
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_nobody_sleeps_through_a_message(transport):
     """A wake-up that gets lost costs a tick of 100 ms: a thousand small operations would show a dozen of them."""
@@ -199,6 +200,7 @@ def test_what_is_done_is_not_kept(transport):
     assert kept < 50, f"{kept} of 600 operations are still in memory"
 
 
+@pytest.mark.alone
 def test_a_deadline_passes_and_the_operation_still_succeeds():
     def body(group):
         value = torch.full((100_000,), float(group.rank))
