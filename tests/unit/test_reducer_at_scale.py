@@ -118,11 +118,11 @@ def test_one_rank_without_a_gradient_is_noticed_on_every_rank(world_size, dtype,
             reducer.close()
         for reducer, _ in made:
             if lacking is None:
-                reducer.finish()
+                reducer.finish(world_size)
                 assert all(gradient is not None for bucket in reducer.buckets for gradient in bucket.reduced())
             else:
                 with pytest.raises(MissingTensorError) as caught:
-                    reducer.finish()
+                    reducer.finish(world_size)
                 assert caught.value.tensor == "a"
             assert reducer.active == world_size
 
@@ -137,7 +137,7 @@ def test_averages_are_divided_by_the_exact_number_of_active_ranks(world_size, dt
             parameter.grad = torch.full_like(parameter, float(rank == world_size - 1))
         reducer.close()
     for reducer, _ in made[:: world_size - 1]:
-        reducer.finish()
+        reducer.finish(world_size)
         active = world_size - num_joined
         assert reducer.active == active
         got = torch.cat([gradient for bucket in reducer.buckets for gradient in bucket.reduced()])
