@@ -36,12 +36,11 @@ if TYPE_CHECKING:
     )
     from totalreduce.foundation.observer import Observer
     from totalreduce.foundation.types import ReduceOp
-    from totalreduce.groups.coordinator import Coordinator
     from totalreduce.groups.group import Group
     from totalreduce.groups.plan import Plan, TensorSpec
     from totalreduce.groups.statistics import Statistics
-    from totalreduce.groups.work import Work
     from totalreduce.launch.bootstrap import init
+    from totalreduce.native.coordinator import Coordinator
     from totalreduce.pytorch.adasum import AdasumOptimizer, adasum_
     from totalreduce.pytorch.broadcast import broadcast_optimizer_state, broadcast_parameters
     from totalreduce.pytorch.ddp_hook import ddp_hook
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from totalreduce.sparse.shared import SharedTopk
     from totalreduce.sparse.topka import TopkA
     from totalreduce.sparse.topkdsa import TopkDSA
+    from totalreduce.tensors.work import Work
 
 __version__ = VERSION
 
@@ -66,7 +66,7 @@ _HOMES = {
     "Auto": "sparse.auto",
     "ConfigurationError": "foundation.errors",
     "CoordinationConfig": "coordination.config",
-    "Coordinator": "groups.coordinator",
+    "Coordinator": "native.coordinator",
     "DeadlineExceededError": "foundation.errors",
     "Dense": "sparse.dense",
     "DistributedOptimizer": "pytorch.optimizer",
@@ -98,7 +98,7 @@ _HOMES = {
     "TopkDSA": "sparse.topkdsa",
     "TotalReduceError": "foundation.errors",
     "UnsupportedError": "foundation.errors",
-    "Work": "groups.work",
+    "Work": "tensors.work",
     "adasum_": "pytorch.adasum",
     "broadcast_optimizer_state": "pytorch.broadcast",
     "broadcast_parameters": "pytorch.broadcast",

@@ -18,8 +18,8 @@ import totalreduce as tr
 from totalreduce import ReduceOp
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.foundation.types import OpKind
-from totalreduce.groups.coordinator import Coordinator
 from totalreduce.groups.engine_collectives import EngineCollectives
+from totalreduce.native.coordinator import Coordinator
 from totalreduce.testing import run_ranks
 
 SIZES = [1, 2, 3, 4, 5, 8]

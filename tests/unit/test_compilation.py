@@ -8,9 +8,9 @@ import torch
 
 from totalreduce.c10d.process_group import ProcessGroupTotalReduce
 from totalreduce.c10d.work import OperationWork
-from totalreduce.groups.compilation import never_compiled
 from totalreduce.groups.group import Group
-from totalreduce.groups.work import Work
+from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.work import Work
 
 
 def helper(tensor):

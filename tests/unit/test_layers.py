@@ -84,12 +84,23 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
         assert calls & {"eval", "exec"} == set(), name(path)
 
 
+def test_a_transport_knows_no_collective() -> None:
+    """import-linter forbids the packages; the names of collectives and reductions are in ``foundation.types``."""
+    named = {
+        (name(path), node.id)
+        for path in (ROOT / "transports").glob("*.py")
+        for node in nodes(path)
+        if isinstance(node, ast.Name) and node.id in ("OpKind", "ReduceOp", "Algorithm", "Signature")
+    }
+    assert named == set()
+
+
 def test_files_with_threads_are_known() -> None:
     threaded = {name(path) for path in FILES if uses(path, "threading", {"Thread"})}
     of_the_library = {file for file in threaded if not file.startswith(("launch/", "cli/", "testing/"))}
     assert of_the_library == {
         "runner/runner.py",
-        "groups/executor.py",
+        "native/executor.py",
         "c10d/callbacks.py",
         "horovod/joining.py",
         "pytorch/ddp_link.py",

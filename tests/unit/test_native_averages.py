@@ -9,8 +9,8 @@ import torch
 
 from totalreduce.coordination.requests import Request
 from totalreduce.foundation.types import OpKind, ReduceOp
-from totalreduce.groups.executor import Executor
-from totalreduce.transports.native import reduction_for
+from totalreduce.native.executor import Executor
+from totalreduce.native.reductions import reduction_for
 
 DTYPES = [torch.int8, torch.uint8, torch.int16, torch.int64, torch.float32, torch.bfloat16]
 

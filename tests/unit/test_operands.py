@@ -13,8 +13,8 @@ from totalreduce.foundation.errors import (
     TotalReduceError,
     UnsupportedError,
 )
-from totalreduce.groups import tensors
-from totalreduce.groups.memory import MemoryInFlight, Operands
+from totalreduce.tensors import dtypes
+from totalreduce.tensors.memory import MemoryInFlight, Operands
 
 DTYPES = [torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.complex64]
 
@@ -128,7 +128,7 @@ def test_nothing_is_nothing() -> None:
 )
 @pytest.mark.filterwarnings("ignore:.*(nested tensors is in prototype|quantiz|TypedStorage)")
 def test_tensors_that_are_refused(make, words: str) -> None:
-    for check in (tensors.dtype_of, tensors.moved_dtype_of):
+    for check in (dtypes.dtype_of, dtypes.moved_dtype_of):
         with pytest.raises(UnsupportedError, match=words):
             check(make(), "t")
 

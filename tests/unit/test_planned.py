@@ -12,9 +12,9 @@ import torch
 
 from totalreduce.foundation.errors import DeadlineExceededError, GroupClosed, PeerLost, TotalReduceError
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.groups import planned
-from totalreduce.groups.planned import NativeStream
-from totalreduce.groups.work import Work
+from totalreduce.native import planned
+from totalreduce.native.planned import NativeStream
+from totalreduce.tensors.work import Work
 
 
 class Doubling:

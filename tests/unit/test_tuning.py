@@ -6,7 +6,7 @@ import pytest
 
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.groups.tuning import fitting, read_settings, write_settings
+from totalreduce.native.tuning import fitting, read_settings, write_settings
 
 KIB, MIB = 1 << 10, 1 << 20
 

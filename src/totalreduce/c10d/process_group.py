@@ -32,10 +32,10 @@ from totalreduce.c10d.work import OperationWork, seconds_of
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.groups.compilation import never_compiled
 from totalreduce.groups.group import Group
-from totalreduce.groups.work import Work
 from totalreduce.pytorch.staging import Stager
+from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.work import Work
 
 __all__ = ["ProcessGroupTotalReduce"]
 

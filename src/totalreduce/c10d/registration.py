@@ -90,7 +90,7 @@ def _open_monitored_barrier(c10d: Any) -> None:
     torch checks there that the back end is called gloo, and offers no other way in; for all other groups its function
     is called as before.
     """
-    from totalreduce.groups.compilation import never_compiled
+    from totalreduce.tensors.compilation import never_compiled
 
     original = c10d.monitored_barrier
 

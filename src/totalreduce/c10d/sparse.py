@@ -8,7 +8,7 @@ from typing import final
 import torch
 
 from totalreduce.groups.group import Group
-from totalreduce.groups.work import Work
+from totalreduce.tensors.work import Work
 
 __all__ = ["SparseSum", "allreduce_sparse"]
 

@@ -20,11 +20,11 @@ from totalreduce.c10d.callbacks import Callbacks
 from totalreduce.c10d.errors import as_torch_error
 from totalreduce.foundation.checks import SECONDS_MAX
 from totalreduce.foundation.errors import DeadlineExceededError
-from totalreduce.groups.compilation import never_compiled
+from totalreduce.tensors.compilation import never_compiled
 
 if TYPE_CHECKING:
     from totalreduce.c10d.profiling import Record
-    from totalreduce.groups.work import Work as GroupWork
+    from totalreduce.tensors.work import Work as GroupWork
 
 __all__ = ["Finish", "OperationWork", "seconds_of"]
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
-from totalreduce.groups.tensors import problem_of_layout
+from totalreduce.tensors.dtypes import problem_of_layout
 
 __all__ = ["decode", "empty_tensors", "encode", "pack", "pack_refusal", "unpack"]
 

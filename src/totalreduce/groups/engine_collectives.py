@@ -9,18 +9,19 @@ import torch
 
 from totalreduce.foundation.errors import DeadlineExceededError
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.groups.work import Work
-from totalreduce.transports.base import NativeWork
+from totalreduce.native.collectives import NativeWork
+from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.work import Work
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
 
-__all__ = ["EngineCollectives"]
+__all__ = ["EngineCollectives", "OrderFree"]
 
 
 @final
 class _EngineWork:
-    """See ``transports.base.NativeWork``."""
+    """See ``native.collectives.NativeWork``."""
 
     def __init__(self, work: Work) -> None:
         """Watch an operation."""
@@ -41,7 +42,7 @@ class _EngineWork:
 
 @final
 class EngineCollectives:
-    """See ``transports.base.NativeCollectives``. CPU tensors; every reduction of the engine."""
+    """See ``native.collectives.NativeCollectives``. CPU tensors; every reduction of the engine."""
 
     def __init__(self, group: Group) -> None:
         """Use a group that nobody else uses: its operations have no names, so their order counts.
@@ -84,3 +85,23 @@ class EngineCollectives:
     def close(self) -> None:
         """End the subgroup."""
         self._group.close()
+
+
+@final
+@never_compiled
+class OrderFree:
+    """``PlannedReductions`` by the engine, which needs no order."""
+
+    def __init__(self, group: Group, names: Sequence[str]) -> None:
+        """``names``: by place."""
+        self._group, self._names = group, names
+
+    def begin(self) -> None:
+        """Nothing to prepare."""
+
+    def submit(self, place: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
+        """An operation like any other."""
+        return self._group.allreduce(tensor, name=self._names[place], op=op, priority=priority)
+
+    def close(self) -> None:
+        """Nothing to give back."""

@@ -21,18 +21,18 @@ from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededEr
 from totalreduce.foundation.observer import Observer
 from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp
 from totalreduce.groups import agreement, objects, requests
-from totalreduce.groups.compilation import never_compiled
-from totalreduce.groups.coordinator import Coordinator
-from totalreduce.groups.engine_collectives import EngineCollectives
-from totalreduce.groups.memory import MemoryInFlight, Operands
+from totalreduce.groups.engine_collectives import EngineCollectives, OrderFree
 from totalreduce.groups.plan import Plan, TensorSpec
-from totalreduce.groups.planned import OrderFree, PlannedReductions
 from totalreduce.groups.requests import Blocks, Request
 from totalreduce.groups.statistics import Statistics
-from totalreduce.groups.work import Work
+from totalreduce.native.collectives import NativeCollectives
+from totalreduce.native.coordinator import Coordinator
+from totalreduce.native.planned import PlannedReductions
 from totalreduce.runner.handle import Handle
 from totalreduce.runner.runner import Runner
-from totalreduce.transports.base import NativeCollectives
+from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.memory import MemoryInFlight, Operands
+from totalreduce.tensors.work import Work
 
 __all__ = ["Group"]
 

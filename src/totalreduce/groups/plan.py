@@ -18,11 +18,11 @@ import torch
 
 from totalreduce.foundation.errors import ConfigurationError, MissingTensorError
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.groups.compilation import never_compiled
+from totalreduce.tensors.compilation import never_compiled
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
-    from totalreduce.groups.work import Work
+    from totalreduce.tensors.work import Work
 
 __all__ = ["Plan", "Step", "TensorSpec"]
 

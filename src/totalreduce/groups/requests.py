@@ -13,9 +13,9 @@ import torch
 
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
-from totalreduce.groups import tensors
-from totalreduce.groups.memory import Operands
 from totalreduce.kernels import supports
+from totalreduce.tensors import dtypes
+from totalreduce.tensors.memory import Operands
 
 __all__ = [
     "Blocks",
@@ -87,7 +87,7 @@ def listed(blocks: Blocks, size: int, name: str, what: str) -> list[torch.Tensor
 
 def _one_dtype(blocks: Sequence[torch.Tensor], tensor: torch.Tensor, name: str) -> None:
     for index, block in enumerate(blocks):
-        tensors.moved_dtype_of(block, f"{name}, block {index}")
+        dtypes.moved_dtype_of(block, f"{name}, block {index}")
         if block.dtype is not tensor.dtype:
             raise ConfigurationError(f"{name!r}: block {index} is {block.dtype}, but the tensor is {tensor.dtype}")
 
@@ -109,7 +109,7 @@ def reduction(
     kind: OpKind, tensor: torch.Tensor, name: str, *, op: ReduceOp, root: int, algorithm: Algorithm, writes: bool
 ) -> Request:
     """Allreduce and reduce."""
-    dtype = tensors.dtype_of(tensor, name)
+    dtype = dtypes.dtype_of(tensor, name)
     signature = Signature(
         kind, dtype, _checked_op(op, dtype, name), root, tuple(tensor.shape), algorithm=Algorithm(algorithm)
     )
@@ -119,7 +119,7 @@ def reduction(
 
 def broadcast(tensor: torch.Tensor, name: str, *, root: int, algorithm: Algorithm, writes: bool) -> Request:
     """Broadcast."""
-    dtype = tensors.moved_dtype_of(tensor, name)
+    dtype = dtypes.moved_dtype_of(tensor, name)
     shape = tuple(tensor.shape)
     if dtype.itemsize != tensor.element_size():
         shape = (*shape, tensor.element_size())  # it travels as bytes
@@ -139,7 +139,7 @@ def allgather(
     outputs: Blocks, tensor: torch.Tensor, name: str, *, rank: int, size: int, algorithm: Algorithm
 ) -> Request:
     """Allgather, with blocks of any sizes that all ranks know."""
-    dtype = tensors.moved_dtype_of(tensor, name)
+    dtype = dtypes.moved_dtype_of(tensor, name)
     blocks = listed(outputs, size, name, "outputs")
     _one_dtype(blocks, tensor, name)
     _same_count(blocks[rank], tensor, name, f"outputs[{rank}] and the tensor must be equally large")
@@ -158,7 +158,7 @@ def reduce_scatter(
 
     The inputs are only read; the tensor may be this rank's block of them, and takes the result then.
     """
-    dtype = tensors.dtype_of(tensor, name)
+    dtype = dtypes.dtype_of(tensor, name)
     blocks = listed(inputs, size, name, "inputs")
     _one_dtype(blocks, tensor, name)
     _same_count(blocks[rank], tensor, name, f"inputs[{rank}] and the tensor must be equally large")
@@ -176,7 +176,7 @@ def reduce_scatter(
 
 def gather(outputs: Blocks | None, tensor: torch.Tensor, name: str, *, rank: int, size: int, root: int) -> Request:
     """Gather; only the root has outputs, of any sizes."""
-    dtype = tensors.moved_dtype_of(tensor, name)
+    dtype = dtypes.moved_dtype_of(tensor, name)
     signature = Signature(OpKind.GATHER, dtype, ReduceOp.NONE, root, ())
     operands = Operands(name)
     buffers: list[memoryview | None] = [None] * size
@@ -197,7 +197,7 @@ def gather(outputs: Blocks | None, tensor: torch.Tensor, name: str, *, rank: int
 
 def scatter(tensor: torch.Tensor, inputs: Blocks | None, name: str, *, rank: int, size: int, root: int) -> Request:
     """Scatter; only the root has inputs, of any sizes."""
-    dtype = tensors.moved_dtype_of(tensor, name)
+    dtype = dtypes.moved_dtype_of(tensor, name)
     signature = Signature(OpKind.SCATTER, dtype, ReduceOp.NONE, root, ())
     operands = Operands(name)
     buffers: list[memoryview | None] = [None] * size
@@ -220,7 +220,7 @@ def scatter(tensor: torch.Tensor, inputs: Blocks | None, name: str, *, rank: int
 def alltoall(outputs: Blocks, inputs: Blocks, name: str, *, rank: int, size: int) -> Request:
     """Alltoall, with blocks of any sizes that sender and receiver know."""
     sent, received = listed(inputs, size, name, "inputs"), listed(outputs, size, name, "outputs")
-    dtype = tensors.moved_dtype_of(sent[0], name)
+    dtype = dtypes.moved_dtype_of(sent[0], name)
     _one_dtype([*sent, *received], sent[0], name)
     _same_count(received[rank], sent[rank], name, f"inputs[{rank}] and outputs[{rank}] must be equally large")
     operands = Operands(name)
@@ -245,6 +245,6 @@ def alltoall_bytes(sent: Sequence[memoryview], received: Sequence[memoryview]) -
 
 def message(tensor: torch.Tensor, name: str, *, writes: bool) -> Request:
     """A message from one rank to another: ``writes`` on the receiver."""
-    dtype = tensors.moved_dtype_of(tensor, name)
+    dtype = dtypes.moved_dtype_of(tensor, name)
     signature, operands = Signature(OpKind.SEND_RECV, dtype, ReduceOp.NONE, 0, ()), Operands(name)
     return Request(signature, [operands.add(tensor, writes=writes)], operands, tensor)

@@ -25,7 +25,6 @@ import torch
 
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.groups.work import Work
 from totalreduce.horovod.arguments import (
     checked_compression,
     checked_factor,
@@ -37,6 +36,7 @@ from totalreduce.horovod.compression import Compression, Compressor
 from totalreduce.horovod.context import Members, context
 from totalreduce.horovod.handles import Handle
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set
+from totalreduce.tensors.work import Work
 
 __all__ = [
     "Adasum",

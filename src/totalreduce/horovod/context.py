@@ -20,13 +20,13 @@ from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.foundation import environment
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.groups.coordinator import Coordinator
 from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.groups.group import Group
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set, ranks_of_communicator
 from totalreduce.launch.address import host_identity
 from totalreduce.launch.bootstrap import init
 from totalreduce.launch.links import TransportName
+from totalreduce.native.coordinator import Coordinator
 from totalreduce.observe import Timeline, rank_path
 from totalreduce.pytorch.adasum import Adasum
 from totalreduce.pytorch.consent import agree_or_refuse

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError
-from totalreduce.groups.work import Work
+from totalreduce.tensors.work import Work
 
 __all__ = ["Handle", "poll", "synchronize"]
 

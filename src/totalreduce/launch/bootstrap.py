@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Literal, cast, get_args
 
+import torch
+
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.engine.engine import Engine
 from totalreduce.foundation import environment
@@ -16,14 +18,16 @@ from totalreduce.foundation.environment import Settings
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost, RendezvousError
 from totalreduce.foundation.observer import Observer
 from totalreduce.foundation.os_errors import few_descriptors
-from totalreduce.groups import probe, tuning
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups import probe
 from totalreduce.groups.group import Group
 from totalreduce.groups.probe import LinkPolicy
-from totalreduce.launch.links import LinkRequest, TransportName, connect, standing
+from totalreduce.launch.links import LinkRequest, TransportName, connect, open_library, standing
 from totalreduce.launch.rendezvous import Place
+from totalreduce.native import tuning
+from totalreduce.native.collectives import NativeCollectives
 from totalreduce.observe import Timeline, rank_path
 from totalreduce.runner.runner import ComputeMode, Runner
-from totalreduce.transports.base import NativeCollectives
 
 __all__ = ["init"]
 
@@ -138,10 +142,16 @@ def init(
     _meet(group, engine_config.timeout_s)
     probe.apply(group, policy)
     if collectives == "native" or (collectives == "auto" and transport == "torch"):
-        if link.native is None:
+        try:
+            natives = open_library(transport, link, engine_config.timeout_s)
+            if natives is None:
+                raise ConfigurationError(
+                    f"transport {transport!r} has no collectives of its own: use collectives='engine'"
+                )
+            group.use(natives, _coordination(group, natives, coordination))
+        except BaseException:
             group.close(1.0)
-            raise ConfigurationError(f"transport {transport!r} has no collectives of its own: use collectives='engine'")
-        group.use(link.native, _coordination(group, link.native, coordination))
+            raise
     return group
 
 
@@ -149,7 +159,11 @@ def _coordination(
     group: Group, natives: NativeCollectives, wanted: CoordinationConfig | str | Path | None
 ) -> CoordinationConfig:
     if wanted == "measure":
-        return tuning.measure(group, natives, CoordinationConfig())
+
+        def maximise(seconds: torch.Tensor) -> None:
+            group.control.allreduce(seconds, name="coordination/tuning", op=ReduceOp.MAX).wait()
+
+        return tuning.measure(natives, CoordinationConfig(), maximise=maximise, reports=group.rank == 0)
     if isinstance(wanted, str | Path):
         return tuning.read_settings(wanted)
     return wanted or CoordinationConfig()

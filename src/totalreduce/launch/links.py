@@ -24,13 +24,14 @@ from totalreduce.foundation.version import VERSION
 from totalreduce.foundation.world import World
 from totalreduce.launch.address import choose_address, host_identity
 from totalreduce.launch.rendezvous import Meeting, Member, Place, compare_settings, current_world, open_store
+from totalreduce.native.collectives import NativeCollectives
 from totalreduce.transports import shm, tcp
 from totalreduce.transports.base import Transport
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.inproc import InprocNetwork
 from totalreduce.transports.routed import RoutedTransport
 
-__all__ = ["LinkRequest", "TransportName", "connect", "standing"]
+__all__ = ["LinkRequest", "TransportName", "connect", "open_library", "standing"]
 
 _log = logging.getLogger("totalreduce")
 
@@ -108,6 +109,28 @@ def connect(request: LinkRequest) -> Transport:
         raise ConfigurationError(f"rank {rank} cannot join the job: {describe_error(error)}") from error
 
 
+def open_library(transport: TransportName, link: Transport, timeout_s: float) -> NativeCollectives | None:
+    """The collectives of the library beside a link: the program's process group, or MPI. Collective.
+
+    Returns:
+        ``None`` if this transport has no such library.
+
+    Raises:
+        RendezvousError: Some rank did not come in time.
+    """
+    if transport in ("torch", "gloo"):  # "torch" sends its own messages over sockets, which cost a tenth of gloo's
+        from totalreduce.native import torch_collectives
+
+        return torch_collectives.everybody(timeout_s)
+    if transport == "mpi":
+        from totalreduce.native.mpi_collectives import MpiCollectives
+        from totalreduce.transports.mpi import MpiTransport
+
+        assert isinstance(link, MpiTransport)
+        return MpiCollectives(link.communicator)
+    return None
+
+
 def _connect(request: LinkRequest) -> Transport:
     if request.tls is not None and request.transport in ("mpi", "torch", "gloo"):
         raise ConfigurationError(f"TLS is for TCP; what {request.transport} sends is not encrypted by this library")
@@ -118,10 +141,7 @@ def _connect(request: LinkRequest) -> Transport:
         case "gloo":
             return _over_gloo(request)
         case _:
-            link = InprocNetwork(1).transport(0) if world_size == 1 else _over_sockets(request)
-    if request.transport == "torch":
-        _lend_collectives(link, request.timeout_s)
-    return link
+            return InprocNetwork(1).transport(0) if world_size == 1 else _over_sockets(request)
 
 
 def _check_alone() -> None:
@@ -268,13 +288,6 @@ def _over_mpi(request: LinkRequest) -> Transport:
     link = mpi.MpiTransport(communicator, request.tcp)
     link.place(_number([str(entry["host"]) for entry in entries]))
     return link
-
-
-def _lend_collectives(link: Transport, timeout_s: float) -> None:
-    """Beside messages of our own, which cost a tenth of gloo's, the collectives of the program's process group."""
-    from totalreduce.transports import torch_collectives
-
-    link.native = torch_collectives.everybody(timeout_s)
 
 
 def _over_gloo(request: LinkRequest) -> Transport:

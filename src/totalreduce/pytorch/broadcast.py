@@ -15,13 +15,13 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.groups.agreement import broadcast_json
 from totalreduce.groups.encoding import decode, empty_tensors, encode
-from totalreduce.groups.tensors import problem_of_layout
 from totalreduce.pytorch.consent import agree_or_refuse
 from totalreduce.pytorch.facade import OptimizerFacade
+from totalreduce.tensors.dtypes import problem_of_layout
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
-    from totalreduce.groups.work import Work
+    from totalreduce.tensors.work import Work
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 

@@ -18,7 +18,6 @@ from typing import final
 
 import torch
 
-from totalreduce.groups.compilation import never_compiled
 from totalreduce.pytorch.correction import MomentumCorrection
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, flattened, shaped
 from totalreduce.pytorch.readiness import Readiness
@@ -27,6 +26,7 @@ from totalreduce.sparse.accumulator import Accumulator
 from totalreduce.sparse.device import Lane, accumulator_of
 from totalreduce.sparse.rounds import SparseRounds
 from totalreduce.sparse.session import Report, Update
+from totalreduce.tensors.compilation import never_compiled
 
 __all__ = ["CompressedReducer"]
 

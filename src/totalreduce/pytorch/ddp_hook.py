@@ -29,7 +29,6 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
-from totalreduce.groups.compilation import never_compiled
 from totalreduce.kernels import ahead
 from totalreduce.pytorch import internals
 from totalreduce.pytorch.buckets import ParameterSpec
@@ -41,6 +40,7 @@ from totalreduce.sparse.dense import Dense
 from totalreduce.sparse.device import Lane
 from totalreduce.sparse.session import Method, Report, Session
 from totalreduce.sparse.worker import Job
+from totalreduce.tensors.compilation import never_compiled
 
 __all__ = ["SparseHookState", "ddp_hook", "sparse_hook"]
 

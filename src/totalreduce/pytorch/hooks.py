@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from totalreduce.groups.compilation import never_compiled
+from totalreduce.tensors.compilation import never_compiled
 
 __all__ = ["WeakHook"]
 

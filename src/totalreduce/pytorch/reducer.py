@@ -24,15 +24,15 @@ import torch
 
 from totalreduce.foundation.errors import ConfigurationError, MissingTensorError
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.groups.compilation import never_compiled
 from totalreduce.pytorch.buckets import Bucket, BucketSpec, ParameterSpec, WireFormat
 from totalreduce.pytorch.readiness import Readiness
 from totalreduce.pytorch.round import GradientReducer
+from totalreduce.tensors.compilation import never_compiled
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
-    from totalreduce.groups.planned import PlannedReductions
-    from totalreduce.groups.work import Work
+    from totalreduce.native.planned import PlannedReductions
+    from totalreduce.tensors.work import Work
 
 __all__ = ["Arithmetic", "Reducer", "operation_names"]
 

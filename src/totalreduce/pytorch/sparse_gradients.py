@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.groups.compilation import never_compiled
 from totalreduce.pytorch.round import GradientReducer
+from totalreduce.tensors.compilation import never_compiled
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group

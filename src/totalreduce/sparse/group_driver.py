@@ -13,8 +13,8 @@ import torch
 from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.groups import requests
 from totalreduce.groups.group import Group
-from totalreduce.groups.work import Work
 from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Array, Broadcast, Messages
+from totalreduce.tensors.work import Work
 
 __all__ = ["GroupDriver"]
 

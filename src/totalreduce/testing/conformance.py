@@ -28,7 +28,7 @@ from totalreduce.foundation.types import OpKind
 from totalreduce.groups import requests
 from totalreduce.groups.group import Group
 from totalreduce.groups.requests import Request
-from totalreduce.groups.work import Work
+from totalreduce.tensors.work import Work
 from totalreduce.testing.conformance_oracle import Collective, Tensors, expected, make_tensors
 from totalreduce.testing.ranks import RankTransport, TransportFactory, run_ranks
 from totalreduce.testing.simulation import SimulatedCluster, Submission

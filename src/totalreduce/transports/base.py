@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from totalreduce.foundation.header import Header
-from totalreduce.foundation.types import ReduceOp
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Delivery", "Endpoint", "Lease", "NativeCollectives", "Outgoing", "Transport", "TransportCounters"]
+__all__ = ["Delivery", "Endpoint", "Lease", "Outgoing", "Transport", "TransportCounters"]
 
 
 class Outgoing(Protocol):
@@ -97,66 +93,6 @@ class Endpoint(Protocol):
         """The peer died, froze, was cut off or talks nonsense."""
 
 
-class NativeWork(Protocol):
-    """A collective of a borrowed library that was started."""
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it has ended, at most so many seconds, and return whether it has. The result is there then.
-
-        On an accelerator this makes the current stream wait instead of the caller, where the library does so.
-
-        Raises:
-            TotalReduceError: The library says that it failed.
-        """
-
-
-class NativeCollectives(Protocol):
-    """Collectives of the library that a transport borrows, in that library's own way.
-
-    They return at once. All ranks must call them in one agreed order: they are for whoever sees to that order, and an
-    operation of the engine needs none of them. One thread at a time. Results are as exact and as repeatable as the
-    library makes them. Tensors are contiguous, of a device that the library knows, and untouched until the work is
-    done, which keeps them alive; dtypes and counts are equal on all ranks.
-
-    Raises:
-        UnsupportedError: The library cannot do this; by any of them.
-    """
-
-    world_size: int
-    #: Where this rank's tensors are, as far as the library knows when it is made: NCCL's are on an accelerator.
-    device: torch.device
-
-    def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
-        """Reduce in place over all ranks."""
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> NativeWork:
-        """Copy the root's tensor to all ranks, in place."""
-
-    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> NativeWork:
-        """Gather equal parts, by rank, into ``output`` (``world_size`` times as long)."""
-
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
-        """Reduce ``tensor`` and keep this rank's part of it (``world_size`` times shorter)."""
-
-    def alltoall(
-        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> NativeWork:
-        """Exchange parts: ``sent`` elements for each rank, ``received`` ones from each, one after the other."""
-
-    def split(self, ranks: Sequence[int], timeout_s: float) -> NativeCollectives:
-        """The same library among some ranks, this one included, apart from everything else. Collective among them.
-
-        Raises:
-            RendezvousError: Somebody did not come in time.
-        """
-
-    def close(self) -> None:
-        """Give back what ``split`` has made; nothing is under way."""
-
-
 class TransportCounters:
     """What a transport counts."""
 
@@ -175,8 +111,6 @@ class Transport(ABC):
     rank: int
     world_size: int
     counters: TransportCounters
-    native: NativeCollectives | None = None
-    """Collectives of a library that reaches the same ranks, where there is one; closed with the transport."""
     _hosts: Sequence[int] | None = None
 
     @property

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from totalreduce.foundation.config import TcpConfig
 from totalreduce.transports.passing import HEAD_BYTES, PassingTransport, Wire, WireError
-from totalreduce.transports.torch_collectives import ENDED, destroy, everybody, forming_a_group, reason
+from totalreduce.transports.private_groups import ENDED, destroy, forming_a_group, reason
 
 __all__ = ["TorchTransport"]
 
@@ -300,18 +300,11 @@ class TorchTransport(PassingTransport):
     """
 
     def __init__(self, config: TcpConfig, timeout_s: float) -> None:
-        """Make private groups with the members of the default process group. Collective.
+        """Make a private group with the members of the default process group. Collective.
 
         Raises:
             RendezvousError: Somebody did not come in time.
         """
         with forming_a_group():
             messages = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-            self.native = everybody(timeout_s)
             super().__init__(_GlooWire(messages), config)
-
-    def close(self, timeout_s: float) -> None:
-        """Also give back the group of the collectives."""
-        super().close(timeout_s)
-        if self.native is not None:
-            self.native.close()

@@ -10,6 +10,7 @@ import torch
 
 import totalreduce as tr
 from totalreduce.foundation.types import DType
+from totalreduce.launch.links import open_library
 from totalreduce.testing.conformance import check_record, run_on
 from totalreduce.testing.conformance_cases import cases_for
 
@@ -33,7 +34,7 @@ def run_cases(transport):
                 group.barrier()
         compared += run_large(world)
         compared += sum(run_others(world, size) for size in (7, 60_000))
-        compared += run_native(world)
+        compared += run_native(world, transport)
     return compared
 
 
@@ -94,9 +95,9 @@ def run_others(group, size):
     return compared
 
 
-def run_native(group):
+def run_native(group, transport):
     """What the library underneath does by itself."""
-    native, size, compared = group._runner.transport.native, group.world_size, 0
+    native, size, compared = open_library(transport, group._runner.transport, 30.0), group.world_size, 0
     assert native is not None
     for dtype in DType:
         for op in (tr.ReduceOp.SUM, tr.ReduceOp.AVG, tr.ReduceOp.MAX, tr.ReduceOp.BXOR):

@@ -11,8 +11,8 @@ import torch
 from totalreduce.cli.bench.context import Context
 from totalreduce.cli.bench.values import WrongResultError
 from totalreduce.foundation.observer import Observer
-from totalreduce.groups.coordinator import Coordinator
 from totalreduce.groups.engine_collectives import EngineCollectives
+from totalreduce.native.coordinator import Coordinator
 
 __all__ = ["measure"]
 

@@ -20,7 +20,7 @@ from totalreduce.cli.bench.fusion import Message, ddp_messages, optimizer_messag
 from totalreduce.cli.bench.traces import Trace, compute_scale, parse_trace
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
-from totalreduce.groups.work import Work
+from totalreduce.tensors.work import Work
 
 __all__ = ["measure"]
 

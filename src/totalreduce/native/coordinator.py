@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 
@@ -30,19 +30,17 @@ from totalreduce.foundation.errors import (
     TotalReduceError,
 )
 from totalreduce.foundation.types import OpKind, ReduceOp, operation_id
-from totalreduce.groups import tensors as checked_tensors
-from totalreduce.groups import tuning
-from totalreduce.groups.compilation import never_compiled
-from totalreduce.groups.executor import Entry, Executor
-from totalreduce.groups.memory import Operands
-from totalreduce.groups.planned import NativeStream, Planned
-from totalreduce.groups.work import Work
+from totalreduce.native import tuning
+from totalreduce.native.collectives import NativeCollectives
+from totalreduce.native.executor import Entry, Executor
+from totalreduce.native.members import Members
+from totalreduce.native.planned import NativeStream, Planned
 from totalreduce.runner.handle import Handle
 from totalreduce.runner.runner import Runner
-from totalreduce.transports.base import NativeCollectives
-
-if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
+from totalreduce.tensors import dtypes
+from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.memory import Operands
+from totalreduce.tensors.work import Work
 
 __all__ = ["Coordinator"]
 
@@ -117,7 +115,7 @@ class Coordinator:
 
     def __init__(
         self,
-        group: Group,
+        group: Members,
         runner: Runner,
         natives: NativeCollectives,
         config: CoordinationConfig,
@@ -212,7 +210,7 @@ class Coordinator:
             entries = []
             for index, tensor in enumerate(tensors):
                 shown = base if batch is None else f"{base}.{index}of{len(tensors)}"
-                checked_tensors.check_dense(tensor, shown)
+                dtypes.check_dense(tensor, shown)
                 request = self._known.get(shown)
                 if (
                     request is None
@@ -268,7 +266,7 @@ class Coordinator:
         tensor was copied from, which no operation in flight may write.
         """
         with self._named(name, OpKind.ALLGATHER) as (shown, cached):
-            checked_tensors.check_dense(tensor, shown)
+            dtypes.check_dense(tensor, shown)
             tensor = tensor.view(1) if not tensor.dim() else tensor
             request = Request(shown, OpKind.ALLGATHER, *self._described(tensor, shown), cached=cached)
             return self._submit([self._entry(request, tensor, outputs, copied)], timeout_s)[0]
@@ -294,7 +292,7 @@ class Coordinator:
         """
         size = self._group.world_size
         with self._named(name, OpKind.ALLTOALL) as (shown, cached):
-            checked_tensors.check_dense(tensor, shown)
+            dtypes.check_dense(tensor, shown)
             rows = len(tensor) if tensor.dim() else 0
             if splits is None:
                 if rows % size or not tensor.dim():
@@ -329,7 +327,7 @@ class Coordinator:
         """
         _check_reduction(op)
         with self._named(name, OpKind.REDUCE_SCATTER) as (shown, cached):
-            checked_tensors.check_dense(tensor, shown)
+            dtypes.check_dense(tensor, shown)
             if not tensor.dim():
                 raise ConfigurationError(f"{shown!r}: a scalar has no rows to scatter")
             request = Request(
@@ -504,7 +502,7 @@ class Coordinator:
 
     @staticmethod
     def _described(tensor: torch.Tensor, name: str) -> tuple[str, int, tuple[int, ...], str]:
-        checked_tensors.check_dense(tensor, name)
+        dtypes.check_dense(tensor, name)
         return _dtype_name(tensor.dtype), tensor.element_size(), tuple(tensor.shape), tensor.device.type
 
     def _entry(
@@ -520,7 +518,7 @@ class Coordinator:
         operands = Operands(request.name)
         operands.hold(tensor, writes=writes)
         for output in outputs or ():
-            checked_tensors.check_dense(output, request.name)
+            dtypes.check_dense(output, request.name)
             operands.hold(output, writes=True)
         for source in copied:
             operands.read_now(source)

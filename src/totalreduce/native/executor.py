@@ -21,12 +21,12 @@ from totalreduce.coordination.fusion import fuse
 from totalreduce.coordination.requests import Request, Response
 from totalreduce.foundation.errors import ConfigurationError, MismatchError, TotalReduceError, UnsupportedError
 from totalreduce.foundation.types import OpKind, ReduceOp
-from totalreduce.groups.culprit import LOOK_S, find_culprit
-from totalreduce.groups.devices import Devices
-from totalreduce.groups.memory import Operands, is_plain
 from totalreduce.kernels import divide
+from totalreduce.native.collectives import NativeCollectives, NativeWork
+from totalreduce.native.devices import Devices
+from totalreduce.native.failures import LOOK_S, find_culprit
 from totalreduce.runner.handle import Handle
-from totalreduce.transports.base import NativeCollectives, NativeWork
+from totalreduce.tensors.memory import Operands, is_plain
 
 __all__ = ["Entry", "Executor", "Reporter"]
 

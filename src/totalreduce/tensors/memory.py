@@ -23,7 +23,7 @@ from totalreduce.foundation.errors import (
     TotalReduceError,
     UnsupportedError,
 )
-from totalreduce.groups.storage import StorageHold
+from totalreduce.tensors.storage import StorageHold
 
 __all__ = ["MemoryInFlight", "Operands", "is_plain"]
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, final
+from typing import Protocol, final
 
 import torch
 
 from totalreduce.foundation.errors import DeadlineExceededError, PeerLost, TotalReduceError
 from totalreduce.foundation.forking import HomeProcess
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.groups.compilation import never_compiled
-from totalreduce.groups.culprit import LOOK_S, find_culprit
-from totalreduce.groups.work import Work
-from totalreduce.transports.base import NativeCollectives, NativeWork
+from totalreduce.native.collectives import NativeCollectives, NativeWork
+from totalreduce.native.failures import LOOK_S, find_culprit
+from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.work import Work
 
-if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
-
-__all__ = ["NativeStream", "OrderFree", "Planned", "PlannedReductions"]
+__all__ = ["NativeStream", "Planned", "PlannedReductions"]
 
 
 class PlannedReductions(Protocol):
@@ -37,26 +34,6 @@ class PlannedReductions(Protocol):
 
     def close(self) -> None:
         """There is no next round."""
-
-
-@final
-@never_compiled
-class OrderFree:
-    """``PlannedReductions`` by the engine, which needs no order."""
-
-    def __init__(self, group: Group, names: Sequence[str]) -> None:
-        """``names``: by place."""
-        self._group, self._names = group, names
-
-    def begin(self) -> None:
-        """Nothing to prepare."""
-
-    def submit(self, place: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
-        """An operation like any other."""
-        return self._group.allreduce(tensor, name=self._names[place], op=op, priority=priority)
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
 
 @final

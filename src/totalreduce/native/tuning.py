@@ -17,20 +17,18 @@ import json
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.foundation.types import ReduceOp
-
-if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
-    from totalreduce.transports.base import NativeCollectives
+from totalreduce.native.collectives import NativeCollectives
 
 __all__ = ["fitting", "measure", "read_settings", "write_settings"]
 
@@ -46,21 +44,28 @@ _FUSION_BYTES = (_MIB, 128 * _MIB)
 _CYCLE_S = (0.0005, 0.008)
 
 
-def measure(group: Group, natives: NativeCollectives, base: CoordinationConfig) -> CoordinationConfig:
+def measure(
+    natives: NativeCollectives,
+    base: CoordinationConfig,
+    *,
+    maximise: Callable[[torch.Tensor], object],
+    reports: bool,
+) -> CoordinationConfig:
     """Measure the library and return ``base`` with settings that fit it. Collective; takes some hundred milliseconds.
 
     Args:
-        group: Whose ranks; tells them the slowest rank's figures.
         natives: The library.
-        base: What is not measured.
+        base: The settings that are not measured.
+        maximise: Replaces every element of a tensor by its maximum over the ranks.
+        reports: Whether this rank writes the figures to the log.
 
     Raises:
         TotalReduceError: The library failed.
     """
     seconds = torch.tensor([_median(natives, size) for size in _SIZES], dtype=torch.float64)
-    group.control.allreduce(seconds, name="coordination/tuning", op=ReduceOp.MAX).wait()
+    maximise(seconds)
     config = fitting(dict(zip(_SIZES, seconds.tolist(), strict=True)), base)
-    if group.rank == 0:
+    if reports:
         figures = ", ".join(f"{s * 1e3:.2f} ms for {size // 1024} KiB" for size, s in zip(_SIZES, seconds, strict=True))
         _log.info(
             "coordination: the library's allreduce takes %s; fusing up to %d MiB, collecting for %.2f ms",

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
-from totalreduce.foundation.errors import ConfigurationError, RendezvousError, TotalReduceError
+from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.transports.base import NativeWork
-from totalreduce.transports.native import Reduction, check_tensor, reduction_for
+from totalreduce.native.collectives import NativeWork
+from totalreduce.native.reductions import Reduction, check_tensor, reduction_for
+from totalreduce.transports.private_groups import ENDED, destroy, forming_a_group, reason
 
-__all__ = ["ENDED", "TorchCollectives", "destroy", "everybody", "forming_a_group", "reason"]
-
-#: What gloo raises when a connection has ended, and torch when the program has destroyed its process group.
-ENDED: Final = (RuntimeError, ValueError)
+__all__ = ["TorchCollectives", "everybody"]
 
 
 @final
 class _TorchWork:
-    """See ``base.NativeWork``."""
+    """A work of torch's."""
 
     def __init__(self, what: str, rank: int, work: Any, finish: Callable[[], None] | None) -> None:
         """Watch a work of torch's; ``finish`` completes the result."""
@@ -60,7 +57,7 @@ class _TorchWork:
 
 @final
 class TorchCollectives:
-    """See ``base.NativeCollectives``. The library's own reductions; averages and ``bool`` are made of what it has."""
+    """Collectives of a process group. The library's own reductions; averages and ``bool`` are made of what it has."""
 
     def __init__(self, group: dist.ProcessGroup, *, reusable_name: bool = False) -> None:
         """Take over a private group.
@@ -156,19 +153,6 @@ class TorchCollectives:
         return _TorchWork(what, self._rank, work, finish)
 
 
-@contextlib.contextmanager
-def forming_a_group() -> Iterator[None]:
-    """Say in the library's own words that torch could not make a private group.
-
-    Raises:
-        RendezvousError: Torch could not.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        raise RendezvousError(f"torch.distributed cannot make a private group: {reason(error)}") from error
-
-
 def everybody(timeout_s: float) -> TorchCollectives:
     """A private group with the members and the back end of the default process group. Collective.
 
@@ -201,16 +185,3 @@ def _narrow(reduction: Reduction, part: torch.Tensor) -> Callable[[], None]:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     check_tensor(tensor, on_cpu=False)
     return tensor.detach().view(-1)
-
-
-def destroy(group: dist.ProcessGroup) -> None:
-    """Give a private group back; a program that has destroyed its own process group has done so already."""
-    with contextlib.suppress(*ENDED):
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
-
-
-def reason(error: Exception) -> str:
-    """The first line, without the place in gloo's source and its good wishes."""
-    line = (str(error).splitlines() or [""])[0]
-    return line.split("] ", 1)[-1].split(" This is typically caused", 1)[0][:300]

@@ -10,7 +10,7 @@ import torch
 from totalreduce.engine.operation import Operation
 from totalreduce.foundation import checks
 from totalreduce.foundation.types import OpKind
-from totalreduce.groups.compilation import never_compiled
+from totalreduce.tensors.compilation import never_compiled
 
 __all__ = ["Pending", "Waiter", "Work"]
 
