@@ -122,7 +122,7 @@ def test_a_pause_shorter_than_the_limit_costs_nothing_but_time(fleet):
             if step == 100:
                 say("there")
                 hear()
-        say("done", lost=str(group._engine.members.lost))
+        say("done", lost=str(group._runner.engine.members.lost))
         """,
     )
     for worker in workers:
@@ -406,7 +406,7 @@ def test_a_disagreement_is_an_error_everywhere_and_the_group_goes_on(fleet):
             assert value.tolist() == [3.0] * 1000, case.__name__
         value = torch.arange(100_000, dtype=torch.float64) + rank
         group.allreduce(value, name="after").wait()
-        say("sum", value=value.sum().item(), lost=str(group._engine.members.lost))
+        say("sum", value=value.sum().item(), lost=str(group._runner.engine.members.lost))
         group.barrier()
         """,
     )

@@ -356,7 +356,7 @@ def test_a_rank_may_leave_when_its_part_is_done(transport: str) -> None:
             group.gather(None, mine).wait()
             group.close()
             return None
-        while len(group._engine.members.departed) < 2:
+        while len(group._runner.engine.members.departed) < 2:
             threading.Event().wait(0.005)
         outputs = [torch.empty(1000, dtype=torch.int64) for _ in range(3)]
         group.gather(outputs, mine).wait()

@@ -257,11 +257,9 @@ def test_small_operations_share_native_ones() -> None:
             return getattr(self._natives, name)
 
     def body(group: tr.Group) -> list[int]:
-        natives = Counting(EngineCollectives(group.subgroup(range(3), name="natives")))
+        natives = Counting(EngineCollectives(group.subgroup(range(3), name="natives").operations))
         config = CoordinationConfig(fusion_bytes=400, cycle_s=1.0)
-        coordinator = Coordinator(
-            group, group._runner, natives, config, scope="mine", patience=lambda timeout_s: timeout_s or 30.0
-        )
+        coordinator = Coordinator(group.operations, natives, config, scope="mine")
         for _ in range(3):
             natives.counts.clear()
             works = coordinator.grouped_allreduce(
@@ -879,7 +877,7 @@ def test_a_rank_that_closes_ends_what_the_others_wait_for(how: str, transport: s
     def body(group: tr.Group) -> tuple[list[str], list[float]]:
         members = group if how == "group" else group.subgroup([2, 0, 1], name="turned")  # index 0 is rank 2
         if how != "coordinator":
-            natives = EngineCollectives(members.control.subgroup(range(3), name="natives"))
+            natives = EngineCollectives(members.control.subgroup(range(3), name="natives").operations)
             coordinator = members.use(natives, CoordinationConfig())
         else:
             coordinator = members.coordinate()
@@ -909,7 +907,7 @@ def test_a_rank_that_closes_ends_what_the_others_wait_for(how: str, transport: s
 
 def test_closing_says_after_which_exception() -> None:
     def body(group: tr.Group) -> str:
-        group.use(EngineCollectives(group.control.subgroup(range(2), name="natives")), CoordinationConfig())
+        group.use(EngineCollectives(group.control.subgroup(range(2), name="natives").operations), CoordinationConfig())
         if group.rank == 1:
             with pytest.raises(KeyError), group:
                 raise KeyError("lost key")
@@ -990,7 +988,9 @@ def test_bytes_that_no_correct_rank_sends() -> None:
             coordinator.allreduce(torch.ones(2), name="w").wait()
             if group.rank == 1:
                 garbage = b'\x04\0\1\0\0\0\0\0\0\0["'
-                group._runner.act(lambda now: group._engine.channels.post(0, coordinator._number, garbage) is None)
+                group._runner.act(
+                    lambda now: group._runner.engine.channels.post(0, coordinator._number, garbage) is None
+                )
             coordinator.allreduce(torch.ones(2), name="later").wait(timeout_s=20.0)
             coordinator.allreduce(torch.ones(2), name="still later").wait(timeout_s=20.0)
         except tr.PeerLost as error:
@@ -1127,7 +1127,7 @@ def test_names_are_checked(name: Any) -> None:
 @pytest.mark.parametrize("priority", [2**31, "high", 0.5, True])
 def test_a_priority_is_checked_although_a_library_has_no_use_for_it(priority: Any) -> None:
     def body(group: tr.Group) -> None:
-        group.use(EngineCollectives(group.control.subgroup(range(2), name="natives")), CoordinationConfig())
+        group.use(EngineCollectives(group.control.subgroup(range(2), name="natives").operations), CoordinationConfig())
         two = torch.ones(2)
         for begin in (
             lambda: group.allreduce(two, priority=priority),
@@ -1210,12 +1210,10 @@ def test_two_coordinators_with_libraries_of_their_own() -> None:
     def body(group: tr.Group) -> None:
         both = [
             Coordinator(
-                group,
-                group._runner,
-                EngineCollectives(group.subgroup(range(3), name=f"natives {number}")),
+                group.operations,
+                EngineCollectives(group.subgroup(range(3), name=f"natives {number}").operations),
                 CoordinationConfig(),
                 scope=f"number {number}",
-                patience=lambda timeout_s: timeout_s or 30.0,
             )
             for number in range(2)
         ]

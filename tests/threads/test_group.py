@@ -94,7 +94,7 @@ def test_many_barriers_leave_nothing_behind() -> None:
     def body(group: tr.Group) -> int:
         for _ in range(200):
             group.barrier()
-        return len(group._engine.table.names)
+        return len(group._runner.engine.table.names)
 
     assert max(run_ranks(2, body)) <= 64
 

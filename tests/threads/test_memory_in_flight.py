@@ -26,7 +26,7 @@ def run(size: int, body: Callable[[tr.Group], Any], *, coordinated: bool, transp
     """Like ``run_ranks``, with or without a library that carries the collectives out."""
 
     def with_library(group: tr.Group) -> Any:
-        natives = EngineCollectives(group.control.subgroup(range(size), name="natives"))
+        natives = EngineCollectives(group.control.subgroup(range(size), name="natives").operations)
         group.use(natives, tr.CoordinationConfig())
         return body(group)
 

@@ -26,7 +26,7 @@ DOORS = ["engine", "native"]
 def enter(group: Group, door: str) -> Group:
     """The group, or the same with every collective behind a library that needs one order."""
     if door == "native":
-        group.use(EngineCollectives(group.subgroup(range(group.world_size))), CoordinationConfig())
+        group.use(EngineCollectives(group.subgroup(range(group.world_size)).operations), CoordinationConfig())
     return group
 
 

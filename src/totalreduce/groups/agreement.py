@@ -8,15 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from totalreduce.foundation.errors import PlanMismatchError
 from totalreduce.foundation.types import ReduceOp
-
-if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
+from totalreduce.groups.collectives import Collectives
 
 __all__ = ["agree", "broadcast_json"]
 
@@ -26,7 +24,7 @@ _DIFFERENCES_MAX = 20
 _DOCUMENT_BYTES_MAX = 64 * 1024 * 1024
 
 
-def agree(group: Group, name: str, document: Mapping[str, Any]) -> None:
+def agree(group: Collectives, name: str, document: Mapping[str, Any]) -> None:
     """Return if all ranks pass an equal document; else raise the same error on all of them.
 
     Args:
@@ -55,7 +53,7 @@ def agree(group: Group, name: str, document: Mapping[str, Any]) -> None:
     raise PlanMismatchError(name, tuple(lines))
 
 
-def broadcast_json(group: Group, name: str, value: Any, *, root: int) -> Any:
+def broadcast_json(group: Collectives, name: str, value: Any, *, root: int) -> Any:
     """Broadcast a JSON value: its length, then its bytes. Never pickled, bounded.
 
     Raises:

@@ -1,35 +1,32 @@
-"""The engine in a native library's place: groups of operations, and ranks that join, where there is none."""
+"""The engine in a native library's place: groups of operations, and ranks that join, where there is no library."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 
 from totalreduce.foundation.errors import DeadlineExceededError
 from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.backends import EngineBackend, Options
+from totalreduce.groups.operations import Operations
 from totalreduce.native.collectives import NativeWork
-from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
-if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
+__all__ = ["EngineCollectives"]
 
-__all__ = ["EngineCollectives", "OrderFree"]
+_UNNAMED = Options()
 
 
 @final
 class _EngineWork:
-    """See ``native.collectives.NativeWork``."""
+    """``NativeWork`` of an operation of the engine."""
 
     def __init__(self, work: Work) -> None:
         """Watch an operation."""
+        self.done = work.done
         self._work = work
-
-    def done(self) -> bool:
-        """Whether the engine says so."""
-        return self._work.done()
 
     def wait(self, timeout_s: float) -> bool:
         """Move messages until it is done."""
@@ -42,66 +39,35 @@ class _EngineWork:
 
 @final
 class EngineCollectives:
-    """See ``native.collectives.NativeCollectives``. CPU tensors; every reduction of the engine."""
+    """``NativeCollectives`` by the engine. CPU tensors; every reduction of the engine."""
 
-    def __init__(self, group: Group) -> None:
-        """Use a group that nobody else uses: its operations have no names, so their order counts.
-
-        The coordinator has claimed the memory of the tensors already.
-        """
-        group.claim_apart()
-        self._group = group
-        self.world_size = group.world_size
-        self.device = torch.device("cpu")
+    def __init__(self, operations: Operations) -> None:
+        """Use the operations of a group that nobody else uses: they have no names, so their order counts."""
+        self._operations = operations.apart()  # the coordinator has claimed the memory of the tensors
+        self._backend = EngineBackend(self._operations)
+        self.world_size, self.device = operations.world_size, torch.device("cpu")
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
-        """Reduce in place."""
-        return _EngineWork(self._group.allreduce(tensor, op=op))
+        return _EngineWork(self._backend.allreduce(tensor, op, _UNNAMED))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> NativeWork:
-        """Copy the root's tensor."""
-        return _EngineWork(self._group.broadcast(tensor, root=root, async_op=True))
+        return _EngineWork(self._backend.broadcast(tensor, root, _UNNAMED))
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> NativeWork:
-        """Gather equal parts."""
-        return _EngineWork(self._group.allgather(output.view(-1), tensor))
+        return _EngineWork(self._backend.allgather(output.view(-1), tensor, _UNNAMED))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
-        """Reduce, and keep this rank's part."""
-        return _EngineWork(self._group.reduce_scatter(output, tensor.view(-1), op=op))
+        return _EngineWork(self._backend.reduce_scatter(output, tensor.view(-1), op, _UNNAMED))
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> NativeWork:
-        """Exchange parts of any sizes."""
         outputs = torch.split_with_sizes(output.view(-1), list(received))
         inputs = torch.split_with_sizes(tensor.view(-1), list(sent))
-        return _EngineWork(self._group.alltoall(outputs, inputs))
+        return _EngineWork(self._backend.alltoall(outputs, inputs, _UNNAMED))
 
     def split(self, ranks: Sequence[int], timeout_s: float) -> EngineCollectives:  # noqa: ARG002  (nobody is asked)
-        """A subgroup."""
-        return EngineCollectives(self._group.subgroup(ranks))
+        return EngineCollectives(self._operations.subgroup(ranks, None))
 
     def close(self) -> None:
-        """End the subgroup."""
-        self._group.close()
-
-
-@final
-@never_compiled
-class OrderFree:
-    """``PlannedReductions`` by the engine, which needs no order."""
-
-    def __init__(self, group: Group, names: Sequence[str]) -> None:
-        """``names``: by place."""
-        self._group, self._names = group, names
-
-    def begin(self) -> None:
-        """Nothing to prepare."""
-
-    def submit(self, place: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
-        """An operation like any other."""
-        return self._group.allreduce(tensor, name=self._names[place], op=op, priority=priority)
-
-    def close(self) -> None:
-        """Nothing to give back."""
+        self._operations.close()

@@ -7,20 +7,18 @@ cannot be sent fails the operation on every rank that would get it: its place is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
+from totalreduce.groups.collectives import Collectives
 from totalreduce.groups.encoding import PACKED_BYTES_MAX, pack, pack_refusal, unpack
-
-if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
 
 __all__ = ["allgather_object", "broadcast_object", "gather_object", "scatter_object"]
 
 
-def broadcast_object(group: Group, value: Any, *, root: int) -> Any:
+def broadcast_object(group: Collectives, value: Any, *, root: int) -> Any:
     """The root's value on every rank."""
     refusal = None
     if group.rank == root:
@@ -37,7 +35,7 @@ def broadcast_object(group: Group, value: Any, *, root: int) -> Any:
     return value if group.rank == root else unpack(packed)
 
 
-def allgather_object(group: Group, value: Any) -> list[Any]:
+def allgather_object(group: Collectives, value: Any) -> list[Any]:
     """Every rank's value on every rank."""
     packed, _ = _packed(group, value)
     lengths = torch.empty(group.world_size, dtype=torch.int64)
@@ -47,7 +45,7 @@ def allgather_object(group: Group, value: Any) -> list[Any]:
     return [unpack(part) for part in parts]
 
 
-def gather_object(group: Group, value: Any, *, root: int) -> list[Any] | None:
+def gather_object(group: Collectives, value: Any, *, root: int) -> list[Any] | None:
     """Every rank's value on the root."""
     is_root = group.rank == root
     packed, refusal = _packed(group, value)
@@ -60,7 +58,7 @@ def gather_object(group: Group, value: Any, *, root: int) -> list[Any] | None:
     return None if parts is None else [unpack(part) for part in parts]
 
 
-def scatter_object(group: Group, values: Sequence[Any] | None, *, root: int) -> Any:
+def scatter_object(group: Collectives, values: Sequence[Any] | None, *, root: int) -> Any:
     """This rank's one of the root's values."""
     parts = lengths = refusal = None
     if group.rank == root:
@@ -75,7 +73,7 @@ def scatter_object(group: Group, values: Sequence[Any] | None, *, root: int) -> 
     return unpack(data)
 
 
-def _packed(group: Group, value: Any) -> tuple[torch.Tensor, ConfigurationError | None]:
+def _packed(group: Collectives, value: Any) -> tuple[torch.Tensor, ConfigurationError | None]:
     """What travels: the value, or why it cannot, for which this rank raises the error when the others know."""
     try:
         return pack(value), None
@@ -83,7 +81,9 @@ def _packed(group: Group, value: Any) -> tuple[torch.Tensor, ConfigurationError 
         return _refused(group, error)
 
 
-def _all_packed(group: Group, values: Sequence[Any] | None) -> tuple[list[torch.Tensor], ConfigurationError | None]:
+def _all_packed(
+    group: Collectives, values: Sequence[Any] | None
+) -> tuple[list[torch.Tensor], ConfigurationError | None]:
     try:
         if values is None or len(values) != group.world_size:
             raise ConfigurationError(f"the root must pass {group.world_size} values, one per rank")
@@ -93,7 +93,7 @@ def _all_packed(group: Group, values: Sequence[Any] | None) -> tuple[list[torch.
         return [packed] * group.world_size, refusal
 
 
-def _refused(group: Group, error: ConfigurationError) -> tuple[torch.Tensor, ConfigurationError]:
+def _refused(group: Collectives, error: ConfigurationError) -> tuple[torch.Tensor, ConfigurationError]:
     refusal = ConfigurationError(
         f"rank {group.ranks[group.rank]} has an object that cannot be sent. {error}. Objects are never pickled: send "
         "what they are made of, and make them anew on the other side"

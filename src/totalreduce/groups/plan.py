@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, final
+from typing import Any, Literal, Self, final
 
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, MissingTensorError
 from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.agreement import agree
+from totalreduce.groups.backends import Backend
+from totalreduce.groups.collectives import Collectives
 from totalreduce.tensors.compilation import never_compiled
-
-if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
-    from totalreduce.tensors.work import Work
+from totalreduce.tensors.work import Work
 
 __all__ = ["Plan", "Step", "TensorSpec"]
 
@@ -44,7 +44,8 @@ class Plan:
 
     def __init__(
         self,
-        group: Group,
+        control: Collectives,
+        backend: Backend,
         name: str,
         specs: Sequence[TensorSpec],
         *,
@@ -52,12 +53,14 @@ class Plan:
         on_missing: Literal["zero", "error"],
         settings: Mapping[str, Any] | None,
     ) -> None:
-        """Agree with the other ranks; collective."""
+        """Agree with the other ranks by ``control``, and reduce by ``backend``; collective."""
         if on_missing not in ("zero", "error"):
             raise ConfigurationError(f"on_missing is 'zero' or 'error', not {on_missing!r}")
         if op not in (ReduceOp.SUM, ReduceOp.AVG):
             raise ConfigurationError(f"a plan sums or averages (zero is neutral then); {op.name} cannot be planned")
-        self.group, self.name, self.op, self.on_missing = group, name, op, on_missing
+        self.control, self.name, self.op, self.on_missing = control, name, op, on_missing
+        coordinator = backend.coordinator
+        self.device = torch.device("cpu") if coordinator is None else coordinator.natives.device
         self.specs = {spec.name: spec for spec in specs}
         if len(self.specs) != len(specs):
             raise ConfigurationError(f"plan {name!r} names a tensor twice")
@@ -68,8 +71,8 @@ class Plan:
             "on_missing": on_missing,
             "settings": dict(settings or {}),
         }
-        group.agree(f"plan {name}", document)
-        self.stream = group.planned([f"{name}/{spec.name}" for spec in specs])
+        agree(control, f"plan {name}", document)
+        self.stream = backend.planned([f"{name}/{spec.name}" for spec in specs])
         self.places = {spec.name: place for place, spec in enumerate(specs)}
 
     def step(self) -> Step:
@@ -123,15 +126,15 @@ class Step:
             MissingTensorError: Some rank left a tensor out and the policy is ``"error"``; on every rank.
         """
         plan = self._plan
-        present = torch.zeros(plan.group.world_size, len(plan.specs), dtype=torch.uint8)
+        present = torch.zeros(plan.control.world_size, len(plan.specs), dtype=torch.uint8)
         for index, (name, spec) in enumerate(plan.specs.items()):
             if name in self._works:
-                present[plan.group.rank, index] = 1
+                present[plan.control.rank, index] = 1
             else:
                 self._start(spec, torch.zeros(spec.shape, dtype=spec.dtype, device=self._device()))
         presence = None
         if plan.on_missing == "error":
-            presence = plan.group.control.allreduce(present, name=f"{plan.name}/presence", op=ReduceOp.MAX, priority=-1)
+            presence = plan.control.allreduce(present, name=f"{plan.name}/presence", op=ReduceOp.MAX, priority=-1)
         for work in self._works.values():
             work.wait(timeout_s)
         if presence is not None:
@@ -143,8 +146,7 @@ class Step:
         """Where this rank's tensors are: that of a tensor of this step, or where the native library works."""
         for tensor in self._results.values():
             return tensor.device
-        coordinator = self._plan.group.coordinator
-        return torch.device("cpu") if coordinator is None else coordinator.natives.device
+        return self._plan.device
 
     def _start(self, spec: TensorSpec, tensor: torch.Tensor) -> Work:
         plan = self._plan

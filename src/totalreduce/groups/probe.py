@@ -223,12 +223,12 @@ def apply(group: Group, policy: LinkPolicy) -> None:
     else:
         return
     with group._runner.locked():
-        group._engine.planner.use_links(links)
+        group._runner.engine.planner.use_links(links)
 
 
 def selector_of(group: Group) -> Selector:
     """Who chooses the group's schedules."""
-    return group._engine.planner.selector
+    return group._runner.engine.planner.selector
 
 
 def measure(group: Group) -> LinkModel:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
 
-__all__ = ["Statistics"]
+from totalreduce.runner.runner import Runner
+
+__all__ = ["Statistics", "snapshot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +63,35 @@ class Statistics:
     def as_dict(self) -> dict[str, int | float]:
         """JSON-ready."""
         return asdict(self)
+
+
+def snapshot(runner: Runner) -> Statistics:
+    """The numbers of a rank since its group was made."""
+    engine, transport = runner.engine, runner.transport.counters
+    with runner.locked():
+        counters, floating = engine.counters, engine.reception.floating
+        active_s = engine.table.active_s(time.monotonic())
+        waited_s = counters.waited_s
+        return Statistics(
+            operations=counters.operations,
+            payload_bytes=counters.payload_bytes,
+            messages_sent=counters.messages_sent,
+            messages_received=counters.messages_received,
+            bytes_sent=counters.bytes_sent,
+            bytes_received=counters.bytes_received,
+            floating_messages=counters.floating_messages,
+            floating_bytes=floating.total_bytes,
+            floating_bytes_peak=floating.peak_bytes,
+            held_messages=counters.held_messages,
+            dropped_messages=counters.dropped_messages,
+            dropped_bytes=counters.dropped_bytes,
+            promotions=counters.promotions,
+            mismatches=counters.mismatches,
+            stalls=counters.stalls,
+            connections=transport.connections,
+            refused_connections=transport.refused_connections,
+            waited_s=waited_s,
+            active_s=active_s,
+            hidden_share=max(0.0, 1.0 - waited_s / active_s) if active_s > 0 else 1.0,
+            reduce_s=counters.reduce_s,
+        )

@@ -36,7 +36,6 @@ from totalreduce.native.executor import Entry, Executor
 from totalreduce.native.members import Members
 from totalreduce.native.planned import NativeStream, Planned
 from totalreduce.runner.handle import Handle
-from totalreduce.runner.runner import Runner
 from totalreduce.tensors import dtypes
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.memory import Operands
@@ -116,16 +115,18 @@ class Coordinator:
     def __init__(
         self,
         group: Members,
-        runner: Runner,
         natives: NativeCollectives,
         config: CoordinationConfig,
         *,
         scope: str,
-        patience: Callable[[float | None], float],
     ) -> None:
-        group.agree("coordination", config.shared())
         self.config, self.natives = config, natives
-        self._group, self._runner, self._engine, self._patience = group, runner, runner.engine, patience
+        self._group, self._runner, self._engine, self._patience = (
+            group,
+            group.runner,
+            group.runner.engine,
+            group.patience,
+        )
         self._negotiator = Negotiator(group.rank, group.world_size, config, ranks=group.ranks)
         #: What is in flight here, by name; of that, what the ranks have not agreed on.
         self._entries: dict[str, Entry] = {}
@@ -154,7 +155,7 @@ class Coordinator:
             self._engine.channels.open(self._number, self._channel, now)
             return True
 
-        runner.act(begin)
+        self._runner.act(begin)
 
     # -------------------------------------------------------------------------------------------------- collectives
 

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
+from totalreduce.runner.runner import Runner
 from totalreduce.tensors.memory import Operands
 
 __all__ = ["Members"]
 
 
 class Members(Protocol):
-    """The ranks that take part, and what they share (see ``Group``, which has the same names)."""
+    """The ranks that take part, and what their operations share (see ``groups.operations.Operations``)."""
 
     rank: int
     world_size: int
     ranks: tuple[int, ...]
     name: str
-
-    def agree(self, name: str, document: Mapping[str, Any]) -> None:
-        """Return if all ranks pass an equal JSON document."""
+    runner: Runner
 
     def claim(self, operands: Operands, patience_s: float) -> Callable[[], None]:
-        """Claim the memory of an operation; return what releases it."""
+        """Claim the memory of an operation; return the function that releases it."""
+
+    def patience(self, timeout_s: float | None) -> float:
+        """The time-out in force, in seconds."""
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory of the CPU; where possible, memory that the other ranks of the host can read."""

@@ -53,19 +53,16 @@ class MpiCollectives:
         self.device = torch.device("cpu")
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
-        """Reduce in place."""
         check_tensor(tensor, on_cpu=True)
         reduction = reduction_for(tensor.detach(), op, self.world_size, wider=_WIDER)
         array, mpi_op = reduction.tensor.numpy(), _OPS[reduction.op]
         return self._start("Iallreduce", lambda comm: comm.Iallreduce(MPI.IN_PLACE, array, mpi_op), reduction.finish)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> NativeWork:
-        """Copy the root's tensor."""
         data = _bytes(tensor)
         return self._start("Ibcast", lambda comm: comm.Ibcast([data, MPI.BYTE], root))
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> NativeWork:
-        """Gather equal parts."""
         if output.dtype != tensor.dtype or output.numel() != self.world_size * tensor.numel():
             raise ConfigurationError(
                 f"{output.numel()} elements of {output.dtype} do not hold {tensor.numel()} of {tensor.dtype} from each "
@@ -75,7 +72,6 @@ class MpiCollectives:
         return self._start("Iallgather", lambda comm: comm.Iallgather([part, MPI.BYTE], [whole, MPI.BYTE]))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
-        """Reduce, and keep this rank's part."""
         check_tensor(output, on_cpu=True)
         check_tensor(tensor, on_cpu=True)
         if output.dtype != tensor.dtype or tensor.numel() != self.world_size * output.numel():
@@ -99,7 +95,6 @@ class MpiCollectives:
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> NativeWork:
-        """Exchange parts of any sizes."""
         size, here, there = tensor.element_size(), _bytes(tensor), _bytes(output)
         sends = [here, [count * size for count in sent], None, MPI.BYTE]
         receives = [there, [count * size for count in received], None, MPI.BYTE]

@@ -71,20 +71,17 @@ class TorchCollectives:
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
-        """Reduce in place."""
         check_tensor(tensor, on_cpu=False)
         reduction = reduction_for(tensor.detach(), op, self.world_size, wider=_WIDER)
         torch_op = _torch_op(reduction.op)
         return self._start("all_reduce", dist.all_reduce, reduction.tensor, torch_op, finish=reduction.finish)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> NativeWork:
-        """Copy the root's tensor."""
         check_tensor(tensor, on_cpu=False)
         source = dist.get_global_rank(self._group, root)
         return self._start("broadcast", dist.broadcast, tensor.detach().view(-1).view(torch.uint8), source)
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> NativeWork:
-        """Gather equal parts."""
         whole, part = _flat(output), _flat(tensor)
         if whole.dtype != part.dtype or len(whole) != self.world_size * len(part):
             raise ConfigurationError(
@@ -97,7 +94,6 @@ class TorchCollectives:
         return self._start("all_gather", dist.all_gather, parts, part.view(torch.uint8))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
-        """Reduce, and keep this rank's part."""
         whole, part = _flat(tensor), _flat(output)
         if whole.dtype != part.dtype or len(whole) != self.world_size * len(part):
             raise ConfigurationError(f"{len(part)} elements are not one of {self.world_size} parts of {len(whole)}")
@@ -116,7 +112,6 @@ class TorchCollectives:
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> NativeWork:
-        """Exchange parts of any sizes."""
         size = tensor.element_size()
         return self._start(
             "all_to_all_single",

@@ -50,7 +50,7 @@ def measure(context: Context, parameters: dict[str, Any]) -> dict[str, Any]:
     group = context.group
     coordinator = group.coordinator
     if coordinator is None:
-        coordinator = group.coordinate(EngineCollectives(group.subgroup(range(group.world_size))))
+        coordinator = group.coordinate(EngineCollectives(group.subgroup(range(group.world_size)).operations))
     recorder = _Recorder()
     group.observers.append(recorder)
     count = parameters["tensors"]

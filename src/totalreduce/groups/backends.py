@@ -1,0 +1,238 @@
+"""How a group carries its collectives out: by the engine, or by a native library through a coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, final
+
+import torch
+
+from totalreduce.foundation import checks
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp
+from totalreduce.groups import requests
+from totalreduce.groups.operations import Operations
+from totalreduce.groups.requests import Blocks
+from totalreduce.native.coordinator import Coordinator
+from totalreduce.native.planned import PlannedReductions
+from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.work import Work
+
+__all__ = ["Backend", "EngineBackend", "NativeBackend", "Options"]
+
+
+class Options(NamedTuple):
+    """The arguments that all collectives have (see ``Group.allreduce``)."""
+
+    name: str | None = None
+    schedule: str = "auto"
+    priority: int = 0
+    timeout_s: float | None = None
+
+    @property
+    def shown(self) -> str:
+        """The name in messages; checked."""
+        return "unnamed" if self.name is None else checks.operation_name(self.name)
+
+
+class Backend(Protocol):
+    """Carries out the collectives of one group. Methods return at once; arguments are those of ``Group``."""
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """The coordinator of the native library; ``None`` for the engine."""
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> Work:
+        """Reduce over all ranks, in place."""
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, options: Options) -> Work:
+        """Reduce into the root's tensor."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int, options: Options) -> Work:
+        """Copy the root's tensor to all ranks."""
+
+    def allgather(self, outputs: Blocks, tensor: torch.Tensor, options: Options) -> Work:
+        """Collect every rank's tensor on every rank."""
+
+    def reduce_scatter(self, tensor: torch.Tensor, inputs: Blocks, op: ReduceOp, options: Options) -> Work:
+        """Reduce every rank's block into that rank's tensor."""
+
+    def gather(self, outputs: Blocks | None, tensor: torch.Tensor, root: int, options: Options) -> Work:
+        """Collect every rank's tensor on the root."""
+
+    def scatter(self, tensor: torch.Tensor, inputs: Blocks | None, root: int, options: Options) -> Work:
+        """Give every rank its block of the root's inputs."""
+
+    def alltoall(self, outputs: Blocks, inputs: Blocks, options: Options) -> Work:
+        """Give block r of the inputs to rank r."""
+
+    def planned(self, names: Sequence[str]) -> PlannedReductions:
+        """Reductions that come again in every round. Collective where the library needs one order."""
+
+    def close(self, timeout_s: float, reason: str) -> None:
+        """End what the back end has started; operations in flight fail."""
+
+
+@final
+@never_compiled
+class EngineBackend:
+    """``Backend`` by the engine, in any order and by the schedules of this package."""
+
+    coordinator = None
+
+    def __init__(self, operations: Operations) -> None:
+        """Submit the operations of one group."""
+        self._operations = operations
+        self._rank, self._size = operations.rank, operations.world_size
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> Work:
+        request = requests.reduction(
+            OpKind.ALLREDUCE,
+            tensor,
+            options.shown,
+            op=op,
+            root=0,
+            algorithm=_algorithm(options.schedule),
+            writes=True,
+        )
+        return self._submit(request, options)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, options: Options) -> Work:
+        request = requests.reduction(
+            OpKind.REDUCE,
+            tensor,
+            options.shown,
+            op=op,
+            root=root,
+            algorithm=_algorithm(options.schedule),
+            writes=self._rank == root,
+        )
+        return self._submit(request, options)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, options: Options) -> Work:
+        request = requests.broadcast(
+            tensor, options.shown, root=root, algorithm=_algorithm(options.schedule), writes=self._rank != root
+        )
+        return self._submit(request, options)
+
+    def allgather(self, outputs: Blocks, tensor: torch.Tensor, options: Options) -> Work:
+        algorithm = _algorithm(options.schedule)
+        request = requests.allgather(
+            outputs, tensor, options.shown, rank=self._rank, size=self._size, algorithm=algorithm
+        )
+        return self._submit(request, options)
+
+    def reduce_scatter(self, tensor: torch.Tensor, inputs: Blocks, op: ReduceOp, options: Options) -> Work:
+        algorithm = _algorithm(options.schedule)
+        request = requests.reduce_scatter(
+            tensor, inputs, options.shown, op=op, rank=self._rank, size=self._size, algorithm=algorithm
+        )
+        return self._submit(request, options)
+
+    def gather(self, outputs: Blocks | None, tensor: torch.Tensor, root: int, options: Options) -> Work:
+        request = requests.gather(outputs, tensor, options.shown, rank=self._rank, size=self._size, root=root)
+        return self._submit(request, options)
+
+    def scatter(self, tensor: torch.Tensor, inputs: Blocks | None, root: int, options: Options) -> Work:
+        request = requests.scatter(tensor, inputs, options.shown, rank=self._rank, size=self._size, root=root)
+        return self._submit(request, options)
+
+    def alltoall(self, outputs: Blocks, inputs: Blocks, options: Options) -> Work:
+        request = requests.alltoall(outputs, inputs, options.shown, rank=self._rank, size=self._size)
+        return self._submit(request, options)
+
+    def planned(self, names: Sequence[str]) -> PlannedReductions:
+        return _UnorderedReductions(EngineBackend(self._operations.within("planned")), names)
+
+    def close(self, timeout_s: float, reason: str) -> None:
+        """The group closes the engine itself."""
+
+    def _submit(self, request: requests.Request, options: Options) -> Work:
+        return self._operations.submit(request, options.name, options.priority, options.timeout_s)
+
+
+@final
+@never_compiled
+class _UnorderedReductions:
+    """``PlannedReductions`` by the engine, which needs no order and no rounds."""
+
+    def __init__(self, backend: EngineBackend, names: Sequence[str]) -> None:
+        """``names``: of the operations, by place."""
+        self._backend, self._names = backend, names
+
+    def begin(self) -> None:
+        """Nothing to prepare."""
+
+    def submit(self, place: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
+        """Submit an operation like any other."""
+        return self._backend.allreduce(tensor, op, Options(self._names[place], priority=priority))
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+@final
+@never_compiled
+class NativeBackend:
+    """``Backend`` by a native library. The engine carries out what the library's interface does not have."""
+
+    def __init__(self, coordinator: Coordinator, engine: EngineBackend) -> None:
+        """Use the coordinator of the library, and the back end of the same group by the engine."""
+        self.coordinator = coordinator
+        self._size = coordinator.natives.world_size
+        self.reduce, self.gather, self.scatter = engine.reduce, engine.gather, engine.scatter
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> Work:
+        _check_ignored(options)
+        return self.coordinator.allreduce(tensor, name=options.name, op=op, timeout_s=options.timeout_s)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, options: Options) -> Work:
+        _check_ignored(options)
+        return self.coordinator.broadcast(tensor, root=root, name=options.name, timeout_s=options.timeout_s)
+
+    def allgather(self, outputs: Blocks, tensor: torch.Tensor, options: Options) -> Work:
+        _check_ignored(options)
+        places = requests.listed(outputs, self._size, options.shown, "outputs")
+        return self.coordinator.allgather(
+            tensor.reshape(-1), outputs=places, copied=[tensor], name=options.name, timeout_s=options.timeout_s
+        )
+
+    def reduce_scatter(self, tensor: torch.Tensor, inputs: Blocks, op: ReduceOp, options: Options) -> Work:
+        _check_ignored(options)
+        parts = requests.listed(inputs, self._size, options.shown, "inputs")
+        if any(part.numel() != tensor.numel() for part in parts):
+            raise ConfigurationError(f"{options.shown!r}: the native library takes equal blocks only")
+        stacked = torch.stack([part.reshape(-1) for part in parts])
+        return self.coordinator.reduce_scatter(
+            stacked, op=op, outputs=[tensor], copied=parts, name=options.name, timeout_s=options.timeout_s
+        )
+
+    def alltoall(self, outputs: Blocks, inputs: Blocks, options: Options) -> Work:
+        _check_ignored(options)
+        places = requests.listed(outputs, self._size, options.shown, "outputs")
+        parts = requests.listed(inputs, self._size, options.shown, "inputs")
+        joined, splits = torch.cat([part.reshape(-1) for part in parts]), [part.numel() for part in parts]
+        return self.coordinator.alltoall(
+            joined, splits, outputs=places, copied=parts, name=options.name, timeout_s=options.timeout_s
+        )
+
+    def planned(self, names: Sequence[str]) -> PlannedReductions:
+        return self.coordinator.planned(names)
+
+    def close(self, timeout_s: float, reason: str) -> None:
+        self.coordinator.close(timeout_s, reason=reason)
+
+
+def _check_ignored(options: Options) -> None:
+    """Check the arguments that a native library does not use."""
+    checks.priority(options.priority)
+    if options.schedule != "auto":
+        raise ConfigurationError(f"schedule {options.schedule!r}: a native library chooses its schedules by itself")
+
+
+def _algorithm(schedule: str) -> Algorithm:
+    try:
+        return Algorithm[schedule.upper()]
+    except (KeyError, AttributeError) as cause:
+        known = ", ".join(algorithm.name.lower() for algorithm in Algorithm)
+        raise ConfigurationError(f"schedule {schedule!r} is not known; there are {known}") from cause

@@ -1,0 +1,278 @@
+"""The operations that the engine carries out for one group: their scope, their memory, and submitting them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+
+from totalreduce.foundation import checks
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
+from totalreduce.groups import requests
+from totalreduce.groups.requests import Request
+from totalreduce.runner.handle import Handle
+from totalreduce.runner.runner import Runner
+from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.memory import MemoryInFlight, Operands
+from totalreduce.tensors.work import Work
+
+__all__ = ["Operations"]
+
+#: So many threads of one rank may wait in barriers at the same time.
+_BARRIER_NAMES = 64
+#: Scopes of names that the library gives. Scopes of subgroups begin with a quote or a digit, users' names with "n:".
+_BARRIERS, _MESSAGES = "barrier/", "message/"
+
+
+@final
+@never_compiled
+class Operations:
+    """Submits operations of one group to the engine. Any thread.
+
+    Args:
+        runner: The engine of this rank.
+        name: The group's name, for messages.
+        ranks: The members' numbers in the whole job; by default all ranks.
+        scope: Prefix of the operations' names, different for each group of a job; empty for the group of all ranks.
+        parent: The operations that these were derived from. The reference keeps the group of all ranks open, which
+            closes when nothing refers to its operations any more.
+        memory: The memory that operations in flight use, of this group and of those that share the record with it.
+
+    Attributes:
+        rank: This process's index in the group, from 0.
+        world_size: Number of ranks of the group.
+        waits_for_memory: Whether an operation waits for those in flight that use the same memory, instead of raising
+            an error. Subgroups that are made afterwards do the same.
+        closed: Whether the group takes operations no more.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        name: str,
+        ranks: tuple[int, ...] | None = None,
+        scope: str = "",
+        parent: Operations | None = None,
+        memory: MemoryInFlight | None = None,
+    ) -> None:
+        """See the class."""
+        self.runner, self.name, self.scope, self.parent = runner, name, scope, parent
+        self.ranks = runner.engine.members.everybody if ranks is None else ranks
+        self.rank, self.world_size = self.ranks.index(runner.engine.rank), len(self.ranks)
+        self.waits_for_memory = self.closed = False
+        self._memory = MemoryInFlight() if memory is None else memory
+        self._inner: dict[str, Operations] = {}
+        self._subgroups: Counter[tuple[int, ...]] = Counter()
+        self._barriers = itertools.count()
+        self._late_barrier: Work | None = None
+
+    def submit(
+        self,
+        request: Request,
+        name: str | None,
+        priority: int,
+        timeout_s: float | None = None,
+        *,
+        ranks: tuple[int, ...] | None = None,
+        scope: str = "",
+        repeats: bool = False,
+    ) -> Work:
+        """Submit an operation; return at once.
+
+        Args:
+            request: The operation, made by ``groups.requests``.
+            name: Its name; ``None``: the engine numbers it.
+            priority: Smaller is more urgent.
+            timeout_s: Deadline in seconds of a ``wait`` that names none.
+            ranks: The ranks of the job that take part, if not all of this group do.
+            scope: Sets names of the library apart from those of users.
+            repeats: The name may be in flight several times.
+        """
+        self._check_open()
+        patience_s, priority = self.patience(timeout_s), checks.priority(priority)
+
+        def begin(finish: Callable[[], None] | None, release: Callable[[], None] | None) -> Handle:
+            return self.runner.submit(
+                name,
+                request.signature,
+                request.buffers,
+                ranks=ranks or self.ranks,
+                scope=self.scope + scope,
+                repeats=repeats,
+                priority=priority,
+                finish=finish,
+                release=release,
+            )
+
+        handle = self._begin(request, patience_s, begin)
+        assert handle.operation is not None
+        return Work(self.runner, handle, request.results, handle.operation.name, patience_s, ranks=self.ranks)
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, priority: int, timeout_s: float | None) -> Work:
+        """Send a tensor to a rank of the group (see ``Group.send``)."""
+        return self._message(tensor, self.rank, self._peer(dst), tag, priority, timeout_s)
+
+    def receive(self, tensor: torch.Tensor, src: int, tag: int, priority: int, timeout_s: float | None) -> Work:
+        """Receive a tensor from a rank of the group (see ``Group.recv``)."""
+        return self._message(tensor, self._peer(src), self.rank, tag, priority, timeout_s)
+
+    def receive_any(self, tensor: torch.Tensor, tag: int, priority: int, timeout_s: float | None) -> Work:
+        """Receive a tensor from the rank of the group that sends first (see ``Group.recv``)."""
+        self._check_open()
+        patience_s, name = self.patience(timeout_s), "a message from any rank"
+        request = requests.message(tensor, name, writes=True)
+        candidates = {
+            rank: _message_name(place, self.rank, tag) for place, rank in enumerate(self.ranks) if place != self.rank
+        }
+        if not candidates:
+            raise ConfigurationError("there is no other rank in the group that could send")
+        buffer = request.buffers[0]
+        assert buffer is not None
+        priority = checks.priority(priority)
+
+        def begin(finish: Callable[[], None] | None, release: Callable[[], None] | None) -> Handle:
+            return self.runner.receive_any(
+                candidates,
+                request.signature,
+                buffer,
+                scope=self.scope + _MESSAGES,
+                priority=priority,
+                finish=finish,
+                release=release,
+            )
+
+        handle = self._begin(request, patience_s, begin)
+        return Work(self.runner, handle, request.results, name, patience_s, ranks=self.ranks)
+
+    def barrier(self, timeout_s: float | None) -> Work:
+        """Return when every rank has called it (see ``Group.barrier``)."""
+        # A barrier that ran out of time is still pending: the next call waits for it, not for one more.
+        work, self._late_barrier = self._late_barrier, None
+        if work is None:
+            # A few names in turn: the engine never forgets a name, and a job may have any number of barriers.
+            name = f"barrier#{next(self._barriers) % _BARRIER_NAMES}"
+            work = self.submit(requests.barrier(), name, -1, timeout_s, scope=_BARRIERS)
+        try:
+            work.wait(timeout_s)
+        except DeadlineExceededError:
+            self._late_barrier = work
+            raise
+        return work
+
+    def claim(self, operands: Operands, patience_s: float) -> Callable[[], None]:
+        """Claim the memory of an operation; return the function that releases it.
+
+        Args:
+            operands: The operation's tensors.
+            patience_s: Seconds to wait for operations that use the same memory, with ``waits_for_memory``.
+
+        Raises:
+            ConfigurationError: An operation in flight uses the same memory (see ``MemoryInFlight.claim``).
+            DeadlineExceededError: With ``waits_for_memory``: such an operation has not ended in time.
+        """
+        memory = self._memory
+        memory.claim(operands, wait_s=patience_s if self.waits_for_memory else None)
+        return lambda: memory.release(operands)
+
+    def patience(self, timeout_s: float | None) -> float:
+        """The time-out in force, in seconds: ``timeout_s``, or the group's where it is ``None``."""
+        return self.runner.engine.config.timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s)
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Make a tensor in memory that the other ranks of this host can read (see ``Group.empty``)."""
+        if self.closed:
+            raise GroupClosed(f"group {self.name!r} is closed")
+        self.runner.home.check()
+        num_bytes = math.prod(shape) * dtype.itemsize
+        memory = self.runner.transport.allocate(num_bytes) if num_bytes else None
+        if memory is None:
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_numpy(memory).view(dtype).view(shape)
+
+    # ----------------------------------------------------------------------------------------------- other operations
+
+    def subgroup(self, ranks: Sequence[int], name: str | None) -> Operations:
+        """The operations of some ranks of the group (see ``Group.subgroup``)."""
+        members = checks.ranks_in(ranks, self.world_size)
+        if name is not None:
+            checks.operation_name(name)
+        if self.rank not in members:
+            raise ConfigurationError(f"rank {self.rank} is not among {list(members)}; only members make a subgroup")
+        shown, quoted = f"{self.name}/{name}", repr(name)
+        if name is None:
+            quoted = str(self._subgroups[members])  # without quotes, so that no user's name is the same
+            shown = f"{self.name}/{quoted}"
+            self._subgroups[members] += 1
+        scope = f"{self.scope}{quoted}({','.join(map(str, members))})/"
+        return self._derived(shown, tuple(self.ranks[rank] for rank in members), scope, self._memory)
+
+    def within(self, purpose: str) -> Operations:
+        """Operations of the same ranks for the library itself, whose names never meet those of users."""
+        inner = self._inner.get(purpose)
+        if inner is None:
+            scope = f"{self.scope}{purpose}/"
+            inner = self._inner[purpose] = self._derived(f"{self.name}/{purpose}", self.ranks, scope, self._memory)
+        return inner
+
+    def apart(self) -> Operations:
+        """The same operations, with a memory record of their own: their callers have claimed the memory already."""
+        return self._derived(self.name, self.ranks, self.scope, MemoryInFlight())
+
+    def close(self) -> None:
+        """Take no more operations. For the group of all ranks the engine refuses them itself, once it is closed."""
+        self.closed = True
+        if self.parent is not None:
+            for inner in self._inner.values():
+                inner.close()
+
+    # -------------------------------------------------------------------------------------------------------- details
+
+    def _derived(self, name: str, ranks: tuple[int, ...], scope: str, memory: MemoryInFlight) -> Operations:
+        derived = Operations(self.runner, name, ranks, scope, self, memory)
+        derived.waits_for_memory = self.waits_for_memory
+        return derived
+
+    def _message(
+        self, tensor: torch.Tensor, src: int, dst: int, tag: int, priority: int, timeout_s: float | None
+    ) -> Work:
+        name = _message_name(src, dst, tag)
+        request = requests.message(tensor, name, writes=dst == self.rank)
+        ranks = (self.ranks[src], self.ranks[dst])
+        return self.submit(request, name, priority, timeout_s, ranks=ranks, scope=_MESSAGES, repeats=True)
+
+    def _begin(
+        self,
+        request: Request,
+        patience_s: float,
+        begin: Callable[[Callable[[], None] | None, Callable[[], None] | None], Handle],
+    ) -> Handle:
+        """Submit an operation when its memory is free, and have the memory released when it has ended."""
+        operands = request.operands
+        if operands is None:
+            return begin(None, None)
+        release = self.claim(operands, patience_s)
+        try:
+            operands.prepare()
+            return begin(operands.finish, release)
+        except BaseException:
+            release()
+            raise
+
+    def _check_open(self) -> None:
+        self.runner.home.check()
+        if self.closed and self.parent is not None:
+            raise GroupClosed(f"rank {self.rank} has closed the subgroup {self.name!r}; make a new one with subgroup()")
+
+    def _peer(self, peer: int) -> int:
+        peer = checks.whole_number("the other rank", peer)
+        if not 0 <= peer < self.world_size or peer == self.rank:
+            raise ConfigurationError(f"{peer} is not another rank than {self.rank} of a group of {self.world_size}")
+        return peer
+
+
+def _message_name(src: int, dst: int, tag: int) -> str:
+    return f"message {src} to {dst}, tag {checks.whole_number('tag', tag)}"
