@@ -46,7 +46,7 @@ group = tr.init("tcp", timeout_s=60)
 coordinator = group.coordinate() if COORDINATED else None
 group.allreduce(torch.ones(4), name="first").wait()
 group.barrier()
-number = 0 if coordinator is None else coordinator._number
+number = 0 if coordinator is None else coordinator._agreement.number
 LONG = "x" * 8000
 
 class Message:
@@ -125,7 +125,7 @@ coordinator = group.coordinate()
 group.allreduce(torch.ones(4), name="first").wait()
 group.barrier()
 say("ready")
-coordinator._negotiator._allowances.take = lambda *_: True  # or it would refuse to ask for so many itself
+coordinator._agreement.negotiator._allowances.take = lambda *_: True  # or it would refuse to ask for so many itself
 try:
     for index in itertools.count():
         coordinator.allreduce(torch.ones(1), name=NAME)

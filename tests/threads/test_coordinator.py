@@ -924,8 +924,9 @@ def test_closing_says_after_which_exception() -> None:
 def test_closing_happens_at_the_time_of_the_clock() -> None:
     def body(group: tr.Group) -> None:
         coordinator, times = group.coordinate(), []
-        settle = coordinator._settle
-        coordinator._settle = lambda now: times.append(now) or settle(now)
+        agreement = coordinator._agreement
+        settle = agreement._settle
+        agreement._settle = lambda now: times.append(now) or settle(now)
         before = time.monotonic()
         coordinator.close()
         assert len(times) == 1
@@ -989,7 +990,7 @@ def test_bytes_that_no_correct_rank_sends() -> None:
             if group.rank == 1:
                 garbage = b'\x04\0\1\0\0\0\0\0\0\0["'
                 group._runner.act(
-                    lambda now: group._runner.engine.channels.post(0, coordinator._number, garbage) is None
+                    lambda now: group._runner.engine.channels.post(0, coordinator._agreement.number, garbage) is None
                 )
             coordinator.allreduce(torch.ones(2), name="later").wait(timeout_s=20.0)
             coordinator.allreduce(torch.ones(2), name="still later").wait(timeout_s=20.0)
@@ -1016,7 +1017,7 @@ def test_a_stall_is_reported_and_then_ends_the_agreement(
         coordinator.allreduce(torch.ones(2), name="fine").wait()
         begin = time.monotonic()
         if group.rank == 0:
-            while coordinator._negotiator.ended is None:  # busy with something else
+            while coordinator._agreement.negotiator.ended is None:  # busy with something else
                 time.sleep(0.01)
             with pytest.raises(tr.StallError) as caught:
                 coordinator.allreduce(torch.ones(2), name="late")
@@ -1091,7 +1092,7 @@ def test_names_of_the_program_never_meet_operations_without_a_name() -> None:
                 coordinator.broadcast(torch.ones(4), root=0),
             ]
             assert [work.wait().tolist() for work in works] == [[2.0] * 2, [2.0] * 3, [1.0] * 4]
-        assert coordinator._unnamed[OpKind.ALLREDUCE] == 6
+        assert coordinator._describer.unnamed[OpKind.ALLREDUCE] == 6
         if group.rank == 0:  # which meets nothing here, and not the operation without a name of the other rank
             late = coordinator.allreduce(torch.ones(2), name="allreduce#7")
             group.barrier()
@@ -1197,7 +1198,7 @@ def test_two_coordinators_of_one_group_at_the_same_time() -> None:
     def body(group: tr.Group) -> None:
         first, second = group.coordinate(), group.coordinate()
         slow = first if group.rank else second
-        slow._executor._natives = _Slow(slow.natives, 0.2)  # one is slow here, the other one there
+        slow._agreement._executor._packer._natives = _Slow(slow.natives, 0.2)  # one is slow here, the other one there
         one = first.allreduce(torch.full((5,), 1.0), name="w")
         two = second.allreduce(torch.full((5,), 100.0), name="w")
         assert one.wait(timeout_s=5.0).tolist() == [2.0] * 5

@@ -9,7 +9,7 @@ import torch
 
 from totalreduce.coordination.requests import Request
 from totalreduce.foundation.types import OpKind, ReduceOp
-from totalreduce.native.executor import Executor
+from totalreduce.native.packing import Packer
 from totalreduce.native.reductions import reduction_for
 
 DTYPES = [torch.int8, torch.uint8, torch.int16, torch.int64, torch.float32, torch.bfloat16]
@@ -23,8 +23,8 @@ def planned(tensor: torch.Tensor, world_size: int) -> None:
 def negotiated(tensor: torch.Tensor, world_size: int) -> None:
     """What ends an average that the ranks agree on first."""
     request = Request("n", OpKind.ALLREDUCE, str(tensor.dtype).removeprefix("torch."), reduction="avg")
-    executor = SimpleNamespace(_natives=SimpleNamespace(world_size=world_size), _divide_by_active=False)
-    _, after = Executor._scales(executor, request, ())  # type: ignore[arg-type]
+    packer = SimpleNamespace(_natives=SimpleNamespace(world_size=world_size), _divide_by_active=False)
+    _, after = Packer._scales(packer, request, ())  # type: ignore[arg-type]
     after(tensor)
 
 

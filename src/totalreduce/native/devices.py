@@ -1,7 +1,7 @@
-"""On which device a native library's operation works, where the ranks have agreed on the kind of device only.
+"""The device of an operation on this rank, where the ranks have agreed on the kind of device only.
 
-Ranks compare the kind ("cuda"), because the index differs between the ranks of one host. The index is this rank's own:
-that of its tensors, or, on a rank that has joined and submits no more, of the tensors before.
+Ranks compare the kind ("cuda"), because the index differs between the ranks of one host. The index is that
+of this rank's tensors; on a rank that has joined and submits no more, that of the tensors before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Devices:
         self._by_kind = {default.type: default}
 
     def note(self, device: torch.device) -> None:
-        """A tensor of this rank is there."""
+        """Note that a tensor of this rank is on ``device``."""
         self._by_kind[device.type] = device
 
     def of(self, kind: str) -> torch.device:

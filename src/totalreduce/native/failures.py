@@ -1,11 +1,11 @@
-"""Who made a native library fail? It says that a connection broke; the heartbeats beside it know whose."""
+"""The lost rank behind a failure of a native library: the library knows the broken connection, heartbeats the rank."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-__all__ = ["LOOK_S", "find_culprit"]
+__all__ = ["LOOK_S", "find_lost_rank"]
 
 #: How often a wait for a library looks whether a rank was lost.
 LOOK_S = 0.1
@@ -13,12 +13,12 @@ LOOK_S = 0.1
 _PATIENCE_S = 3.0
 
 
-def find_culprit(error: BaseException, lost: Callable[[], BaseException | None]) -> BaseException:
-    """The loss of a rank that a library's error is the echo of, or else that error."""
+def find_lost_rank(error: BaseException, lost: Callable[[], BaseException | None]) -> BaseException:
+    """Return the loss of a rank that made a library fail with ``error``; ``error`` itself if no rank is lost."""
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
-        culprit = lost()
-        if culprit is not None:
-            return culprit
+        loss = lost()
+        if loss is not None:
+            return loss
         time.sleep(LOOK_S)
     return error

@@ -1,4 +1,4 @@
-"""Reductions whose order is planned: for libraries that need one order, without agreeing on it again in every step."""
+"""Reductions in a planned order: for libraries that need one order, without an agreement in every step."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from totalreduce.foundation.errors import DeadlineExceededError, PeerLost, Total
 from totalreduce.foundation.forking import HomeProcess
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.native.collectives import NativeCollectives, NativeWork
-from totalreduce.native.failures import LOOK_S, find_culprit
+from totalreduce.native.failures import LOOK_S, find_lost_rank
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
-__all__ = ["NativeStream", "Planned", "PlannedReductions"]
+__all__ = ["NativeStream", "PlannedReduction", "PlannedReductions"]
 
 
 class PlannedReductions(Protocol):
-    """Reduces the same tensors round after round. Every rank submits every one of them once in each round.
+    """Reduces the same tensors in every round. Every rank submits each tensor once in each round.
 
     Between the end of a round and ``begin`` further reductions may follow, in the same order on all ranks.
     """
 
     def begin(self) -> None:
-        """The next round: what was submitted in the last one is done."""
+        """Begin the next round; the reductions of the last round are done."""
 
     def submit(self, place: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
         """Reduce the tensor that has this place in the plan, in place; places may come in any order."""
 
     def close(self) -> None:
-        """There is no next round."""
+        """End the stream: there is no next round."""
 
 
 @final
-class Planned:
-    """One reduction of a round (see ``work.Pending``). Whoever asks for it completes it.
+class PlannedReduction:
+    """One reduction of a round (see ``work.PendingOperation``). The thread that asks for the result completes it.
 
     Attributes:
-        name: Of the operation.
-        round: From 1.
-        number: How many of the stream were started before.
-        submitted_at: When it was submitted, on the engine's clock, in seconds.
-        started_at: When those before it had been started.
-        ended_at: When somebody saw that it was done.
+        name: The operation's name.
+        round: Number of the round, from 1.
+        number: How many reductions of the stream were started before.
+        submitted_at: Time of the submission, like the other times on the engine's clock, in seconds.
+        started_at: Time when the library was called, after all earlier places of the plan.
+        ended_at: Time when a thread saw that it was done.
     """
 
     operation = None
@@ -67,13 +67,13 @@ class Planned:
         return self.finished or (self.work is not None and self.work.done())
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Called by whoever finds that it is done."""
+        """Have ``callback`` called by the thread that finds that it is done."""
         self._callbacks.append(callback)
         if self.finished:
             self.tell()
 
     def tell(self) -> None:
-        """Tell everybody who asked."""
+        """Call the callbacks of ``on_done``."""
         while self._callbacks:
             self._callbacks.pop(0)()
 
@@ -85,10 +85,10 @@ class NativeStream:
 
     Args:
         natives: The library, for this stream only; closed with it.
-        names: By place.
-        lost: Who was lost, if somebody was.
-        patience_s: Of waits that name none.
-        reported: Told of each one that is done.
+        names: Of the operations, by place.
+        lost: Returns the loss of a rank, if one is lost.
+        patience_s: Time-out in seconds of waits that name none.
+        reported: Called with each reduction that is done.
     """
 
     def __init__(
@@ -98,18 +98,18 @@ class NativeStream:
         *,
         lost: Callable[[], TotalReduceError | None],
         patience_s: float,
-        reported: Callable[[Planned], None] | None = None,
+        reported: Callable[[PlannedReduction], None] | None = None,
     ) -> None:
         self._natives, self._names, self._lost, self._patience_s = natives, names, lost, patience_s
         self._reported = reported
         self._home = HomeProcess("the stream of planned reductions")
         self._lock = threading.Lock()  # hooks run in threads of autograd's
         self._started = threading.Condition(self._lock)  #: Notified of every reduction that was started.
-        self._early: dict[int, Planned] = {}
+        self._early: dict[int, PlannedReduction] = {}
         self._next = self._round = self._number = 0
 
     def begin(self) -> None:
-        """The next round."""
+        """Begin the next round."""
         self._home.check()
         with self._lock:
             assert not self._early, "every place of the last round was submitted"
@@ -117,13 +117,13 @@ class NativeStream:
             self._round += 1
 
     def submit(self, place: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:  # noqa: ARG002
-        """Start it, and what it has kept waiting, or keep it until those before it are here.
+        """Start a reduction and those that waited for it, or keep it until all earlier places have come.
 
         Raises:
             GroupClosed: This is a forked child of the process in which the stream was made.
         """
         self._home.check()
-        planned = Planned(self._names[place], self._round, tensor, op)
+        planned = PlannedReduction(self._names[place], self._round, tensor, op)
         with self._lock:
             if self._next == len(self._names):
                 self._start(planned)
@@ -134,7 +134,7 @@ class NativeStream:
                     self._next += 1
         return Work(self, planned, tensor, planned.name, self._patience_s)
 
-    def wait(self, handle: Planned, timeout_s: float) -> None:
+    def wait(self, handle: PlannedReduction, timeout_s: float) -> None:
         """See ``work.Waiter``."""
         if handle.finished:
             return
@@ -159,32 +159,32 @@ class NativeStream:
                 raise DeadlineExceededError(self._explain(handle, timeout_s))
 
     def close(self) -> None:
-        """Give the library back. In a forked child this does nothing: the library is the parent's."""
+        """Release the library. In a forked child this does nothing: the library is the parent's."""
         if self._home.is_here:
             self._natives.close()
 
-    def _start(self, planned: Planned) -> None:
+    def _start(self, planned: PlannedReduction) -> None:
         planned.started_at = time.monotonic()
         planned.number, self._number = self._number, self._number + 1
         planned.work = self._natives.allreduce(planned.tensor, planned.op)
         self._started.notify_all()
 
-    def _has_started(self, planned: Planned, timeout_s: float) -> bool:
+    def _has_started(self, planned: PlannedReduction, timeout_s: float) -> bool:
         """Wait until the reduction was started, at most so long; returns whether it was."""
         if planned.work is None:
             with self._lock:
                 self._started.wait_for(lambda: planned.work is not None, timeout_s)
         return planned.work is not None
 
-    def _finish(self, handle: Planned, error: BaseException | None) -> None:
+    def _finish(self, handle: PlannedReduction, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, PeerLost):
-            error = find_culprit(error, self._lost)
+            error = find_lost_rank(error, self._lost)
         handle.error, handle.ended_at, handle.finished = error, time.monotonic(), True
         if self._reported is not None:
             self._reported(handle)
         handle.tell()
 
-    def _explain(self, handle: Planned, timeout_s: float) -> str:
+    def _explain(self, handle: PlannedReduction, timeout_s: float) -> str:
         waited = f"waited {timeout_s:g} s for {handle.name!r} of round {handle.round}"
         if handle.work is None:
             return f"{waited}, which waits for {self._names[self._next]!r}: nobody has submitted that on this rank"

@@ -3,11 +3,11 @@
 What is measured is the library's allreduce of a few sizes. A straight line through them has two numbers, the cost of
 an operation and that of a MiB, and these decide:
 
-* ``fusion_bytes``: so large that the fixed cost is a sixteenth of an operation, where packing more gains little and
-  hides less;
-* ``cycle_s``: a quarter of the fixed cost: waiting so long for more to fuse costs less than one more operation.
+* ``fusion_bytes``: so large that the fixed cost is a sixteenth of an operation; larger batches gain little, and hide
+  less communication;
+* ``cycle_s``: a quarter of the fixed cost: waiting so long for more operations to fuse costs less than one operation.
 
-All ranks take part, the slowest one counts, and one allreduce tells all of them. Numbers are rounded to powers of two,
+All ranks take part, and one allreduce gives all of them the slowest rank's times. Numbers are rounded to powers of two,
 so that two runs mostly decide alike; a stored file makes that certain. The library chooses its schedules by itself.
 """
 

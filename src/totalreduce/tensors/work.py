@@ -12,30 +12,30 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.types import OpKind
 from totalreduce.tensors.compilation import never_compiled
 
-__all__ = ["Pending", "Waiter", "Work"]
+__all__ = ["PendingOperation", "Waiter", "Work"]
 
 
-class Pending(Protocol):
-    """An operation under way, whoever carries it out."""
+class PendingOperation(Protocol):
+    """An operation in flight, carried out by the engine or by a native library."""
 
     @property
     def done(self) -> bool:
-        """Whether it has finished, well or not."""
+        """Whether it has finished, with or without an error."""
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed."""
+        """The error of a failed operation; ``None`` otherwise."""
 
     @property
     def operation(self) -> Operation | None:
-        """What the engine knows of it, if it is the engine's."""
+        """The engine's record of it; ``None`` for an operation of a native library."""
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called when it has finished."""
 
 
 class Waiter(Protocol):
-    """Who can be asked to wait for it."""
+    """Waits for operations: the runner, or a part of ``native/``."""
 
     def wait(self, handle: Any, timeout_s: float) -> None:
         """Wait until it has finished.
@@ -48,9 +48,9 @@ class Waiter(Protocol):
 @final
 @never_compiled
 class Work:
-    """What ``Group.allreduce`` and its siblings return.
+    """The handle that ``Group.allreduce`` and the other collectives return.
 
-    Keep the tensor's memory untouched until ``done()`` or ``wait()`` says so.
+    The tensor's memory must stay untouched until ``done()`` is true or ``wait()`` has returned.
     """
 
     __slots__ = ("_handle", "_ranks", "_result", "_timeout_s", "_waiter", "name")
@@ -58,14 +58,14 @@ class Work:
     def __init__(
         self,
         waiter: Waiter,
-        handle: Pending,
+        handle: PendingOperation,
         result: torch.Tensor | Callable[[], torch.Tensor | None] | None,
         name: str,
         timeout_s: float,
         *,
         ranks: Sequence[int] = (),
     ) -> None:
-        """Made by ``Group``; ``ranks``: its members, ``result``: what ``wait`` returns, or who makes it then."""
+        """Made by the library. ``wait`` returns or calls ``result``; ``ranks`` are the members of the group."""
         self._waiter, self._handle, self._result = waiter, handle, result
         self._ranks, self._timeout_s = ranks, timeout_s
         self.name = name

@@ -1,0 +1,265 @@
+"""The agreement of a group's ranks on one order of native operations, and what this rank has in flight.
+
+The protocol is ``coordination.negotiator``, a plain object. Here its messages travel through a channel of the engine,
+and operations that are ready on all ranks go to the ``Executor``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import final
+
+from totalreduce.coordination.config import CoordinationConfig
+from totalreduce.coordination.negotiator import Negotiator
+from totalreduce.foundation.errors import ConfigurationError, GroupClosed, ProtocolError, TotalReduceError
+from totalreduce.foundation.types import operation_id
+from totalreduce.native.caller import caller
+from totalreduce.native.executor import Executor
+from totalreduce.native.members import Members
+from totalreduce.native.operation import NativeOperation
+from totalreduce.native.packing import Batch, Packer
+from totalreduce.runner.handle import Handle
+from totalreduce.tensors.compilation import never_compiled
+
+__all__ = ["Agreement"]
+
+
+@final
+@never_compiled
+class Agreement:
+    """The agreement of one group on this rank. Making one is collective; any thread.
+
+    It is the end of a channel of the engine (see ``engine.channels.Channel``).
+
+    Args:
+        members: The group.
+        config: Settings, equal on all ranks.
+        packer: Starts operations in the library.
+        report: Called with each batch that has ended.
+        scope: Tells the agreements of one job apart.
+
+    Attributes:
+        negotiator: The protocol; read under the engine's lock.
+        number: The channel's number.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        config: CoordinationConfig,
+        packer: Packer,
+        report: Callable[[Batch], None],
+        scope: str,
+    ) -> None:
+        """See the class."""
+        self._members, self._runner = members, members.runner
+        self.negotiator = Negotiator(members.rank, members.world_size, config, ranks=members.ranks)
+        self.number = operation_id(f"coordination of {scope!r}")
+        self._indices = {rank: index for index, rank in enumerate(members.ranks)}
+        #: By name: all operations in flight here, and those of them on which the ranks have not agreed.
+        self._in_flight: dict[str, NativeOperation] = {}
+        self._not_agreed: dict[str, NativeOperation] = {}
+        self._iterations: dict[str, int] = {}
+        self._joining: Handle | None = None  #: The join that the ranks have not agreed on.
+        self._join: Handle | None = None  #: The join that a call of ``join`` waits for, until that call has returned.
+        self._last_joined: int | None = None
+        self._over = False
+        self._executor = Executor(
+            members.rank,
+            packer,
+            fusion_bytes=config.fusion_bytes,
+            complete=self._complete,
+            report=report,
+            lost=lambda: self.negotiator.ended,
+        )
+
+        def begin(now: float) -> bool:
+            self._runner.engine.channels.open(self.number, self, now)
+            return True
+
+        self._runner.act(begin)
+
+    # ---------------------------------------------------------------------------------------------------- operations
+
+    def submit(self, operations: Sequence[NativeOperation], patience_s: float) -> None:
+        """Submit operations, all or none of them, and claim their memory.
+
+        Raises:
+            ConfigurationError: An operation of this name is in flight, or one that uses the same memory; or too many
+                operations of this rank wait for the other ranks.
+            TotalReduceError: The agreement has ended; the error is the reason.
+        """
+        where, size = caller(), sum(operation.request.num_bytes for operation in operations)
+
+        def submit(now: float) -> bool:
+            self._check_alive()
+            for operation in operations:
+                name = operation.request.name
+                if name in self._in_flight:
+                    raise ConfigurationError(
+                        f"an operation called {name!r} is in flight on this rank: wait for it, or use another name"
+                    )
+            negotiator = self.negotiator
+            news = negotiator.has_news
+            negotiator.submit([operation.request for operation in operations], now, where=where, num_bytes=size)
+            for operation in operations:
+                name = operation.request.name
+                self._in_flight[name] = self._not_agreed[name] = operation
+                operation.submitted_at, operation.iteration = now, self._iterations.get(name, 0)
+                if operation.request.cached:
+                    self._iterations[name] = operation.iteration + 1
+            return self._settle(now) or not news
+
+        releases: list[Callable[[], None]] = []
+        try:
+            for operation in operations:
+                releases.append(self._members.claim(operation.operands, patience_s))
+                operation.handle = Handle(operation.operands.finish, releases[-1])
+            self._runner.act(submit)
+        except BaseException:
+            for release in releases:
+                release()
+            raise
+
+    def join(self, patience_s: float) -> int:
+        """Wait for this rank's operations, then for all ranks to join; return the rank that joined last.
+
+        Raises:
+            DeadlineExceededError: It takes longer than ``patience_s`` seconds; it may be called again.
+        """
+        for operation in list(self._in_flight.values()):
+            self.wait(operation.handle, patience_s)
+
+        handle = Handle()
+
+        def begin(now: float) -> bool:
+            nonlocal handle
+            if self._join is None:  # else an earlier call ran out of time
+                self._check_alive()
+                self._join = self._joining = handle
+                self.negotiator.join(now)
+            handle = self._join
+            return self._settle(now)
+
+        self._runner.act(begin)
+        self.wait(handle, patience_s)
+        with self._runner.locked():
+            if self._join is handle:
+                self._join = None
+        if handle.error is not None:
+            raise handle.error.with_traceback(None)
+        assert self._last_joined is not None, "the wait ends when a rank has joined last"
+        return self._last_joined
+
+    def wait(self, handle: Handle, timeout_s: float) -> None:
+        """Wait for an operation (see ``Waiter``)."""
+        if handle.done:
+            return
+
+        def hurry(now: float) -> bool:
+            self.negotiator.hurry(now)
+            self._settle(now)
+            return False  # the waiting thread moves the messages itself, or wakes the thread that does
+
+        self._runner.act(hurry)
+        self._runner.wait(handle, timeout_s, explain=lambda now: self._explain(handle, now))
+
+    def close(self, timeout_s: float, reason: str) -> None:
+        """Leave the agreement (see ``Coordinator.close``)."""
+        name = f"the group {self._members.name!r}"
+
+        def leave(now: float) -> bool:
+            error = GroupClosed(f"rank {self._members.rank} has closed {name}")
+            self.negotiator.leave(error, f"it has closed {name}" + (f" after {reason}" if reason else ""))
+            says = self._settle(now)
+            self._runner.engine.channels.close(self.number)
+            return says
+
+        with suppress(GroupClosed):  # the engine is closed: it has told the other ranks and this channel
+            self._runner.act(leave)
+        self._executor.close(timeout_s)
+
+    # -------------------------------------------------------------------------- the channel: under the engine's lock
+
+    def receive(self, peer: int, message: bytes, now: float) -> None:
+        """Read a message of a member."""
+        if peer not in self._indices:
+            raise ProtocolError(f"rank {peer} negotiates in a group that it is no member of")
+        self.negotiator.receive(self._indices[peer], message, now)
+        self._settle(now)
+
+    def fail(self, error: TotalReduceError, now: float) -> None:
+        """End: a rank of the job is lost, which ends all its groups; or this rank closes the group."""
+        self.negotiator.fail(error)
+        self._settle(now)
+
+    def depart(self, peer: int, reason: str, now: float) -> None:
+        """Note that a rank has closed the group."""
+        if peer in self._indices:
+            self.negotiator.depart(self._indices[peer], reason, now)
+            self._settle(now)
+
+    def next_due(self) -> float | None:
+        """The time of the next ``tick``."""
+        return self.negotiator.next_due()
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        self.negotiator.tick(now)
+        self._settle(now)
+
+    def _check_alive(self) -> None:
+        error = self.negotiator.ended
+        if error is not None:
+            raise error.with_traceback(None)
+
+    def _settle(self, now: float) -> bool:
+        """Send the negotiator's messages and carry out its decisions; return whether there was a message."""
+        negotiator, engine, ranks = self.negotiator, self._runner.engine, self._members.ranks
+        says = bool(negotiator.outbox)
+        for peer, message in negotiator.outbox:
+            engine.channels.post(ranks[peer], self.number, message)
+        negotiator.outbox.clear()
+        for (name, index), observer in itertools.product(negotiator.pop_arrivals(), engine.observers):
+            observer.requested(name, now, rank=ranks[index])
+        responses = negotiator.pop_responses()
+        if responses:
+            self._executor.put(responses, [self._not_agreed.pop(response.name, None) for response in responses], now)
+        for report in negotiator.pop_stalls():
+            engine.reports.publish(report, now)
+        if self._joining is not None and negotiator.last_joined is not None:
+            self._last_joined = negotiator.last_joined
+            self._end_join(self._joining, None)
+        if negotiator.ended is not None:
+            self._end(negotiator.ended)
+        return says
+
+    def _end(self, error: TotalReduceError) -> None:
+        if self._joining is not None:
+            self._end_join(self._joining, error)
+        if self._not_agreed:
+            self._executor.give_up(list(self._not_agreed.values()), error)
+            self._not_agreed.clear()
+        if not self._over:
+            self._over = True
+            self._executor.end()
+
+    def _end_join(self, handle: Handle, error: BaseException | None) -> None:
+        self._joining = None
+        self._executor.finish(lambda: self._runner.complete([handle], error))
+
+    def _explain(self, handle: Handle, now: float) -> tuple[str, str]:
+        for name, operation in self._in_flight.items():
+            if operation.handle is handle:
+                return name, self.negotiator.explain(name, now)
+        return "join", "not every rank has joined"
+
+    # --------------------------------------------------------------------------------------- in the executor's thread
+
+    def _complete(self, operations: Sequence[NativeOperation], error: BaseException | None) -> None:
+        with self._runner.locked():
+            for operation in operations:
+                self._in_flight.pop(operation.request.name, None)
+        self._runner.complete([operation.handle for operation in operations], error)

@@ -1,0 +1,176 @@
+"""Names and descriptions of the operations that one rank submits to a coordinator."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, final
+
+import torch
+
+from totalreduce.coordination.requests import Request
+from totalreduce.foundation import checks
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.types import OpKind, ReduceOp
+from totalreduce.tensors import dtypes
+
+__all__ = ["Describer", "Label", "Scaling"]
+
+#: The name of an unnamed operation is its kind and number. A name of the program that begins so, or with the escape, is
+#: escaped, so that it never meets an operation without a name.
+_ESCAPE = "n:"
+_RESERVED = (_ESCAPE, *(f"{kind.name.lower()}#" for kind in OpKind))
+_REDUCTIONS = {op: op.name.lower() for op in ReduceOp}
+#: Descriptions that are kept for when their names come again.
+_KNOWN_MAX = 100_000
+
+
+class Label(NamedTuple):
+    """How an operation is called.
+
+    Attributes:
+        name: Equal on all ranks.
+        cached: Whether the name can come again, so that the ranks remember the agreement on it.
+    """
+
+    name: str
+    cached: bool
+
+
+class Scaling(NamedTuple):
+    """How a reduction combines and scales elements (see ``Coordinator.allreduce``)."""
+
+    op: ReduceOp
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    def check(self) -> None:
+        """Raise ``ConfigurationError`` if nothing is reduced."""
+        if self.op is ReduceOp.NONE:
+            raise ConfigurationError("op NONE reduces nothing")
+
+
+@final
+class Describer:
+    """Makes the requests of one rank.
+
+    Attributes:
+        unnamed: The number of unnamed operations so far, by kind.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        """For a group of ``world_size`` ranks."""
+        self._world_size = world_size
+        self.unnamed: Counter[OpKind] = Counter()
+        self._known: dict[str, Request] = {}  #: The last allreduce of each name.
+
+    @contextmanager
+    def label(self, name: str | None, kind: OpKind) -> Iterator[Label]:
+        """The label of an operation that is submitted within the context.
+
+        An unnamed operation that is refused gives its number back. Otherwise this rank would count unnamed operations
+        differently from the other ranks from then on.
+        """
+        if name is not None:
+            name = checks.operation_name(name)
+            yield Label(_ESCAPE + name if name.startswith(_RESERVED) else name, cached=True)
+            return
+        self.unnamed[kind] = number = self.unnamed[kind] + 1
+        try:
+            yield Label(f"{kind.name.lower()}#{number}", cached=False)
+        except BaseException:
+            if self.unnamed[kind] == number:  # another thread may have taken the next one
+                self.unnamed[kind] -= 1
+            raise
+
+    def allreduces(self, tensors: Sequence[torch.Tensor], scaling: Scaling, label: Label) -> list[Request]:
+        """Allreduces of which all or none are carried out."""
+        scaling.check()
+        count = len(tensors)
+        batch = (label.name, count) if count > 1 else None
+        requests = []
+        for index, tensor in enumerate(tensors):
+            name = label.name if batch is None else f"{label.name}.{index}of{count}"
+            dtypes.check_dense(tensor, name)
+            # Most names come again with equal requests, and making one is a third of the cost of a submission.
+            request = self._known.get(name)
+            if (
+                request is None
+                or request.shape != tensor.shape
+                or request.dtype != _dtype_name(tensor.dtype)
+                or request.reduction != _REDUCTIONS[scaling.op]
+                or request.prescale != scaling.prescale
+                or request.postscale != scaling.postscale
+                or request.batch != batch
+                or request.device != tensor.device.type
+            ):
+                request = _reduction(OpKind.ALLREDUCE, tensor, scaling, Label(name, label.cached), batch)
+                if label.cached:
+                    if len(self._known) >= _KNOWN_MAX:
+                        self._known.clear()
+                    self._known[name] = request
+            requests.append(request)
+        return requests
+
+    def reduce_scatter(self, tensor: torch.Tensor, scaling: Scaling, label: Label) -> Request:
+        """A reduce-scatter of rows."""
+        scaling.check()
+        dtypes.check_dense(tensor, label.name)
+        if not tensor.dim():
+            raise ConfigurationError(f"{label.name!r}: a scalar has no rows to scatter")
+        return _reduction(OpKind.REDUCE_SCATTER, tensor, scaling, label)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, label: Label) -> Request:
+        """A broadcast."""
+        if not 0 <= root < self._world_size:
+            raise ConfigurationError(f"root {root} is no rank of a group of {self._world_size}")
+        return Request(
+            label.name, OpKind.BROADCAST, *_described(tensor, label.name), root=int(root), cached=label.cached
+        )
+
+    def allgather(self, tensor: torch.Tensor, label: Label) -> Request:
+        """An allgather of rows."""
+        return Request(label.name, OpKind.ALLGATHER, *_described(tensor, label.name), cached=label.cached)
+
+    def alltoall(self, tensor: torch.Tensor, splits: Sequence[int] | None, label: Label) -> Request:
+        """An alltoall of rows, ``splits[r]`` for rank r; without splits equally many for each rank."""
+        size, name = self._world_size, label.name
+        described = _described(tensor, name)
+        rows = len(tensor) if tensor.dim() else 0
+        if splits is None:
+            if rows % size or not tensor.dim():
+                raise ConfigurationError(f"{name!r}: {rows} rows do not divide among {size} ranks; pass splits")
+            splits = [rows // size] * size
+        splits = tuple(int(split) for split in splits)
+        if len(splits) != size or min(splits) < 0 or sum(splits) != rows:
+            raise ConfigurationError(
+                f"{name!r}: splits must be {size} numbers from 0 that add up to {rows} rows, not {list(splits)}"
+            )
+        return Request(name, OpKind.ALLTOALL, *described, splits=splits, cached=label.cached)
+
+
+def _reduction(
+    kind: OpKind, tensor: torch.Tensor, scaling: Scaling, label: Label, batch: tuple[str, int] | None = None
+) -> Request:
+    return Request(
+        label.name,
+        kind,
+        *_described(tensor, label.name),
+        reduction=_REDUCTIONS[scaling.op],
+        prescale=float(scaling.prescale),
+        postscale=float(scaling.postscale),
+        batch=batch,
+        cached=label.cached,
+    )
+
+
+def _described(tensor: torch.Tensor, name: str) -> tuple[str, int, tuple[int, ...], str]:
+    dtypes.check_dense(tensor, name)
+    return _dtype_name(tensor.dtype), tensor.element_size(), tuple(tensor.shape), tensor.device.type
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,92 @@
+"""An operation that this rank has submitted for a native library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from totalreduce.coordination.requests import Request
+from totalreduce.foundation.types import OpKind
+from totalreduce.runner.handle import Handle
+from totalreduce.tensors import dtypes
+from totalreduce.tensors.memory import Operands
+
+__all__ = ["NativeOperation", "prepare"]
+
+_IN_PLACE = (OpKind.ALLREDUCE, OpKind.BROADCAST)
+
+
+@dataclass(slots=True, eq=False)
+class NativeOperation:
+    """One operation, from its submission until the library has ended.
+
+    Attributes:
+        request: The description that the other ranks get.
+        submitted_tensor: The program's tensor.
+        tensor: The contribution, in the memory that the program's tensor had when it was submitted. The result of an
+            allreduce and of a broadcast is written there, too.
+        operands: The memory that the operation uses.
+        outputs: The places for the parts of an allgather or alltoall, by rank; ``None``: ``result`` is made.
+        handle: Completed when the operation has ended.
+        submitted_at: Time of the submission on the engine's clock, in seconds.
+        iteration: How often the name was used before.
+        ready: On an accelerator: an event after which ``tensor`` has its values.
+        result: The tensor that was made for the result, if there are no ``outputs``.
+        rows: Filled, at the end of an alltoall, with the number of rows that came from each rank.
+    """
+
+    request: Request
+    submitted_tensor: torch.Tensor
+    tensor: torch.Tensor
+    operands: Operands
+    outputs: Sequence[torch.Tensor] | None = None
+    ready: Any = None
+    handle: Handle = field(default_factory=Handle)
+    submitted_at: float = 0.0
+    iteration: int = 0
+    result: torch.Tensor | None = None
+    rows: list[int] = field(default_factory=list)
+
+    @property
+    def returned(self) -> torch.Tensor | Callable[[], torch.Tensor | None]:
+        """What ``Work.wait`` returns: a tensor, or a function that is called when the operation has ended."""
+        return self.submitted_tensor if self.request.kind in _IN_PLACE else lambda: self.result
+
+
+def prepare(
+    request: Request,
+    tensor: torch.Tensor,
+    outputs: Sequence[torch.Tensor] | None = None,
+    copied: Sequence[torch.Tensor] = (),
+    *,
+    writes: bool = False,
+) -> NativeOperation:
+    """Make an operation from its description and its tensors.
+
+    Args:
+        request: The description.
+        tensor: The contribution.
+        outputs: See ``NativeOperation``.
+        copied: The tensors that ``tensor`` was copied from, which no operation in flight may write.
+        writes: Whether the result is written into ``tensor``.
+
+    Raises:
+        UnsupportedError: An output is sparse, nested or quantised.
+    """
+    operands = Operands(request.name)
+    operands.hold(tensor, writes=writes)
+    for output in outputs or ():
+        dtypes.check_dense(output, request.name)
+        operands.hold(output, writes=True)
+    for source in copied:
+        operands.read_now(source)
+    ready = None
+    if tensor.is_cuda:
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record(torch.cuda.current_stream(tensor.device))
+    # The program may give its tensors other memory while the operation is in flight; the operation keeps the old one.
+    places = None if outputs is None else [output.detach() for output in outputs]
+    return NativeOperation(request, tensor, tensor.detach(), operands, places, ready)

@@ -1,0 +1,323 @@
+"""Packs the operations of a batch, calls the native library, and says how the results are unpacked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import _utils  # torch itself packs gradients with it
+
+from totalreduce.coordination.requests import Request, Response
+from totalreduce.foundation.errors import MismatchError, UnsupportedError
+from totalreduce.foundation.types import OpKind, ReduceOp
+from totalreduce.kernels import divide
+from totalreduce.native.collectives import NativeCollectives, NativeWork
+from totalreduce.native.devices import Devices
+from totalreduce.native.operation import NativeOperation
+from totalreduce.tensors.memory import is_plain
+
+__all__ = ["Batch", "Packer"]
+
+#: The elements that a rank without data contributes; zeros for other reductions.
+_NEUTRAL: dict[str, Callable[[torch.dtype], float]] = {
+    "min": lambda dtype: _extreme(dtype, largest=True),
+    "max": lambda dtype: _extreme(dtype, largest=False),
+    "product": lambda _: 1,
+    "band": lambda dtype: -1 if dtype.is_signed else _extreme(dtype, largest=True),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """The operations that one call of the library carries out.
+
+    Attributes:
+        number: How many batches came before.
+        responses: The agreement's responses, one for each operation.
+        operations: This rank's operations; ``None`` where this rank has joined and lends data that changes nothing.
+        agreed: Time when the ranks had agreed on them, like the other times on the engine's clock, in seconds.
+        begun: Time when packing began.
+        packed: Time when the library was called.
+        ended: Time when the library had ended.
+        unpacked: Time when the results were in their places.
+        work: The library's handle; ``None`` if there is nothing to do.
+        buffer: The fusion buffer.
+        finish: Unpacks the results.
+        error: The reason of the failure.
+    """
+
+    number: int
+    responses: list[Response]
+    operations: list[NativeOperation | None]
+    agreed: float
+    begun: float
+    packed: float = 0.0
+    ended: float = 0.0
+    unpacked: float = 0.0
+    work: NativeWork | None = None
+    buffer: torch.Tensor | None = None
+    finish: Callable[[], None] = lambda: None
+    error: BaseException | None = None
+
+    @property
+    def mine(self) -> list[NativeOperation]:
+        """The operations that this rank has submitted."""
+        return [operation for operation in self.operations if operation is not None]
+
+
+@final
+class Packer:
+    """Starts batches. Fusion buffers are reused.
+
+    Args:
+        rank: Index in the group.
+        natives: The library.
+        divide_by_active: Averages are divided by the number of ranks that have data.
+        empty: Makes buffers on the CPU.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        natives: NativeCollectives,
+        *,
+        divide_by_active: bool,
+        empty: Callable[[int, torch.dtype], torch.Tensor],
+    ) -> None:
+        """See the class."""
+        self._rank, self._natives, self._divide_by_active, self._empty = rank, natives, divide_by_active, empty
+        self._buffers: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        self._devices = Devices(natives.device)
+
+    def start(self, batch: Batch) -> None:
+        """Pack a batch and call the library: sets ``work``, ``buffer`` and ``finish`` of the batch.
+
+        Raises:
+            UnsupportedError: The library does not have this operation or element type, which is so on every rank.
+        """
+        for operation in batch.operations:
+            if operation is not None:
+                self._devices.note(operation.tensor.device)
+                if operation.ready is not None:
+                    operation.ready.wait(torch.cuda.current_stream(operation.tensor.device))
+        self._pack(batch, batch.responses[0])
+
+    def synchronise(self, batch: Batch) -> None:
+        """Wait until an accelerator has written the results of a batch."""
+        if batch.responses[0].request.device == "cuda":
+            torch.cuda.current_stream(self._devices.of("cuda")).synchronize()
+
+    def release(self, batch: Batch) -> None:
+        """Take a batch's fusion buffer back."""
+        if batch.buffer is not None:
+            self._buffers.setdefault((batch.buffer.dtype, batch.buffer.device), []).append(batch.buffer)
+
+    def _pack(self, batch: Batch, first: Response) -> None:
+        operation = batch.operations[0]
+        match first.request.kind:
+            case OpKind.ALLREDUCE:
+                self._allreduce(batch, first)
+            case OpKind.BARRIER:
+                pass
+            case OpKind.BROADCAST if operation is not None:
+                flat = _flat(operation.tensor)
+                batch.work = self._natives.broadcast(flat, first.request.root)
+                if self._rank != first.request.root:
+                    batch.finish = _copy_back(flat, operation.tensor)
+            case OpKind.ALLGATHER if operation is not None:
+                self._allgather(batch, first, operation)
+            case OpKind.REDUCE_SCATTER if operation is not None:
+                self._reduce_scatter(batch, first, operation)
+            case OpKind.ALLTOALL if operation is not None:
+                self._alltoall(batch, first, operation)
+            case kind:
+                raise AssertionError(f"{kind.name} is not negotiated")
+
+    def _allreduce(self, batch: Batch, first: Response) -> None:
+        request = first.request
+        dtype: torch.dtype = getattr(torch, request.dtype)
+        scale, unscale = self._scales(request, first.joined)
+        only = batch.operations[0]
+        if len(batch.operations) == 1 and only is not None and is_plain(only.tensor):
+            tensor = only.tensor.detach()
+            scale(tensor)
+            batch.work = self._natives.allreduce(tensor.view(-1), _native_op(request.reduction))
+            batch.finish = lambda: unscale(tensor)
+            return
+        counts = [response.request.num_elements for response in batch.responses]
+        buffer = self._buffer(sum(counts), dtype, self._devices.of(request.device))
+        batch.buffer, flat = buffer, buffer[: sum(counts)]
+        tensors = [operation.tensor for operation in batch.mine]
+        parts: Sequence[torch.Tensor]
+        if len(tensors) == len(batch.operations):  # many small tensors: one call of torch instead of one for each
+            parts = mine = _utils._unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
+        else:
+            shapes = [response.request.shape for response in batch.responses]
+            slices = torch.split_with_sizes(flat, counts)
+            parts = [part.view(shape) for part, shape in zip(slices, shapes, strict=True)]
+            mine = [part for part, operation in zip(parts, batch.operations, strict=True) if operation is not None]
+        _copy_all(mine, tensors)
+        if len(mine) == len(parts):
+            scale(flat)
+        else:  # the parts that a joined rank lends must stay neutral
+            neutral = _NEUTRAL.get(request.reduction)
+            for part, operation in zip(parts, batch.operations, strict=True):
+                if operation is not None:
+                    scale(part)
+                else:
+                    part.fill_(neutral(dtype) if neutral is not None else 0)
+        batch.work = self._natives.allreduce(flat, _native_op(request.reduction))
+
+        def finish() -> None:
+            unscale(flat)
+            _copy_all(tensors, mine)
+
+        batch.finish = finish
+
+    def _scales(
+        self, request: Request, joined: Sequence[int]
+    ) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
+        """Functions that scale a tensor in place before and after a reduction."""
+        divisor = 1
+        if request.reduction == "avg":
+            if request.dtype == "bool":
+                raise UnsupportedError(f"tensor {request.name!r}: AVG of bool is not defined")
+            divisor = self._natives.world_size - (len(joined) if self._divide_by_active else 0)
+
+        def before(tensor: torch.Tensor) -> None:
+            _multiply(tensor, request.prescale)
+
+        def after(tensor: torch.Tensor) -> None:
+            if divisor > 1:
+                divide(tensor, divisor)
+            _multiply(tensor, request.postscale)
+
+        return before, after
+
+    def _allgather(self, batch: Batch, response: Response, operation: NativeOperation) -> None:
+        tensor = operation.tensor.detach()
+        rows = [part[0] for part in response.rows]
+        width = tensor[0].numel() if len(tensor) else math.prod(tensor.shape[1:])
+        longest = max(rows)
+        part = tensor.new_zeros(longest * width)
+        part[: tensor.numel()] = tensor.reshape(-1)
+        whole = tensor.new_empty(len(rows) * longest * width)
+        batch.work = self._natives.allgather(whole, part) if len(whole) else None
+
+        def finish() -> None:
+            pieces = [
+                whole[rank * longest * width : rank * longest * width + count * width]
+                for rank, count in enumerate(rows)
+            ]
+            self._deliver(operation, pieces, (sum(rows), *tensor.shape[1:]))
+
+        batch.finish = finish
+
+    def _alltoall(self, batch: Batch, response: Response, operation: NativeOperation) -> None:
+        tensor = _flat(operation.tensor).view(operation.tensor.shape)
+        width = math.prod(tensor.shape[1:])
+        received = [rows[self._rank] for rows in response.rows]
+        sent = [rows * width for rows in operation.request.splits]
+        output = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        counts = [rows * width for rows in received]
+        batch.work = self._natives.alltoall(output.view(-1), tensor.view(-1), counts, sent)
+        operation.rows[:] = received
+        batch.finish = lambda: self._deliver(
+            operation, torch.split_with_sizes(output.view(-1), counts), tuple(output.shape)
+        )
+
+    def _reduce_scatter(self, batch: Batch, response: Response, operation: NativeOperation) -> None:
+        """The first ranks have one row more where the rows do not divide evenly."""
+        tensor = operation.tensor.detach()
+        size = self._natives.world_size
+        width, count = math.prod(tensor.shape[1:]), len(tensor)
+        rows = [count // size + (rank < count % size) for rank in range(size)]
+        longest = max(rows)
+        padded = tensor.new_zeros((size, longest, *tensor.shape[1:]))
+        for rank, part in enumerate(torch.split_with_sizes(tensor, rows)):
+            padded[rank, : len(part)] = part
+        scale, unscale = self._scales(response.request, response.joined)
+        scale(padded)
+        output = tensor.new_empty(longest * width)
+        if len(output):
+            op = _native_op(response.request.reduction)
+            batch.work = self._natives.reduce_scatter(output, padded.view(-1), op)
+
+        def finish() -> None:
+            unscale(output)
+            mine = output[: rows[self._rank] * width]
+            self._deliver(operation, [mine], (rows[self._rank], *tensor.shape[1:]))
+
+        batch.finish = finish
+
+    @staticmethod
+    def _deliver(operation: NativeOperation, pieces: Sequence[torch.Tensor], shape: tuple[int, ...]) -> None:
+        """Copy the parts to the outputs, or make one tensor of them."""
+        if operation.outputs is None:
+            operation.result = torch.cat(list(pieces)).view(shape) if len(pieces) > 1 else pieces[0].clone().view(shape)
+            return
+        for output, piece in zip(operation.outputs, pieces, strict=True):
+            if output.numel() != piece.numel():
+                raise MismatchError(
+                    operation.request.name,
+                    (0, 1),
+                    (f"{piece.numel()} elements", f"a place for {output.numel()}"),
+                )
+            output.detach().copy_(piece.view(output.shape))
+
+    def _buffer(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A fusion buffer of at least ``num_elements``, reused if possible."""
+        free = self._buffers.setdefault((dtype, device), [])
+        for index, buffer in enumerate(free):
+            if len(buffer) >= num_elements:
+                return free.pop(index)
+        free.clear()  # too small: larger ones take their place
+        if device.type == "cpu":
+            return self._empty(num_elements, dtype)
+        return torch.empty(num_elements, dtype=dtype, device=device)
+
+
+def _native_op(reduction: str) -> ReduceOp:
+    return ReduceOp.SUM if reduction == "avg" else ReduceOp[reduction.upper()]
+
+
+def _multiply(tensor: torch.Tensor, factor: float) -> None:
+    """In place; integers are multiplied as float64 and cut off, half types as float32 and rounded once."""
+    if factor == 1.0:
+        return
+    if tensor.is_floating_point():
+        tensor.mul_(factor)
+    else:
+        tensor.copy_((tensor.double() * factor).to(tensor.dtype))
+
+
+def _extreme(dtype: torch.dtype, *, largest: bool) -> float:
+    if dtype is torch.bool:
+        return largest
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("inf") if largest else float("-inf")
+    return torch.iinfo(dtype).max if largest else torch.iinfo(dtype).min
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements one after the other: in the tensor's own memory if it is contiguous, else in a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _copy_back(flat: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
+    def finish() -> None:
+        if not is_plain(tensor):
+            tensor.detach().copy_(flat.view(tensor.shape))
+
+    return finish
+
+
+def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    if any(tensor.is_neg() or tensor.is_conj() for tensor in (*targets, *sources)):  # torch has no fused copy of those
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+    elif targets:
+        torch._foreach_copy_(list(targets), list(sources))
