@@ -32,6 +32,7 @@ REQUESTS = st.builds(
     splits=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     batch=st.none() | st.tuples(st.text(max_size=3), st.integers(2, 9)),
     cached=st.booleans(),
+    priority=st.integers(-(2**31), 2**31 - 1),
 )
 
 
@@ -39,6 +40,7 @@ REQUESTS = st.builds(
 def test_requests_and_responses_travel(request: Request) -> None:
     wire = json.loads(json.dumps(request.to_wire()))
     assert Request.from_wire(wire) == request
+    assert Request.from_wire(wire).priority == request.priority
     error = Disagreement("a", ((0, 2), (1,)), ("x", "y"))
     for response in (Response(request, ((1,), (2,)), None, (3,)), Response(request, error=error)):
         assert Response.from_wire(json.loads(json.dumps(response.to_wire()))) == response

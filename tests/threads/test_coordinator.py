@@ -982,6 +982,46 @@ def test_no_thread_is_left_when_the_group_has_ended() -> None:
     assert len(natives()) <= before
 
 
+@pytest.mark.parametrize("door", ["coordinator", "group"])
+def test_the_urgent_go_to_the_library_first(door: str) -> None:
+    class Listing:
+        """The engine's collectives; lists the numbers of elements."""
+
+        def __init__(self, natives: EngineCollectives) -> None:
+            self._natives, self.listed = natives, []
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._natives, name)
+
+        def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Any:
+            self.listed.append(tensor.numel())
+            return self._natives.allreduce(tensor, op)
+
+        def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+            self.listed.append(tensor.numel())
+            return self._natives.broadcast(tensor, root)
+
+    def body(group: tr.Group) -> list[int]:
+        natives = Listing(EngineCollectives(group.control.subgroup(range(2), name="natives").operations))
+        config = CoordinationConfig(fusion_bytes=0, cycle_s=1.0)
+        who = group.coordinate(natives, config) if door == "coordinator" else group
+        if door == "group":
+            group.use(natives, config)
+        for _ in range(2):  # the second time the answers come from the cache
+            first = who.allreduce(torch.ones(6), name="6")  # begins a cycle at once; later operations are collected
+            works = [
+                who.allreduce(torch.ones(size), name=f"{size}", priority=priority + group.rank)
+                for size, priority in ((1, 5), (2, -5), (3, 0), (4, -5))
+            ]
+            further = {"async_op": True} if door == "group" else {}
+            works.append(who.broadcast(torch.ones(5), root=0, name="5", priority=-9, **further))
+            group.control.barrier()  # everything is submitted before a rank waits, which begins a cycle
+            assert [work.wait()[0].item() for work in (first, *works)] == [2.0] * 5 + [1.0]
+        return [size for size in natives.listed if size != 6]
+
+    assert together(2, body) == [[5, 2, 4, 3, 1] * 2] * 2
+
+
 def test_bytes_that_no_correct_rank_sends() -> None:
     def body(group: tr.Group) -> str:
         coordinator = group.coordinate()

@@ -37,6 +37,13 @@ def test_the_search_ends_when_too_much_is_passed_over() -> None:
     assert fused(responses, 115) == [["a", "c", "d"], ["b"]]
 
 
+def test_the_most_urgent_come_first() -> None:
+    responses = [tensor(name, 10, priority=priority) for name, priority in (("a", 2), ("b", -1), ("c", 2), ("d", 1))]
+    assert fused(responses, 0) == [["b"], ["d"], ["a"], ["c"]]
+    assert fused(responses, 20) == [["b", "d"], ["a", "c"]]
+    assert fused([*responses, tensor("e", 10, kind=OpKind.BROADCAST, priority=-2)], 40) == [["e"], ["b", "d", "a", "c"]]
+
+
 def test_the_threshold_is_exact() -> None:
     responses = [tensor("a", 50), tensor("b", 50), tensor("c", 1)]
     assert fused(responses, 100) == [["a", "b"], ["c"]]

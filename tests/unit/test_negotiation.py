@@ -810,3 +810,14 @@ def test_an_operation_that_waits_is_explained() -> None:
     assert "train.py:7" in parley.ranks[0].explain("a", 2.0)
     assert "being carried out" in parley.ranks[0].explain("b", 2.0)
     assert Pending(ask("a"), 0.0, "x").where == "x"
+
+
+def test_ranks_that_differ_about_a_priority_agree_on_that_of_the_first_rank() -> None:
+    parley = Parley(3)
+    for step in range(3):
+        for rank in (2, 1, 0):
+            parley.submit(rank, ask("a", priority=10 * step + rank), ask("b", priority=7 - rank))
+        parley.settle()
+    for answers in parley.answers:
+        assert [(response.name, response.request.priority) for response, _ in answers] == [("a", 0), ("b", 7)] * 3
+    assert [rank.counters.hits for rank in parley.ranks] == [4] * 3, "another priority does not make a request another"

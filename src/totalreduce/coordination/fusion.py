@@ -17,12 +17,16 @@ __all__ = ["fuse"]
 def fuse(responses: Iterable[Response], threshold_bytes: int) -> list[list[Response]]:
     """Cut responses into batches, each of which one native operation carries out. The same on every rank.
 
+    The most urgent responses come first; responses of one priority keep their order. Less urgent responses join the
+    batch of a more urgent one if they fit: a bucket's priority differs from its neighbour's, and small tensors of
+    different priorities are to share a batch still.
+
     A batch begins with the first response that is left and takes what fits it: same dtype, device, reduction, scales
     and joined ranks, up to ``threshold_bytes``. What does not fit keeps its place; the search ends when the batch and
     what was skipped exceed the threshold. Only allreduces are fused: that is where many small tensors occur. A group
     of operations is never mixed with others, so that its result does not depend on what else is ready.
     """
-    waiting = deque(responses)
+    waiting = deque(sorted(responses, key=lambda response: response.request.priority))
     batches = []
     while waiting:
         first = waiting.popleft()

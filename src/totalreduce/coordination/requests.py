@@ -52,6 +52,8 @@ class Request:
         splits: Of an alltoall: rows for each rank.
         batch: Name and size of the group of operations that this one is done with, all or none of them.
         cached: Whether the answer may be remembered; not for names that are used once.
+        priority: Of operations that are ready at the same time, the smaller one goes first. Ranks may differ: the
+            request in the response counts. It is the first rank's, and a cached response keeps it.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Request:
     splits: tuple[int, ...] = ()
     batch: tuple[str, int] | None = None
     cached: bool = True
+    priority: int = field(default=0, compare=False)
 
     @property
     def num_elements(self) -> int:
@@ -128,6 +131,7 @@ class Request:
             self.splits,
             self.batch,
             self.cached,
+            self.priority,
         ]
 
     @classmethod
@@ -138,7 +142,8 @@ class Request:
             ProtocolError: No correct peer sends this.
         """
         try:
-            name, kind, dtype, itemsize, shape, device, reduction, root, scales, splits, batch, cached = fields
+            name, kind, dtype, itemsize, shape, device, reduction, root, scales, splits, *rest = fields
+            batch, cached, priority = rest
             prescale, postscale = (float.fromhex(scale) for scale in scales)
             request = cls(
                 str(name),
@@ -154,6 +159,7 @@ class Request:
                 tuple(int(rows) for rows in splits),
                 None if batch is None else (str(batch[0]), int(batch[1])),
                 bool(cached),
+                int(priority),
             )
             if request.kind in _RAGGED and not request.shape:
                 raise ValueError(f"{request.describe()} has no rows")
@@ -165,7 +171,8 @@ class Request:
     def _check_extents(self) -> None:
         """Every part of a request that has come from a peer is bounded, so that ``memory_bytes`` is an upper bound."""
         names = [self.name] if self.batch is None else [self.name, self.batch[0]]
-        numbers = (self.itemsize, self.root, *self.shape, *self.splits, 0 if self.batch is None else self.batch[1])
+        of_batch = 0 if self.batch is None else self.batch[1]
+        numbers = (self.itemsize, self.root, self.priority, of_batch, *self.shape, *self.splits)
         if max(map(len, names)) > _NAME_MAX or max(map(len, (self.dtype, self.device, self.reduction))) > _WORD_MAX:
             raise ValueError("a text is too long")
         if not all(-_NUMBER_MAX <= number < _NUMBER_MAX for number in numbers):

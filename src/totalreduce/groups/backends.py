@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
@@ -183,38 +183,27 @@ class NativeBackend:
         self.reduce, self.gather, self.scatter = engine.reduce, engine.gather, engine.scatter
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> Work:
-        _check_ignored(options)
-        return self.coordinator.allreduce(tensor, name=options.name, op=op, timeout_s=options.timeout_s)
+        return self.coordinator.allreduce(tensor, op=op, **_shared(options))
 
     def broadcast(self, tensor: torch.Tensor, root: int, options: Options) -> Work:
-        _check_ignored(options)
-        return self.coordinator.broadcast(tensor, root=root, name=options.name, timeout_s=options.timeout_s)
+        return self.coordinator.broadcast(tensor, root=root, **_shared(options))
 
     def allgather(self, outputs: Blocks, tensor: torch.Tensor, options: Options) -> Work:
-        _check_ignored(options)
         places = requests.listed(outputs, self._size, options.shown, "outputs")
-        return self.coordinator.allgather(
-            tensor.reshape(-1), outputs=places, copied=[tensor], name=options.name, timeout_s=options.timeout_s
-        )
+        return self.coordinator.allgather(tensor.reshape(-1), outputs=places, copied=[tensor], **_shared(options))
 
     def reduce_scatter(self, tensor: torch.Tensor, inputs: Blocks, op: ReduceOp, options: Options) -> Work:
-        _check_ignored(options)
         parts = requests.listed(inputs, self._size, options.shown, "inputs")
         if any(part.numel() != tensor.numel() for part in parts):
             raise ConfigurationError(f"{options.shown!r}: the native library takes equal blocks only")
         stacked = torch.stack([part.reshape(-1) for part in parts])
-        return self.coordinator.reduce_scatter(
-            stacked, op=op, outputs=[tensor], copied=parts, name=options.name, timeout_s=options.timeout_s
-        )
+        return self.coordinator.reduce_scatter(stacked, op=op, outputs=[tensor], copied=parts, **_shared(options))
 
     def alltoall(self, outputs: Blocks, inputs: Blocks, options: Options) -> Work:
-        _check_ignored(options)
         places = requests.listed(outputs, self._size, options.shown, "outputs")
         parts = requests.listed(inputs, self._size, options.shown, "inputs")
         joined, splits = torch.cat([part.reshape(-1) for part in parts]), [part.numel() for part in parts]
-        return self.coordinator.alltoall(
-            joined, splits, outputs=places, copied=parts, name=options.name, timeout_s=options.timeout_s
-        )
+        return self.coordinator.alltoall(joined, splits, outputs=places, copied=parts, **_shared(options))
 
     def planned(self, names: Sequence[str]) -> PlannedReductions:
         return self.coordinator.planned(names)
@@ -223,11 +212,11 @@ class NativeBackend:
         self.coordinator.close(timeout_s, reason=reason)
 
 
-def _check_ignored(options: Options) -> None:
-    """Check the arguments that a native library does not use."""
-    checks.priority(options.priority)
+def _shared(options: Options) -> dict[str, Any]:
+    """The options that a coordinator takes, too."""
     if options.schedule != "auto":
         raise ConfigurationError(f"schedule {options.schedule!r}: a native library chooses its schedules by itself")
+    return {"name": options.name, "priority": options.priority, "timeout_s": options.timeout_s}
 
 
 def _algorithm(schedule: str) -> Algorithm:

@@ -54,9 +54,9 @@ class Collectives:
             name: Equal on all ranks. ``None``: the n-th unnamed operation meets the n-th unnamed one elsewhere.
             op: How to reduce.
             schedule: ``auto``, ``ring``, ``star``, ``tree``, ``halving_doubling``, ``direct`` or ``hierarchical``.
-            priority: Smaller is more urgent; equal ones leave in the order of submission. 32 bits, signed. It has no
-                effect yet where a native library carries operations out (see ``coordinator``): they leave in the
-                order on which the ranks agree.
+            priority: Smaller is more urgent; equal ones leave in the order of submission. 32 bits, signed. Where a
+                native library carries operations out, it orders those that become ready on all ranks at the same time
+                (see ``Coordinator.allreduce``).
             timeout_s: Deadline in seconds of a ``wait`` that names none.
 
         Raises:

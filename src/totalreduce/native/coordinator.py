@@ -67,6 +67,7 @@ class Coordinator:
         op: ReduceOp = ReduceOp.SUM,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
         """Reduce a tensor over all ranks, in place; returns at once.
@@ -78,9 +79,13 @@ class Coordinator:
             op: How to reduce.
             prescale: Factor before the reduction; integers are multiplied as float64 and cut off.
             postscale: Factor after it.
+            priority: Of operations that become ready on all ranks at the same time, the smaller one goes first; 32
+                bits, signed. The priority of the first rank that has data counts. A name keeps it as long as the ranks
+                remember the agreement on that name.
             timeout_s: Deadline in seconds of a ``wait`` that names none.
 
         Raises:
+            ValueError: ``priority`` is no such number.
             ConfigurationError: The name is no name of an operation, or it is in flight; the reduction is none; more
                 than 32,768 operations of this rank wait for the others; or the memory is in flight.
             UnsupportedError: A tensor that is sparse, nested or quantised.
@@ -88,7 +93,7 @@ class Coordinator:
             StallError: The agreement has ended.
         """
         return self.grouped_allreduce(
-            [tensor], name=name, op=op, prescale=prescale, postscale=postscale, timeout_s=timeout_s
+            [tensor], name=name, op=op, prescale=prescale, postscale=postscale, priority=priority, timeout_s=timeout_s
         )[0]
 
     def grouped_allreduce(
@@ -99,13 +104,14 @@ class Coordinator:
         op: ReduceOp = ReduceOp.SUM,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        priority: int = 0,
         timeout_s: float | None = None,
     ) -> list[Work]:
         """Reduce several tensors, all or none of them: what is wrong with one fails all, on every rank.
 
         Args and Raises as for ``allreduce``.
         """
-        with self._describer.label(name, OpKind.ALLREDUCE) as label:
+        with self._describer.label(name, OpKind.ALLREDUCE, priority) as label:
             requests = self._describer.allreduces(tensors, Scaling(op, prescale, postscale), label)
             operations = [
                 prepare(request, tensor, writes=True) for request, tensor in zip(requests, tensors, strict=True)
@@ -113,14 +119,20 @@ class Coordinator:
             return self._submit(operations, timeout_s)
 
     def broadcast(
-        self, tensor: torch.Tensor, *, root: int = 0, name: str | None = None, timeout_s: float | None = None
+        self,
+        tensor: torch.Tensor,
+        *,
+        root: int = 0,
+        name: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> Work:
         """Copy the root's tensor to all ranks, in place; returns at once.
 
         Raises:
             ConfigurationError: ``root`` is no rank of the group.
         """
-        with self._describer.label(name, OpKind.BROADCAST) as label:
+        with self._describer.label(name, OpKind.BROADCAST, priority) as label:
             request = self._describer.broadcast(tensor, root, label)
             return self._submit([prepare(request, tensor, writes=self._members.rank != root)], timeout_s)[0]
 
@@ -131,6 +143,7 @@ class Coordinator:
         outputs: Sequence[torch.Tensor] | None = None,
         copied: Sequence[torch.Tensor] = (),
         name: str | None = None,
+        priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
         """Collect every rank's tensor, one behind the other along the first dimension; the others are equal.
@@ -138,7 +151,7 @@ class Coordinator:
         ``Work.wait`` returns the whole, unless ``outputs`` has a place for every rank's part. ``copied``: what the
         tensor was copied from, which no operation in flight may write.
         """
-        with self._describer.label(name, OpKind.ALLGATHER) as label:
+        with self._describer.label(name, OpKind.ALLGATHER, priority) as label:
             dtypes.check_dense(tensor, label.name)
             rows = tensor if tensor.dim() else tensor.view(1)
             request = self._describer.allgather(rows, label)
@@ -153,6 +166,7 @@ class Coordinator:
         copied: Sequence[torch.Tensor] = (),
         received: list[int] | None = None,
         name: str | None = None,
+        priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
         """Send ``splits[r]`` rows of the tensor to each rank r, one after the other; without splits equally many.
@@ -163,7 +177,7 @@ class Coordinator:
         Raises:
             ConfigurationError: The splits are not one for each rank, or do not add up to the rows.
         """
-        with self._describer.label(name, OpKind.ALLTOALL) as label:
+        with self._describer.label(name, OpKind.ALLTOALL, priority) as label:
             request = self._describer.alltoall(tensor, splits, label)
             operation = prepare(request, tensor, outputs, copied)
             if received is not None:
@@ -180,13 +194,14 @@ class Coordinator:
         outputs: Sequence[torch.Tensor] | None = None,
         copied: Sequence[torch.Tensor] = (),
         name: str | None = None,
+        priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
         """Reduce over all ranks and return this rank's rows by ``Work.wait``; first ranks get one more if uneven.
 
         ``outputs`` and ``copied`` as for ``allgather``, with one place.
         """
-        with self._describer.label(name, OpKind.REDUCE_SCATTER) as label:
+        with self._describer.label(name, OpKind.REDUCE_SCATTER, priority) as label:
             request = self._describer.reduce_scatter(tensor, Scaling(op, prescale, postscale), label)
             return self._submit([prepare(request, tensor, outputs, copied)], timeout_s)[0]
 

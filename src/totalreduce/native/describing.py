@@ -33,10 +33,12 @@ class Label(NamedTuple):
     Attributes:
         name: Equal on all ranks.
         cached: Whether the name can come again, so that the ranks remember the agreement on it.
+        priority: Of operations that are ready on all ranks at the same time, the smaller one goes first.
     """
 
     name: str
     cached: bool
+    priority: int = 0
 
 
 class Scaling(NamedTuple):
@@ -67,19 +69,20 @@ class Describer:
         self._known: dict[str, Request] = {}  #: The last allreduce of each name.
 
     @contextmanager
-    def label(self, name: str | None, kind: OpKind) -> Iterator[Label]:
+    def label(self, name: str | None, kind: OpKind, priority: int = 0) -> Iterator[Label]:
         """The label of an operation that is submitted within the context.
 
         An unnamed operation that is refused gives its number back. Otherwise this rank would count unnamed operations
         differently from the other ranks from then on.
         """
+        priority = checks.priority(priority)
         if name is not None:
             name = checks.operation_name(name)
-            yield Label(_ESCAPE + name if name.startswith(_RESERVED) else name, cached=True)
+            yield Label(_ESCAPE + name if name.startswith(_RESERVED) else name, True, priority)
             return
         self.unnamed[kind] = number = self.unnamed[kind] + 1
         try:
-            yield Label(f"{kind.name.lower()}#{number}", cached=False)
+            yield Label(f"{kind.name.lower()}#{number}", False, priority)
         except BaseException:
             if self.unnamed[kind] == number:  # another thread may have taken the next one
                 self.unnamed[kind] -= 1
@@ -105,8 +108,9 @@ class Describer:
                 or request.postscale != scaling.postscale
                 or request.batch != batch
                 or request.device != tensor.device.type
+                or request.priority != label.priority
             ):
-                request = _reduction(OpKind.ALLREDUCE, tensor, scaling, Label(name, label.cached), batch)
+                request = _reduction(OpKind.ALLREDUCE, tensor, scaling, label._replace(name=name), batch)
                 if label.cached:
                     if len(self._known) >= _KNOWN_MAX:
                         self._known.clear()
@@ -126,13 +130,15 @@ class Describer:
         """A broadcast."""
         if not 0 <= root < self._world_size:
             raise ConfigurationError(f"root {root} is no rank of a group of {self._world_size}")
+        described = _described(tensor, label.name)
         return Request(
-            label.name, OpKind.BROADCAST, *_described(tensor, label.name), root=int(root), cached=label.cached
+            label.name, OpKind.BROADCAST, *described, root=int(root), cached=label.cached, priority=label.priority
         )
 
     def allgather(self, tensor: torch.Tensor, label: Label) -> Request:
         """An allgather of rows."""
-        return Request(label.name, OpKind.ALLGATHER, *_described(tensor, label.name), cached=label.cached)
+        described = _described(tensor, label.name)
+        return Request(label.name, OpKind.ALLGATHER, *described, cached=label.cached, priority=label.priority)
 
     def alltoall(self, tensor: torch.Tensor, splits: Sequence[int] | None, label: Label) -> Request:
         """An alltoall of rows, ``splits[r]`` for rank r; without splits equally many for each rank."""
@@ -148,7 +154,7 @@ class Describer:
             raise ConfigurationError(
                 f"{name!r}: splits must be {size} numbers from 0 that add up to {rows} rows, not {list(splits)}"
             )
-        return Request(name, OpKind.ALLTOALL, *described, splits=splits, cached=label.cached)
+        return Request(name, OpKind.ALLTOALL, *described, splits=splits, cached=label.cached, priority=label.priority)
 
 
 def _reduction(
@@ -163,6 +169,7 @@ def _reduction(
         postscale=float(scaling.postscale),
         batch=batch,
         cached=label.cached,
+        priority=label.priority,
     )
 
 
