@@ -9,6 +9,8 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) +
 PYTEST := $(BIN)/python -m pytest
 # Thousands of Python processes are started. Without its bytecode files each of them would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
+# Torch would start a thread per core in every rank, and they would spin while they wait for each other.
+test check soak: export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test check torch-suite lint soak bench clean
 demo: $(STAMP)

@@ -17,6 +17,7 @@ from totalreduce.launch.workers import worker_environments
 
 pytestmark = [
     pytest.mark.hosts,
+    pytest.mark.alone,
     pytest.mark.skipif(
         not sys.platform.startswith("linux")
         or os.geteuid() != 0
