@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import totalreduce as tr
 from totalreduce.engine.engine import Engine
+from totalreduce.engine.submission import Submission
 from totalreduce.foundation.config import EngineConfig, TcpConfig
 from totalreduce.foundation.errors import AuthenticationError, PeerLost, ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES, Frame, Header, unpack_signature
@@ -422,7 +423,7 @@ def test_an_engine_answers_any_frame_or_calls_it_a_violation(submitted, frames):
     kind, algorithm, root, blocks = submitted
     signature = Signature(kind, DType.FLOAT32, ReduceOp.SUM, root, (9,), algorithm=algorithm)
     buffers = [memoryview(bytearray(36 // blocks)) for _ in range(blocks)]
-    operation = engine.submit("known", signature, buffers, now=0.0)
+    operation = engine.submit(Submission("known", signature, buffers), 0.0)
     unknown = struct.unpack("<Q", b"unknown!")[0]
     for number, (kind, body, which, iteration, lane, flags, step) in enumerate(frames):
         key = operation.key[0] if which == "known" else unknown

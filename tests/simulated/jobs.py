@@ -13,7 +13,7 @@ from totalreduce.foundation.types import Algorithm, OpKind
 from totalreduce.schedules import algorithms_of
 from totalreduce.testing.conformance import make_submission
 from totalreduce.testing.conformance_oracle import Collective, Tensors, expected, make_tensors
-from totalreduce.testing.simulation import SimulatedCluster, Submission
+from totalreduce.testing.simulation import SimulatedCluster, TimedSubmission
 from totalreduce.transports.simulated import LinkModel, SimulatedNetwork
 
 SILENCE_S = 2.0
@@ -32,7 +32,7 @@ class Job:
 
     seed: int
     cluster: SimulatedCluster
-    submissions: dict[tuple[int, str], Submission] = field(default_factory=dict)
+    submissions: dict[tuple[int, str], TimedSubmission] = field(default_factory=dict)
     tensors: dict[tuple[int, str], Tensors] = field(default_factory=dict)
     expected: dict[tuple[int, str], list[torch.Tensor]] = field(default_factory=dict)
     culprits: tuple[int, ...] = ()

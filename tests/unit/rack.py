@@ -14,6 +14,7 @@ from totalreduce.engine.engine import Engine
 from totalreduce.engine.operation import Operation
 from totalreduce.engine.outbox import OutgoingMessage
 from totalreduce.engine.reception import Delivery
+from totalreduce.engine.submission import Submission
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import Frame, Header
 from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
@@ -71,7 +72,8 @@ class Rack:
         signature = signature or allreduce(*array.shape)
         data = bytearray(array.tobytes())[: signature.num_elements * signature.dtype.itemsize]
         data.extend(bytes(signature.num_elements * signature.dtype.itemsize - len(data)))
-        operation = self.engines[rank].submit(name, signature, [memoryview(data)], priority=priority, now=self.now)
+        submission = Submission(name, signature, [memoryview(data)], priority=priority)
+        operation = self.engines[rank].submit(submission, self.now)
         self.collect(rank)
         return operation
 
@@ -96,22 +98,16 @@ class Rack:
     def _message(
         self, here: int, source: int, target: int, buffers: list[memoryview], tag: int, priority: int
     ) -> Operation:
-        operation = self.engines[here].submit(
-            _message_name(source, target, tag),
-            MESSAGE,
-            buffers,
-            ranks=(source, target),
-            repeats=True,
-            priority=priority,
-            now=self.now,
-        )
+        name = _message_name(source, target, tag)
+        submission = Submission(name, MESSAGE, buffers, ranks=(source, target), repeats=True, priority=priority)
+        operation = self.engines[here].submit(submission, self.now)
         self.collect(here)
         return operation
 
     def blocks(self, rank: int, name: str | None, signature: Signature, counts: Sequence[int | None]) -> Operation:
         """Submit blocks of so many float64 values, filled with -1; ``None`` where this rank has none."""
         buffers = [None if count is None else _blank(count) for count in counts]
-        operation = self.engines[rank].submit(name, signature, buffers, now=self.now)
+        operation = self.engines[rank].submit(Submission(name, signature, buffers), self.now)
         self.collect(rank)
         return operation
 

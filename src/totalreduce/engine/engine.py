@@ -61,12 +61,12 @@ from totalreduce.engine.reports import Reports
 from totalreduce.engine.sendqueue import QueuedMessage
 from totalreduce.engine.signatures import ENDS_EARLY, SignatureExchange
 from totalreduce.engine.stall import StallWatch
+from totalreduce.engine.submission import Submission
 from totalreduce.engine.table import OperationTable
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ConfigurationError, GroupClosed, MismatchError, PeerLost, ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header
 from totalreduce.foundation.observer import Observer
-from totalreduce.foundation.types import Signature
 from totalreduce.schedules.actions import Send
 from totalreduce.transports.base import Lease
 
@@ -130,33 +130,13 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ application
 
-    def submit(
-        self,
-        name: str | None,
-        signature: Signature,
-        buffers: Sequence[memoryview | None],
-        *,
-        ranks: tuple[int, ...] | None = None,
-        scope: str = "",
-        repeats: bool = False,
-        priority: int = 0,
-        now: float,
-        owner: Any = None,
-        becoming: bool = False,
-    ) -> Operation:
+    def submit(self, submission: Submission, now: float, *, owner: Any = None, becoming: bool = False) -> Operation:
         """Put an operation on the message list ("when a new gradient is ready").
 
         Args:
-            name: Equal on all ranks, unique among operations in flight. ``None``: the n-th unnamed operation here
-                meets the n-th unnamed one elsewhere.
-            signature: What the operation is.
-            buffers: Writable bytes, input and output: of the tensor, or of one block per chunk of the schedule.
-            ranks: The ranks that take part, this rank included (default: all); roots are places in this tuple.
-            scope: Distinguishes the names of one subgroup from those of another.
-            repeats: The name may be in flight several times: the n-th here meets the n-th elsewhere.
-            priority: Smaller is more urgent; 32 bits signed.
+            submission: The operation.
             now: The time in seconds.
-            owner: Kept in the operation for the caller.
+            owner: A value of the caller, which is kept in the operation.
             becoming: The operation was a receive from anybody.
 
         Raises:
@@ -164,6 +144,7 @@ class Engine:
             PeerLost: A rank of the group is lost, or a rank that the operation needs has left.
             GroupClosed: This rank has closed the group.
         """
+        name, signature, buffers, ranks, scope, repeats, priority = submission
         members, table = self.members, self.table
         members.check_usable()
         ranks = members.everybody if ranks is None else ranks
@@ -629,7 +610,7 @@ class Engine:
             key = (key[0], key[1] + 1)  # a later message of the peer may have overtaken this one
 
     def _become(self, receive: AnyReceive, peer: int, now: float) -> None:
-        self.submit(
+        submission = Submission(
             receive.candidates[peer],
             receive.signature,
             [receive.buffer],
@@ -637,7 +618,5 @@ class Engine:
             scope=receive.scope,
             repeats=True,
             priority=receive.priority,
-            now=now,
-            owner=receive.owner,
-            becoming=True,
         )
+        self.submit(submission, now, owner=receive.owner, becoming=True)

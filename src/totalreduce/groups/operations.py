@@ -10,6 +10,7 @@ from typing import final
 
 import torch
 
+from totalreduce.engine.submission import Submission
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
 from totalreduce.groups import requests
@@ -95,18 +96,12 @@ class Operations:
         self._check_open()
         patience_s, priority = self.patience(timeout_s), checks.priority(priority)
 
+        submission = Submission(
+            name, request.signature, request.buffers, ranks or self.ranks, self.scope + scope, repeats, priority
+        )
+
         def begin(finish: Callable[[], None] | None, release: Callable[[], None] | None) -> Handle:
-            return self.runner.submit(
-                name,
-                request.signature,
-                request.buffers,
-                ranks=ranks or self.ranks,
-                scope=self.scope + scope,
-                repeats=repeats,
-                priority=priority,
-                finish=finish,
-                release=release,
-            )
+            return self.runner.submit(submission, finish=finish, release=release)
 
         handle = self._begin(request, patience_s, begin)
         assert handle.operation is not None

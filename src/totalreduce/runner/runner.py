@@ -21,11 +21,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Literal, final
 
 from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.engine import Engine
+from totalreduce.engine.submission import Submission
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
 from totalreduce.foundation.forking import HomeProcess, let_go_in_children
 from totalreduce.foundation.types import Signature
@@ -81,34 +82,18 @@ class Runner:
 
     def submit(
         self,
-        name: str | None,
-        signature: Signature,
-        buffers: Sequence[memoryview | None],
+        submission: Submission,
         *,
-        ranks: tuple[int, ...] | None = None,
-        scope: str = "",
-        repeats: bool = False,
-        priority: int = 0,
         finish: Callable[[], None] | None = None,
         release: Callable[[], None] | None = None,
     ) -> Handle:
-        """Submit an operation; returns at once. Takes and raises what ``Engine.submit`` does.
+        """Submit an operation; return at once. Raises what ``Engine.submit`` does.
 
         ``finish`` and ``release``: see ``Handle``; neither is called if this raises.
         """
 
         def submit(handle: Handle) -> None:
-            handle.operation = self.engine.submit(
-                name,
-                signature,
-                buffers,
-                ranks=ranks,
-                scope=scope,
-                repeats=repeats,
-                priority=priority,
-                now=time.monotonic(),
-                owner=handle,
-            )
+            handle.operation = self.engine.submit(submission, time.monotonic(), owner=handle)
 
         return self._start(submit, Handle(finish, release))
 

@@ -31,7 +31,7 @@ from totalreduce.groups.requests import Request
 from totalreduce.tensors.work import Work
 from totalreduce.testing.conformance_oracle import Collective, Tensors, expected, make_tensors
 from totalreduce.testing.ranks import RankTransport, TransportFactory, run_ranks
-from totalreduce.testing.simulation import SimulatedCluster, Submission
+from totalreduce.testing.simulation import SimulatedCluster, TimedSubmission
 from totalreduce.transports.simulated import LinkModel, SimulatedNetwork
 
 __all__ = [
@@ -379,7 +379,7 @@ def simulated(
 
 
 #: What one rank has submitted.
-_Submitted = list[tuple[Collective, Tensors, Submission]]
+_Submitted = list[tuple[Collective, Tensors, TimedSubmission]]
 
 
 def _submissions(cluster: SimulatedCluster, case: Case, rank: int, run: int) -> _Submitted:
@@ -394,7 +394,7 @@ def _submissions(cluster: SimulatedCluster, case: Case, rank: int, run: int) -> 
 
 def make_submission(
     collective: Collective, rank: int, world_size: int, *, at_s: float = 0.0
-) -> tuple[Tensors, Submission]:
+) -> tuple[Tensors, TimedSubmission]:
     """What a rank that takes part submits to a simulated cluster, and its tensors."""
     members = collective.members or tuple(range(world_size))
     place = members.index(rank)
@@ -408,7 +408,7 @@ def make_submission(
         name = f"{collective.name} from {members[0]}"
         if collective.any_source and tensors.outputs:
             candidates = {other: f"{collective.name} from {other}" for other in range(world_size) if other != rank}
-    submission = Submission(
+    submission = TimedSubmission(
         name,
         request.signature,
         request.buffers,
@@ -458,7 +458,7 @@ def _raise_first_failure(submitted: Sequence[_Submitted]) -> None:
 
 
 def _record(
-    cluster: SimulatedCluster, rank: int, submitted: Iterable[tuple[Collective, Tensors, Submission]]
+    cluster: SimulatedCluster, rank: int, submitted: Iterable[tuple[Collective, Tensors, TimedSubmission]]
 ) -> Record:
     record = Record(floating_bytes_peak=cluster.ranks[rank].engine.reception.floating.peak_bytes)
     for collective, tensors, submission in submitted:

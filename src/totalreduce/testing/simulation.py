@@ -16,6 +16,7 @@ from totalreduce.engine.engine import Engine
 from totalreduce.engine.operation import Operation
 from totalreduce.engine.outbox import OutgoingMessage
 from totalreduce.engine.reception import Delivery
+from totalreduce.engine.submission import Submission
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.foundation.header import Header
@@ -24,11 +25,11 @@ from totalreduce.runner.endpoint import carry_out
 from totalreduce.transports.base import Lease, Outgoing
 from totalreduce.transports.simulated import SimulatedNetwork
 
-__all__ = ["SimulatedCluster", "Submission"]
+__all__ = ["SimulatedCluster", "TimedSubmission"]
 
 
 @dataclass(slots=True)
-class Submission:
+class TimedSubmission:
     """One operation on one rank.
 
     Attributes:
@@ -140,16 +141,16 @@ class SimulatedCluster:
         self.ranks = [_Rank(self, rank, self.config) for rank in range(self.network.world_size)]
         for rank, endpoint in enumerate(self.ranks):
             self.network.attach(rank, endpoint)
-        self._submissions: list[list[Submission]] = [[] for _ in self.ranks]
+        self._submissions: list[list[TimedSubmission]] = [[] for _ in self.ranks]
 
-    def submit(self, rank: int, submission: Submission) -> None:
+    def submit(self, rank: int, submission: TimedSubmission) -> None:
         """Have ``rank`` submit an operation at its time."""
         self._submissions[rank].append(submission)
         self.network.at(submission.at_s, lambda: self._submit(rank, submission))
 
     def completed(self, operation: Operation | AnyReceive) -> None:
         """An engine has finished an operation."""
-        submission: Submission = operation.owner
+        submission: TimedSubmission = operation.owner
         submission.done_at_s, submission.error = self.network.now, operation.error
         if isinstance(operation, Operation) and operation.signature.kind is OpKind.SEND_RECV:
             submission.source = operation.ranks[0]
@@ -175,7 +176,7 @@ class SimulatedCluster:
                 ]
                 raise TimeoutError(f"hang: not finished after {until_s} virtual seconds: {late[:10]}")
 
-    def _submit(self, rank: int, submission: Submission) -> None:
+    def _submit(self, rank: int, submission: TimedSubmission) -> None:
         endpoint = self.ranks[rank]
         try:
             self._hand_over(endpoint.engine, submission)
@@ -184,7 +185,7 @@ class SimulatedCluster:
         endpoint.after_event()
         self.network.poke(rank)
 
-    def _hand_over(self, engine: Engine, submission: Submission) -> None:
+    def _hand_over(self, engine: Engine, submission: TimedSubmission) -> None:
         s = submission
         if s.candidates is not None:
             [buffer] = s.buffers
@@ -192,16 +193,8 @@ class SimulatedCluster:
             receive = AnyReceive(s.candidates, s.signature, buffer, "", s.priority, owner=s)
             engine.receive_any(receive, self.network.now)
             return
-        engine.submit(
-            s.name,
-            s.signature,
-            s.buffers,
-            ranks=s.ranks,
-            repeats=s.repeats,
-            priority=s.priority,
-            now=self.network.now,
-            owner=s,
-        )
+        operation = Submission(s.name, s.signature, s.buffers, ranks=s.ranks, repeats=s.repeats, priority=s.priority)
+        engine.submit(operation, self.network.now, owner=s)
 
     def _tick(self, tick_s: float) -> None:
         for rank, endpoint in enumerate(self.ranks):
