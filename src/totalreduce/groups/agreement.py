@@ -28,8 +28,8 @@ def agree(group: Collectives, name: str, document: Mapping[str, Any]) -> None:
     """Return if all ranks pass an equal document; else raise the same error on all of them.
 
     Args:
-        group: Whose ranks.
-        name: What it is about; equal on all ranks.
+        group: The ranks that compare their documents.
+        name: Subject of the comparison, for messages; equal on all ranks.
         document: JSON-ready values.
 
     Raises:

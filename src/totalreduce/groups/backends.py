@@ -70,7 +70,7 @@ class Backend(Protocol):
         """Reductions that come again in every round. Collective where the library needs one order."""
 
     def close(self, timeout_s: float, reason: str) -> None:
-        """End what the back end has started; operations in flight fail."""
+        """End the back end; its operations in flight fail."""
 
 
 @final
@@ -174,7 +174,7 @@ class _UnorderedReductions:
 @final
 @never_compiled
 class NativeBackend:
-    """``Backend`` by a native library. The engine carries out what the library's interface does not have."""
+    """``Backend`` by a native library. The engine carries out the collectives that the library's interface lacks."""
 
     def __init__(self, coordinator: Coordinator, engine: EngineBackend) -> None:
         """Use the coordinator of the library, and the back end of the same group by the engine."""

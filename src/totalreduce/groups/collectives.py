@@ -199,7 +199,7 @@ class Collectives:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Give block r of ``inputs`` to rank r; ``outputs[r]`` is what rank r had for this one (alltoallv).
+        """Give block r of ``inputs`` to rank r; ``outputs[r]`` gets rank r's block for this rank (alltoallv).
 
         ``outputs[i]`` on rank j is as large as ``inputs[j]`` on rank i; a difference is a ``MismatchError`` on both.
         """

@@ -83,7 +83,7 @@ class Group(Collectives):
     # ------------------------------------------------------------------------------------------------------- objects
 
     def broadcast_object(self, value: Any, *, root: int = 0) -> Any:
-        """The root's value on every rank. What may be sent is in ``docs/collectives.md``; nothing is ever pickled.
+        """The root's value on every rank. ``docs/collectives.md`` lists the types of values; nothing is ever pickled.
 
         Raises:
             ConfigurationError: The value cannot be sent; on every rank. So do the other object collectives, on every
@@ -127,7 +127,7 @@ class Group(Collectives):
 
     @property
     def control(self) -> Group:
-        """The same ranks by messages alone, for what must not depend on a library that carries operations out.
+        """The same ranks by messages alone, for operations that must not depend on a native library.
 
         The library's own operations are done through it; their names never meet those of users.
         """
@@ -138,7 +138,7 @@ class Group(Collectives):
     def keep_order(self) -> None:
         """Have operations wait for those in flight that use the same memory, instead of raising an error.
 
-        It is what torch.distributed promises. A submission may block then, so it must not be made in a callback of
+        torch.distributed promises this. A submission may block then, so it must not be made in a callback of
         ``Work.on_done``. Subgroups that are made afterwards do the same.
         """
         self.operations.waits_for_memory = True
@@ -151,7 +151,7 @@ class Group(Collectives):
         return self._backend.coordinator
 
     def use(self, natives: NativeCollectives, config: CoordinationConfig) -> Coordinator:
-        """Have a native library carry out what it can, in an order on which the ranks agree. Collective.
+        """Have a native library carry out its collectives, in an order on which the ranks agree. Collective.
 
         Raises:
             PlanMismatchError: The ranks' settings differ; on every rank.
@@ -220,7 +220,7 @@ class Group(Collectives):
 
     @property
     def observers(self) -> list[Observer]:
-        """Who is told what the engine does; append to watch."""
+        """The observers of the engine, which get its events; append to the list to observe."""
         return self._runner.engine.observers
 
     @property
@@ -238,8 +238,8 @@ class Group(Collectives):
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Make a tensor that the other ranks of this host read where it lies, so that nothing is staged in between.
 
-        It is a CPU tensor like any other, and its elements are what the memory last held. An operation on it is done
-        when the others have read what they need of it. A child process shares the memory, as after
+        It is a CPU tensor like any other, and its elements are not initialised. An operation on it is done when the
+        other ranks have read their parts of it. A child process shares the memory, as after
         ``torch.Tensor.share_memory_``. Where ranks share no memory, or there is not enough, it is in usual memory.
 
         Raises:
@@ -304,7 +304,7 @@ def _close(
 ) -> None:
     if not runner.home.is_here:  # the interpreter of a forked child ends: the group and its callbacks are the parent's
         return
-    if reason is None and not hasattr(sys, "ps1"):  # the interpreter ends: of an exception that nobody caught?
+    if reason is None and not hasattr(sys, "ps1"):  # the interpreter ends: of an exception that was not caught?
         reason = _reason(getattr(sys, "last_value", None))
     final_reason = reason or ""
     callbacks = list(at_close)
@@ -318,7 +318,7 @@ def _call_all(steps: Sequence[Callable[[], None]]) -> None:
     for step in steps:
         try:
             step()
-        except BaseException as error:  # also Ctrl-C: what comes after frees threads, memory and files
+        except BaseException as error:  # also Ctrl-C: the later steps free threads, memory and files
             if first is None:
                 first = error
             else:

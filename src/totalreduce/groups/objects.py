@@ -74,7 +74,7 @@ def scatter_object(group: Collectives, values: Sequence[Any] | None, *, root: in
 
 
 def _packed(group: Collectives, value: Any) -> tuple[torch.Tensor, ConfigurationError | None]:
-    """What travels: the value, or why it cannot, for which this rank raises the error when the others know."""
+    """The packed value; or the packed reason of a refusal, and the error that this rank raises after sending it."""
     try:
         return pack(value), None
     except ConfigurationError as error:

@@ -3,8 +3,8 @@
 PyTorch's oldest open complaint (a branch taken on one rank only hangs the job) ends here: when a rank closes a step,
 every planned tensor it has not submitted counts as zero there, or raises, by policy, on all ranks.
 
-How: closing a step submits a zero contribution for whatever is missing, so nobody ever waits for a tensor that will not
-come; under the policy ``"error"`` one more small operation carries who submitted what.
+How: closing a step submits a zero contribution for every missing tensor, so that no rank waits for a tensor that will
+not come; under the policy ``"error"`` one more small operation tells all ranks which rank submitted which tensor.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Plan:
 @final
 @never_compiled
 class Step:
-    """One step of a plan: submit what there is, in any order; leaving it waits for the results."""
+    """One step of a plan: submit tensors in any order; leaving the step waits for the results."""
 
     def __init__(self, plan: Plan, number: int) -> None:
         """Made by ``Plan.step``."""
@@ -120,7 +120,7 @@ class Step:
         return self._start(spec, tensor)
 
     def finish(self, timeout_s: float | None = None) -> dict[str, torch.Tensor]:
-        """Say what this rank leaves out, wait for everything, return all results by name.
+        """Contribute zeros for the tensors that this rank leaves out, wait for all results, and return them by name.
 
         Raises:
             MissingTensorError: Some rank left a tensor out and the policy is ``"error"``; on every rank.

@@ -1,7 +1,7 @@
-"""From the tensors of a collective to what the engine wants: a signature, the bytes of every block, a last touch.
+"""Turns the tensors of a collective into the engine's arguments: a signature, and the bytes of every block.
 
-One function per collective; each checks what can be checked on one rank, so that a mistake is an error where it was
-made and not a mismatch elsewhere.
+One function per collective. Each makes all checks that need one rank only, so that a mistake is an error on the rank
+that made it and not a mismatch on others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "scatter",
 ]
 
-#: What ``Work.wait`` returns of bytes: made once, because it is waited for them in every exchange of a sparse step.
+#: The result of ``Work.wait`` for bytes. Made once, because every exchange of a sparse step waits for bytes.
 _NO_TENSOR = torch.empty(0)
 #: World-size many tensors, or one contiguous tensor that holds them one after the other.
 Blocks = torch.Tensor | Sequence[torch.Tensor]
@@ -41,13 +41,13 @@ Blocks = torch.Tensor | Sequence[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is submitted.
+    """One operation, as it is submitted to the engine.
 
     Attributes:
-        signature: What it is.
+        signature: Kind, element type, reduction, root and sizes.
         buffers: Bytes of the tensor, or of every block.
         operands: The tensors; ``None`` for memory that is no tensor's, which the caller leaves alone.
-        results: What ``Work.wait`` returns.
+        results: The tensor that ``Work.wait`` returns.
     """
 
     signature: Signature
@@ -98,7 +98,7 @@ def _same_count(a: torch.Tensor, b: torch.Tensor, name: str, what: str) -> None:
 
 
 def _watched(outputs: Blocks, operands: Operands) -> torch.Tensor | None:
-    """What ``Work.wait`` returns: the tensor that holds all blocks, if it is one."""
+    """The tensor that ``Work.wait`` returns: ``outputs`` if it is one tensor that holds all blocks."""
     if not isinstance(outputs, torch.Tensor):
         return None
     operands.watch(outputs)
@@ -238,7 +238,7 @@ def allgather_bytes(blocks: Sequence[memoryview]) -> Request:
 
 
 def alltoall_bytes(sent: Sequence[memoryview], received: Sequence[memoryview]) -> Request:
-    """Alltoall of memory that is no tensor's, by rank. What is for this rank itself stays where it is."""
+    """Alltoall of memory that is no tensor's, by rank. This rank's block for itself is not copied."""
     signature = Signature(OpKind.ALLTOALL, DType.UINT8, ReduceOp.NONE, 0, ())
     return Request(signature, [*sent, *received], None, _NO_TENSOR)
 

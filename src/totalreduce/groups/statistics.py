@@ -1,4 +1,4 @@
-"""What a group has done so far, as numbers."""
+"""Numbers about the operations of a rank so far."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Statistics:
         held_messages: Messages that had to wait for a peer's word that it has submitted the operation.
         dropped_messages: Messages of failed operations or old epochs.
         dropped_bytes: Their bytes.
-        promotions: Operations that overtook because somebody waited, here or at a peer.
+        promotions: Operations that became more urgent because a thread waited for them, here or at a peer.
         mismatches: Disagreements this rank discovered.
         stalls: Stall reports.
         connections: Connections made or accepted (TCP).
         refused_connections: Strangers, wrong keys, garbage (TCP).
         waited_s: Time callers were blocked in ``wait``.
         active_s: Time with at least one operation in flight.
-        hidden_share: Share of ``active_s`` in which nobody was blocked: communication hidden behind computation.
+        hidden_share: Share of ``active_s`` in which no thread was blocked: communication hidden behind computation.
         reduce_s: Time spent adding.
     """
 

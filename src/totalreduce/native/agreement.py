@@ -1,4 +1,4 @@
-"""The agreement of a group's ranks on one order of native operations, and what this rank has in flight.
+"""The agreement of a group's ranks on one order of native operations, and this rank's operations in flight.
 
 The protocol is ``coordination.negotiator``, a plain object. Here its messages travel through a channel of the engine,
 and operations that are ready on all ranks go to the ``Executor``.
@@ -206,7 +206,7 @@ class Agreement:
         return self.negotiator.next_due()
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Let the negotiator do its timed work."""
         self.negotiator.tick(now)
         self._settle(now)
 

@@ -107,7 +107,7 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> list[Work]:
-        """Reduce several tensors, all or none of them: what is wrong with one fails all, on every rank.
+        """Reduce several tensors, all or none of them: an error of one tensor fails all of them, on every rank.
 
         Args and Raises as for ``allreduce``.
         """
@@ -148,8 +148,8 @@ class Coordinator:
     ) -> Work:
         """Collect every rank's tensor, one behind the other along the first dimension; the others are equal.
 
-        ``Work.wait`` returns the whole, unless ``outputs`` has a place for every rank's part. ``copied``: what the
-        tensor was copied from, which no operation in flight may write.
+        ``Work.wait`` returns the whole, unless ``outputs`` has a place for every rank's part. ``copied``: the
+        tensors that ``tensor`` was copied from, which no operation in flight may write.
         """
         with self._describer.label(name, OpKind.ALLGATHER, priority) as label:
             dtypes.check_dense(tensor, label.name)
@@ -171,8 +171,8 @@ class Coordinator:
     ) -> Work:
         """Send ``splits[r]`` rows of the tensor to each rank r, one after the other; without splits equally many.
 
-        ``Work.wait`` returns what came, by rank, unless ``outputs`` has a place for each part; ``received`` is then
-        filled with the rows from each rank. ``copied`` as for ``allgather``.
+        ``Work.wait`` returns the received rows, by rank, unless ``outputs`` has a place for each part; ``received`` is
+        then filled with the rows from each rank. ``copied`` as for ``allgather``.
 
         Raises:
             ConfigurationError: The splits are not one for each rank, or do not add up to the rows.
@@ -219,7 +219,7 @@ class Coordinator:
     def join(self, *, timeout_s: float | None = None) -> int:
         """Say that this rank has no more data; take part in the others' reductions until all have joined.
 
-        It contributes what changes nothing: zeros to sums. Averages are divided as ``config.join_divisor`` says.
+        It contributes neutral elements: zeros to sums. Averages are divided as ``config.join_divisor`` says.
 
         Returns:
             The rank that joined last, equal on all ranks.

@@ -14,7 +14,7 @@ __all__ = ["Members"]
 
 
 class Members(Protocol):
-    """The ranks that take part, and what their operations share (see ``groups.operations.Operations``)."""
+    """The ranks of a group, and the resources that their operations share (see ``groups.operations.Operations``)."""
 
     rank: int
     world_size: int

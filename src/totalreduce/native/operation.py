@@ -52,7 +52,7 @@ class NativeOperation:
 
     @property
     def returned(self) -> torch.Tensor | Callable[[], torch.Tensor | None]:
-        """What ``Work.wait`` returns: a tensor, or a function that is called when the operation has ended."""
+        """The result of ``Work.wait``: a tensor, or a function that is called when the operation has ended."""
         return self.submitted_tensor if self.request.kind in _IN_PLACE else lambda: self.result
 
 

@@ -1,4 +1,4 @@
-"""What the native collectives of borrowed libraries have in common: tensors those libraries know, and back."""
+"""Reductions that a library does not have (averages, ``bool``, small types), made of those that it has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from totalreduce.kernels import divide, supports
 
 __all__ = ["Reduction", "check_tensor", "reduction_for"]
 
-#: What a reduction of ``bool`` means for bytes that are 0 or 1.
+#: By reduction of ``bool``: the reduction of bytes that are 0 or 1 with the same result.
 _OF_BYTES = {
     ReduceOp.SUM: ReduceOp.MAX,
     ReduceOp.MAX: ReduceOp.MAX,
@@ -30,7 +30,7 @@ class Reduction:
     """A reduction as a library can do it.
 
     Attributes:
-        tensor: What the library reduces in place: the caller's memory, or a wider copy.
+        tensor: The tensor that the library reduces in place: the caller's memory, or a wider copy.
         op: How; neither ``AVG`` nor a reduction of ``bool``.
         finish: To be called afterwards; the caller's tensor then has the result.
     """
@@ -41,7 +41,7 @@ class Reduction:
 
 
 def check_tensor(tensor: torch.Tensor, *, on_cpu: bool) -> None:
-    """Refuse what is not one piece of memory.
+    """Refuse a tensor that is not one piece of memory.
 
     Raises:
         UnsupportedError: The tensor is not contiguous, not strided, or not on the CPU where it must be.
@@ -59,9 +59,9 @@ def reduction_for(
 
     Args:
         tensor: Contiguous.
-        op: What is wanted.
+        op: The reduction that the caller wants.
         world_size: For averages.
-        wider: Element types that the library does not have, and what they are reduced as.
+        wider: Element types that the library does not have, and the types in which they are reduced.
 
     Raises:
         UnsupportedError: This reduction of this element type is not defined.

@@ -57,7 +57,7 @@ class _TorchWork:
 
 @final
 class TorchCollectives:
-    """Collectives of a process group. The library's own reductions; averages and ``bool`` are made of what it has."""
+    """Collectives of a process group. The library's own reductions; averages and ``bool`` are made of others."""
 
     def __init__(self, group: dist.ProcessGroup, *, reusable_name: bool = False) -> None:
         """Take over a private group.
@@ -101,7 +101,7 @@ class TorchCollectives:
         if reduction.tensor.data_ptr() == whole.data_ptr():
             reduction = reduction_for(part, op, self.world_size, wider={})
             target, source = reduction.tensor, whole.view(reduction.tensor.dtype)
-        else:  # a wider copy is what is reduced
+        else:  # the library reduces a wider copy
             wide = reduction.tensor
             target, source = wide.new_empty(len(part)), wide
             reduction = replace(reduction, finish=_narrow(reduction_for(target, op, self.world_size, wider={}), part))

@@ -1,6 +1,6 @@
 """Settings of the agreement that fit a native library: measured at start, printed, stored on request, never changed.
 
-What is measured is the library's allreduce of a few sizes. A straight line through them has two numbers, the cost of
+The library's allreduce of a few sizes is measured. A straight line through them has two numbers, the cost of
 an operation and that of a MiB, and these decide:
 
 * ``fusion_bytes``: so large that the fixed cost is a sixteenth of an operation; larger batches gain little, and hide

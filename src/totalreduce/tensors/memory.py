@@ -163,7 +163,7 @@ class Operands:
         return bool(self._copies_back)
 
     def prepare(self) -> None:
-        """Copy what has to be copied before the operation begins."""
+        """Make the copies that the operation needs before it begins."""
         for copy in self._copies_in:
             copy()
         self._copies_in.clear()
@@ -215,7 +215,7 @@ class Operands:
 
 @final
 class _Ranges:
-    """Ranges of addresses, in order of their beginnings, and whose they are."""
+    """Ranges of addresses, in order of their beginnings, with the operations that use them."""
 
     __slots__ = ("_disjoint", "_entries", "_longest")
 

@@ -58,7 +58,7 @@ class _Holds:
 
 @final
 class StorageHold:
-    """Keeps a storage alive for as long as somebody refers to the hold, and from being resized until ``release``."""
+    """Keeps a storage alive as long as the hold is referred to, and from being resized until ``release``."""
 
     __slots__ = ("_marked", "_storage")
 
@@ -76,7 +76,7 @@ class StorageHold:
                 ctypes.c_bool.from_address(storage._cdata + offset).value = False
 
     def release(self) -> None:
-        """Let the storage be resized, if nobody else holds it. Harmless when called twice."""
+        """Let the storage be resized, if there is no other hold. Harmless when called twice."""
         offset = _mark_offset()
         if not self._marked or offset is None:
             return

@@ -103,7 +103,7 @@ class Work:
         That is the tensor which ``Group``'s method was given for the result; where it was given a list, or nothing, an
         empty tensor.
 
-        The operation overtakes everything nobody waits for, here and on the other ranks.
+        The operation overtakes all operations for which no thread waits, here and on the other ranks.
 
         Args:
             timeout_s: Seconds; ``None``: the operation's or the group's time-out.
