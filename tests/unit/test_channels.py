@@ -2,9 +2,9 @@
 
 import pytest
 
-from totalreduce.engine.channels import PIECE_BYTES, Channels, pieces
+from totalreduce.engine.channels import Channels
 from totalreduce.engine.members import Members
-from totalreduce.engine.outbox import Outbox
+from totalreduce.engine.outbox import PIECE_BYTES, Outbox, pieces
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ProtocolError
 

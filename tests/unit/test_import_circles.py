@@ -7,7 +7,7 @@ import totalreduce
 
 ROOT = Path(totalreduce.__path__[0])
 #: Packages that have a circle still.
-PENDING = {"engine", "c10d"}
+PENDING = {"c10d"}
 
 
 def modules_of(root: Path) -> dict[str, Path]:

@@ -6,19 +6,14 @@ is kept. Both are bounded for every peer: its unfinished message, and what it se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
+from totalreduce.engine.members import Members
+from totalreduce.engine.outbox import Outbox
 from totalreduce.foundation.errors import ProtocolError, TotalReduceError
 
-if TYPE_CHECKING:
-    from totalreduce.engine.members import Members
-    from totalreduce.engine.outbox import Outbox
+__all__ = ["Channel", "Channels"]
 
-__all__ = ["PIECE_BYTES", "Channel", "Channels", "pieces"]
-
-#: A longer message travels in several frames.
-PIECE_BYTES: Final = 16 * 1024
 #: The longest message.
 _MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
 #: How much of one peer may wait for channels to be opened.
@@ -48,13 +43,6 @@ class Channel(Protocol):
 
     def tick(self, now: float) -> None:
         """The time has come."""
-
-
-def pieces(message: bytes) -> Iterator[tuple[bytes, bool]]:
-    """A message's frames, and whether each is the last one."""
-    for begin in range(0, max(1, len(message)), PIECE_BYTES):
-        end = begin + PIECE_BYTES
-        yield message[begin:end], end >= len(message)
 
 
 class Channels:

@@ -8,17 +8,17 @@ are what a peer can make this rank queue, so their number is bounded: a peer tha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
-from totalreduce.engine.channels import pieces
 from totalreduce.engine.operation import Operation
 from totalreduce.engine.sendqueue import QueuedMessage, SendQueue
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.foundation.header import Flag, Frame, Header
 
-__all__ = ["NO_KEY", "Outbox", "OutgoingMessage"]
+__all__ = ["NO_KEY", "PIECE_BYTES", "Outbox", "OutgoingMessage", "pieces"]
 
 #: The key of control frames that are about no operation.
 NO_KEY = (0, 0)
@@ -27,6 +27,8 @@ _ANSWERS_MAX = 65_536
 #: Frames of channel messages that may wait for a peer that goes on sending channel messages (at most 16 MiB).
 _CHANNEL_FRAMES_MAX = 1024
 
+#: A longer channel message travels in several frames.
+PIECE_BYTES: Final = 16 * 1024
 _CHANNEL = int(Frame.CHANNEL)
 
 _Key = tuple[int, int]
@@ -53,6 +55,13 @@ class OutgoingMessage:
 
 #: Takes a peer and the key of an operation, at the moment at which the answer leaves; returns its key and its body.
 AnswerWriter = Callable[[int, _Key], tuple[_Key, bytes]]
+
+
+def pieces(message: bytes) -> Iterator[tuple[bytes, bool]]:
+    """Yield the bodies of the frames of a channel message, and whether each is the last one."""
+    for begin in range(0, max(1, len(message)), PIECE_BYTES):
+        end = begin + PIECE_BYTES
+        yield message[begin:end], end >= len(message)
 
 
 class Outbox:
