@@ -25,8 +25,8 @@ from totalreduce.c10d import profiling
 from totalreduce.c10d.callbacks import Callbacks
 from totalreduce.c10d.errors import as_torch_error
 from totalreduce.c10d.monitored import monitored_barrier
+from totalreduce.c10d.names import BACKEND_NAME
 from totalreduce.c10d.reductions import arithmetic_view, reduction_of
-from totalreduce.c10d.registration import BACKEND_NAME
 from totalreduce.c10d.sparse import allreduce_sparse
 from totalreduce.c10d.work import OperationWork, seconds_of
 from totalreduce.foundation import checks

@@ -15,9 +15,10 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any, final
 
-__all__ = ["BACKEND_NAME", "install"]
+from totalreduce.c10d.names import BACKEND_NAME
 
-BACKEND_NAME = "totalreduce"
+__all__ = ["install"]
+
 #: The module that keeps torch's list of back ends.
 _HOME = "torch.distributed.distributed_c10d"
 
