@@ -190,6 +190,7 @@ def test_the_built_in_text_is_prose():
     assert text.count(" the ") > 3_000
 
 
+@pytest.mark.alone
 def test_ctrl_c_stops_everything(tmp_path):
     """The launcher says so, exits with 130, and leaves neither workers nor temporary files."""
     temporary = tmp_path / "temporary"
@@ -210,6 +211,8 @@ def test_ctrl_c_stops_everything(tmp_path):
         for line in process.stdout:
             if "2 workers: step" in line:
                 break
+        else:
+            pytest.fail(f"the demo ended by itself:\n{process.communicate()[1]}")
         workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(workers) >= 2
         process.send_signal(signal.SIGINT)
