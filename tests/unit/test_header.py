@@ -60,12 +60,12 @@ def test_layout() -> None:
         -2,
     )
     assert header.pack().hex() == (
-        "5254010104030201181716151413121124232221343332314241020054535251"
-        "0108020003000000" + signature[8:12].hex() + "000000000a00000000000000feffffff00000000"
+        "5254020104030201181716151413121124232221343332314241020054535251"
+        "0108020003000000" + signature[8:12].hex() + "fb24ffcd0a00000000000000feffffff00000000"
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("place", "value"), [(0, 0), (1, 0), (2, 0), (2, 2), (3, 0), (3, max(Frame) + 1), (3, 255)])
+@pytest.mark.parametrize(("place", "value"), [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, max(Frame) + 1), (3, 255)])
 def test_wrong_magic_version_or_frame(place: int, value: int) -> None:
     packed = bytearray(Header(Frame.DATA, 0).pack())
     packed[place] = value
@@ -127,7 +127,7 @@ def test_the_schedule_that_was_chosen_shows() -> None:
     assert ring != tree
     assert unpack_signature(ring) == unpack_signature(tree) == "allreduce(sum) of float32[3]"
     assert (unpack_schedule(ring), unpack_schedule(tree)) == ("ring", "tree")
-    assert unpack_schedule(b"\xff" * 24) == "an unknown schedule (4294967295)"
+    assert unpack_schedule(b"\xff" * 24) == "an unknown schedule (0xffffffff)"
 
 
 def test_the_count_of_a_pair_replaces_the_number_of_elements() -> None:

@@ -138,7 +138,7 @@ def choices_of(
         for size in _SIZES:
             best = selector.choose(kind, size, ranks)
             seconds = selector.estimates(kind, size, ranks)[best]
-            rows.append({"size": size, "schedule": best.name.lower(), "seconds": seconds})
+            rows.append({"size": size, "schedule": str(best), "seconds": seconds})
     return found
 
 

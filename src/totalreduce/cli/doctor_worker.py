@@ -11,7 +11,7 @@ import socket
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import totalreduce as tr
 from totalreduce.cli.bench.goodput import interface_of
@@ -20,7 +20,6 @@ from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.groups import probe
 from totalreduce.launch.address import choose_address
-from totalreduce.launch.links import TransportName
 from totalreduce.transports.shm import shm_available
 
 __all__ = ["examine"]
@@ -36,7 +35,7 @@ def examine(transport: str) -> dict[str, Any] | None:
     Raises:
         TotalReduceError: The group could not be formed, or a rank was lost.
     """
-    with tr.init(cast("TransportName", transport), name="doctor", tcp=_PATIENT) as group:
+    with tr.init(transport, name="doctor", tcp=_PATIENT) as group:
         survey = probe.combined([probe.survey(group) for _ in range(_SURVEYS)])
         facts = group.gather_object({**_facts(), "way": _way(group)}, root=0)
         selector = probe.selector_of(group)

@@ -1,6 +1,7 @@
 """The ``totalreduce`` command.
 
-A subcommand's file is imported when the subcommand is used: ``totalreduce run`` does not wait for torch.
+A subcommand's file is imported when the subcommand is used: ``totalreduce run`` does not wait for torch. Packages
+outside add commands with entry points of the group ``totalreduce.commands``.
 """
 
 from __future__ import annotations
@@ -8,30 +9,52 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
 
 from totalreduce import __version__
 from totalreduce.foundation.environment import current
-from totalreduce.foundation.errors import TotalReduceError
+from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
+from totalreduce.foundation.extensions import Extensions
 from totalreduce.foundation.os_errors import describe_error, is_out_of_descriptors
 
 __all__ = ["build", "main"]
 
-COMMANDS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    # `run` stops at the first word that is no option: what follows belongs to the script.
-    "run": ("totalreduce.cli.run", "run", {"allow_interspersed_args": False}),
-    "demo": ("totalreduce.cli.demo", "demo", {}),
-    "bench": ("totalreduce.cli.bench", "bench_app", {}),
-    "doctor": ("totalreduce.cli.doctor", "doctor", {}),
-    "timeline": ("totalreduce.cli.timeline", "timeline", {}),
-}
-"""Name, where it is (a function or a Typer application), and its settings."""
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """A command of this package: the module and attribute of a function or a Typer application, and its settings."""
+
+    module: str
+    attribute: str
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
-def build(names: Sequence[str] = tuple(COMMANDS)) -> typer.Typer:
-    """The application with these subcommands."""
+def _check(name: str, item: object) -> Any:
+    if not callable(item):
+        raise ConfigurationError(f"the command {name!r} is a typer.Typer or a function, not {item!r}")
+    return item
+
+
+COMMANDS: Extensions[Any] = Extensions(
+    "command",
+    "totalreduce.commands",
+    {
+        # `run` stops at the first word that is no option: what follows belongs to the script.
+        "run": _Built("totalreduce.cli.run", "run", {"allow_interspersed_args": False}),
+        "demo": _Built("totalreduce.cli.demo", "demo"),
+        "bench": _Built("totalreduce.cli.bench", "bench_app"),
+        "doctor": _Built("totalreduce.cli.doctor", "doctor"),
+        "timeline": _Built("totalreduce.cli.timeline", "timeline"),
+    },
+    _check,
+)
+
+
+def build(names: Sequence[str] | None = None) -> typer.Typer:
+    """Return the application with these subcommands; by default with all of them."""
     app = typer.Typer(
         name="totalreduce",
         help="Gradient synchronisation for PyTorch on ordinary networks.",
@@ -42,9 +65,11 @@ def build(names: Sequence[str] = tuple(COMMANDS)) -> typer.Typer:
         add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for name in names:
-        module, attribute, settings = COMMANDS[name]
-        command = getattr(importlib.import_module(module), attribute)
+    for name in tuple(COMMANDS) if names is None else names:
+        command, settings = COMMANDS[name], {}
+        if isinstance(command, _Built):
+            settings = command.settings
+            command = getattr(importlib.import_module(command.module), command.attribute)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:

@@ -12,15 +12,12 @@ from typing import NamedTuple
 
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import pack_signature, unpack_signature, with_count
-from totalreduce.foundation.partition import balanced_range, lane_count
-from totalreduce.foundation.types import PAIRWISE, DType, OpKind, Signature
-from totalreduce.schedules import chain
+from totalreduce.foundation.partition import PIECE_BYTES_MIN, balanced_range, lane_count, pipeline_pieces
+from totalreduce.foundation.types import PAIRWISE, DType, Signature
 from totalreduce.schedules.actions import NOTHING, Action, Layout, Mode, Program, Receive, Send
 
 __all__ = ["OperationLayout", "Place"]
 
-#: Pieces of a chain are not smaller: below this what a message costs is more than what it carries.
-_PIECE_BYTES_MIN = 64 * 1024
 #: Several chunks may travel as one message of up to so many segments.
 _SPAN_SEGMENTS = 2
 
@@ -217,8 +214,7 @@ class OperationLayout:
             # By the elements of a chunk: neighbours may all be the larger ones, and transports have no more room.
             chunk_elements = max(1, _SPAN_SEGMENTS * config.segment_bytes // (width * program.span_max))
             num_lanes = max(num_lanes, -(-counts[0] // (chunk_elements * program.num_chunks)))
-        if self.signature.kind in (OpKind.BROADCAST, OpKind.REDUCE):
-            # The pieces of a chain must be many, or filling and emptying it takes long.
-            piece_bytes = max(config.segment_bytes_min // 2, min(_PIECE_BYTES_MIN, config.segment_bytes))
-            num_lanes = max(num_lanes, chain.pieces(len(self.ranks), num_bytes, piece_bytes))
+        if program.pipeline_ranks:
+            piece_bytes = max(config.segment_bytes_min // 2, min(PIECE_BYTES_MIN, config.segment_bytes))
+            num_lanes = max(num_lanes, pipeline_pieces(program.pipeline_ranks, num_bytes, piece_bytes))
         return [num_lanes]

@@ -8,7 +8,7 @@ from totalreduce.engine.layout import OperationLayout
 from totalreduce.engine.names import NameRecord, NameTable
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.types import Algorithm, Signature
-from totalreduce.schedules import program_for
+from totalreduce.schedules import program_for, spec_of
 from totalreduce.schedules.actions import Program, translate
 from totalreduce.schedules.select import LinkModel, Selector
 
@@ -65,11 +65,10 @@ class Planner:
         """Compile the schedule. The choice depends only on values that are equal on all ranks."""
         kind, size, root = signature.kind, len(ranks), signature.root
         algorithm = signature.algorithm
-        if algorithm is Algorithm.AUTO:
+        if algorithm == Algorithm.AUTO:
             num_bytes = signature.num_elements * signature.dtype.itemsize
             algorithm = self.selector.choose(kind, num_bytes, ranks)
-        if algorithm is Algorithm.STAR:
-            root = op_id % size  # so that many small operations spread over all ranks
-        hosts = self.selector.hosts_of(ranks) if algorithm is Algorithm.HIERARCHICAL else ()
-        program = program_for(kind, algorithm, ranks.index(self._rank), size, root, hosts)
+        if spec_of(kind, algorithm).spreads_roots:
+            root = op_id % size
+        program = program_for(kind, algorithm, ranks.index(self._rank), size, root, self.selector.hosts_of(ranks))
         return program if ranks == self._everybody else translate(program, ranks)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.foundation.types import Algorithm, OpKind
+from totalreduce.foundation.types import OpKind
 
 __all__ = ["EngineConfig", "TcpConfig", "Tls"]
 
@@ -43,8 +43,8 @@ class EngineConfig:
     """An operation pending longer than this is reported: who never submitted it. 0 switches the watch off."""
     timeout_s: float = 300.0
     """Deadline of a wait that names none."""
-    schedules: Mapping[OpKind, Algorithm] = field(default_factory=dict)
-    """Schedules by kind of operation, instead of the selector's choice; equal on all ranks."""
+    schedules: Mapping[OpKind, str] = field(default_factory=dict)
+    """Names of schedules by kind of operation, instead of the selector's choice; equal on all ranks."""
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
@@ -61,15 +61,17 @@ class EngineConfig:
         checks.one_of("half_accumulation", self.half_accumulation, ("float32", "native"))
         checks.one_of("scheduling", self.scheduling, ("priority", "fifo"))
         for kind, algorithm in self.schedules.items():
-            if not isinstance(kind, OpKind) or not isinstance(algorithm, Algorithm):
-                raise ConfigurationError(f"schedules maps OpKind to Algorithm, not {kind!r} to {algorithm!r}")
+            if not isinstance(kind, OpKind) or not isinstance(algorithm, str):
+                raise ConfigurationError(
+                    f"schedules maps OpKind to the name of a schedule, not {kind!r} to {algorithm!r}"
+                )
 
     def wire_settings(self) -> dict[str, int | str]:
         """The settings that all ranks must share, for the comparison at rendezvous."""
         shared = ("segment_bytes", "segment_bytes_min", "lanes_min", "half_accumulation", "eager_bytes")
         values = asdict(self)
         wire = {name: values[name] for name in (*shared, "floating_bytes_max")}
-        return wire | {"schedules": ", ".join(f"{k.name}={v.name}" for k, v in sorted(self.schedules.items()))}
+        return wire | {"schedules": ", ".join(f"{k.name}={v}" for k, v in sorted(self.schedules.items()))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,8 @@ Layout, little endian::
     26     1     flags
     27     1     reserved, 0
     28     4     body bytes
-    32     16    signature: kind, dtype, reduction, algorithm if explicit, root (4), shape digest (4), algorithm (4)
+    32     16    signature: kind, dtype, reduction, 1 if the caller chose the schedule, root (4), shape digest (4),
+                 hash of the schedule's name (4)
     48     8     signature: number of elements; of this pair of ranks, where only they know it
     56     4     priority of the sender (signed)
     60     4     reserved, 0
@@ -29,11 +30,12 @@ Nothing here allocates according to a length that came from the network: that is
 from __future__ import annotations
 
 import enum
+import hashlib
 import struct
 from dataclasses import dataclass
 from typing import Final
 
-from totalreduce.foundation.errors import ProtocolError
+from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "Flag",
     "Frame",
     "Header",
+    "declare_schedule",
     "pack_signature",
     "unpack_schedule",
     "unpack_signature",
@@ -49,7 +52,7 @@ __all__ = [
 
 HEADER_BYTES = 64
 MAGIC = 0x5452
-VERSION = 1
+VERSION = 2
 
 _LAYOUT = struct.Struct("<HBBIQIIHBBI24siI")
 _SIGNATURE = struct.Struct("<BBBBIIIQ")
@@ -153,19 +156,43 @@ _DATA = int(Frame.DATA)
 _FRAMES = {int(frame): frame for frame in Frame}
 
 
-def pack_signature(signature: Signature, carried_out_by: Algorithm = Algorithm.AUTO) -> bytes:
-    """The 24 bytes of a signature as they stand in the header, with the schedule that the selector has chosen.
+#: The schedules of this process by the number that stands for their name on the wire.
+_SCHEDULE_NAMES: dict[int, str] = {}
 
-    Should two ranks ever choose differently, their messages must not be taken for parts of one schedule.
+
+def _schedule_number(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+
+
+def declare_schedule(name: str) -> None:
+    """Make the name of a schedule known, so that packed signatures can be described.
+
+    Raises:
+        ConfigurationError: Another schedule's name has the same hash.
+    """
+    known = _SCHEDULE_NAMES.setdefault(_schedule_number(name), name)
+    if known != name:
+        raise ConfigurationError(f"the schedule names {name!r} and {known!r} have the same hash; rename one")
+
+
+for _algorithm in Algorithm:
+    declare_schedule(_algorithm)
+
+
+def pack_signature(signature: Signature, carried_out_by: str | None = None) -> bytes:
+    """Return the 24 bytes of a signature as they stand in the header.
+
+    ``carried_out_by``: the schedule that the selector has chosen; without it the one that the caller has named. If two
+    ranks ever choose differently, their messages must not be taken for parts of one schedule.
     """
     return _SIGNATURE.pack(
         signature.kind,
         signature.dtype,
         signature.reduction,
-        signature.algorithm,
+        signature.algorithm != Algorithm.AUTO,
         signature.root,
         signature.shape_digest,
-        carried_out_by,
+        _schedule_number(carried_out_by or signature.algorithm),
         signature.num_elements,
     )
 
@@ -176,19 +203,18 @@ def with_count(packed: bytes, num_elements: int) -> bytes:
 
 
 def unpack_schedule(data: bytes) -> str:
-    """Name of the schedule that carries an operation out, from its packed signature."""
+    """Return the name of the schedule that carries an operation out, from the packed signature."""
     number = _SIGNATURE.unpack(data)[6]
-    try:
-        return Algorithm(number).name.lower()
-    except ValueError:
-        return f"an unknown schedule ({number})"
+    return _SCHEDULE_NAMES.get(number, f"an unknown schedule ({number:#010x})")
 
 
 def unpack_signature(data: bytes) -> str:
     """Describe a packed signature for people, as far as 24 bytes tell (the shape only as a count)."""
-    kind, dtype, reduction, algorithm, root, _, _, count = _SIGNATURE.unpack(data)
+    kind, dtype, reduction, explicit, root, _, _, count = _SIGNATURE.unpack(data)
+    algorithm = unpack_schedule(data) if explicit else Algorithm.AUTO
     try:
-        kinds = OpKind(kind), DType(dtype), ReduceOp(reduction)
-        return Signature(*kinds, root, (count,), algorithm=Algorithm(algorithm)).describe()
+        return Signature(
+            OpKind(kind), DType(dtype), ReduceOp(reduction), root, (count,), algorithm=algorithm
+        ).describe()
     except ValueError:
         return f"an unknown operation (kind {kind}, dtype {dtype}, reduction {reduction})"

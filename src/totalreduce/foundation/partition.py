@@ -7,7 +7,10 @@ under any schedule.
 
 from __future__ import annotations
 
-__all__ = ["balanced_range", "lane_count"]
+__all__ = ["PIECE_BYTES_MIN", "balanced_range", "lane_count", "pipeline_pieces"]
+
+#: The smallest piece of a pipeline: below this size a message costs more than its bytes.
+PIECE_BYTES_MIN = 64 * 1024
 
 
 def balanced_range(total: int, parts: int, index: int) -> tuple[int, int]:
@@ -31,3 +34,12 @@ def lane_count(chunk_bytes: int, *, segment_bytes: int, segment_bytes_min: int, 
     by_quantum = -(-chunk_bytes // segment_bytes)
     by_pipelining = min(lanes_min, chunk_bytes // segment_bytes_min)
     return max(1, by_quantum, by_pipelining)
+
+
+def pipeline_pieces(num_ranks: int, num_bytes: int, piece_bytes_min: int) -> int:
+    """Return the number of pieces in which ``num_bytes`` pass through a pipeline of ranks.
+
+    Filling and emptying the pipeline takes n-2 piece times, so there are many pieces, but none below
+    ``piece_bytes_min``.
+    """
+    return max(1, min(24 * max(1, num_ranks - 2), num_bytes // piece_bytes_min))

@@ -31,18 +31,21 @@ class OpKind(enum.IntEnum):
 PAIRWISE = frozenset({OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND_RECV})
 
 
-class Algorithm(enum.IntEnum):
-    """Which schedule carries a collective out; ``AUTO`` lets the selector decide by size and measured links."""
+class Algorithm(enum.StrEnum):
+    """Names of this package's schedules; ``AUTO`` lets the selector decide by size and measured links.
 
-    AUTO = 0
-    RING = 1
-    STAR = 2
-    TREE = 3
-    HALVING_DOUBLING = 4
-    CHAIN = 5
-    DIRECT = 6
-    HIERARCHICAL = 7
-    DISSEMINATION = 8
+    Where a schedule is wanted, any name is accepted, so that other packages can add schedules.
+    """
+
+    AUTO = "auto"
+    RING = "ring"
+    STAR = "star"
+    TREE = "tree"
+    HALVING_DOUBLING = "halving_doubling"
+    CHAIN = "chain"
+    DIRECT = "direct"
+    HIERARCHICAL = "hierarchical"
+    DISSEMINATION = "dissemination"
 
 
 class ReduceOp(enum.IntEnum):
@@ -125,7 +128,7 @@ class Signature:
         root: Root rank; 0 where there is none.
         shape: Shape of the tensor, ``()`` for a scalar.
         sizes: Elements of every rank's block, where a collective has blocks and all ranks know them.
-        algorithm: The schedule, if it was chosen explicitly.
+        algorithm: Name of the schedule, if it was chosen explicitly.
     """
 
     kind: OpKind
@@ -134,7 +137,7 @@ class Signature:
     root: int
     shape: tuple[int, ...]
     sizes: tuple[int, ...] = ()
-    algorithm: Algorithm = Algorithm.AUTO
+    algorithm: str = Algorithm.AUTO
 
     @property
     def num_elements(self) -> int:
@@ -163,7 +166,7 @@ class Signature:
         if self.kind in _ROOTED:
             detail = f"{detail}, root={self.root}" if detail else f"root={self.root}"
         extents = f"blocks of {', '.join(map(str, self.sizes))}" if self.sizes else ", ".join(map(str, self.shape))
-        by = f" by {self.algorithm.name.lower()}" if self.algorithm is not Algorithm.AUTO else ""
+        by = f" by {self.algorithm}" if self.algorithm != Algorithm.AUTO else ""
         return f"{kind}{f'({detail})' if detail else ''} of {self.dtype.name.lower()}[{extents}]{by}"
 
 

@@ -15,6 +15,7 @@ from totalreduce.groups.operations import Operations
 from totalreduce.groups.requests import Blocks
 from totalreduce.native.coordinator import Coordinator
 from totalreduce.native.planned import PlannedReductions
+from totalreduce.schedules import SCHEDULES
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
@@ -219,9 +220,9 @@ def _shared(options: Options) -> dict[str, Any]:
     return {"name": options.name, "priority": options.priority, "timeout_s": options.timeout_s}
 
 
-def _algorithm(schedule: str) -> Algorithm:
-    try:
-        return Algorithm[schedule.upper()]
-    except (KeyError, AttributeError) as cause:
-        known = ", ".join(algorithm.name.lower() for algorithm in Algorithm)
-        raise ConfigurationError(f"schedule {schedule!r} is not known; there are {known}") from cause
+def _algorithm(schedule: str) -> str:
+    """Return the name of a schedule as the engine knows it."""
+    name = schedule.lower() if isinstance(schedule, str) else schedule
+    if name != Algorithm.AUTO and name not in SCHEDULES:
+        raise ConfigurationError(f"schedule {schedule!r} is not known; there are auto, {', '.join(SCHEDULES)}")
+    return name

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
+from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
 from totalreduce.kernels import supports
 from totalreduce.tensors import dtypes
 from totalreduce.tensors.memory import Operands
@@ -106,24 +106,22 @@ def _watched(outputs: Blocks, operands: Operands) -> torch.Tensor | None:
 
 
 def reduction(
-    kind: OpKind, tensor: torch.Tensor, name: str, *, op: ReduceOp, root: int, algorithm: Algorithm, writes: bool
+    kind: OpKind, tensor: torch.Tensor, name: str, *, op: ReduceOp, root: int, algorithm: str, writes: bool
 ) -> Request:
     """Allreduce and reduce."""
     dtype = dtypes.dtype_of(tensor, name)
-    signature = Signature(
-        kind, dtype, _checked_op(op, dtype, name), root, tuple(tensor.shape), algorithm=Algorithm(algorithm)
-    )
+    signature = Signature(kind, dtype, _checked_op(op, dtype, name), root, tuple(tensor.shape), algorithm=algorithm)
     operands = Operands(name)
     return Request(signature, [operands.add(tensor, writes=writes)], operands, tensor)
 
 
-def broadcast(tensor: torch.Tensor, name: str, *, root: int, algorithm: Algorithm, writes: bool) -> Request:
+def broadcast(tensor: torch.Tensor, name: str, *, root: int, algorithm: str, writes: bool) -> Request:
     """Broadcast."""
     dtype = dtypes.moved_dtype_of(tensor, name)
     shape = tuple(tensor.shape)
     if dtype.itemsize != tensor.element_size():
         shape = (*shape, tensor.element_size())  # it travels as bytes
-    signature = Signature(OpKind.BROADCAST, dtype, ReduceOp.NONE, root, shape, algorithm=Algorithm(algorithm))
+    signature = Signature(OpKind.BROADCAST, dtype, ReduceOp.NONE, root, shape, algorithm=algorithm)
     operands = Operands(name)
     return Request(signature, [operands.add(tensor, writes=writes)], operands, tensor)
 
@@ -135,9 +133,7 @@ def barrier() -> Request:
     )
 
 
-def allgather(
-    outputs: Blocks, tensor: torch.Tensor, name: str, *, rank: int, size: int, algorithm: Algorithm
-) -> Request:
+def allgather(outputs: Blocks, tensor: torch.Tensor, name: str, *, rank: int, size: int, algorithm: str) -> Request:
     """Allgather, with blocks of any sizes that all ranks know."""
     dtype = dtypes.moved_dtype_of(tensor, name)
     blocks = listed(outputs, size, name, "outputs")
@@ -147,12 +143,12 @@ def allgather(
     buffers = [operands.add(block, writes=True) for block in blocks]
     operands.copy(tensor, buffers[rank])
     sizes = tuple(len(buffer) // dtype.itemsize for buffer in buffers)
-    signature = Signature(OpKind.ALLGATHER, dtype, ReduceOp.NONE, 0, (), sizes, Algorithm(algorithm))
+    signature = Signature(OpKind.ALLGATHER, dtype, ReduceOp.NONE, 0, (), sizes, algorithm)
     return Request(signature, buffers, operands, _watched(outputs, operands))
 
 
 def reduce_scatter(
-    tensor: torch.Tensor, inputs: Blocks, name: str, *, op: ReduceOp, rank: int, size: int, algorithm: Algorithm
+    tensor: torch.Tensor, inputs: Blocks, name: str, *, op: ReduceOp, rank: int, size: int, algorithm: str
 ) -> Request:
     """Reduce-scatter, with blocks of any sizes that all ranks know.
 
@@ -171,7 +167,7 @@ def reduce_scatter(
         operands.copy(blocks[0], own)
     sizes = tuple(len(buffer) // dtype.itemsize for buffer in buffers[:size])
     kind, op = OpKind.REDUCE_SCATTER, _checked_op(op, dtype, name)
-    return Request(Signature(kind, dtype, op, 0, (), sizes, Algorithm(algorithm)), buffers, operands, tensor)
+    return Request(Signature(kind, dtype, op, 0, (), sizes, algorithm), buffers, operands, tensor)
 
 
 def gather(outputs: Blocks | None, tensor: torch.Tensor, name: str, *, rank: int, size: int, root: int) -> Request:

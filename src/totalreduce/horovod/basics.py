@@ -14,7 +14,6 @@ import torch.distributed as dist
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.horovod.context import context
 from totalreduce.horovod.process_sets import ProcessSet
-from totalreduce.launch.links import TransportName
 
 __all__ = [
     "add_process_set",
@@ -49,7 +48,7 @@ def init(
     comm: Any = None,
     process_sets: Sequence[ProcessSet] | Literal["dynamic"] | None = None,
     *,
-    transport: TransportName | None = None,
+    transport: str | None = None,
     timeout_s: float | None = None,
     timeline: str | Path | None = None,
     coordination: CoordinationConfig | None = None,

@@ -25,7 +25,6 @@ from totalreduce.groups.group import Group
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set, ranks_of_communicator
 from totalreduce.launch.address import host_identity
 from totalreduce.launch.bootstrap import init
-from totalreduce.launch.links import TransportName
 from totalreduce.native.coordinator import Coordinator
 from totalreduce.observe import Timeline, rank_path
 from totalreduce.pytorch.adasum import Adasum
@@ -137,7 +136,7 @@ class Context:
 
     def __init__(self) -> None:
         """Nothing is there yet."""
-        self.transport: TransportName = "auto"
+        self.transport: str = "auto"
         self._group: Group | None = None
         self._locality: Locality | None = None
         self._config = CoordinationConfig()
@@ -176,7 +175,7 @@ class Context:
         comm: Any,
         process_sets: Sequence[ProcessSet],
         *,
-        transport: TransportName | None,
+        transport: str | None,
         timeout_s: float | None,
         timeline: str | Path | None,
         coordination: CoordinationConfig | None,

@@ -22,12 +22,13 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups import probe
 from totalreduce.groups.group import Group
 from totalreduce.groups.probe import LinkPolicy
-from totalreduce.launch.links import LinkRequest, TransportName, connect, open_library, standing
+from totalreduce.launch.links import TRANSPORTS, LinkRequest, connect
 from totalreduce.launch.rendezvous import Place
 from totalreduce.native import tuning
 from totalreduce.native.collectives import NativeCollectives
 from totalreduce.observe import Timeline, rank_path
 from totalreduce.runner.runner import ComputeMode, Runner
+from totalreduce.schedules import SCHEDULES
 
 __all__ = ["init"]
 
@@ -36,7 +37,7 @@ Collectives = Literal["auto", "engine", "native"]
 _log = logging.getLogger("totalreduce")
 
 #: Version of everything that travels: header, control frames, handshake. Compared at rendezvous.
-_WIRE_VERSION = 2
+_WIRE_VERSION = 3
 #: A group that could not be formed where fewer files can be opened has failed for want of them.
 _FEW_DESCRIPTORS = 3
 #: Where all ranks share one host, memory is the wire: larger segments save an eighth of the CPU time (4 ranks, 16 MiB:
@@ -49,7 +50,7 @@ _ONE_HOST_SEGMENT_BYTES_MIN = 512 * 1024
 
 
 def init(
-    transport: TransportName = "auto",
+    transport: str = "auto",
     *,
     name: str = "default",
     timeout_s: float | None = None,
@@ -73,7 +74,7 @@ def init(
             one of the two only. ``"mpi"``: messages of the MPI that mpi4py is built for; rank and size are those of
             its ``COMM_WORLD``. ``"torch"``: as ``"auto"``, beside the collectives of ``torch.distributed``, which must
             be initialised (see ``collectives``). ``"gloo"``: messages of ``torch.distributed``, where nothing else
-            arrives.
+            arrives. Packages can add others (``docs/extending.md``).
         name: Groups made under different names are independent; equal on all ranks.
         timeout_s: Deadline in seconds of the rendezvous and of waits that name none (default 300, or
             ``TOTALREDUCE_TIMEOUT_S``).
@@ -105,17 +106,19 @@ def init(
     if tcp is None and settings.peer_timeout_s is not None:
         beat_s = min(tcp_config.heartbeat_s, settings.peer_timeout_s / 4)
         tcp_config = TcpConfig(silence_s=settings.peer_timeout_s, heartbeat_s=beat_s)
-    rank, world_size = standing(transport, place)
+    spec = TRANSPORTS[transport]
+    rank, world_size = spec.standing(place)
     _set_up_log(settings, rank, world_size)
     recorder = _timeline(timeline or settings.timeline, rank, world_size)
     tls = tls or settings.tls
-    wire = {"wire version": _WIRE_VERSION, "transport": transport, "TLS": "on" if tls else "off"}
+    wire: dict[str, int | str] = {"wire version": _WIRE_VERSION, "transport": transport, "TLS": "on" if tls else "off"}
     wire["engine"] = "given" if engine else "default"
     if collectives not in get_args(Collectives):
         raise ConfigurationError(f"collectives are 'auto', 'engine' or 'native', not {collectives!r}")
     wire["collectives"] = collectives
     policy = probe.resolve(links, settings.links)
     wire["links"] = probe.wire_setting(policy)
+    wire["schedules of other packages"] = ", ".join(SCHEDULES.added()) or "none"
     link = connect(
         LinkRequest(
             transport=transport,
@@ -133,21 +136,22 @@ def init(
             engine_config, segment_bytes=_ONE_HOST_SEGMENT_BYTES, segment_bytes_min=_ONE_HOST_SEGMENT_BYTES_MIN
         )
     observers: list[Observer] = [] if recorder is None else [recorder]
-    shared_memory = transport in ("auto", "shm")
-    core = Engine(rank, world_size, engine_config, observers=observers, hosts=link.hosts, shared_memory=shared_memory)
+    core = Engine(
+        rank, world_size, engine_config, observers=observers, hosts=link.hosts, shared_memory=spec.shares_memory
+    )
     mode = compute or cast("ComputeMode", settings.compute or "auto")
     group = Group(Runner(core, link, compute=mode), name)
     if recorder is not None:
         group.at_close(recorder.close)
     _meet(group, engine_config.timeout_s)
     probe.apply(group, policy)
-    if collectives == "native" or (collectives == "auto" and transport == "torch"):
+    if collectives == "native" or (collectives == "auto" and spec.prefers_library):
         try:
-            natives = open_library(transport, link, engine_config.timeout_s)
-            if natives is None:
+            if spec.library is None:
                 raise ConfigurationError(
                     f"transport {transport!r} has no collectives of its own: use collectives='engine'"
                 )
+            natives = spec.library(link, engine_config.timeout_s)
             group.use(natives, _coordination(group, natives, coordination))
         except BaseException:
             group.close(1.0)

@@ -1,17 +1,16 @@
 """How the ranks of a job are joined: from the name of a transport to a transport that knows its peers.
 
-One function per way. What they share is the question that every rank asks every other one before the first message:
-where do you live, and do you have my settings?
+``TRANSPORTS`` has one ``TransportSpec`` per name. Every ``connect`` exchanges the ranks' hosts, addresses and settings
+before the first message: through a store (``meet``), or with a library's own messages.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch.distributed as dist
 
@@ -19,6 +18,7 @@ from totalreduce.foundation import environment
 from totalreduce.foundation.config import TcpConfig, Tls
 from totalreduce.foundation.environment import Settings
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.extensions import Extensions
 from totalreduce.foundation.os_errors import describe_error, few_descriptors, is_out_of_descriptors
 from totalreduce.foundation.version import VERSION
 from totalreduce.foundation.world import World
@@ -31,7 +31,7 @@ from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.inproc import InprocNetwork
 from totalreduce.transports.routed import RoutedTransport
 
-__all__ = ["LinkRequest", "TransportName", "connect", "open_library", "standing"]
+__all__ = ["TRANSPORTS", "LinkRequest", "TransportSpec", "connect", "host_numbers", "meet"]
 
 _log = logging.getLogger("totalreduce")
 
@@ -40,25 +40,23 @@ _DESCRIPTORS = 6
 #: What the server of the store opens, beside one for every rank.
 _STORE_DESCRIPTORS = 9
 
-TransportName = Literal["auto", "shm", "tcp", "mpi", "torch", "gloo"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkRequest:
-    """What ``init`` was asked for, as far as it concerns the way to the other ranks.
+    """The arguments of ``init`` that concern the connections between ranks.
 
     Attributes:
-        transport: Which way.
-        name: Of the group.
-        settings: Out of the environment.
-        timeout_s: Until all ranks must have met, in seconds.
-        tcp: Sockets, heartbeats, deadlines; heartbeats and silence are those of the other transports too.
+        transport: The name of the transport.
+        name: The name of the group.
+        settings: Settings from the environment.
+        timeout_s: Seconds until all ranks must have met.
+        tcp: Sockets, heartbeats, deadlines; the other transports use the heartbeats and the limit of silence, too.
         tls: Certificates, if TCP is to be encrypted.
         wire: Settings that must be equal on all ranks.
-        place: Where to meet; ``None``: in the process group's store, or in one that rank 0 opens.
+        place: The store in which the ranks meet; ``None``: the process group's store, or one that rank 0 opens.
     """
 
-    transport: TransportName
+    transport: str
     name: str
     settings: Settings
     timeout_s: float
@@ -68,80 +66,96 @@ class LinkRequest:
     place: Place | None = None
 
 
-def standing(transport: TransportName, place: Place | None = None) -> tuple[int, int]:
-    """Rank of this process and size of its world.
-
-    Raises:
-        ConfigurationError: The transport is unknown, its library is missing or not set up, or variables contradict.
-    """
-    if transport not in get_args(TransportName):
-        known = ", ".join(repr(name) for name in get_args(TransportName))
-        raise ConfigurationError(f"transport {transport!r} is not known; there are {known}")
-    if transport == "mpi":
-        from totalreduce.transports import mpi
-
-        rank, world_size = mpi.standing()
-        if world_size == 1:
-            _check_alone()
-        return rank, world_size
-    if transport in ("torch", "gloo") and not (dist.is_available() and dist.is_initialized()):
-        raise ConfigurationError(
-            f"transport {transport!r} works with torch.distributed: call torch.distributed.init_process_group first, "
-            "or leave the transport out"
-        )
+def _standing(place: Place | None) -> tuple[int, int]:
     world = current_world() if place is None else place.world()
     return world.rank, world.world_size
 
 
+def _standing_beside_torch(place: Place | None) -> tuple[int, int]:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigurationError(
+            "this transport works with torch.distributed: call torch.distributed.init_process_group first, or leave "
+            "the transport out"
+        )
+    return _standing(place)
+
+
+def _standing_in_mpi(place: Place | None) -> tuple[int, int]:  # noqa: ARG001  (MPI knows the ranks by itself)
+    from totalreduce.transports import mpi
+
+    rank, world_size = mpi.standing()
+    if world_size == 1:
+        _check_alone()
+    return rank, world_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransportSpec:
+    """One way to join the ranks of a job.
+
+    Attributes:
+        connect: Meets the other ranks, compares settings (``meet`` does both), and returns the transport that reaches
+            them, with their hosts set by ``Transport.place``. Collective.
+        standing: Returns the rank of this process and the size of its world, from the store that ``init`` was given,
+            or from the environment.
+        library: Returns the collectives of the library beside the transport, within the given seconds; ``None``: there
+            is no such library.
+        prefers_library: With ``collectives="auto"`` the library carries the collectives out.
+        encrypts: The transport can encrypt with TLS.
+        shares_memory: Ranks of one host send through shared memory.
+    """
+
+    connect: Callable[[LinkRequest], Transport]
+    standing: Callable[[Place | None], tuple[int, int]] = _standing
+    library: Callable[[Transport, float], NativeCollectives] | None = None
+    prefers_library: bool = False
+    encrypts: bool = False
+    shares_memory: bool = False
+
+
 def connect(request: LinkRequest) -> Transport:
-    """Meet the other ranks, compare settings, and return the transport that reaches them.
+    """Meet the other ranks, compare settings, and return the transport that reaches them. Collective.
 
     Raises:
-        ConfigurationError: The ranks' settings differ; on every rank. Or this process has too many open files.
-        RendezvousError: Somebody did not come in time.
+        ConfigurationError: The transport is unknown, or the ranks' settings differ; on every rank. Or this process has
+            too many open files.
+        RendezvousError: Some rank did not come in time.
     """
+    spec = TRANSPORTS[request.transport]
+    if request.tls is not None and not spec.encrypts:
+        raise ConfigurationError(f"TLS is for TCP; what {request.transport} sends is not encrypted by this library")
     try:
-        return _connect(request)
+        return spec.connect(request)
     except OSError as error:
         if not is_out_of_descriptors(error):
             raise
-        rank, _ = standing(request.transport, request.place)
+        rank, _ = spec.standing(request.place)
         raise ConfigurationError(f"rank {rank} cannot join the job: {describe_error(error)}") from error
 
 
-def open_library(transport: TransportName, link: Transport, timeout_s: float) -> NativeCollectives | None:
-    """The collectives of the library beside a link: the program's process group, or MPI. Collective.
+def meet(request: LinkRequest, address: str = "", port: int = 0) -> list[Member]:
+    """Tell every rank where this one listens, compare settings, and return what all ranks have told, by rank.
 
-    Returns:
-        ``None`` if this transport has no such library.
+    ``Member.host`` tells the hosts apart; :func:`host_numbers` makes the numbers of ``Transport.place`` of them.
 
     Raises:
+        ConfigurationError: The ranks' settings differ; on every rank.
         RendezvousError: Some rank did not come in time.
     """
-    if transport in ("torch", "gloo"):  # "torch" sends its own messages over sockets, which cost a tenth of gloo's
-        from totalreduce.native import torch_collectives
-
-        return torch_collectives.everybody(timeout_s)
-    if transport == "mpi":
-        from totalreduce.native.mpi_collectives import MpiCollectives
-        from totalreduce.transports.mpi import MpiTransport
-
-        assert isinstance(link, MpiTransport)
-        return MpiCollectives(link.communicator)
-    return None
+    return _open_meeting(request).gather(Member(host_identity(), address, port), request.wire)
 
 
-def _connect(request: LinkRequest) -> Transport:
-    if request.tls is not None and request.transport in ("mpi", "torch", "gloo"):
-        raise ConfigurationError(f"TLS is for TCP; what {request.transport} sends is not encrypted by this library")
-    _, world_size = standing(request.transport, request.place)
-    match request.transport:
-        case "mpi":
-            return _over_mpi(request)
-        case "gloo":
-            return _over_gloo(request)
-        case _:
-            return InprocNetwork(1).transport(0) if world_size == 1 else _over_sockets(request)
+def host_numbers(members: Sequence[Member]) -> list[int]:
+    """Return the host of every rank as a number, in the order of the hosts' first ranks."""
+    return _number([member.host for member in members])
+
+
+def _open_meeting(request: LinkRequest) -> Meeting:
+    if request.place is not None:
+        return Meeting(request.place.store, request.place.world(), request.name, request.timeout_s)
+    world = current_world()
+    _check_descriptors(world)
+    return Meeting(open_store(world, request.timeout_s), world, request.name, request.timeout_s)
 
 
 def _check_alone() -> None:
@@ -160,16 +174,13 @@ def _over_sockets(request: LinkRequest) -> Transport:
 
     ``"auto"``: shared memory between ranks of one host, as far as both have it, and TCP between all others.
     """
+    if _standing(request.place)[1] == 1:
+        return InprocNetwork(1).transport(0)
     key = environment.read_job_key()
     if key is not None:
         JobIdentity(key, "", 0)  # a bad key is an error before anybody waits for anybody
-    if request.place is None:
-        world = current_world()
-        _check_descriptors(world)
-        store = open_store(world, request.timeout_s)
-    else:
-        world, store = request.place.world(), request.place.store
-    meeting = Meeting(store, world, request.name, request.timeout_s)
+    world = current_world() if request.place is None else request.place.world()
+    meeting = _open_meeting(request)
     with ExitStack() as doors:
         address, port, network_door = "", 0, None
         if request.transport != "shm":
@@ -198,7 +209,7 @@ def _over_sockets(request: LinkRequest) -> Transport:
         for door, user in ((local_door, local), (network_door, remote)):
             if door is not None and user is None:
                 door.close()
-    link.place(_number([member.host for member in members]))
+    link.place(host_numbers(members))
     return link
 
 
@@ -291,18 +302,54 @@ def _over_mpi(request: LinkRequest) -> Transport:
 
 
 def _over_gloo(request: LinkRequest) -> Transport:
-    """Meet in the process group's own store, and send through it, too."""
+    """Meet in the process group's own store, and send messages of the process group."""
     from totalreduce.transports import torch_group
 
-    world = current_world()
-    meeting = Meeting(open_store(world, request.timeout_s), world, request.name, request.timeout_s)
-    members = meeting.gather(Member(host_identity()), request.wire)
+    members = meet(request)
     link = torch_group.TorchTransport(request.tcp, request.timeout_s)
-    link.place(_number([member.host for member in members]))
+    link.place(host_numbers(members))
     return link
+
+
+def _torch_library(link: Transport, timeout_s: float) -> NativeCollectives:  # noqa: ARG001
+    from totalreduce.native import torch_collectives
+
+    return torch_collectives.everybody(timeout_s)
+
+
+def _mpi_library(link: Transport, timeout_s: float) -> NativeCollectives:  # noqa: ARG001
+    from totalreduce.native.mpi_collectives import MpiCollectives
+    from totalreduce.transports.mpi import MpiTransport
+
+    assert isinstance(link, MpiTransport)
+    return MpiCollectives(link.communicator)
 
 
 def _number(hosts: Sequence[str]) -> list[int]:
     """Hosts as numbers, in the order of their first ranks."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     return [numbers[host] for host in hosts]
+
+
+def _check_spec(name: str, item: object) -> TransportSpec:
+    if not isinstance(item, TransportSpec):
+        raise ConfigurationError(f"the transport {name!r} is a TransportSpec, not {item!r}")
+    return item
+
+
+#: What ``init(transport=...)`` accepts. ``torch`` sends its messages over sockets, which cost a tenth of gloo's.
+TRANSPORTS: Extensions[TransportSpec] = Extensions(
+    "transport",
+    "totalreduce.transports",
+    {
+        "auto": TransportSpec(connect=_over_sockets, encrypts=True, shares_memory=True),
+        "shm": TransportSpec(connect=_over_sockets, encrypts=True, shares_memory=True),
+        "tcp": TransportSpec(connect=_over_sockets, encrypts=True),
+        "mpi": TransportSpec(connect=_over_mpi, standing=_standing_in_mpi, library=_mpi_library),
+        "torch": TransportSpec(
+            connect=_over_sockets, standing=_standing_beside_torch, library=_torch_library, prefers_library=True
+        ),
+        "gloo": TransportSpec(connect=_over_gloo, standing=_standing_beside_torch, library=_torch_library),
+    },
+    _check_spec,
+)

@@ -1,16 +1,20 @@
-"""How a collective proceeds. One schedule, one short file, one line in ``_SCHEDULES``; ``select`` chooses.
+"""How a collective proceeds. One schedule, one short file, one line in ``SCHEDULES``; ``select`` chooses among them.
 
 Invariant: a schedule never sees a transport, a buffer, a length or a clock, and is equal in structure for all lanes.
+
+Packages outside add schedules with entry points of the group ``totalreduce.schedules``, programs with
+``SCHEDULES.add(name, specs)`` before they make a group; all ranks must have the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
 
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.foundation.types import Algorithm, OpKind
+from totalreduce.foundation.extensions import Extensions
+from totalreduce.foundation.header import declare_schedule
+from totalreduce.foundation.types import OpKind
 from totalreduce.schedules import (
     chain,
     direct,
@@ -21,110 +25,95 @@ from totalreduce.schedules import (
     star,
     tree,
 )
-from totalreduce.schedules.actions import Layout, Program, compile_program
+from totalreduce.schedules.actions import Program
+from totalreduce.schedules.spec import Position, ScheduleSpec
 
-__all__ = ["algorithms_of", "program_for"]
+__all__ = ["SCHEDULES", "algorithms_of", "program_for", "spec_of", "specs_of"]
 
-#: Makes the program of one rank: from (rank, world size, root, host of every rank).
-_Maker = Callable[[int, int, int, Sequence[int]], Program]
-
-
-def _hierarchical(rank: int, size: int, root: int, hosts: Sequence[int]) -> Program:  # noqa: ARG001
-    return compile_program(
-        hierarchical.hierarchical_allreduce(rank, hosts),
-        hierarchical.num_chunks(hosts),
-        partial_sums=size > 2,
-        span_max=hierarchical.span_max(hosts),
-    )
+Specs = tuple[ScheduleSpec, ...]
 
 
-def _halving_doubling(rank: int, size: int, root: int, hosts: Sequence[int]) -> Program:  # noqa: ARG001
-    num_chunks = halving_doubling.num_chunks(size)
-    schedule = halving_doubling.halving_doubling_allreduce(rank, size)
-    return compile_program(schedule, num_chunks, partial_sums=size > 2, span_max=num_chunks)
+def _check(name: str, item: object) -> Specs:
+    specs = item if isinstance(item, tuple) else (item,)
+    for spec in specs:
+        if not isinstance(spec, ScheduleSpec) or spec.name != name:
+            raise ConfigurationError(
+                f"the schedules {name!r} are a ScheduleSpec, or a tuple of them, with name={name!r}, not {spec!r}"
+            )
+    declare_schedule(name)
+    return specs
 
 
-_BLOCKS = Layout.BLOCKS
-
-_SCHEDULES: dict[tuple[OpKind, Algorithm], _Maker] = {
-    (OpKind.ALLREDUCE, Algorithm.RING): lambda r, n, _root, _hosts: compile_program(ring.ring_allreduce(r, n), n),
-    (OpKind.ALLREDUCE, Algorithm.STAR): lambda r, n, root, _hosts: compile_program(
-        star.star_allreduce(r, n, root), 1, partial_sums=n > 2
-    ),
-    (OpKind.ALLREDUCE, Algorithm.TREE): lambda r, n, _root, _hosts: compile_program(
-        tree.double_tree_allreduce(r, n), 2, partial_sums=n > 2
-    ),
-    (OpKind.ALLREDUCE, Algorithm.HALVING_DOUBLING): _halving_doubling,
-    (OpKind.ALLREDUCE, Algorithm.DIRECT): lambda r, n, _root, _hosts: compile_program(direct.direct_allreduce(r, n), n),
-    (OpKind.ALLREDUCE, Algorithm.HIERARCHICAL): _hierarchical,
-    (OpKind.BROADCAST, Algorithm.CHAIN): lambda r, n, root, _hosts: compile_program(
-        chain.chain_broadcast(r, n, root), 1
-    ),
-    (OpKind.BROADCAST, Algorithm.TREE): lambda r, n, root, _hosts: compile_program(
-        tree.binomial_broadcast(r, n, root), 1
-    ),
-    (OpKind.REDUCE, Algorithm.CHAIN): lambda r, n, root, _hosts: compile_program(
-        chain.chain_reduce(r, n, root), 1, partial_sums=n > 2, preserves=r != root
-    ),
-    (OpKind.REDUCE, Algorithm.TREE): lambda r, n, root, _hosts: compile_program(
-        tree.binomial_reduce(r, n, root), 1, partial_sums=n > 2, preserves=r != root
-    ),
-    (OpKind.BARRIER, Algorithm.DISSEMINATION): lambda r, n, _root, _hosts: compile_program(
-        dissemination.dissemination_barrier(r, n), 1
-    ),
-    (OpKind.ALLGATHER, Algorithm.RING): lambda r, n, _root, _hosts: compile_program(
-        ring.ring_allgather(r, n), n, layout=_BLOCKS
-    ),
-    (OpKind.ALLGATHER, Algorithm.DIRECT): lambda r, n, _root, _hosts: compile_program(
-        direct.direct_allgather(r, n), n, layout=_BLOCKS
-    ),
-    (OpKind.REDUCE_SCATTER, Algorithm.RING): lambda r, n, _root, _hosts: compile_program(
-        ring.ring_reduce_scatter(r, n), n + 1, layout=_BLOCKS, partial_sums=n > 2, preserves=True
-    ),
-    (OpKind.REDUCE_SCATTER, Algorithm.DIRECT): lambda r, n, _root, _hosts: compile_program(
-        direct.direct_reduce_scatter(r, n), n + 1, layout=_BLOCKS, partial_sums=n > 2, preserves=True
-    ),
-    (OpKind.GATHER, Algorithm.DIRECT): lambda r, n, root, _hosts: compile_program(
-        direct.gather(r, n, root), n, layout=_BLOCKS
-    ),
-    (OpKind.SCATTER, Algorithm.DIRECT): lambda r, n, root, _hosts: compile_program(
-        direct.scatter(r, n, root), n, layout=_BLOCKS
-    ),
-    (OpKind.ALLTOALL, Algorithm.DIRECT): lambda r, n, _root, _hosts: compile_program(
-        direct.alltoall(r, n), 2 * n, layout=_BLOCKS
-    ),
-    (OpKind.SEND_RECV, Algorithm.DIRECT): lambda r, n, root, _hosts: compile_program(
-        direct.send_receive(r, n, root), 1, layout=_BLOCKS
-    ),
-}
+#: The schedules of each file, by their name; the order decides between equal estimates.
+SCHEDULES: Extensions[Specs] = Extensions(
+    "schedule",
+    "totalreduce.schedules",
+    {
+        "ring": ring.SCHEDULES,
+        "star": star.SCHEDULES,
+        "tree": tree.SCHEDULES,
+        "halving_doubling": halving_doubling.SCHEDULES,
+        "chain": chain.SCHEDULES,
+        "direct": direct.SCHEDULES,
+        "hierarchical": hierarchical.SCHEDULES,
+        "dissemination": dissemination.SCHEDULES,
+    },
+    _check,
+)
 
 
-def algorithms_of(kind: OpKind) -> tuple[Algorithm, ...]:
-    """The schedules there are for a kind of operation."""
-    return tuple(algorithm for other, algorithm in _SCHEDULES if other is kind)
+@functools.lru_cache(maxsize=8)
+def _by_kind(names: tuple[str, ...]) -> dict[OpKind, dict[str, ScheduleSpec]]:
+    found: dict[OpKind, dict[str, ScheduleSpec]] = {kind: {} for kind in OpKind}
+    for name in names:
+        for spec in SCHEDULES[name]:
+            found[spec.kind][name] = spec
+    return found
 
 
-@functools.lru_cache(maxsize=4096)
-def program_for(
-    kind: OpKind, algorithm: Algorithm, rank: int, world_size: int, root: int = 0, hosts: tuple[int, ...] = ()
-) -> Program:
-    """The compiled program of one kind of operation on one rank (cached: it is the same for every lane).
+def specs_of(kind: OpKind) -> Specs:
+    """Return the schedules that there are for a kind of operation."""
+    return tuple(_by_kind(tuple(SCHEDULES))[kind].values())
 
-    Args:
-        kind: Which collective.
-        algorithm: Which schedule; not ``AUTO``.
-        rank: Rank within the group that takes part.
-        world_size: Size of that group.
-        root: Where there is one; of a star the rank in the middle; of a message its sender.
-        hosts: Host of every rank, for the hierarchical schedule.
+
+def algorithms_of(kind: OpKind) -> tuple[str, ...]:
+    """Return the names of the schedules that there are for a kind of operation."""
+    return tuple(spec.name for spec in specs_of(kind))
+
+
+def spec_of(kind: OpKind, algorithm: str) -> ScheduleSpec:
+    """Return one schedule.
 
     Raises:
         ConfigurationError: There is no such schedule for this kind.
     """
-    maker = _SCHEDULES.get((kind, algorithm))
-    if maker is None:
-        known = ", ".join(known.name.lower() for known in algorithms_of(kind))
-        raise ConfigurationError(
-            f"{kind.name.lower()} has no schedule {algorithm.name.lower()!r}; there is {known}, and auto"
-        )
-    return dataclasses.replace(maker(rank, world_size, root, hosts), algorithm=algorithm)
+    spec = _by_kind(tuple(SCHEDULES))[kind].get(algorithm)
+    if spec is None:
+        known = ", ".join(algorithms_of(kind))
+        raise ConfigurationError(f"{kind.name.lower()} has no schedule {str(algorithm)!r}; there is {known}, and auto")
+    return spec
+
+
+@functools.lru_cache(maxsize=4096)
+def _program_for(spec: ScheduleSpec, at: Position) -> Program:
+    return dataclasses.replace(spec.make(at), algorithm=spec.name)
+
+
+def program_for(
+    kind: OpKind, algorithm: str, rank: int, world_size: int, root: int = 0, hosts: tuple[int, ...] = ()
+) -> Program:
+    """Return the compiled program of one kind of operation on one rank (cached: it is the same for every lane).
+
+    Args:
+        kind: The collective.
+        algorithm: Name of the schedule; not ``auto``.
+        rank: Rank within the group that takes part.
+        world_size: Size of that group.
+        root: The root, where there is one; the centre of a star; the sender of a message.
+        hosts: Host of every rank, for schedules that depend on them.
+
+    Raises:
+        ConfigurationError: There is no such schedule for this kind.
+    """
+    spec = spec_of(kind, algorithm)
+    return _program_for(spec, Position(rank, world_size, root, hosts if spec.by_hosts else ()))

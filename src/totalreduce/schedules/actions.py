@@ -13,7 +13,7 @@ an earlier ``Send`` of this rank only if the sender of the incoming message cann
 outgoing one arrived. Ring and chain have this property; the simulated transport, which copies a body only when it
 leaves, shows a schedule that has not.
 
-Cost: every schedule module has ``cost(...) -> Cost`` so that people and the selector can compare.
+A module of schedules declares them, with what they cost, in ``SCHEDULES`` (:mod:`totalreduce.schedules.spec`).
 """
 
 from __future__ import annotations
@@ -148,7 +148,9 @@ class Program:
         sources: The peers this rank receives from, in order of first use.
         targets: The peers this rank sends to.
         addressed: Those of them to which it sends something before it waits for anything.
-        algorithm: Which schedule it is.
+        pipeline_ranks: How many ranks a lane passes one after the other, if the tensor is to be cut into many lanes
+            that follow each other; 0 if lanes only overlap. Equal on all ranks.
+        algorithm: The name of the schedule.
     """
 
     actions: tuple[Action, ...]
@@ -161,7 +163,8 @@ class Program:
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     addressed: frozenset[int]
-    algorithm: Algorithm = Algorithm.AUTO
+    pipeline_ranks: int = 0
+    algorithm: str = Algorithm.AUTO
 
 
 def compile_program(
@@ -172,10 +175,11 @@ def compile_program(
     partial_sums: bool = False,
     preserves: bool = False,
     span_max: int = 1,
+    pipeline_ranks: int = 0,
 ) -> Program:
     """Write a schedule out and check that every slot is used once.
 
-    ``partial_sums`` and ``span_max`` must be given where this rank's actions do not show them.
+    ``partial_sums``, ``span_max`` and ``pipeline_ranks`` must be given where this rank's actions do not show them.
 
     Raises:
         ValueError: The schedule uses a (peer, step) twice in one direction.
@@ -203,7 +207,17 @@ def compile_program(
     addressed = frozenset(action.peer for action in before_waiting)
     partial_sums = partial_sums or any(isinstance(a, Receive) and a.mode is Mode.COMBINE for a in actions)
     return Program(
-        tuple(actions), receives, num_chunks, span_max, layout, partial_sums, preserves, sources, targets, addressed
+        tuple(actions),
+        receives,
+        num_chunks,
+        span_max,
+        layout,
+        partial_sums,
+        preserves,
+        sources,
+        targets,
+        addressed,
+        pipeline_ranks,
     )
 
 

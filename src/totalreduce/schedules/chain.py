@@ -11,9 +11,12 @@ would be done, and tell its user so, before a rank that submitted something else
 
 from __future__ import annotations
 
-from totalreduce.schedules.actions import NOTHING, Cost, Mode, Receive, Schedule, Send
+from totalreduce.foundation.partition import PIECE_BYTES_MIN, pipeline_pieces
+from totalreduce.foundation.types import Algorithm, OpKind
+from totalreduce.schedules.actions import NOTHING, Cost, Mode, Receive, Schedule, Send, compile_program
+from totalreduce.schedules.spec import ScheduleSpec, Workload, routes_of_neighbours
 
-__all__ = ["chain_broadcast", "chain_reduce", "cost", "pieces"]
+__all__ = ["SCHEDULES", "chain_broadcast", "chain_reduce", "cost"]
 
 
 def chain_broadcast(rank: int, world_size: int, root: int) -> Schedule:
@@ -40,14 +43,40 @@ def chain_reduce(rank: int, world_size: int, root: int) -> Schedule:
         yield Send(left, last - position, 0, partial=position < last)
 
 
-def pieces(world_size: int, num_bytes: int, piece_bytes_min: int) -> int:
-    """How many pieces: so many that filling the pipeline (n-2 piece times) costs little, and none too small."""
-    return max(1, min(24 * max(1, world_size - 2), num_bytes // piece_bytes_min))
-
-
 def cost(world_size: int, num_bytes: int, num_pieces: int = 1, *, consent: bool = True) -> Cost:
     """n-1 hops for the first piece (and n-1 for the consent); the other pieces follow one after the other."""
     if world_size == 1:
         return Cost(0, 0.0)
     hops = world_size - 1
     return Cost(2 * hops if consent else hops, num_bytes * (num_pieces + hops - 1) / num_pieces, num_pieces - 1)
+
+
+def _cost(work: Workload, *, consent: bool) -> Cost:
+    num_pieces = pipeline_pieces(work.world_size, work.num_bytes, PIECE_BYTES_MIN)
+    return cost(work.world_size, work.num_bytes, num_pieces, consent=consent)
+
+
+SCHEDULES = (
+    ScheduleSpec(
+        kind=OpKind.BROADCAST,
+        name=Algorithm.CHAIN,
+        make=lambda at: compile_program(
+            chain_broadcast(at.rank, at.world_size, at.root), 1, pipeline_ranks=at.world_size
+        ),
+        cost=lambda work: _cost(work, consent=True),
+        route=routes_of_neighbours(1.0),
+    ),
+    ScheduleSpec(
+        kind=OpKind.REDUCE,
+        name=Algorithm.CHAIN,
+        make=lambda at: compile_program(
+            chain_reduce(at.rank, at.world_size, at.root),
+            1,
+            partial_sums=at.world_size > 2,
+            preserves=at.rank != at.root,
+            pipeline_ranks=at.world_size,
+        ),
+        cost=lambda work: _cost(work, consent=False),
+        route=routes_of_neighbours(1.0),
+    ),
+)

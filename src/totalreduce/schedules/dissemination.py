@@ -6,9 +6,11 @@ DOI 10.1007/BF01379320.
 
 from __future__ import annotations
 
-from totalreduce.schedules.actions import Cost, Receive, Schedule, Send
+from totalreduce.foundation.types import Algorithm, OpKind
+from totalreduce.schedules.actions import Cost, Receive, Schedule, Send, compile_program
+from totalreduce.schedules.spec import ScheduleSpec
 
-__all__ = ["cost", "dissemination_barrier"]
+__all__ = ["SCHEDULES", "cost", "dissemination_barrier"]
 
 
 def dissemination_barrier(rank: int, world_size: int) -> Schedule:
@@ -23,3 +25,13 @@ def dissemination_barrier(rank: int, world_size: int) -> Schedule:
 def cost(world_size: int, num_bytes: int) -> Cost:  # noqa: ARG001
     """ceil(log2 n) message latencies."""
     return Cost((world_size - 1).bit_length(), 0.0)
+
+
+SCHEDULES = (
+    ScheduleSpec(
+        kind=OpKind.BARRIER,
+        name=Algorithm.DISSEMINATION,
+        make=lambda at: compile_program(dissemination_barrier(at.rank, at.world_size), 1),
+        cost=lambda work: cost(work.world_size, work.num_bytes),
+    ),
+)

@@ -14,11 +14,14 @@ Jia et al., "Highly scalable deep learning training system with mixed-precision"
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from totalreduce.schedules.actions import Cost, Mode, Receive, Schedule, Send
+from totalreduce.foundation.types import Algorithm, OpKind
+from totalreduce.schedules.actions import Cost, Mode, Program, Receive, Schedule, Send, compile_program
+from totalreduce.schedules.spec import Position, ScheduleSpec, Workload
 
-__all__ = ["cost", "hierarchical_allreduce", "inside_cost", "num_chunks", "span_max"]
+__all__ = ["SCHEDULES", "cost", "hierarchical_allreduce", "inside_cost", "num_chunks", "span_max"]
 
 _GIVE, _SPREAD, _RING = 0, 1, 2
 
@@ -114,3 +117,26 @@ def inside_cost(hosts: Sequence[int], num_bytes: int) -> Cost:
     """What a rank of the largest host pays inside it, before and after: as a direct allreduce there."""
     most = max(map(len, _members(hosts)))
     return Cost(2, 2 * (most - 1) * num_bytes / most, 2 * max(0, most - 2))
+
+
+def _program(at: Position) -> Program:
+    return compile_program(
+        hierarchical_allreduce(at.rank, at.hosts),
+        num_chunks(at.hosts),
+        partial_sums=at.world_size > 2,
+        span_max=span_max(at.hosts),
+    )
+
+
+def _seconds(work: Workload) -> float | None:
+    if work.one_host or max(Counter(work.hosts).values()) == 1:
+        return None  # there is only one level
+    links = work.links
+    between_s = cost(work.hosts, work.num_bytes).seconds(links.latency_s, links.bytes_per_s)
+    inside = inside_cost(work.hosts, work.num_bytes)
+    return between_s + inside.seconds(links.local_latency_s, links.local_bytes_per_s)
+
+
+SCHEDULES = (
+    ScheduleSpec(kind=OpKind.ALLREDUCE, name=Algorithm.HIERARCHICAL, make=_program, seconds=_seconds, by_hosts=True),
+)

@@ -11,9 +11,11 @@ known in advance, which lets a message guide itself.
 
 from __future__ import annotations
 
-from totalreduce.schedules.actions import Cost, Mode, Receive, Schedule, Send
+from totalreduce.foundation.types import Algorithm, OpKind
+from totalreduce.schedules.actions import Cost, Layout, Mode, Receive, Schedule, Send, compile_program
+from totalreduce.schedules.spec import ScheduleSpec, routes_of_neighbours
 
-__all__ = ["cost", "half_cost", "ring_allgather", "ring_allreduce", "ring_reduce_scatter"]
+__all__ = ["SCHEDULES", "cost", "half_cost", "ring_allgather", "ring_allreduce", "ring_reduce_scatter"]
 
 
 def ring_allreduce(rank: int, world_size: int) -> Schedule:
@@ -61,3 +63,34 @@ def cost(world_size: int, num_bytes: int) -> Cost:
 def half_cost(world_size: int, num_bytes: int) -> Cost:
     """Reduce-scatter or allgather of ``num_bytes`` in all blocks together: half of an allreduce."""
     return Cost(world_size - 1, (world_size - 1) * num_bytes / world_size)
+
+
+SCHEDULES = (
+    ScheduleSpec(
+        kind=OpKind.ALLREDUCE,
+        name=Algorithm.RING,
+        make=lambda at: compile_program(ring_allreduce(at.rank, at.world_size), at.world_size),
+        cost=lambda work: cost(work.world_size, work.num_bytes),
+        route=routes_of_neighbours(halves=2),
+    ),
+    ScheduleSpec(
+        kind=OpKind.ALLGATHER,
+        name=Algorithm.RING,
+        make=lambda at: compile_program(ring_allgather(at.rank, at.world_size), at.world_size, layout=Layout.BLOCKS),
+        cost=lambda work: half_cost(work.world_size, work.num_bytes),
+        route=routes_of_neighbours(),
+    ),
+    ScheduleSpec(
+        kind=OpKind.REDUCE_SCATTER,
+        name=Algorithm.RING,
+        make=lambda at: compile_program(
+            ring_reduce_scatter(at.rank, at.world_size),
+            at.world_size + 1,
+            layout=Layout.BLOCKS,
+            partial_sums=at.world_size > 2,
+            preserves=True,
+        ),
+        cost=lambda work: half_cost(work.world_size, work.num_bytes),
+        route=routes_of_neighbours(),
+    ),
+)

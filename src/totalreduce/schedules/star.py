@@ -7,9 +7,11 @@ combines in a fixed order and everybody copies its bits, so all ranks hold the s
 
 from __future__ import annotations
 
-from totalreduce.schedules.actions import Cost, Mode, Receive, Schedule, Send
+from totalreduce.foundation.types import Algorithm, OpKind
+from totalreduce.schedules.actions import Cost, Mode, Receive, Schedule, Send, compile_program
+from totalreduce.schedules.spec import ScheduleSpec, routes_of_pairs
 
-__all__ = ["cost", "star_allreduce"]
+__all__ = ["SCHEDULES", "cost", "star_allreduce"]
 
 
 def star_allreduce(rank: int, world_size: int, root: int) -> Schedule:
@@ -34,3 +36,17 @@ def cost(world_size: int, num_bytes: int, *, shared: bool = False) -> Cost:
     """
     passes = (world_size + 2) / 2 if shared and world_size > 1 else 2 * (world_size - 1)
     return Cost(2, float(passes * num_bytes), max(0, world_size - 2))
+
+
+SCHEDULES = (
+    ScheduleSpec(
+        kind=OpKind.ALLREDUCE,
+        name=Algorithm.STAR,
+        make=lambda at: compile_program(
+            star_allreduce(at.rank, at.world_size, at.root), 1, partial_sums=at.world_size > 2
+        ),
+        cost=lambda work: cost(work.world_size, work.num_bytes, shared=work.shared),
+        route=routes_of_pairs(lambda hosts: 2 * (len(hosts) - hosts.count(hosts[0]))),
+        spreads_roots=True,
+    ),
+)

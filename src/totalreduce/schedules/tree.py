@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from totalreduce.schedules.actions import NOTHING, Cost, Mode, Receive, Schedule, Send
+from totalreduce.foundation.types import Algorithm, OpKind
+from totalreduce.schedules.actions import NOTHING, Cost, Mode, Receive, Schedule, Send, compile_program
+from totalreduce.schedules.spec import ScheduleSpec
 
-__all__ = ["binomial_broadcast", "binomial_cost", "binomial_reduce", "cost", "double_tree_allreduce"]
+__all__ = ["SCHEDULES", "binomial_broadcast", "binomial_cost", "binomial_reduce", "cost", "double_tree_allreduce"]
 
 
 def _masks(position: int, world_size: int) -> list[int]:
@@ -138,3 +140,35 @@ def cost(world_size: int, num_bytes: int, num_pieces: int = 1) -> Cost:
         return Cost(0, 0.0)
     num_bytes_up = num_bytes / 2 if world_size == 2 else num_bytes * (num_pieces + depth - 1) / num_pieces
     return Cost(2 * depth, 2.0 * num_bytes_up, depth + num_pieces - 1)
+
+
+SCHEDULES = (
+    ScheduleSpec(
+        kind=OpKind.ALLREDUCE,
+        name=Algorithm.TREE,
+        make=lambda at: compile_program(
+            double_tree_allreduce(at.rank, at.world_size), 2, partial_sums=at.world_size > 2
+        ),
+        cost=lambda work: cost(work.world_size, work.num_bytes, work.lanes),
+    ),
+    ScheduleSpec(
+        kind=OpKind.BROADCAST,
+        name=Algorithm.TREE,
+        make=lambda at: compile_program(
+            binomial_broadcast(at.rank, at.world_size, at.root), 1, pipeline_ranks=at.world_size
+        ),
+        cost=lambda work: binomial_cost(work.world_size, work.num_bytes, consent=True),
+    ),
+    ScheduleSpec(
+        kind=OpKind.REDUCE,
+        name=Algorithm.TREE,
+        make=lambda at: compile_program(
+            binomial_reduce(at.rank, at.world_size, at.root),
+            1,
+            partial_sums=at.world_size > 2,
+            preserves=at.rank != at.root,
+            pipeline_ranks=at.world_size,
+        ),
+        cost=lambda work: binomial_cost(work.world_size, work.num_bytes),
+    ),
+)

@@ -1,9 +1,15 @@
-"""All methods by name, for commands and benchmarks. A new method is a file of its own and a line here."""
+"""All sparse methods by name, for commands and benchmarks. A method is a file of its own and a line in ``METHODS``.
+
+Packages outside add methods with entry points of the group ``totalreduce.sparse_methods``, programs with
+``METHODS.add(name, make)``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.extensions import Extensions
 from totalreduce.sparse.dense import Dense
 from totalreduce.sparse.gaussiank import GaussianK
 from totalreduce.sparse.gtopk import GTopk
@@ -16,7 +22,21 @@ from totalreduce.sparse.topkdsa import TopkDSA
 
 __all__ = ["METHODS"]
 
-#: What makes a method's settings, by the method's name.
-METHODS: Mapping[str, Callable[..., Method]] = {
-    method.name: method for method in (Dense, TopkA, GTopk, TopkDSA, GaussianK, OkTopk, SharedTopk, PowerSGD)
-}
+_Make = Callable[..., Method]
+
+
+def _check(name: str, item: object) -> _Make:
+    if not callable(item) or getattr(item, "name", None) != name:
+        raise ConfigurationError(
+            f"the sparse method {name!r} is a class of settings with the attribute name={name!r}, not {item!r}"
+        )
+    return item
+
+
+#: The class of a method's settings, by the method's name.
+METHODS: Extensions[_Make] = Extensions(
+    "sparse method",
+    "totalreduce.sparse_methods",
+    {method.name: method for method in (Dense, TopkA, GTopk, TopkDSA, GaussianK, OkTopk, SharedTopk, PowerSGD)},
+    _check,
+)

@@ -311,7 +311,7 @@ def run_on(group: Group, case: Case, run: int = 0, *, shared_memory: bool = Fals
 
 def _start(group: Group, collective: Collective, tensors: Tensors) -> Work:
     name, priority, root = collective.name, collective.priority, collective.root
-    op, schedule = collective.reduction, collective.schedule.name.lower()
+    op, schedule = collective.reduction, collective.schedule
     inputs, outputs = tensors.inputs, tensors.outputs
     whole_input, whole_output = tensors.whole_input, tensors.whole_output
     match collective.kind:

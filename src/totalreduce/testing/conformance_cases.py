@@ -102,7 +102,7 @@ def large_cases_for(world_size: int) -> list[Case]:
         blocks = world_size if kind in _BLOCK_KINDS else 1
         collectives = tuple(
             Collective(
-                name=f"{algorithm.name.lower()} {kind.name.lower()} of 16 MiB",
+                name=f"{algorithm} {kind.name.lower()} of 16 MiB",
                 kind=kind,
                 dtype=DType.FLOAT32,
                 num_elements=_LARGE_ELEMENTS // blocks + 1,
@@ -178,12 +178,12 @@ def _alike(a: object, b: object) -> bool:
 # --------------------------------------------------------------------------------------------------------- every kind
 
 
-def _explicit(kind: OpKind, algorithm: Algorithm) -> Algorithm:
+def _explicit(kind: OpKind, algorithm: str) -> str:
     """Where there is one schedule only, nobody can ask for it."""
     return algorithm if len(algorithms_of(kind)) > 1 else Algorithm.AUTO
 
 
-def _schedules(kind: OpKind) -> tuple[Algorithm, ...]:
+def _schedules(kind: OpKind) -> tuple[str, ...]:
     """What a caller can ask for."""
     algorithms = algorithms_of(kind)
     return (Algorithm.AUTO, *algorithms) if len(algorithms) > 1 else (Algorithm.AUTO,)
@@ -200,7 +200,7 @@ def _matrix(world_size: int, *, thorough: bool) -> list[Case]:
     for dtype in DType:
         sizes = _sizes(world_size, dtype)
         reductions = [op for op in _REDUCTIONS if supports(dtype, op)]
-        chosen: Iterator[tuple[ReduceOp, int, Algorithm]]
+        chosen: Iterator[tuple[ReduceOp, int, str]]
         if thorough:
             chosen = product(reductions, sizes, _schedules(OpKind.ALLREDUCE))
         else:  # every reduction, every size and every schedule of this type, not all of them with each other
@@ -209,7 +209,7 @@ def _matrix(world_size: int, *, thorough: bool) -> list[Case]:
             chosen = zip(islice(cycle(reductions), count), shifted, schedules, strict=False)
         collectives = tuple(
             Collective(
-                name=f"{schedule.name.lower()} {op.name.lower()} of {size} {dtype.name.lower()}",
+                name=f"{schedule} {op.name.lower()} of {size} {dtype.name.lower()}",
                 dtype=dtype,
                 reduction=op,
                 num_elements=size,
@@ -240,7 +240,7 @@ def _rooted(world_size: int, *, thorough: bool) -> list[Case]:
             combinations = combinations[::2]  # there is an odd number of schedules: all of them, for every root
         collectives = tuple(
             Collective(
-                name=f"{schedule.name.lower()} {size} {dtype.name.lower()} of {root}",
+                name=f"{schedule} {size} {dtype.name.lower()} of {root}",
                 kind=kind,
                 dtype=dtype,
                 reduction=next(reductions) if dtype is not DType.BOOL else ReduceOp.MIN,
@@ -271,7 +271,7 @@ def _blocks(world_size: int, *, thorough: bool) -> list[Case]:
             called = f"{reduction.name.lower()} " if kind is OpKind.REDUCE_SCATTER else ""
             collectives.append(
                 Collective(
-                    name=f"{schedule.name.lower()} {called}{'uneven ' if uneven else ''}{size} {dtype.name} of {root}",
+                    name=f"{schedule} {called}{'uneven ' if uneven else ''}{size} {dtype.name} of {root}",
                     kind=kind,
                     dtype=dtype,
                     reduction=reduction,
@@ -369,7 +369,7 @@ def _between_hosts(world_size: int) -> list[Case]:
     for hosts in layouts:
         collectives = tuple(
             Collective(
-                name=f"{schedule.name.lower()} {reduction.name.lower()} of {size} {dtype.name.lower()}",
+                name=f"{schedule} {reduction.name.lower()} of {size} {dtype.name.lower()}",
                 dtype=dtype,
                 reduction=reduction,
                 num_elements=size,
@@ -396,7 +396,7 @@ def _one_of_each(world_size: int, num_elements: int, *, rough: bool = False) -> 
             continue
         for schedule in _schedules(kind):
             yield Collective(
-                name=f"{schedule.name.lower()} {kind.name.lower()} of {num_elements}",
+                name=f"{schedule} {kind.name.lower()} of {num_elements}",
                 kind=kind,
                 dtype=DType.FLOAT32,
                 num_elements=num_elements,

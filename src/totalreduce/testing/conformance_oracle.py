@@ -51,7 +51,7 @@ class Collective:
     root: int = 0
     priority: int = 0
     rough: bool = False
-    schedule: Algorithm = Algorithm.AUTO
+    schedule: str = Algorithm.AUTO
     members: tuple[int, ...] = ()
     any_source: bool = False
 

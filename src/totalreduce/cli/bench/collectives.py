@@ -26,7 +26,7 @@ from totalreduce.cli.bench.report import duration, print_table, share, times, wr
 from totalreduce.cli.bench.sampling import Estimate, estimate, ratio_estimate
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import Algorithm, OpKind
-from totalreduce.schedules import algorithms_of
+from totalreduce.schedules import SCHEDULES, algorithms_of
 
 __all__ = ["CollectiveFigure", "bench_collectives", "contestants", "measure_collectives", "parse_kinds", "summarise"]
 
@@ -126,12 +126,12 @@ def contestants(kind: OpKind, peers: list[str], schedule: str) -> list[tuple[str
     Raises:
         ConfigurationError: A schedule is not known.
     """
-    names = [algorithm.name.lower() for algorithm in Algorithm]
+    names = [Algorithm.AUTO.value, *SCHEDULES]
     wanted = names if schedule == "all" else [name.strip() for name in schedule.split(",")]
     unknown = [name for name in wanted if name not in names]
     if unknown:
         raise ConfigurationError(f"--schedule is all or some of {', '.join(names)}, not {', '.join(unknown)}")
-    available = [algorithm.name.lower() for algorithm in algorithms_of(kind)] if kind in _CHOOSABLE else []
+    available = [str(algorithm) for algorithm in algorithms_of(kind)] if kind in _CHOOSABLE else []
     explicit = [("totalreduce", name) for name in wanted if name in available]
     return [("totalreduce", "auto"), *explicit, *((peer, "auto") for peer in peers if peer != "totalreduce")]
 

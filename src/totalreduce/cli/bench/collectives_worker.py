@@ -73,7 +73,7 @@ def _measure(context: Context, kind: OpKind, size: int, contestants: list[list[s
         "size": 4 * count,
         "seconds": seconds,
         "expected_s": {
-            algorithm.name.lower(): estimate
+            str(algorithm): estimate
             for algorithm, estimate in selector.estimates(kind, 4 * count, context.group.ranks).items()
         },
     }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from totalreduce.cli.bench.mpi_rank import MpiRank
 from totalreduce.foundation.config import EngineConfig, TcpConfig
 from totalreduce.foundation.environment import read_world
 from totalreduce.groups.group import Group
-from totalreduce.launch.links import TransportName
 
 __all__ = ["Context", "open_context", "sleep_until"]
 
@@ -188,7 +187,7 @@ def open_context(config: dict[str, Any]) -> Context:
 
 
 def _group(transport: str, name: str, **settings: Any) -> Group:
-    return tr.init(cast("TransportName", transport), name=name, timeout_s=_TIMEOUT_S, tcp=_PATIENT, **settings)
+    return tr.init(transport, name=name, timeout_s=_TIMEOUT_S, tcp=_PATIENT, **settings)
 
 
 def sleep_until(deadline: float) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from totalreduce.foundation.errors import ConfigurationError
-
 if TYPE_CHECKING:
     from totalreduce.sparse.session import Method
 
@@ -31,7 +29,5 @@ def make_method(name: str, density: float) -> Method:
     """
     from totalreduce.sparse.methods import METHODS
 
-    if name not in METHODS:
-        raise ConfigurationError(f"{name!r} is no sparse method; there are {', '.join(METHODS)}")
     settings = {} if name in ("dense", "powersgd") else {"density": density}
     return METHODS[name](**settings)

@@ -1,0 +1,100 @@
+"""Schedules, transports, sparse methods and commands by name, with those that other installed packages add.
+
+A package adds one with an entry point in its ``pyproject.toml``, as a pytest plug-in does::
+
+    [project.entry-points."totalreduce.schedules"]
+    fanout = "my_package.fanout:SCHEDULES"
+
+A program adds one with :meth:`Extensions.add`, before it makes a group. All ranks must have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from totalreduce.foundation.errors import ConfigurationError
+
+__all__ = ["Extensions"]
+
+T = TypeVar("T")
+
+
+class Extensions(Mapping[str, T], Generic[T]):
+    """The items of one kind by name. An item of another package is imported when it is first asked for."""
+
+    def __init__(self, kind: str, group: str, built_in: Mapping[str, T], check: Callable[[str, object], T]) -> None:
+        """Begin with the items of this package.
+
+        Args:
+            kind: What the items are, for errors: ``"sparse method"``.
+            group: The group of entry points in which other packages declare theirs.
+            built_in: The items of this package.
+            check: Returns its second argument, an item with the name of the first, if that is of the right type;
+                raises ``ConfigurationError`` otherwise.
+        """
+        self._kind, self._group, self._check = kind, group, check
+        self._items: dict[str, T] = dict(built_in)
+        self._built_in = frozenset(built_in)
+        self._declared: dict[str, EntryPoint] | None = None
+
+    def __getitem__(self, name: str) -> T:
+        """Return an item.
+
+        Raises:
+            ConfigurationError: The name is not known, or the other package's module cannot be imported.
+        """
+        item = self._items.get(name)
+        if item is not None:
+            return item
+        entry = self._entries().get(name)
+        if entry is None:
+            raise ConfigurationError(f"{self._kind} {name!r} is not known; there are {', '.join(self)}")
+        try:
+            loaded = entry.load()
+        except Exception as error:
+            source = entry.dist.name if entry.dist is not None else "an installed package"
+            raise ConfigurationError(
+                f"{self._kind} {name!r} of {source} cannot be imported from {entry.value}: {error!r}"
+            ) from error
+        return self._items.setdefault(name, self._check(name, loaded))
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names: this package's, then those that were added, in alphabetical order."""
+        yield from (name for name in self._items if name in self._built_in)
+        yield from self.added()
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        return len(self._built_in) + len(self.added())
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether there is an item of this name, without importing it."""
+        return name in self._items or name in self._entries()
+
+    def added(self) -> list[str]:
+        """Return the names that are not this package's, in alphabetical order."""
+        return sorted((self._items.keys() | self._entries().keys()) - self._built_in)
+
+    def add(self, name: str, item: T) -> None:
+        """Add an item for this process.
+
+        Raises:
+            ConfigurationError: The name is taken, or the item has the wrong type.
+        """
+        if name in self:
+            raise ConfigurationError(f"there is a {self._kind} called {name!r} already; choose another name")
+        self._items[name] = self._check(name, item)
+
+    def remove(self, name: str) -> None:
+        """Remove an item that :meth:`add` has added; tests do that."""
+        if name not in self._built_in:
+            self._items.pop(name, None)
+
+    def _entries(self) -> dict[str, EntryPoint]:
+        """Return the entry points of other packages, read once: it takes milliseconds."""
+        if self._declared is None:
+            found = entry_points(group=self._group)
+            self._declared = {entry.name: entry for entry in found if entry.name not in self._built_in}
+        return self._declared
