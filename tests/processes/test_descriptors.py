@@ -10,7 +10,7 @@ import resource
 group = tr.init({transport!r}, timeout_s=30)
 group.allreduce(torch.ones(10)).wait()
 transport = group._runner.transport
-address = transport._addresses[rank] if {transport!r} == "tcp" else transport._reception._addresses[rank]
+address = transport._addresses[rank] if {transport!r} == "tcp" else transport._meetings._addresses[rank]
 say("ready", address=address)
 hear()
 highest = max(int(name) for name in os.listdir("/proc/self/fd"))

@@ -276,8 +276,8 @@ def test_ctrl_c_that_cuts_a_message_in_two_ends_the_connections_at_once(closing,
     struck = groups[1]._runner
     closer = threading.Thread(target=groups[1].close, args=(CLOSE_S,))
 
-    connection = struck.transport._routes[0]
-    consume, driver = connection._consume, threading.get_ident()
+    sending = struck.transport._routes[0].outgoing
+    consume, driver = sending._consume, threading.get_ident()
 
     def strike(sent):
         """In place of taking note of what has just been sent."""
@@ -289,7 +289,7 @@ def test_ctrl_c_that_cuts_a_message_in_two_ends_the_connections_at_once(closing,
                 time.sleep(0.001)
         raise KeyboardInterrupt
 
-    connection._consume = strike
+    sending._consume = strike
     pending = groups[0].allreduce(torch.ones(1000), name="only rank 0")
     # The communication thread is kept away, as by somebody who drives, so that this thread is the one to send.
     struck._turns.driver = "somebody"

@@ -171,7 +171,7 @@ def test_a_routed_rank_knows_its_neighbours_and_counts_both_ways() -> None:
 def lies_in_shared_memory(group: Group, tensor: torch.Tensor) -> bool:
     transport = group._runner.transport
     assert isinstance(transport, shm.ShmTransport)
-    return transport._outbox.arena.place_of(memoryview(tensor.detach().view(torch.uint8).numpy())) > 0
+    return transport._outbox.arena.offset_of(memoryview(tensor.detach().view(torch.uint8).numpy())) > 0
 
 
 def test_tensors_of_a_group_in_shared_memory() -> None:

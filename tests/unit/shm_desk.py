@@ -12,7 +12,7 @@ from totalreduce.foundation.header import Frame, Header
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.shm import ShmTransport, listen
 from totalreduce.transports.shm_memory import SLEEP_WORD
-from totalreduce.transports.shm_sleep import ASLEEP, WANTS_ROOM
+from totalreduce.transports.shm_waiting import ASLEEP, WANTS_ROOM
 
 IDENTITY = JobIdentity(bytes(range(32)), "job/default", 0)
 PIECE = 128 * 1024

@@ -11,7 +11,8 @@ from shm_desk import Desk, message
 from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.transports import tcp
-from totalreduce.transports.door import Door, Shortage
+from totalreduce.transports.base import TransportCounters
+from totalreduce.transports.listener import DescriptorShortage, Listener
 
 NUMBERS = [1, 2, 4, 8, 16, 32, 64, 128]
 
@@ -30,7 +31,7 @@ def numbers_in(caplog):
 def test_connections_that_cannot_be_accepted_wait_without_a_loop(descriptors, caplog):
     listener = tcp.listen("127.0.0.1")
     epoll = select.epoll()
-    door = Door(3, listener, epoll)
+    door = Listener(3, listener, epoll, TransportCounters())
     strangers = [socket.create_connection(listener.getsockname()) for _ in range(3)]
     accepted, rounds = [], 0
 
@@ -64,7 +65,7 @@ def test_other_errors_of_accept_do_not_close_the_door(caplog):
     listener = socket.socket()  # does not listen: every ``accept`` fails
     listener.setblocking(False)
     epoll = select.epoll()
-    door = Door(0, listener, epoll)
+    door = Listener(0, listener, epoll, TransportCounters())
     assert [door.accept(0.0) for _ in range(100)] == [None] * 100
     assert door.resume_at == float("inf")
     assert [int(text.split("(number ")[1].split(")")[0]) for text in caplog.messages] == NUMBERS[:7]
@@ -75,7 +76,7 @@ def test_other_errors_of_accept_do_not_close_the_door(caplog):
 
 def test_a_shortage_that_lasts_is_an_error_and_one_that_ended_is_forgotten(caplog):
     error = OSError(24, "Too many open files")
-    shortage = Shortage(5, patience_s=20.0)
+    shortage = DescriptorShortage(5, patience_s=20.0)
     for second in range(20):
         shortage.occurred(1, error, 100.0 + second)
     assert numbers_in(caplog) == NUMBERS[:5]

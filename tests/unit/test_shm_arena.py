@@ -9,14 +9,14 @@ import pytest
 from shm_desk import PIECE, Host, assert_woken_when_given_back, message
 
 from totalreduce.transports import shm_memory
-from totalreduce.transports.shm_memory import LOANS, Layout, Outbox
+from totalreduce.transports.shm_memory import LOANS, Outbox, OutboxLayout
 
-LAYOUT = Layout.choose(2, PIECE, 4 * PIECE)
+LAYOUT = OutboxLayout.choose(2, PIECE, 4 * PIECE)
 PAGE = 4096
 
 
 def place_of(outbox: Outbox, array: np.ndarray) -> int:
-    return outbox.arena.place_of(memoryview(array))
+    return outbox.arena.offset_of(memoryview(array))
 
 
 @pytest.fixture
@@ -30,14 +30,14 @@ def outbox():
 
 
 def test_arrays_lie_behind_everything_else_page_by_page(outbox: Outbox) -> None:
-    assert outbox.arena.place_of(memoryview(bytes(10))) == 0  # nothing is in the arena yet
+    assert outbox.arena.offset_of(memoryview(bytes(10))) == 0  # nothing is in the arena yet
     arrays = [outbox.arena.allocate(num_bytes) for num_bytes in (1, PAGE, PAGE + 1, 3)]
     places = [place_of(outbox, array) for array in arrays]
     start = LAYOUT.total_bytes
     assert places == [start, start + PAGE, start + 2 * PAGE, start + 4 * PAGE]
     assert [len(array) for array in arrays] == [1, PAGE, PAGE + 1, 3]
     assert place_of(outbox, arrays[2][100:]) == start + 2 * PAGE + 100
-    assert outbox.arena.place_of(memoryview(bytearray(10))) == 0
+    assert outbox.arena.offset_of(memoryview(bytearray(10))) == 0
     arrays[2][:] = 7
     assert bytes(outbox.view[places[2] : places[2] + PAGE + 1]) == bytes([7]) * (PAGE + 1)
     assert outbox.view[places[2] - 1] == outbox.view[places[3]] == 0
@@ -80,7 +80,7 @@ def test_more_than_there_is_is_usual_memory_after_a_warning(
 def test_all_arenas_together_are_as_large_as_the_memory() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * PAGE
     for ranks in (1, 2, 64):
-        layout = Layout.choose(ranks, PIECE, 4 * PIECE)
+        layout = OutboxLayout.choose(ranks, PIECE, 4 * PIECE)
         outbox = Outbox(layout)
         arena = len(outbox.view) - layout.total_bytes
         assert total - ranks * PAGE < ranks * arena <= total
@@ -219,7 +219,7 @@ def test_what_a_dead_peer_was_lent_stops_nobody() -> None:
 def test_a_peers_loan_is_not_believed(number: int, place: int) -> None:
     with Host(2) as host:
         rank = host.ranks[0]
-        layout, words = rank._layout, rank._outbox.words
+        layout, words = rank._outbox.layout, rank._outbox.words
         assert layout == LAYOUT
         entry = layout.entry(0, 1, 0)
         rank._outbox.view[entry : entry + 64] = message(bytes(9000)).header

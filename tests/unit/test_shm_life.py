@@ -15,10 +15,10 @@ from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.transports import shm_memory
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.shm import listen, shm_available
-from totalreduce.transports.shm_memory import SLEEP_WORD, Layout, Mapping, Outbox
-from totalreduce.transports.shm_sleep import ASLEEP, WANTS_ROOM
+from totalreduce.transports.shm_memory import SLEEP_WORD, Mapping, Outbox, OutboxLayout
+from totalreduce.transports.shm_waiting import ASLEEP, WANTS_ROOM
 
-SMALL = Layout.choose(2, PIECE, 4 * PIECE)
+SMALL = OutboxLayout.choose(2, PIECE, 4 * PIECE)
 
 
 def stranger(name: str) -> socket.socket:
@@ -32,7 +32,7 @@ def stranger(name: str) -> socket.socket:
 
 def test_the_parts_of_an_outbox_do_not_overlap() -> None:
     for local_ranks in (1, 2, 3, 8, 64):
-        layout = Layout.choose(local_ranks, 1 << 20, 16 << 20)
+        layout = OutboxLayout.choose(local_ranks, 1 << 20, 16 << 20)
         used: list[tuple[int, int]] = [
             (8 * word, 8) for word in (SLEEP_WORD, shm_memory.BEAT_WORD, shm_memory.CPU_WORD)
         ]
@@ -56,7 +56,7 @@ def test_the_parts_of_an_outbox_do_not_overlap() -> None:
 
 @pytest.mark.parametrize(("body", "pool"), [(1, 1), (PIECE, 1 << 20), (64 << 20, 16 << 20)])
 def test_any_sizes_give_at_least_four_large_pieces(body: int, pool: int) -> None:
-    layout = Layout.choose(2, body, pool)
+    layout = OutboxLayout.choose(2, body, pool)
     assert layout.large_pieces >= 4
     assert layout.large_bytes <= max(4096, pool // 4)
 
@@ -80,7 +80,7 @@ def test_a_memory_file_that_is_not_sealed_or_too_short_is_refused() -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     Mapping(fd, SMALL)
     with pytest.raises(ProtocolError, match="bytes with seals"):
-        Mapping(fd, Layout.choose(3, PIECE, 4 * PIECE))
+        Mapping(fd, OutboxLayout.choose(3, PIECE, 4 * PIECE))
     os.close(fd)
     read, write = os.pipe()
     with pytest.raises(ProtocolError, match="cannot be mapped"):
@@ -153,7 +153,7 @@ def test_a_wrong_key_is_noticed_on_both_sides() -> None:
 def test_other_sizes_are_noticed_on_both_sides() -> None:
     with Host(2, meet=False) as host, Host(2, meet=False, max_body_bytes=2 * PIECE, pool_bytes=1 << 20) as other:
         host.ranks[1], other.ranks[1] = other.ranks[1], host.ranks[1]
-        host.ranks[0]._reception._addresses[1] = other.names[1]
+        host.ranks[0]._meetings._addresses[1] = other.names[1]
         host.move(until=lambda: host.ranks[1].counters.refused_connections or host.desks[0].lost)
         host.move()
         assert host.ranks[1].counters.refused_connections == 1
@@ -274,7 +274,7 @@ def test_who_talks_on_the_silent_socket_is_lost() -> None:
     with Host(2) as host:
         host.desks[0].put(1, message(b"x"))
         host.move()
-        host.ranks[0]._links[1].sock.send(b"?")
+        host.ranks[0]._connections[1].sock.send(b"?")
         host.move(only=[1])
         assert host.desks[1].lost == [(0, "its connection ended (it sent what it must not)")]
 
@@ -403,7 +403,7 @@ def test_out_of_memory_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(ConfigurationError, match="no shared memory of 8 MiB: Cannot allocate memory"):
-        Outbox(Layout.choose(2, 1 << 20, 6 << 20))
+        Outbox(OutboxLayout.choose(2, 1 << 20, 6 << 20))
 
 
 def test_an_address_is_a_random_name() -> None:

@@ -151,7 +151,7 @@ def test_data_without_memory_is_left_and_control_frames_are_not() -> None:
 def forge(host: Host, what: str) -> None:
     """Rank 0 writes into its own memory what no correct rank writes."""
     rank = host.ranks[0]
-    layout, words, view = rank._layout, rank._outbox.words, rank._outbox.view
+    layout, words, view = rank._outbox.layout, rank._outbox.words, rank._outbox.view
     entry, place = layout.entry(0, 1, 0), layout.entry_word(0, 1, 0)
     large = layout.small_pieces + 1
     view[entry : entry + 64] = message(bytes(100)).header
@@ -215,7 +215,7 @@ def test_a_peers_memory_is_not_believed(what: str, text: str) -> None:
 def test_a_message_within_another_one() -> None:
     with Host(2) as host:
         rank = host.ranks[0]
-        layout, words, view = rank._layout, rank._outbox.words, rank._outbox.view
+        layout, words, view = rank._outbox.layout, rank._outbox.words, rank._outbox.view
         for slot in range(2):
             entry = layout.entry(0, 1, slot)
             view[entry : entry + 64] = message(bytes(2 * PIECE)).header

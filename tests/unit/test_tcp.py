@@ -229,7 +229,7 @@ def test_as_long_as_bytes_come_nobody_is_lost(crossed):
 def test_a_connection_that_ends_while_the_peer_lives_on_is_a_loss(crossed, ends):
     """Somebody between the ranks has cut one of two connections. Heartbeats on the other one are no excuse."""
     (living, other), _road = crossed
-    [cut] = [c for c in other.transport._connections.values() if c.outgoing == (ends == "this rank's")]
+    [cut] = [c for c in other.transport._connections.values() if c.opened_here == (ends == "this rank's")]
     cut.sock.shutdown(socket.SHUT_RDWR)
     stop = threading.Event()
 

@@ -1,11 +1,12 @@
-"""One TCP connection: handshake first, then frames in both directions. Non-blocking; edge-triggered readiness.
+"""One TCP connection: handshake first, then messages in both directions. Non-blocking; edge-triggered readiness.
 
-Big bodies are received straight into place. Headers and small bodies come through a staging buffer, so that a small
-message costs one system call and not two.
+Large bodies are received straight into their destination. Headers and small bodies come through a staging buffer, so
+that a small message costs one system call and not two.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -31,174 +32,77 @@ _WAKE_BYTES, _WAKE_BYTES_MIN = 256 * 1024, 32 * 1024
 #: Small messages are gathered into one system call up to this.
 _GATHER_BYTES = 32 * 1024
 _GATHER_MESSAGES = 16
-#: How a TLS record begins that says what is wrong.
+#: The first bytes of a TLS record that reports an error.
 _TLS_ALERT = b"\x15\x03"
 
 
 @final
-class Connection:
-    """A socket, who is at the other end, and what is half-way in or out.
+class _SendingHalf:
+    """The sending half of a connection.
 
     Attributes:
-        peer: Rank at the other end; -1 until it has said so.
-        outgoing: Whether this rank opened it.
-        established: Whether the handshake is complete.
-        pulse: When something last arrived, and when something last left.
-        moved_at: When something besides a heartbeat last arrived.
-        refused: Whether it was refused, and only waits for the other end to have read why.
+        writable: Whether the socket may take bytes.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        handshake: Connector | Acceptor,
-        *,
-        outgoing: bool,
-        now: float,
-        channel: TlsChannel | None = None,
-    ) -> None:
-        """Take over a non-blocking socket, and the channel over it if there is one."""
-        self.sock, self.outgoing = sock, outgoing
-        self.peer = handshake.peer if outgoing else -1
-        self.connecting = outgoing
-        self.established = self.refused = False
-        self.readable, self.writable = False, outgoing
-        self.opened_at = self.moved_at = now
-        self.pulse = Pulse(now)
-        self.ended: str | None = None
-        self._handshake: Connector | Acceptor | None = handshake
-        self._channel = channel
-        self._send: Callable[[Sequence[memoryview | bytes]], int] = sock.sendmsg if channel is None else channel.send
-        self._recv_into: Callable[[memoryview], int] = sock.recv_into if channel is None else channel.recv_into
-        self._staging = memoryview(bytearray(_STAGING_BYTES))
-        self._begin = self._end = 0
-        self._delivery: Delivery | None = None
-        self._received = 0
-        self._wake_bytes = 1
-        self._raw_out = b""
-        self._leaving: list[Outgoing] = []
+    def __init__(self, send: Callable[[Sequence[memoryview | bytes]], int], pulse: Pulse) -> None:
+        self.writable = False  # until the epoll object says so
+        self._send, self._pulse = send, pulse
+        self._raw = b""
+        self._messages: list[Outgoing] = []
         self._views: list[memoryview] = []
 
     @property
     def busy(self) -> bool:
-        """Whether a message is half-way out."""
-        return bool(self._views) or bool(self._raw_out)
+        """Whether a part of a message has left and the rest has not."""
+        return bool(self._views) or bool(self._raw)
 
-    # ---------------------------------------------------------------------------------------------------- handshake
-
-    def connected(self) -> None:
-        """The TCP connection stands: begin the handshake.
+    def send_raw(self, data: bytes = b"") -> bool:
+        """Send bytes of the handshake, or a heartbeat, only between messages; returns whether all such bytes have left.
 
         Raises:
-            OSError: It does not stand.
-        """
-        error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if error:
-            raise OSError(error, os.strerror(error))
-        self.connecting = False
-        if self._channel is None:
-            self._begin_handshake()
-
-    def advance_handshake(self) -> None:
-        """Exchange what can be exchanged.
-
-        Raises:
-            AuthenticationError: The other end is not one of us.
             OSError: The connection ended.
         """
-        if self._channel is not None and not self._channel.ready:
+        self._raw += data
+        while self._raw and self.writable:
             try:
-                self._channel.advance()
-            except BlockingIOError:
-                return
-            assert self._handshake is not None
-            self._handshake.bind(self._channel.binding())
-            self.readable = True  # the channel may have more than the last message of the TLS handshake
-            self._begin_handshake()
-        self.flush_raw()
-        while self._handshake is not None and not self._raw_out:
-            handshake = self._handshake
-            have = self._end - self._begin
-            if have < handshake.needed:
-                if not self._fill(handshake.needed - have):
-                    return
-                continue
-            data = bytes(self._staging[self._begin : self._begin + handshake.needed])
-            self._begin += handshake.needed
-            self._raw_out = handshake.feed(data)
-            self.flush_raw()
-            if handshake.needed == 0:
-                self.peer = handshake.peer
-                self._handshake = None
-        if self._handshake is None:
-            self.established = True
-            if self._channel is not None:
-                self._channel.trusted = True
-
-    def _begin_handshake(self) -> None:
-        if isinstance(self._handshake, Connector):
-            self._raw_out = self._handshake.outgoing
-            self.flush_raw()
-
-    def refuse(self) -> bool:
-        """Tell the other end why, if there is a way to say it; returns whether it needs time to read that."""
-        if self._channel is None:
-            return False
-        self._channel.say_why()
-        self.shutdown()
-        self.refused = True
-        return True
-
-    def flush_raw(self) -> None:
-        """Send bytes that are not messages: handshake and heartbeats."""
-        while self._raw_out and self.writable:
-            try:
-                sent = self._send([self._raw_out])
+                sent = self._send([self._raw])
             except BlockingIOError:
                 self.writable = False
-                return
-            self._raw_out = self._raw_out[sent:]
+                break
+            self._raw = self._raw[sent:]
+        return not self._raw
 
-    def queue_raw(self, data: bytes) -> None:
-        """Send ``data`` between two messages; only while nothing is half-way out."""
-        self._raw_out += data
-        self.flush_raw()
-
-    # ------------------------------------------------------------------------------------------------------ writing
-
-    def write(self, endpoint: Endpoint, now: float) -> bool:
-        """Send messages until the socket is full or there is none; returns whether anything left.
+    def write(self, peer: int, endpoint: Endpoint, now: float) -> None:
+        """Send messages until the socket is full or there is none.
 
         Raises:
             OSError: The connection ended.
         """
-        progress = False
-        self.flush_raw()
-        while self.writable and not self._raw_out:
-            if not self._views and not self._load(endpoint):
+        if self._raw:
+            self.send_raw()
+        while self.writable and not self._raw:
+            if not self._views and not self._load(peer, endpoint):
                 break
             try:
                 sent = self._send(self._views)
             except BlockingIOError:
                 self.writable = False
                 break
-            progress = True
-            self.pulse.spoke_at = now
+            self._pulse.spoke_at = now
             self._consume(sent)
             if not self._views:
-                leaving, self._leaving = self._leaving, []
-                for message in leaving:
+                messages, self._messages = self._messages, []
+                for message in messages:
                     endpoint.message_sent(message)
-        return progress
 
-    def _load(self, endpoint: Endpoint) -> bool:
+    def _load(self, peer: int, endpoint: Endpoint) -> bool:
         """Take the next message, and small ones after it as long as they stay small together."""
         total = 0
-        while total < _GATHER_BYTES and len(self._leaving) < _GATHER_MESSAGES:
-            message = endpoint.next_message(self.peer)
+        while total < _GATHER_BYTES and len(self._messages) < _GATHER_MESSAGES:
+            message = endpoint.next_message(peer)
             if message is None:
                 break
-            self._leaving.append(message)
+            self._messages.append(message)
             self._views.append(memoryview(message.header))
             total += HEADER_BYTES
             if message.body is not None and len(message.body):
@@ -218,53 +122,87 @@ class Connection:
         if sent:
             views[0] = views[0][sent:]
 
-    # ------------------------------------------------------------------------------------------------------ reading
 
-    def read(self, endpoint: Endpoint, now: float) -> bool:
-        """Receive messages until the socket is empty or the quantum is used; returns whether anything came.
+@final
+class _ReceivingHalf:
+    """The receiving half of a connection.
+
+    Attributes:
+        readable: Whether the socket may have bytes.
+        moved_at: When something besides a heartbeat last arrived.
+    """
+
+    def __init__(self, sock: socket.socket, channel: TlsChannel | None, pulse: Pulse, now: float) -> None:
+        self.readable, self.moved_at = False, now
+        self._sock, self._pulse = sock, pulse
+        self._recv_into: Callable[[memoryview], int] = sock.recv_into if channel is None else channel.recv_into
+        self._hidden_bytes = 0 if channel is None else HIDDEN_BYTES_MAX
+        self._staging = memoryview(bytearray(_STAGING_BYTES))
+        self._begin = self._end = 0
+        self._delivery: Delivery | None = None
+        self._received = 0
+        self._wake_bytes = 1
+
+    def take(self, count: int) -> bytes | None:
+        """Return the next ``count`` bytes, or ``None`` if they have not all arrived. Later bytes are not read.
+
+        During the handshake nothing else is read, so that bytes of a stranger are never parsed as messages.
+
+        Raises:
+            OSError: The connection ended.
+        """
+        while self._end - self._begin < count:
+            wanted = count - (self._end - self._begin)
+            if not self._fill(wanted, limit=wanted):
+                return None
+        begin, self._begin = self._begin, self._begin + count
+        return bytes(self._staging[begin : self._begin])
+
+    def is_tls_alert(self) -> bool:
+        """Whether the bytes that were not taken are a TLS record that reports an error."""
+        return self._staging[self._begin : self._end][:2] == _TLS_ALERT
+
+    def read(self, peer: int, endpoint: Endpoint, now: float) -> None:
+        """Receive messages until the socket is empty or the quantum is used up.
 
         Raises:
             OSError: The connection ended.
             ProtocolError: The peer sent what no correct peer sends.
         """
         quantum = _READ_QUANTUM_BYTES
-        progress = False
         while quantum > 0:
             if self._delivery is not None:
                 count = self._read_body(endpoint)
                 self.moved_at = now
             elif self._end - self._begin >= HEADER_BYTES:
-                if not self._read_header(endpoint, now):
+                if not self._read_header(peer, endpoint, now):
                     break  # no scratch memory at the moment
                 count = HEADER_BYTES
             else:
-                count = self._fill(HEADER_BYTES)
+                count = self._fill(HEADER_BYTES, limit=_STAGING_BYTES)
             if not count:
                 break
-            progress = True
             quantum -= count
-        if progress:
-            self.pulse.heard_at = now
+        if quantum < _READ_QUANTUM_BYTES:
+            self._pulse.heard_at = now
         if not self.readable:
-            self._settle()
-        return progress
+            self._set_low_water_mark()
 
-    def _settle(self) -> None:
-        """Before waiting: say how much of a large body must be there to be worth waking up for.
+    def _set_low_water_mark(self) -> None:
+        """Tell the kernel how much of a large body must have arrived before it reports the socket as readable.
 
-        Without it a body of 512 KiB at 1 Gbit/s wakes this process eight times, and several ranks on few cores have
+        Without this a body of 512 KiB at 1 Gbit/s wakes this process eight times, and several ranks on few cores have
         no time for that.
         """
         delivery = self._delivery
         left = len(delivery.view) - self._received if delivery is not None else 0
-        if self._channel is not None:
-            left -= HIDDEN_BYTES_MAX  # what the socket has given away already would be waited for in vain
+        left -= self._hidden_bytes  # the TLS library may hold these already, and then they never come to the socket
         wanted = min(left, _WAKE_BYTES) if left > _WAKE_BYTES_MIN else 1
         if wanted != self._wake_bytes:
             self._wake_bytes = wanted
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
-    def _read_header(self, endpoint: Endpoint, now: float) -> bool:
+    def _read_header(self, peer: int, endpoint: Endpoint, now: float) -> bool:
         header = Header.unpack(self._staging[self._begin : self._begin + HEADER_BYTES])
         if header.frame is Frame.HEARTBEAT:
             if header.body_bytes:
@@ -275,7 +213,7 @@ class Connection:
             return False
         self._begin += HEADER_BYTES
         self.moved_at = now
-        delivery = endpoint.accept(self.peer, header)
+        delivery = endpoint.accept(peer, header)
         staged = min(self._end - self._begin, header.body_bytes)
         if staged:
             delivery.view[:staged] = self._staging[self._begin : self._begin + staged]
@@ -297,17 +235,15 @@ class Connection:
             endpoint.delivered(delivery)
         return count
 
-    def _fill(self, wanted: int) -> int:
-        """Read into staging; at least ``wanted`` bytes would be welcome."""
+    def _fill(self, wanted: int, *, limit: int) -> int:
+        """Read at most ``limit`` bytes into the staging buffer, which gets room for ``wanted`` bytes."""
         if self._begin == self._end:
             self._begin = self._end = 0
         elif len(self._staging) - self._end < wanted:
             rest = self._end - self._begin
             self._staging[:rest] = bytes(self._staging[self._begin : self._end])
             self._begin, self._end = 0, rest
-        # During the handshake nothing beyond it is read, so that a stranger's bytes are never parsed as frames.
-        limit = self._end + wanted if self._handshake is not None else len(self._staging)
-        count = self._receive(self._staging[self._end : limit])
+        count = self._receive(self._staging[self._end : self._end + limit])
         self._end += count
         return count
 
@@ -320,11 +256,111 @@ class Connection:
             self.readable = False
             return 0
         if count == 0:
-            if self._handshake is not None and self._channel is None and self._staging[self._begin :][:2] == _TLS_ALERT:
-                who = f"rank {self.peer}" if self.outgoing else "somebody"
-                raise AuthenticationError(f"{who} speaks TLS and this rank does not: set TLS on every rank or on none")
             raise ConnectionResetError("the connection was closed by the other end")
         return count
+
+
+@final
+class Connection:
+    """A socket, its two halves, and the rank at the other end.
+
+    Attributes:
+        sock: The socket.
+        peer: Rank at the other end; -1 until it has said so.
+        opened_here: Whether this rank opened the connection.
+        connecting: Whether the TCP connection is not established yet.
+        established: Whether the handshake is complete.
+        refused: Whether this rank has refused the connection, and only waits until the other end has read why.
+        opened_at: In seconds.
+        pulse: When something last arrived, and when something last left.
+        outgoing: The sending half.
+        incoming: The receiving half.
+    """
+
+    def __init__(
+        self, sock: socket.socket, handshake: Connector | Acceptor, channel: TlsChannel | None, now: float
+    ) -> None:
+        """Take over a non-blocking socket, and the TLS channel over it if there is one."""
+        self.sock = sock
+        self.opened_here = self.connecting = isinstance(handshake, Connector)
+        self.peer = handshake.peer
+        self.established = self.refused = False
+        self.opened_at = now
+        self.pulse = Pulse(now)
+        send = sock.sendmsg if channel is None else channel.send
+        self.outgoing = _SendingHalf(send, self.pulse)
+        self.incoming = _ReceivingHalf(sock, channel, self.pulse, now)
+        self._handshake: Connector | Acceptor | None = handshake
+        self._channel = channel
+
+    # ---------------------------------------------------------------------------------------------------- handshake
+
+    def connected(self) -> None:
+        """Begin the handshake: the TCP connection is established, or has failed.
+
+        Raises:
+            OSError: It has failed.
+        """
+        error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+        self.connecting = False
+        if self._channel is None:
+            self._begin_handshake()
+
+    def advance_handshake(self) -> None:
+        """Go on with the handshake as far as the other end has come.
+
+        Raises:
+            AuthenticationError: The other end is no member of this job.
+            OSError: The connection ended.
+        """
+        channel = self._channel
+        if channel is not None and not channel.ready:
+            try:
+                channel.advance()
+            except BlockingIOError:
+                return
+            assert self._handshake is not None
+            self._handshake.bind(channel.binding())
+            self.incoming.readable = True  # the channel may have more than the last message of the TLS handshake
+            self._begin_handshake()
+        while self.outgoing.send_raw() and self._handshake is not None:
+            handshake = self._handshake
+            try:
+                data = self.incoming.take(handshake.needed)
+            except ConnectionResetError as error:
+                if channel is not None or not self.incoming.is_tls_alert():
+                    raise
+                who = f"rank {self.peer}" if self.opened_here else "somebody"
+                raise AuthenticationError(
+                    f"{who} speaks TLS and this rank does not: set TLS on every rank or on none"
+                ) from error
+            if data is None:
+                return
+            self.outgoing.send_raw(handshake.feed(data))
+            if handshake.needed == 0:
+                self.peer = handshake.peer
+                self._handshake = None
+        if self._handshake is None:
+            self.established = True
+            if channel is not None:
+                channel.trusted = True
+
+    def _begin_handshake(self) -> None:
+        if isinstance(self._handshake, Connector):
+            self.outgoing.send_raw(self._handshake.outgoing)
+
+    def refuse(self) -> bool:
+        """Tell the other end why it is refused, if TLS has an alert for that; returns whether it must still read it."""
+        if self._channel is None:
+            return False
+        self._channel.say_why()
+        self.shutdown()
+        self.refused = True
+        return True
+
+    # ------------------------------------------------------------------------------------------------------- the end
 
     @property
     def unread_bytes(self) -> int:
@@ -339,17 +375,16 @@ class Connection:
         self.sock.close()
 
     def shutdown(self) -> None:
-        """Say that nothing more will be sent."""
-        try:
+        """Tell the other end that nothing more will be sent."""
+        with contextlib.suppress(OSError):  # the connection has ended already
             self.sock.shutdown(socket.SHUT_WR)
-        except OSError as error:  # it has ended already
-            self.ended = self.ended or str(error)
 
     def drain(self, reads_max: int = sys.maxsize) -> bool:
-        """Read and forget; returns whether the other end has closed too, or talks on after so many reads."""
+        """Read and discard; returns whether the other end has closed too, or sends on after so many reads."""
+        discarded = bytearray(_STAGING_BYTES)
         for _ in range(reads_max):
             try:
-                if not self.sock.recv_into(self._staging):
+                if not self.sock.recv_into(discarded):
                     break
             except BlockingIOError:
                 return False

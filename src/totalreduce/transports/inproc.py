@@ -74,23 +74,18 @@ class InprocTransport(Transport):
 
     @property
     def ranks_per_host(self) -> int:
-        """All of them."""
         return self.world_size
 
     def attach(self, endpoint: Endpoint) -> None:
-        """Say who asks and answers."""
         self._endpoint = endpoint
 
     def connected_peers(self) -> Collection[int]:
-        """Peers that something was exchanged with."""
         return self._met
 
     def idle(self) -> bool:
-        """Messages leave whole."""
         return True
 
     def wake(self) -> None:
-        """End a ``wait``."""
         with self._network.lock:
             self._network.signals[self.rank] = True
             self._network.conditions[self.rank].notify_all()

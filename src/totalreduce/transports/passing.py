@@ -151,11 +151,9 @@ class PassingTransport(Transport):
 
     @property
     def ranks_per_host(self) -> int:
-        """How many ranks share this rank's host."""
         return self.hosts.count(self.hosts[self.rank])
 
     def attach(self, endpoint: Endpoint) -> None:
-        """Say who asks and answers."""
         self._endpoint = endpoint
 
     def connected_peers(self) -> Collection[int]:
@@ -163,12 +161,10 @@ class PassingTransport(Transport):
         return set(self._peers) - self._gone
 
     def idle(self) -> bool:
-        """Whether no message is half-way out."""
         wire = self._wire
         return not wire.usable() or not any(wire.busy(peer) for peer in self._peers if peer not in self._gone)
 
     def wake(self) -> None:
-        """End a ``wait``."""
         self._woken.set()
 
     # ----------------------------------------------------------------------------------------------------- progress

@@ -46,7 +46,8 @@ class RoutedTransport(Transport):
     def __init__(self, local: ShmTransport, remote: TcpTransport) -> None:
         """Join two transports of one rank; which peers are local is what ``local`` says."""
         self.rank, self.world_size = local.rank, local.world_size
-        self.counters = remote.counters = local.counters  # counted together from now on
+        self.counters = local.counters
+        remote.count_in(local.counters)
         self._local, self._remote = local, remote
         self._epoll = select.epoll()
         self._epoll.register(local.fileno(), select.EPOLLIN)
@@ -58,13 +59,11 @@ class RoutedTransport(Transport):
         return self._local.ranks_per_host
 
     def attach(self, endpoint: Endpoint) -> None:
-        """Say who asks and answers."""
         members = self._local.members
         self._local.attach(_Side(endpoint, members))
         self._remote.attach(_Side(endpoint, set(range(self.world_size)).difference(members)))
 
     def allocate(self, num_bytes: int) -> np.ndarray[Any, Any] | None:
-        """Memory that the ranks of this host read where it lies."""
         return self._local.allocate(num_bytes)
 
     def progress(self) -> bool:
@@ -74,7 +73,6 @@ class RoutedTransport(Transport):
         return more or self._local.can_send()
 
     def wait(self, timeout_s: float, *, eager: bool = False) -> None:
-        """Wait for either."""
         if not self._local.fall_asleep(eager=eager):
             return
         try:
@@ -87,15 +85,12 @@ class RoutedTransport(Transport):
         self._local.wake()
 
     def connected_peers(self) -> Collection[int]:
-        """Of both."""
         return {*self._local.connected_peers(), *self._remote.connected_peers()}
 
     def idle(self) -> bool:
-        """Whether no message is half-way out."""
         return self._local.idle() and self._remote.idle()
 
     def let_go(self) -> None:
-        """Close the descriptors of both in a forked child."""
         self._local.let_go()
         self._remote.let_go()
         self._epoll.close()

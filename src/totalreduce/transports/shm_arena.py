@@ -1,9 +1,9 @@
-"""Memory for tensors that the other ranks of the host read where it lies: messages out of it are not staged.
+"""Memory for tensors that the other ranks of the host read in place: messages out of it are not staged.
 
-The arena is the end of a rank's memory file, behind the outbox proper: as long as a fair share of the machine's memory,
-but without any until somebody asks for some. What was asked for is reserved at once, so that a lack of memory shows
-there and is no signal at the first touch. When the last tensor in it has gone it serves other tensors; it is not given
-back to the system while the group lives.
+The arena is the last part of a rank's memory file. It is as long as a fair share of the machine's memory, but no memory
+is reserved for it until a tensor is allocated. The tensor's memory is reserved at once, so that a lack of memory is an
+error there and not a signal at the first touch. Memory of tensors that are gone serves later tensors; it is not given
+back to the system while the group exists.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _PAGE = 4096
 
 @final
 class Arena:
-    """The part of the file ``fd``, mapped as ``view``, from ``start`` on. ``allocate`` from any thread."""
+    """The part of the file ``fd``, mapped as ``view``, from ``start`` on. Any thread may call ``allocate``."""
 
     def __init__(self, fd: int, view: memoryview, start: int) -> None:
-        """All of it free."""
+        """Make an arena in which nothing is allocated."""
         self._fd, self._view = fd, view
         self._begin = np.frombuffer(view, np.uint8).ctypes.data
         self._stop = self._begin + len(view)
-        #: Where the reserved part ends, and what is free before that: (start, length), sorted, without neighbours.
+        #: The end of the reserved part, and the free ranges before it: (start, length), sorted, no two adjacent.
         self._start = self._top = start
         self._holes: list[tuple[int, int]] = []
         self._freed: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
 
     def allocate(self, num_bytes: int) -> np.ndarray[Any, Any] | None:
-        """Memory, shape ``(num_bytes,)`` of uint8, with whatever was in it; it is free when the array has gone.
+        """Return an uninitialised array of ``num_bytes`` uint8, or ``None``, after a warning, if memory is short.
 
-        ``None`` where there is not enough, after a warning.
+        Its memory is free again when the array is deleted.
         """
         length = max(1, math.ceil(num_bytes / _PAGE)) * _PAGE
         with self._lock:
@@ -58,19 +58,19 @@ class Arena:
         return array
 
     def close(self) -> None:
-        """No more memory from here; what was given out stays until it is let go of."""
+        """Allocate nothing more. Arrays that exist stay valid."""
         with self._lock:
             self._fd = -1
 
-    def place_of(self, body: memoryview) -> int:
-        """Where in the file ``body`` lies; 0 if it does not."""
-        if self._top == self._start or body.readonly:  # nothing was ever allocated, or it is no tensor's
+    def offset_of(self, body: memoryview) -> int:
+        """Return the offset of ``body`` in the file; 0 if it does not lie in the arena."""
+        if self._top == self._start or body.readonly:  # nothing was ever allocated, or the body is no tensor's
             return 0
         address = ctypes.addressof(ctypes.c_char.from_buffer(body))
         return address - self._begin if self._begin <= address < self._stop else 0
 
     def _take(self, length: int) -> int | None:
-        while self._freed:  # appended to by whoever lets go of an array, perhaps in the midst of this
+        while self._freed:  # another thread may append to it meanwhile, when it deletes an array
             self._put_back(*self._freed.popleft())
         for index, (start, free) in enumerate(self._holes):
             if free >= length:
@@ -98,5 +98,5 @@ class Arena:
 
 
 def _give_back(freed: deque[tuple[int, int]], start: int, length: int, owner: int) -> None:
-    if os.getpid() == owner:  # in a child process the memory is still the parent's
+    if os.getpid() == owner:  # a forked child does not free the parent's memory
         freed.append((start, length))

@@ -1,16 +1,17 @@
-"""The memory that one rank writes and the other ranks of its host read: layout, making, mapping, order of stores.
+"""The memory that one rank writes and the other ranks of its host read: layout, allocation, mapping, order of stores.
 
-Every rank has one memory file, its *outbox*. Nobody but its owner writes to it, so what is shared needs no lock: every
-word has one writer, and counters only grow. From its begin:
+Every rank has one memory file, its *outbox*. Only its owner writes to it, so no lock is needed: every word has one
+writer, and counters only grow. The parts of an outbox, in their order:
 
-* words of the owner: is it asleep, its heartbeat, on which processor it waits;
-* one block of words per peer: how many entries the owner has published to this peer, how many of this peer's entries it
-  has consumed, and by piece of this peer's pool, then by loan, the last use that it has given back;
-* one ring of entries per peer: a message's header, where its body is, and the body itself if it is small;
+* words of the owner: whether it sleeps, its heartbeat, the processor on which it waits;
+* one block of words per peer: the number of entries that the owner has published to this peer, the number of this
+  peer's entries that it has consumed, and the last use that it has given back of every piece of this peer's pool and
+  of every loan;
+* one ring of entries per peer: a message's header, the place of its body, and the body itself if it is small;
 * the pool: pieces of two sizes for the other bodies;
-* the arena: tensors whose bytes are not staged but lent (``shm_arena.py``).
+* the arena: tensors whose bytes are lent and not staged (``shm_arena.py``).
 
-A word is 64 bits and is read and written through ``memoryview.cast("Q")``, which is one machine instruction. x86 keeps
+A word has 64 bits and is read and written through ``memoryview.cast("Q")``, which is one machine instruction. x86 keeps
 stores in order, and loads; other machines need fences (``Fences``).
 """
 
@@ -37,7 +38,7 @@ from totalreduce.foundation.header import HEADER_BYTES
 from totalreduce.foundation.os_errors import is_out_of_descriptors
 from totalreduce.transports.shm_arena import Arena
 
-__all__ = ["CARD_BYTES", "Fences", "Layout", "Mapping", "Outbox", "shm_available"]
+__all__ = ["CARD_BYTES", "Fences", "Mapping", "Outbox", "OutboxLayout", "shm_available"]
 
 _PAGE = 4096
 _LINE_WORDS = 8
@@ -55,7 +56,7 @@ _SEQ_CST = 5
 SLEEP_WORD, BEAT_WORD, CPU_WORD, _LINKS_WORD = 0, _LINE_WORDS, 2 * _LINE_WORDS, 3 * _LINE_WORDS
 #: Within the block of a peer.
 PUBLISHED, CONSUMED, GIVEN_BACK = 0, 1, _LINE_WORDS
-#: Of an entry: the header, then three words (see ``Layout.entry_word``), then the body.
+#: Of an entry: the header, then three words (see ``OutboxLayout.entry_word``), then the body.
 _BODY_AT = HEADER_BYTES + 64
 
 _RING_BYTES = 2 * 1024 * 1024
@@ -65,17 +66,17 @@ LOANS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Where everything lies in an outbox; equal for all ranks of a host.
+class OutboxLayout:
+    """The offsets of all parts of an outbox; equal for all ranks of a host.
 
     Attributes:
-        local_ranks: How many ranks share memory. A rank's place among them is its *index* here.
-        slots: Entries of a ring.
-        inline_bytes: Bodies up to this lie in their entry.
+        local_ranks: Number of ranks that share memory. The *index* of a rank is its position among them.
+        slots: Number of entries of a ring.
+        inline_bytes: Bodies up to this length lie in their entry.
         small_pieces: Number of pieces of ``small_bytes``; they come first in the pool.
-        small_bytes: Their length.
+        small_bytes: Length of a small piece.
         large_pieces: Number of pieces of ``large_bytes``.
-        large_bytes: Their length; longer bodies are sent in parts.
+        large_bytes: Length of a large piece; longer bodies are sent in parts.
     """
 
     local_ranks: int
@@ -87,8 +88,8 @@ class Layout:
     large_bytes: int
 
     @classmethod
-    def choose(cls, local_ranks: int, max_body_bytes: int, pool_bytes: int) -> Layout:
-        """A layout for bodies of up to ``max_body_bytes`` (longer ones go in parts) in about ``pool_bytes``."""
+    def choose(cls, local_ranks: int, max_body_bytes: int, pool_bytes: int) -> OutboxLayout:
+        """Return a layout for bodies of up to ``max_body_bytes`` (longer ones go in parts) in about ``pool_bytes``."""
         slots = 32
         inline = _RING_BYTES // (slots * max(1, local_ranks - 1))
         inline = max(_INLINE_BYTES_MIN, min(_INLINE_BYTES_MAX, inline & -1024))
@@ -102,17 +103,18 @@ class Layout:
         return self.small_pieces + self.large_pieces
 
     @property
-    def _block_words(self) -> int:
+    def block_words(self) -> int:
+        """Number of words that a rank keeps about one peer."""
         return GIVEN_BACK + _round_up(self.pieces + LOANS, _LINE_WORDS)
 
     @property
     def entry_bytes(self) -> int:
-        """From one entry to the next."""
+        """Distance from one entry to the next."""
         return _BODY_AT + self.inline_bytes
 
     @property
     def _rings_at(self) -> int:
-        return _round_up(8 * (_LINKS_WORD + (self.local_ranks - 1) * self._block_words), _PAGE)
+        return _round_up(8 * (_LINKS_WORD + (self.local_ranks - 1) * self.block_words), _PAGE)
 
     @property
     def _pool_at(self) -> int:
@@ -120,34 +122,34 @@ class Layout:
 
     @property
     def total_bytes(self) -> int:
-        """Length of all this; the rest of the file is the arena, as long as its owner could have it."""
+        """Length of all parts but the arena, which is the rest of the file."""
         return self._pool_at + self.small_pieces * self.small_bytes + self.large_pieces * self.large_bytes
 
     def block(self, owner: int, peer: int) -> int:
-        """First word of what index ``owner`` keeps about index ``peer``."""
-        return _LINKS_WORD + (peer - (peer > owner)) * self._block_words
+        """Return the first word of the block that index ``owner`` keeps about index ``peer``."""
+        return _LINKS_WORD + (peer - (peer > owner)) * self.block_words
 
     def entry(self, owner: int, peer: int, slot: int) -> int:
-        """Offset of an entry that ``owner`` writes for ``peer``, in bytes."""
+        """Return the offset of an entry that ``owner`` writes for ``peer``, in bytes."""
         return self._rings_at + ((peer - (peer > owner)) * self.slots + slot) * self.entry_bytes
 
     def entry_word(self, owner: int, peer: int, slot: int) -> int:
-        """The first of an entry's words: where the body is, the use of piece or loan, the place of what is lent."""
+        """Return the first of an entry's three words: length and piece of the body, use of the piece, offset."""
         return (self.entry(owner, peer, slot) + HEADER_BYTES) // 8
 
     def entry_body(self, owner: int, peer: int, slot: int) -> int:
-        """Offset of the body within an entry."""
+        """Return the offset of an entry's body, in bytes."""
         return self.entry(owner, peer, slot) + _BODY_AT
 
     def piece(self, number: int) -> tuple[int, int]:
-        """Offset and length of a piece."""
+        """Return the offset and the length of a piece."""
         if number < self.small_pieces:
             return self._pool_at + number * self.small_bytes, self.small_bytes
         number -= self.small_pieces
         return self._pool_at + self.small_pieces * self.small_bytes + number * self.large_bytes, self.large_bytes
 
     def card(self) -> bytes:
-        """What two ranks compare when they meet."""
+        """Return the layout in the form in which two ranks compare it when they meet."""
         return _CARD.pack(
             _MAGIC,
             self.local_ranks,
@@ -167,17 +169,19 @@ def _round_up(value: int, step: int) -> int:
 
 @final
 class Fences:
-    """What keeps other processes from seeing loads and stores in another order.
+    """Memory fences: other processes see the loads and stores before a fence before those after it.
 
-    ``full`` orders a store before a later load (each side says something, then looks at what the other has said);
-    ``order`` is for everything else, and ``None`` where the machine does that by itself.
-
-    Raises:
-        ConfigurationError: There is no fence on this machine.
+    Attributes:
+        full: Orders a store before a later load, for two ranks that each write a word and then read the other's word.
+        order: Orders all other loads and stores; ``None`` where the machine keeps that order by itself.
     """
 
     def __init__(self) -> None:
-        """Find them."""
+        """Find the fences of this machine.
+
+        Raises:
+            ConfigurationError: There is none.
+        """
         self.full: Callable[[], object]
         self.order: Callable[[], object] | None = None
         if platform.machine().lower() in _STRONGLY_ORDERED:
@@ -200,12 +204,11 @@ class Fences:
 
 
 def shm_available() -> str | None:
-    """Why ranks of this host cannot use shared memory, or ``None`` if they can."""
+    """Return why ranks of this host cannot use shared memory, or ``None`` if they can."""
     if not sys.platform.startswith("linux"):
         return f"shared memory needs Linux, and this is {sys.platform}"
     try:
-        Fences()
-        Outbox(Layout.choose(1, _PAGE, _PAGE)).close()
+        Outbox(OutboxLayout.choose(1, _PAGE, _PAGE)).close()
     except ConfigurationError as error:
         return str(error)
     return None
@@ -216,19 +219,22 @@ class Outbox:
     """This rank's memory.
 
     Attributes:
-        fd: To be given to the peers; sealed, so that nobody can shrink what they have mapped.
-        view: All of it.
-        words: All but the arena, as words.
+        layout: The offsets of its parts.
+        fences: The fences of this machine.
+        fd: To be given to the peers; sealed, so that no process can shrink the file that the peers have mapped.
+        view: The entire memory.
+        words: The memory without the arena, as words.
         arena: Memory for tensors.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        """Make it.
+    def __init__(self, layout: OutboxLayout) -> None:
+        """Allocate and map the memory.
 
         Raises:
             ConfigurationError: There is not enough memory, or the system does not allow it.
             OSError: This process, or the machine, has too many open files.
         """
+        self.layout, self.fences = layout, Fences()
         size = layout.total_bytes
         try:
             self.fd = os.memfd_create("totalreduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -254,12 +260,12 @@ class Outbox:
         with contextlib.suppress(OSError):  # older kernels: the peers map it for reading anyway
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         self.view = memoryview(memory)
-        np.frombuffer(self.view[:size], np.uint8)[::_PAGE] = 0  # map it now and not while messages wait
+        np.frombuffer(self.view[:size], np.uint8)[::_PAGE] = 0  # page faults happen now and not while messages wait
         self.words = self.view[:size].cast("Q")
         self.arena = Arena(self.fd, self.view, size)
 
     def close(self) -> None:
-        """Close the file. The memory goes when the last view of it has gone."""
+        """Close the file. The memory is freed with the last view of it."""
         self.arena.close()
         os.close(self.fd)
 
@@ -289,17 +295,19 @@ class Mapping:
     """A peer's memory, for reading.
 
     Attributes:
-        view: All of it, the arena included.
-        words: All but the arena, as words.
+        layout: The offsets of its parts.
+        view: The entire memory, the arena included.
+        words: The memory without the arena, as words.
     """
 
-    def __init__(self, fd: int, layout: Layout) -> None:
-        """Map it; ``fd`` may be closed afterwards.
+    def __init__(self, fd: int, layout: OutboxLayout) -> None:
+        """Map the memory file ``fd``, which may be closed afterwards.
 
         Raises:
-            ProtocolError: It is not what a correct peer hands over.
+            ProtocolError: No correct peer hands over such a file.
             OSError: This process, or the machine, has too many open files.
         """
+        self.layout = layout
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             size = os.fstat(fd).st_size
@@ -314,5 +322,5 @@ class Mapping:
                 raise
             raise ProtocolError(f"the memory file cannot be mapped: {error.strerror}") from error
         self.view = memoryview(memory)
-        np.frombuffer(self.view[: layout.total_bytes], np.uint8)[::_PAGE].sum()  # as for ``Outbox``
+        np.frombuffer(self.view[: layout.total_bytes], np.uint8)[::_PAGE].sum()  # as in ``Outbox``
         self.words = self.view[: layout.total_bytes].cast("Q")

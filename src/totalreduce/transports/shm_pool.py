@@ -1,7 +1,7 @@
-"""Where bodies wait for their receivers: pieces of this rank's outbox, written once, read by one peer or by several.
+"""The pieces of this rank's memory in which bodies wait for their receivers: written once, read by one or more peers.
 
-A piece is free again when every peer that was sent it has given it back, which each says in a word of its own outbox.
-The piece that came back last is taken first: it is still in the cache.
+A piece is free again when every peer to which it was sent has given it back; each peer says so in a word of its own
+memory. The piece that came back last is used first, because it is still in the processor's cache.
 """
 
 from __future__ import annotations
@@ -12,55 +12,60 @@ from typing import Any, final
 
 import numpy as np
 
-from totalreduce.transports.shm_memory import Layout
+from totalreduce.transports.shm_memory import GIVEN_BACK, Outbox
 
 __all__ = ["Piece", "StagingPool"]
 
 
 @final
 class Piece:
-    """One piece of the pool and who has still to read it.
+    """One piece of the pool, and the peers that have still to read it.
 
     Attributes:
-        number: Its place in the layout.
+        number: Number of the piece in the layout.
+        large: Whether it is one of the large pieces.
         use: How often it has been filled. A peer gives back a use, not the piece.
-        out: Whether somebody may still have to read it.
+        out: Whether a peer may still have to read it.
         keepable: Whether a receiver may keep it while it waits for other messages.
-        readers: For each, its words and the place of the one that will be equal to ``use``.
+        readers: For each reader, the block of words in which it gives pieces back.
     """
 
     __slots__ = ("array", "keepable", "key", "large", "number", "out", "readers", "use")
 
     def __init__(self, number: int, array: np.ndarray[Any, Any], *, large: bool) -> None:
-        """A piece that was never used."""
+        """Make a piece that was never used."""
         self.number, self.array, self.large = number, array, large
         self.use = 0
         self.out = False
         self.keepable = False
         self.key: Hashable = None
-        self.readers: list[tuple[memoryview, int]] = []
+        self.readers: list[memoryview] = []
 
     @property
     def released(self) -> bool:
         """Whether every reader has given it back."""
-        use = self.use
-        return all(words[place] == use for words, place in self.readers)
+        use, word = self.use, GIVEN_BACK + self.number
+        return all(block[word] == use for block in self.readers)
 
 
 @final
 class StagingPool:
-    """The pieces of one outbox. Used by whoever moves messages.
+    """The pieces of one outbox. Only the thread that moves messages uses it.
 
-    Why this cannot deadlock: a message is only taken while a large piece is free (``has_room``). At most half of the
-    large pieces are out as *keepable*; the others come back after a computation that waits for nothing.
+    This cannot deadlock: a message is only taken while a large piece is free (``has_room``). At most half of the large
+    pieces are out as *keepable*; the others come back after a computation that waits for nothing.
+
+    Attributes:
+        large_bytes: Length of the large pieces. Longer bodies are sent in parts.
     """
 
-    def __init__(self, memory: memoryview, layout: Layout) -> None:
-        """All pieces free."""
+    def __init__(self, outbox: Outbox) -> None:
+        """Make a pool in which all pieces are free."""
+        layout = outbox.layout
         pieces = []
         for number in range(layout.pieces):
             start, length = layout.piece(number)
-            array = np.frombuffer(memory[start : start + length], np.uint8)
+            array = np.frombuffer(outbox.view[start : start + length], np.uint8)
             pieces.append(Piece(number, array, large=number >= layout.small_pieces))
         self.large_bytes, self._small_bytes = layout.large_bytes, layout.small_bytes
         self._small = [piece for piece in pieces if not piece.large]
@@ -73,22 +78,21 @@ class StagingPool:
         """Whether a body of any length (or a part of it) can be staged."""
         return bool(self._large) or self._collect()
 
-    def stage(self, body: memoryview, key: Hashable, words: memoryview, came_back_at: int) -> Piece:
-        """A piece with the bytes of ``body``, at most ``large_bytes``; only after ``has_room``.
+    def stage(self, body: memoryview, key: Hashable, reader: memoryview) -> Piece:
+        """Return a piece with the bytes of ``body``. Call it only after ``has_room``.
 
         Args:
-            body: Copied, unless a piece with an equal ``key`` still has it.
+            body: At most ``large_bytes``. It is copied, unless a piece with an equal ``key`` still holds it.
             key: See ``Outgoing.share_key``.
-            words: Of the peer that it is for.
-            came_back_at: Place of the word in which this peer gives back piece 0.
+            reader: The block of words in which the receiver gives pieces back.
         """
         if key is not None:
             shared = self._shared.get(key)
-            if shared is not None and all(words is not other for other, _ in shared.readers):
+            if shared is not None and all(reader is not other for other in shared.readers):
                 if not shared.out:  # it has come back meanwhile, but nothing else was written to it
                     (self._large if shared.large else self._small).remove(shared)
                     self._take(shared)
-                shared.readers.append((words, came_back_at + shared.number))
+                shared.readers.append(reader)
                 return shared
         out = self._out
         while out and out[0].released:
@@ -102,7 +106,7 @@ class StagingPool:
             self._shared[key] = piece
         np.copyto(piece.array[:length], np.frombuffer(body, np.uint8))  # releases the GIL
         self._take(piece)
-        piece.readers.append((words, came_back_at + piece.number))
+        piece.readers.append(reader)
         return piece
 
     def _take(self, piece: Piece) -> None:
@@ -130,10 +134,10 @@ class StagingPool:
         return bool(self._large)
 
     def has_come_back(self) -> bool:
-        """Whether ``has_room`` may say yes by now. Changes nothing; any thread."""
+        """Whether ``has_room`` may return true by now. Changes nothing; any thread."""
         return bool(self._large) or any(piece.released for piece in self._out.copy() if piece.large)
 
-    def forget(self, words: memoryview) -> None:
-        """A reader is gone: its pieces count as given back."""
+    def forget(self, reader: memoryview) -> None:
+        """Count the pieces of a reader that is gone as given back."""
         for piece in self._out:
-            piece.readers = [reader for reader in piece.readers if reader[0] is not words]
+            piece.readers = [block for block in piece.readers if block is not reader]

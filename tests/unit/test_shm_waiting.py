@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from totalreduce.transports.shm_memory import CPU_WORD, Layout, Outbox
-from totalreduce.transports.shm_seat import Seat
+from totalreduce.transports.shm_memory import CPU_WORD, Outbox, OutboxLayout
+from totalreduce.transports.shm_waiting import ProcessorChoice
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
 
@@ -18,7 +18,7 @@ def neighbours(*cpus_by_peer):
 
 @pytest.fixture
 def outbox():
-    made = Outbox(Layout.choose(2, 4096, 4096))
+    made = Outbox(OutboxLayout.choose(2, 4096, 4096))
     yield made
     made.close()
 
@@ -42,7 +42,7 @@ def settled(outbox, here, rank, others, where):
     for _ in range(20):
         os.sched_setaffinity(0, here[:1])
         os.sched_setaffinity(0, here)
-        alone = Seat(rank, outbox).settle(others)
+        alone = ProcessorChoice(rank, outbox).choose(others)
         if outbox.words[CPU_WORD] == where + 1:
             return alone
     pytest.fail(f"it says {outbox.words[CPU_WORD] - 1} and not {where}")
@@ -72,42 +72,42 @@ def test_where_all_processors_are_taken_nobody_moves(outbox, here):
 
 def test_a_sleeper_is_kept_off_its_neighbours_processors_until_it_wakes(outbox, here):
     first, second = here
-    seat = Seat(1, outbox)
+    processor = ProcessorChoice(1, outbox)
     for _ in range(2):
-        seat.keep(neighbours((0, first + 1)))
+        processor.avoid(neighbours((0, first + 1)))
         assert os.sched_getaffinity(0) == {second}
-        seat.leave()
+        processor.restore()
         assert os.sched_getaffinity(0) == {first, second}
-    seat.keep(neighbours((0, 0)))  # it never said where it is
+    processor.avoid(neighbours((0, 0)))  # it never said where it is
     assert os.sched_getaffinity(0) == {first, second}
-    seat.leave()
+    processor.restore()
 
 
 def test_what_somebody_else_decides_meanwhile_stands(outbox, here):
     first, second = here
-    seat = Seat(1, outbox)
-    seat.keep(neighbours((0, first + 1)))
+    processor = ProcessorChoice(1, outbox)
+    processor.avoid(neighbours((0, first + 1)))
     os.sched_setaffinity(threading.get_native_id(), {first})  # as taskset does
-    seat.leave()
+    processor.restore()
     assert os.sched_getaffinity(0) == {first}
     os.sched_setaffinity(0, {first, second})
 
 
 def test_every_thread_gets_its_own_processors_back(outbox, here):
     first, second = here
-    seat = Seat(1, outbox)
+    processor = ProcessorChoice(1, outbox)
     found = []
 
     def other():
         os.sched_setaffinity(0, {second})
-        seat.keep(neighbours((0, first + 1)))
-        seat.leave()
+        processor.avoid(neighbours((0, first + 1)))
+        processor.restore()
         found.append(os.sched_getaffinity(0))
 
-    seat.keep(neighbours((0, first + 1)))
+    processor.avoid(neighbours((0, first + 1)))
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    seat.leave()
+    processor.restore()
     assert found == [{second}]
     assert os.sched_getaffinity(0) == {first, second}

@@ -1,4 +1,4 @@
-"""Sockets where this process, or the machine, can open no more of them: wait, say so rarely, and go on or fail."""
+"""Listening sockets, refused connections, and sockets that cannot be opened because descriptors are short."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import Any, final
 
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error
+from totalreduce.transports.base import TransportCounters
 
-__all__ = ["Door", "Shortage"]
+__all__ = ["DescriptorShortage", "Listener"]
 
 _log = logging.getLogger(__name__)
 
-#: How long nobody is accepted after the system had no descriptor or no memory for a connection.
+#: For how long nothing is accepted after the system had no descriptor or no memory for a connection.
 _PAUSE_S = 0.1
-#: Errors that stay until this process, or the machine, has freed something.
+#: Errors that last until this process, or the machine, has freed something.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @final
-class Door:
-    """Accepts connections. The epoll object is level-triggered for the listening socket.
+class Listener:
+    """Accepts connections, and counts those that are refused. It is level-triggered in the epoll object.
 
     A connection that cannot be accepted, for want of a descriptor for instance, stays in the kernel's queue and would
     make the epoll object readable again at once: a loop that takes all the time of a core and logs as fast as it can.
@@ -31,28 +32,31 @@ class Door:
     They are not accepted and closed with a spare descriptor, because a rank may be among them.
 
     Attributes:
-        listener: The socket.
+        sock: The listening socket.
+        epoll: The epoll object in which it is registered.
+        counters: Where refused connections are counted.
         resume_at: When the listening socket is to be polled again, in seconds; infinite while it is polled.
+        last_refusal: Why a connection was last refused; "" if none was.
     """
 
-    def __init__(self, rank: int, listener: socket.socket, epoll: select.epoll) -> None:
+    def __init__(self, rank: int, sock: socket.socket, epoll: select.epoll, counters: TransportCounters) -> None:
         """Take over a non-blocking listening socket."""
-        self.listener = listener
+        self.sock, self.epoll, self.counters = sock, epoll, counters
         self.resume_at = float("inf")
-        self._rank, self._epoll = rank, epoll
-        self._failures = 0
-        epoll.register(listener.fileno(), select.EPOLLIN)
+        self.last_refusal = ""
+        self._rank, self._failures = rank, 0
+        epoll.register(sock.fileno(), select.EPOLLIN)
 
     def accept(self, now: float) -> tuple[socket.socket, Any] | None:
-        """The next connection and where it comes from; ``None`` if there is none, or none can be accepted now."""
+        """Return the next connection, non-blocking, and its address; ``None`` if none can be accepted now."""
         try:
-            return self.listener.accept()
+            sock, address = self.sock.accept()
         except BlockingIOError:
             return None
         except OSError as error:
             self._failures += 1
             if error.errno in _EXHAUSTED:
-                self._epoll.modify(self.listener.fileno(), 0)
+                self.epoll.modify(self.sock.fileno(), 0)
                 self.resume_at = now + _PAUSE_S
             if _is_logged(self._failures):
                 _log.warning(
@@ -62,46 +66,56 @@ class Door:
                     describe_error(error),
                 )
             return None
+        sock.setblocking(False)
+        return sock, address
+
+    def refused(self, reason: str) -> None:
+        """Count a connection that was refused, and log the reason."""
+        self.last_refusal = reason
+        self.counters.refused_connections += 1
+        if _is_logged(self.counters.refused_connections):
+            count = self.counters.refused_connections
+            _log.warning("rank %d refused a connection (number %d): %s", self._rank, count, reason)
 
     def resume(self, now: float) -> None:
-        """Poll the listening socket again, if its time has come."""
+        """Poll the listening socket again at ``resume_at``."""
         if now >= self.resume_at:
             self.resume_at = float("inf")
-            self._epoll.modify(self.listener.fileno(), select.EPOLLIN)
+            self.epoll.modify(self.sock.fileno(), select.EPOLLIN)
 
     def let_go(self) -> None:
-        """Close the socket of a forked child. The epoll object is the parent's, too, and is told nothing."""
-        self.listener.close()
+        """Close the socket in a forked child. The epoll object belongs to the parent too, and is not changed."""
+        self.sock.close()
 
     def close(self) -> None:
-        """Accept nobody any more."""
-        self._epoll.unregister(self.listener.fileno())
-        self.listener.close()
+        """Accept no more connections."""
+        self.epoll.unregister(self.sock.fileno())
+        self.sock.close()
 
 
 @final
-class Shortage:
-    """Connections to peers that cannot be opened, because this process has no descriptor left.
+class DescriptorShortage:
+    """Connections to peers that cannot be opened because this process has no descriptor left.
 
     The peers are not to blame: such a connection is tried again for a while, and then this rank fails.
     """
 
     def __init__(self, rank: int, patience_s: float) -> None:
-        """``patience_s``: how long it may last."""
+        """``patience_s``: how long the shortage may last before this rank fails."""
         self._rank, self._patience_s = rank, patience_s
         self._since: float | None = None
         self._failures = 0
 
     @property
     def lasts(self) -> bool:
-        """Whether the last connection that was tried could not be opened."""
+        """Whether the last attempt to open a connection failed."""
         return self._since is not None
 
     def occurred(self, peer: int, error: OSError, now: float) -> None:
-        """A connection to ``peer`` could not be opened.
+        """Note that a connection to ``peer`` could not be opened.
 
         Raises:
-            ConfigurationError: That has been so for too long; names the limit.
+            ConfigurationError: The shortage lasts too long; the message names the limit.
         """
         self._since = now if self._since is None else self._since
         self._failures += 1
@@ -112,10 +126,10 @@ class Shortage:
             _log.warning("%s. It is tried again (number %d)", text, self._failures)
 
     def ended(self) -> None:
-        """A connection could be opened."""
+        """Note that a connection could be opened."""
         self._since = None
 
 
 def _is_logged(count: int) -> bool:
-    """The 1st, 2nd, 4th, 8th time: the log must not fill."""
+    """Whether this is the 1st, 2nd, 4th, 8th time: strangers must not fill the log."""
     return count & (count - 1) == 0

@@ -1,0 +1,262 @@
+"""The TCP connections of one rank: opened on first use, accepted, authenticated, tried again, and closed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from totalreduce.foundation.config import TcpConfig
+from totalreduce.foundation.errors import AuthenticationError
+from totalreduce.foundation.os_errors import is_out_of_descriptors
+from totalreduce.transports.connection import Connection
+from totalreduce.transports.handshake import Acceptor, Connector, JobIdentity
+from totalreduce.transports.listener import DescriptorShortage, Listener
+from totalreduce.transports.liveness import Liveness
+from totalreduce.transports.tls import HungUp, TlsChannel, TlsCredentials
+
+__all__ = ["PeerConnections"]
+
+_log = logging.getLogger(__name__)
+
+_TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+#: Eight bytes of flags, fifteen 32-bit numbers, then ``tcpi_rtt`` in microseconds.
+_TCP_INFO_RTT = struct.Struct("68xI")
+#: Round trips shorter than this are a local network (or one host).
+_NEAR_S = 0.005
+#: So many refused attempts mean that the peer is gone: it listens before its address is known.
+_REFUSALS_MAX = 3
+_RETRY_S = 0.1
+#: A peer that hangs up when TLS begins does not use TLS, unless it was short of room for handshakes for a moment.
+_NO_TLS_S = 1.0
+#: How often a refused connection is read from, so that unread bytes do not turn the TLS alert into a reset.
+_LINGER_READS_MAX = 16
+_EVENTS = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """The attempts to connect to one peer.
+
+    Attributes:
+        first_at: When the first one began, in seconds.
+        retry_at: When the next one may begin.
+        failures: How many have failed since the last success.
+    """
+
+    first_at: float
+    retry_at: float = 0.0
+    failures: int = 0
+
+
+@final
+class PeerConnections:
+    """All connections of one rank, established or not.
+
+    Attributes:
+        open: By descriptor.
+        routes: By peer, the connection that this rank's messages take. It is chosen once and never changed.
+        gone: Peers that are lost, or whose connection was closed.
+        listener: The listening socket.
+        distrust: Whether this rank and another one did not accept each other's certificates.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        addresses: Sequence[tuple[str, int]],
+        listener: Listener,
+        identity: JobIdentity,
+        config: TcpConfig,
+        credentials: TlsCredentials | None,
+        liveness: Liveness,
+        lose: Callable[[int, str], None],
+    ) -> None:
+        """Begin without a connection; for the arguments see ``TcpTransport``.
+
+        ``liveness``: its ``due_at`` is brought forward to attempts that are to be repeated. ``lose`` is called with a
+        peer that cannot be reached, and the reason.
+        """
+        self.open: dict[int, Connection] = {}
+        self.routes: dict[int, Connection] = {}
+        self.gone: set[int] = set()
+        self.listener = listener
+        self.distrust = False
+        self._rank, self._addresses = rank, addresses
+        self._identity, self._config, self._credentials = identity, config, credentials
+        self._liveness, self._lose = liveness, lose
+        self._attempts: dict[int, _Attempts] = {}
+        self._shortage = DescriptorShortage(rank, config.connect_timeout_s)
+
+    def find_route(self, peer: int, now: float) -> Connection | None:
+        """Return a new route to ``peer``, established or not; ``None`` if it is too early to try again."""
+        attempts = self._attempts.get(peer)
+        if attempts is not None and now < attempts.retry_at:
+            return None
+        for connection in self.open.values():
+            if connection.peer == peer and connection.established:
+                self.routes[peer] = connection
+                return connection
+        return self._connect(peer, now)
+
+    def accept(self) -> None:
+        """Accept the connections that wait, or some of them: the rest after the peers had their turn."""
+        for _turn in range(-(-self._config.pending_handshakes_max // 4)):
+            accepted = self.listener.accept(time.monotonic())
+            if accepted is None:
+                self._liveness.due_at = min(self._liveness.due_at, self.listener.resume_at)
+                return
+            sock, origin = accepted
+            pending = [c for c in self.open.values() if not c.established and not c.opened_here]
+            if len(pending) >= self._config.pending_handshakes_max:
+                # The oldest is refused: a peer's handshake takes but a moment, so idle strangers cannot keep it out.
+                self.drop(pending[0])
+                if not pending[0].refused:
+                    self.listener.refused("too many connections that do not say who they are")
+            self._add(sock, Acceptor(self._identity, self._rank, len(self._addresses)), f"somebody at {origin[0]}")
+
+    def advance(self, connection: Connection) -> None:
+        """Go on with connecting, with the handshake, or with the end of a refused connection."""
+        now = time.monotonic()
+        if connection.refused:
+            if connection.drain(_LINGER_READS_MAX):
+                self.drop(connection)
+            return
+        try:
+            if connection.connecting:
+                if not connection.outgoing.writable:
+                    return
+                connection.connected()
+                self._choose_congestion(connection)
+            connection.advance_handshake()
+        except AuthenticationError as error:
+            if not connection.refuse() or connection.opened_here or connection.drain(_LINGER_READS_MAX):
+                self.drop(connection)
+            if connection.opened_here:
+                self.distrust = self._credentials is not None
+                self._lose(connection.peer, str(error))
+            else:
+                self.listener.refused(str(error))
+        except OSError as error:
+            self.drop(connection)
+            if connection.opened_here:
+                self._connect_failed(connection.peer, error, now)
+            else:
+                self.listener.refused(str(error))
+        if connection.established:
+            if not connection.opened_here:
+                self._choose_congestion(connection)
+            self.listener.counters.connections += 1
+            attempts = self._attempts.get(connection.peer)
+            if attempts is not None:
+                attempts.retry_at, attempts.failures = 0.0, 0
+            connection.pulse.heard_at = now
+
+    def expire(self, connection: Connection, now: float) -> None:
+        """Drop a connection that was not established in time."""
+        config = self._config
+        timeout_s = config.connect_timeout_s if connection.opened_here else config.handshake_timeout_s
+        if now - connection.opened_at <= timeout_s:
+            return
+        self.drop(connection)
+        if connection.opened_here:
+            self._lose(connection.peer, f"no connection within {timeout_s} s")
+        elif not connection.refused:
+            self.listener.refused("it did not say who it is in time")
+
+    def drop(self, connection: Connection) -> None:
+        """Close a connection. If this rank's messages took it, the peer is gone."""
+        fd = connection.sock.fileno()
+        if fd >= 0 and self.open.get(fd) is connection:
+            del self.open[fd]
+            self.listener.epoll.unregister(fd)
+        if self.routes.get(connection.peer) is connection:
+            del self.routes[connection.peer]
+            if connection.established:
+                self.gone.add(connection.peer)
+        connection.close()
+
+    def _add(self, sock: socket.socket, handshake: Connector | Acceptor, other: str) -> Connection:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # not known to every kernel, and only an optimisation
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, self._config.notsent_lowat_bytes)
+        channel = None
+        if self._credentials is not None:
+            accepting = isinstance(handshake, Acceptor)
+            channel = TlsChannel(sock, self._credentials, other=other, accepting=accepting)
+        connection = Connection(sock, handshake, channel, time.monotonic())
+        self.open[sock.fileno()] = connection
+        self.listener.epoll.register(sock.fileno(), _EVENTS)
+        return connection
+
+    def _choose_congestion(self, connection: Connection) -> None:
+        """Choose the congestion control of a connection whose round trip was measured; see ``TcpConfig.congestion``."""
+        sock = connection.sock
+        names = [self._config.congestion] if self._config.congestion else []
+        if not names and _round_trip_s(sock) < _NEAR_S:
+            names = ["cubic", "reno"]
+        for name in names:
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+            except OSError:
+                continue
+            return
+        if self._config.congestion:
+            _log.warning("congestion control %r is not available; the system's stays", self._config.congestion)
+
+    def _connect(self, peer: int, now: float) -> Connection | None:
+        self._attempts.setdefault(peer, _Attempts(now))
+        address = self._addresses[peer]
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            if not is_out_of_descriptors(error):
+                raise
+            self._shortage.occurred(peer, error, now)
+            self._try_again(peer, now)
+            return None
+        self._shortage.ended()
+        sock.setblocking(False)
+        code = sock.connect_ex(address)
+        if code not in (0, errno.EINPROGRESS):
+            sock.close()
+            self._connect_failed(peer, OSError(code, os.strerror(code)), now)
+            return None
+        other = f"rank {peer} at {address[0]}:{address[1]}"
+        connection = self._add(sock, Connector(self._identity, self._rank, peer), other)
+        self.routes[peer] = connection
+        return connection
+
+    def _connect_failed(self, peer: int, error: OSError, now: float) -> None:
+        attempts = self._attempts[peer]
+        attempts.failures += 1
+        timeout_s = self._config.connect_timeout_s
+        if isinstance(error, HungUp):
+            timeout_s = min(timeout_s, _NO_TLS_S)
+        refused = isinstance(error, ConnectionRefusedError) and attempts.failures >= _REFUSALS_MAX
+        if refused or now - attempts.first_at > timeout_s:
+            host, port = self._addresses[peer][:2]
+            refusal = self.listener.last_refusal
+            hint = f" (this rank has refused a connection: {refusal})" if refusal else ""
+            self._lose(peer, f"cannot connect to {host}:{port}: {error.strerror or error}{hint}")
+        else:
+            self._try_again(peer, now)
+
+    def _try_again(self, peer: int, now: float) -> None:
+        self._attempts[peer].retry_at = now + _RETRY_S
+        self._liveness.due_at = min(self._liveness.due_at, now + _RETRY_S)
+
+
+def _round_trip_s(sock: socket.socket) -> float:
+    """Return the kernel's estimate of the round-trip time, from ``struct tcp_info``."""
+    information = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_RTT.size)
+    return float(_TCP_INFO_RTT.unpack(information)[0]) / 1e6

@@ -1,0 +1,94 @@
+"""An established connection to another rank of this host: a ring in each direction, and the signs of its life."""
+
+from __future__ import annotations
+
+import socket
+from typing import final
+
+from totalreduce.transports.liveness import Pulse
+from totalreduce.transports.shm_memory import BEAT_WORD, CPU_WORD, Mapping, Outbox
+from totalreduce.transports.shm_pool import StagingPool
+from totalreduce.transports.shm_rings import IncomingRing, OutgoingRing
+from totalreduce.transports.shm_waiting import Doorbell
+
+__all__ = ["ShmConnection"]
+
+
+@final
+class ShmConnection:
+    """The rings, the bell and the socket that this rank shares with one peer.
+
+    Attributes:
+        peer: Rank of the peer.
+        sock: The Unix socket. It is open and silent for as long as both processes live.
+        ended: Why the socket has ended; ``None`` while it is open.
+        bell: The peer's bell.
+        outgoing: The ring to the peer.
+        incoming: The ring from the peer.
+        pulse: When the peer's heartbeat was last seen to move.
+    """
+
+    def __init__(
+        self,
+        peer: int,
+        indices: tuple[int, int],
+        sock: socket.socket,
+        bell_fd: int,
+        outbox: Outbox,
+        mapping: Mapping,
+        pool: StagingPool,
+        now: float,
+    ) -> None:
+        """Take over a socket and the peer's bell.
+
+        Args:
+            peer: Rank of the peer.
+            indices: This rank's index in the layout of the memory, and the peer's.
+            sock: The socket on which the two ranks have met.
+            bell_fd: The event counter that is the peer's bell.
+            outbox: This rank's memory.
+            mapping: The peer's memory.
+            pool: The pool in this rank's memory.
+            now: The time, in seconds.
+        """
+        self.peer, self.sock = peer, sock
+        self.ended: str | None = None
+        self.pulse = Pulse(now)
+        self._words = mapping.words
+        self.bell = Doorbell(bell_fd, self._words, outbox.fences)
+        self.outgoing = OutgoingRing(peer, indices, outbox, mapping, pool, self.bell)
+        self.incoming = IncomingRing(peer, indices, outbox, mapping, self.bell)
+        self._beat = self._words[BEAT_WORD]
+
+    @property
+    def used(self) -> bool:
+        """Whether a message was ever exchanged."""
+        return self.outgoing.published > 0 or self.incoming.consumed > 0
+
+    @property
+    def wants_room(self) -> bool:
+        """Whether a message waits until the peer has read something. Any thread."""
+        return self.outgoing.blocked or bool(self.outgoing.loans.lent)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``progress`` could move a message now. Any thread."""
+        outgoing = self.outgoing
+        return self.incoming.has_news or (outgoing.blocked and outgoing.has_room) or outgoing.loans.returned
+
+    @property
+    def cpu(self) -> int:
+        """Number of the processor on which the peer last waited, plus one; 0 if it has not waited yet."""
+        return self._words[CPU_WORD]
+
+    def take_pulse(self, now: float) -> None:
+        """Note whether the peer's heartbeat has moved."""
+        beat = self._words[BEAT_WORD]
+        if beat != self._beat:
+            self._beat, self.pulse.heard_at = beat, now
+
+    def close(self) -> None:
+        """Close the socket and the bell, and take back what was lent. Leases of the peer's memory stay readable."""
+        self.outgoing.close()
+        self.sock.close()
+        self.bell.close()
