@@ -19,7 +19,7 @@ from totalreduce.sparse.actions import Allgather
 from totalreduce.sparse.c10d_driver import C10dDriver
 from totalreduce.sparse.candidates import Workspace
 from totalreduce.sparse.worker import ExchangeWorker
-from totalreduce.transports.private_groups import destroy, forming_a_group
+from totalreduce.transports.torch_group import destroy, forming_a_group
 
 __all__ = ["Background", "Link"]
 

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Array, Messages
-from totalreduce.transports.private_groups import reason
+from totalreduce.transports.torch_group import reason
 
 __all__ = ["C10dDriver"]
 

@@ -177,7 +177,6 @@ class _MpiWire(Wire):
         return not self._communicator.funnelled
 
     def usable(self) -> bool:
-        """Whether the calling thread may call MPI now."""
         return self._communicator.usable()
 
     def poll(self) -> bool:
@@ -245,17 +244,14 @@ class _MpiWire(Wire):
             raise WireError(reason(error)) from error
 
     def failures(self) -> list[tuple[int, str]]:
-        """Peers of failed requests."""
         with self._lock:
             failures, self._failures = self._failures, []
         return failures
 
     def may_send(self, peer: int) -> bool:
-        """Whether the last message to ``peer`` has left."""
         return peer not in self._leaving
 
     def send(self, peer: int, head: bytes, body: memoryview | None) -> None:
-        """Begin to send."""
         handle = self._communicator.handle
         with self._lock:
             requests, with_body = self._leaving.get(peer, (0, False))
@@ -269,28 +265,22 @@ class _MpiWire(Wire):
                 raise WireError(reason(error)) from error
 
     def bodies_left(self, peer: int) -> int:
-        """How many bodies have left since the last call."""
         return self._left.pop(peer, 0)
 
     def busy(self, peer: int) -> bool:
-        """Whether something has not left."""
         return peer in self._leaving
 
     def head(self, peer: int) -> memoryview | None:
-        """The head from ``peer``."""
         return self._heads.get(peer)
 
     def receive(self, peer: int, view: memoryview) -> None:
-        """Begin to receive a body, straight into ``view``."""
         with self._lock:
             self._post("body", peer, self._receive(view, peer, _BODY_TAG))
 
     def received(self, peer: int) -> bool:
-        """Whether the body is complete."""
         return peer in self._received
 
     def release(self, peer: int) -> None:
-        """Be ready for the next head."""
         with self._lock:
             del self._heads[peer]
             self._received.discard(peer)

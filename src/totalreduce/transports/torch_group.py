@@ -1,20 +1,20 @@
 """Messages of ``torch.distributed``: point-to-point operations of a gloo process group.
 
-For programs whose process group reaches every rank where a socket of our own may not. Everything happens on private
-groups with the same members, so the program's own messages are not disturbed.
+They are for programs whose process group reaches every rank where the library's own sockets may not. All messages use
+private groups with the same members, so the program's own messages are not disturbed.
 
-Gloo tells whether a receive is done only to those who block in ``Work.wait``, and it ends the connection of those who
-wait with a time-out and lose patience. So nobody waits for what may not have come. Heads are received into *slots*
+Gloo reports the end of a receive only to a thread that blocks in ``Work.wait``, and it ends the connection if such a
+wait exceeds its time-out. So no thread waits for a message that may not have come. Heads are received into *slots*
 whose last eight bytes are a running number; when the number shows in memory, ``wait`` returns at once. Behind a body
-comes a number of its own, received after it. A sender learns from counters in the other direction's slots which of
-its slots have been read and how many messages are done with, and may reuse their memory::
+comes a number of its own, received after it. Every slot also has two counters for the other direction: how many slots
+the sender of this slot has read, and how many messages it has *released*, whose memory may then be reused::
 
     offset  size  field of a slot (little endian, all 64 bits)
     0       8     bytes of the slot; written first
     8       8     bytes of the head
     16      8     1: a body follows; 2: no head, the counters are the message
     24      8     how many slots the sender has read
-    32      8     how many messages (heads with their bodies) the sender is done with
+    32      8     how many messages (heads with their bodies) the sender has released
     40      n     the head, padded to a multiple of 8
     40+n    8     number of the slot, from 1; written last
 """
@@ -25,168 +25,205 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from totalreduce.foundation.config import TcpConfig
+from totalreduce.foundation.errors import RendezvousError
 from totalreduce.transports.passing import HEAD_BYTES, PassingTransport, Wire, WireError
-from totalreduce.transports.private_groups import ENDED, destroy, forming_a_group, reason
 
-__all__ = ["TorchTransport"]
+__all__ = ["ENDED", "TorchTransport", "destroy", "forming_a_group", "reason"]
+
+#: Gloo raises one of these when a connection has ended, and torch when the program has destroyed its process group.
+ENDED: Final = (RuntimeError, ValueError)
 
 _SLOT_TAG, _BODY_TAG, _END_TAG = 1, 2, 3
 _FIELDS = 5
 _SLOT_BYTES = 8 * (_FIELDS + 1) + HEAD_BYTES
 _PLAIN, _WITH_BODY, _COUNTERS = 0, 1, 2
-#: Messages to one peer that it is not done with, at most; and slots that wait for messages of one peer. The surplus is
-#: for counters; gloo itself holds what comes while no slot waits.
+#: The largest number of messages that a peer has not released, and the number of slots for messages of one peer. The
+#: surplus is for counters; gloo itself keeps messages for which no slot waits.
 _WINDOW = 4
 _SLOTS = _WINDOW + 4
-#: Part of a body may be on its way still when its end shows; longer than this, and the connection has ended.
+#: A part of a body may still be on its way when the number behind it shows. After this time the connection has ended.
 _PATIENCE = timedelta(seconds=20)
+
+
+def _send(group: dist.ProcessGroup, peer: int, data: np.ndarray[Any, Any], tag: int) -> Any:
+    return dist.isend(torch.from_numpy(data), peer, group=group, tag=tag)
+
+
+def _receive(group: dist.ProcessGroup, peer: int, data: np.ndarray[Any, Any], tag: int) -> Any:
+    return dist.irecv(torch.from_numpy(data), peer, group=group, tag=tag)
+
+
+@final
+class _Sender:
+    """Slots and bodies on their way to one peer, kept until the peer has read them.
+
+    Attributes:
+        messages: Messages that the peer has not released: the operations and memory of a body, or an empty list.
+        bodies_left: Bodies that the peer has received and that were not reported yet.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
+        self._group, self._peer = group, peer
+        self._slots_sent = 0
+        self._slots: deque[tuple[Any, np.ndarray[Any, Any]]] = deque()
+        self.messages: deque[list[Any]] = deque()
+        self._messages_over = self._bodies_sent = self.bodies_left = 0
+
+    def send_slot(self, head: bytes, kind: int, slots_read: int, released: int) -> None:
+        """Send a head with the counters of the other direction, or the counters alone."""
+        padded = -(-len(head) // 8)
+        words = np.zeros(_FIELDS + padded + 1, np.int64)
+        self._slots_sent += 1
+        words[:_FIELDS] = (8 * len(words), len(head), kind, slots_read, released)
+        words.view(np.uint8)[8 * _FIELDS : 8 * _FIELDS + len(head)] = np.frombuffer(head, np.uint8)
+        words[-1] = self._slots_sent
+        self._slots.append((_send(self._group, self._peer, words.view(np.uint8), _SLOT_TAG), words))
+
+    def send_body(self, body: memoryview | None) -> None:
+        """Send the body of the head that was sent last, and the number that shows that it is complete."""
+        if body is None:
+            self.messages.append([])
+            return
+        self._bodies_sent += 1
+        # A body that cannot be written (none so far) would make torch warn about the tensor.
+        data = np.frombuffer(bytearray(body) if body.readonly else body, np.uint8)
+        end = np.full(1, self._bodies_sent, np.int64)
+        operations = [
+            _send(self._group, self._peer, data, _BODY_TAG),
+            _send(self._group, self._peer, end.view(np.uint8), _END_TAG),
+        ]
+        self.messages.append([*operations, data, end])
+
+    def forget(self, slots_read: int, released: int) -> None:
+        """Forget the slots that the peer has read and the messages that it has released."""
+        while self._slots and self._slots_sent - len(self._slots) < slots_read:
+            self._slots.popleft()[0].wait(_PATIENCE)
+        while self.messages and self._messages_over < released:
+            kept = self.messages.popleft()
+            self._messages_over += 1
+            for operation in kept[:2]:
+                operation.wait(_PATIENCE)
+            self.bodies_left += bool(kept)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until the slots that were sent have been handed to the kernel."""
+        for operation, _ in self._slots:
+            operation.wait(timedelta(seconds=timeout_s))
 
 
 @final
 class _Pair:
-    """What is under way between this rank and one peer. Callers hold the wire's lock; all may raise ``ENDED``."""
+    """All that is on its way between this rank and one peer. Callers hold the wire's lock; all may raise ``ENDED``.
+
+    Attributes:
+        peer: Rank of the peer.
+        failed: Whether the connection has failed.
+        sender: The direction to the peer.
+        heads: Heads that were taken out of their slots, and whether a body follows: at most ``_WINDOW``.
+        body_is_here: Whether the body of the oldest head is complete.
+    """
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self.group, self.peer = group, peer
-        #: Arriving: slots in turn, their words, what gloo calls them.
-        self.slots = [np.zeros(_SLOT_BYTES // 8, np.int64) for _ in range(_SLOTS)]
-        self.receives: list[Any] = [self.post(slot, _SLOT_TAG) for slot in self.slots]
-        self.slots_read = 0
-        #: Heads that were read out of their slots, and whether a body follows: at most ``_WINDOW``.
-        self.heads: deque[tuple[memoryview, bool]] = deque()
-        self.body: Any = None
-        self.end = np.zeros(1, np.int64)
-        self.end_receive: Any = None
-        self.bodies_begun = 0
-        self.body_is_here = False
-        self.released = 0  #: Messages this rank is done with.
-        self.released_told = 0  #: As far as the peer was told.
-        #: Leaving: what gloo must be able to read until the peer has read it.
-        self.slots_sent = 0
-        self.sent: deque[tuple[Any, np.ndarray[Any, Any]]] = deque()
-        #: Messages the peer is not done with: their bodies' operations and memory, or nothing.
-        self.messages: deque[list[Any]] = deque()
-        self.messages_over = 0
-        self.bodies_sent = 0
-        self.bodies_left = 0
+        self.peer, self._group = peer, group
         self.failed = False
+        self.sender = _Sender(group, peer)
+        self._slots = [np.zeros(_SLOT_BYTES // 8, np.int64) for _ in range(_SLOTS)]
+        self._receives = [_receive(group, peer, slot.view(np.uint8), _SLOT_TAG) for slot in self._slots]
+        self._slots_read = 0
+        self.heads: deque[tuple[memoryview, bool]] = deque()
+        #: The operations that receive a body and the number behind it.
+        self._body: tuple[Any, Any] | None = None
+        self._end = np.zeros(1, np.int64)
+        self._bodies_begun = 0
+        self.body_is_here = False
+        self._released = 0  #: Number of messages that this rank has released.
+        self._reported = 0  #: How many of them the peer knows to be released.
 
-    def post(self, words: np.ndarray[Any, Any], tag: int) -> Any:
-        """Be ready for a message of at most so many words."""
-        return dist.irecv(torch.from_numpy(words.view(np.uint8)), self.peer, group=self.group, tag=tag)
+    def send(self, head: bytes, body: memoryview | None) -> None:
+        """Send a message."""
+        self._send_slot(head, _PLAIN if body is None else _WITH_BODY)
+        self.sender.send_body(body)
 
-    # ------------------------------------------------------------------------------------------------------ leaving
+    def send_counters(self) -> None:
+        """Report to the peer what this rank has read and released."""
+        self._send_slot(b"", _COUNTERS)
 
-    def send_slot(self, head: bytes, kind: int) -> None:
-        """Send a head, or counters alone."""
-        padded = -(-len(head) // 8)
-        words = np.zeros(_FIELDS + padded + 1, np.int64)
-        self.slots_sent += 1
-        words[:_FIELDS] = (8 * len(words), len(head), kind, self.slots_read, self.released)
-        words.view(np.uint8)[8 * _FIELDS : 8 * _FIELDS + len(head)] = np.frombuffer(head, np.uint8)
-        words[-1] = self.slots_sent
-        self.released_told = self.released
-        self.sent.append((self._send(words.view(np.uint8), _SLOT_TAG), words))
-
-    def send_body(self, body: memoryview) -> list[Any]:
-        """Send a body and what shows that it is complete; what to keep until the peer is done with it."""
-        self.bodies_sent += 1
-        # A body that cannot be written (none so far) would make torch warn about the tensor.
-        data = np.frombuffer(bytearray(body) if body.readonly else body, np.uint8)
-        end = np.full(1, self.bodies_sent, np.int64)
-        return [self._send(data, _BODY_TAG), self._send(end.view(np.uint8), _END_TAG), data, end]
-
-    def _send(self, data: np.ndarray[Any, Any], tag: int) -> Any:
-        return dist.isend(torch.from_numpy(data), self.peer, group=self.group, tag=tag)
-
-    # ----------------------------------------------------------------------------------------------------- arriving
+    def _send_slot(self, head: bytes, kind: int) -> None:
+        self._reported = self._released
+        self.sender.send_slot(head, kind, self._slots_read, self._released)
 
     def poll(self) -> bool:
-        """Read what has come; whether anything has."""
+        """Read the slots that have arrived; returns whether anything has arrived."""
         moved = False
         while self._read_slot():
             moved = True
-        if self.body is not None and self.end[0] == self.bodies_begun:
-            self.body.wait(_PATIENCE)
-            self.end_receive.wait(_PATIENCE)
-            self.body = self.end_receive = None
+        if self._body is not None and self._end[0] == self._bodies_begun:
+            for operation in self._body:
+                operation.wait(_PATIENCE)
+            self._body = None
             self.body_is_here = moved = True
-        if self.released - self.released_told >= _WINDOW // 2:
-            self.send_slot(b"", _COUNTERS)
+        if self._released - self._reported >= _WINDOW // 2:
+            self.send_counters()
         return moved
 
     def _read_slot(self) -> bool:
-        place = self.slots_read % _SLOTS
-        slot = self.slots[place]
+        index = self._slots_read % _SLOTS
+        slot = self._slots[index]
         size = int(slot[0])
         if not size:
             return False
-        # Until the slot is complete there may be anything in it, so no field is believed before ``wait``.
+        # Until the slot is complete there may be anything in it, so no field is trusted before ``wait``.
         last = size // 8 - 1
-        if not _FIELDS <= last < len(slot) or slot[last] != self.slots_read + 1:
+        if not _FIELDS <= last < len(slot) or slot[last] != self._slots_read + 1:
             return False
-        self.receives[place].wait(_PATIENCE)
+        self._receives[index].wait(_PATIENCE)
         length, kind, read, released = (int(word) for word in slot[1:_FIELDS])
         if not 0 <= length <= 8 * (last - _FIELDS) or not _PLAIN <= kind <= _COUNTERS:
             raise WireError(f"rank {self.peer} sends what no correct peer sends: {slot[:_FIELDS].tolist()}")
-        self.slots_read += 1
+        self._slots_read += 1
         if kind != _COUNTERS:
             if len(self.heads) >= _WINDOW:
                 raise WireError(f"rank {self.peer} sends more messages than it may")
             content = slot.view(np.uint8)[8 * _FIELDS : 8 * _FIELDS + length].tobytes()
             self.heads.append((memoryview(content), kind == _WITH_BODY))
         slot[: last + 1] = 0
-        self.receives[place] = self.post(slot, _SLOT_TAG)
-        self._told(read, released)
+        self._receives[index] = _receive(self._group, self.peer, slot.view(np.uint8), _SLOT_TAG)
+        self.sender.forget(read, released)
         return True
-
-    def _told(self, slots_read: int, released: int) -> None:
-        """The peer says how much of what was sent it has read and is done with."""
-        while self.sent and self.slots_sent - len(self.sent) < slots_read:
-            self.sent.popleft()[0].wait(_PATIENCE)
-        while self.messages and self.messages_over < released:
-            kept = self.messages.popleft()
-            self.messages_over += 1
-            for operation in kept[:2]:
-                operation.wait(_PATIENCE)
-            self.bodies_left += bool(kept)
 
     def receive(self, view: memoryview) -> None:
         """Begin to receive a body."""
-        self.bodies_begun += 1
-        data = torch.from_numpy(np.frombuffer(view, np.uint8))
-        self.body = dist.irecv(data, self.peer, group=self.group, tag=_BODY_TAG)
-        # In this order: gloo sends to who is ready, so the end comes behind the body.
-        self.end_receive = self.post(self.end, _END_TAG)
-
-    def flush(self, timeout_s: float) -> None:
-        """Have what was sent handed to the kernel."""
-        for operation, _ in self.sent:
-            operation.wait(timedelta(seconds=timeout_s))
+        self._bodies_begun += 1
+        # In this order: gloo sends to receives that wait, so the number comes behind the body.
+        self._body = (
+            _receive(self._group, self.peer, np.frombuffer(view, np.uint8), _BODY_TAG),
+            _receive(self._group, self.peer, self._end.view(np.uint8), _END_TAG),
+        )
 
     def release(self) -> None:
-        """The oldest message is done with; who waits for its body's memory is told at once."""
+        """Release the oldest message. A sender that waits for the memory of a body is told at once."""
         _, with_body = self.heads.popleft()
         self.body_is_here = False
-        self.released += 1
+        self._released += 1
         if with_body:
-            self.send_slot(b"", _COUNTERS)
+            self.send_counters()
 
 
 @final
 class _GlooWire(Wire):
-    """See ``Wire``."""
+    """A ``Wire`` of a gloo process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Be ready for heads from every peer."""
+        """Begin to receive heads from every peer."""
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._group: dist.ProcessGroup | None = group
         self._lock = threading.Lock()
@@ -194,11 +231,9 @@ class _GlooWire(Wire):
         self._failures: list[tuple[int, str]] = []
 
     def usable(self) -> bool:
-        """From every thread."""
         return True
 
     def poll(self) -> bool:
-        """Look at every peer's next slot."""
         moved = False
         with self._lock:
             for pair in self._pairs.values():
@@ -212,71 +247,52 @@ class _GlooWire(Wire):
         return moved
 
     def failures(self) -> list[tuple[int, str]]:
-        """Peers whose connection has ended."""
         with self._lock:
             failures, self._failures = self._failures, []
         return failures
 
     def may_send(self, peer: int) -> bool:
-        """Whether the peer is done with enough of what it was sent."""
-        return len(self._pairs[peer].messages) < _WINDOW
+        return len(self._pairs[peer].sender.messages) < _WINDOW
 
     def send(self, peer: int, head: bytes, body: memoryview | None) -> None:
-        """Begin to send."""
-        pair = self._pairs[peer]
-        with self._lock:
-            try:
-                pair.send_slot(head, _PLAIN if body is None else _WITH_BODY)
-                pair.messages.append([] if body is None else pair.send_body(body))
-            except ENDED as error:
-                raise WireError(reason(error)) from error
+        self._call(peer, _Pair.send, head, body)
 
     def beat(self, peer: int, head: bytes) -> None:
-        """Send a heartbeat; while the peer is not done with earlier messages, counters: gloo tells only who sends."""
+        """Send a heartbeat, or counters if the peer has not released enough: gloo reports an end only to a sender."""
         if self.may_send(peer):
             self.send(peer, head, None)
-            return
+        else:
+            self._call(peer, _Pair.send_counters)
+
+    def _call(self, peer: int, method: Callable[..., None], *arguments: Any) -> None:
         with self._lock:
             try:
-                self._pairs[peer].send_slot(b"", _COUNTERS)
+                method(self._pairs[peer], *arguments)
             except ENDED as error:
                 raise WireError(reason(error)) from error
 
     def bodies_left(self, peer: int) -> int:
-        """How many bodies the peer has received since the last call."""
-        pair = self._pairs[peer]
+        sender = self._pairs[peer].sender
         with self._lock:
-            left, pair.bodies_left = pair.bodies_left, 0
+            left, sender.bodies_left = sender.bodies_left, 0
         return left
 
     def busy(self, peer: int) -> bool:
-        """Whether a body has not left; heads are gloo's business (see ``close``)."""
-        return any(self._pairs[peer].messages)
+        """Whether a body has not left; gloo sends the heads by itself (see ``close``)."""
+        return any(self._pairs[peer].sender.messages)
 
     def head(self, peer: int) -> memoryview | None:
-        """The oldest head."""
         heads = self._pairs[peer].heads
         return heads[0][0] if heads else None
 
     def receive(self, peer: int, view: memoryview) -> None:
-        """Begin to receive a body, straight into ``view``."""
-        with self._lock:
-            try:
-                self._pairs[peer].receive(view)
-            except ENDED as error:
-                raise WireError(reason(error)) from error
+        self._call(peer, _Pair.receive, view)
 
     def received(self, peer: int) -> bool:
-        """Whether the body is complete."""
         return self._pairs[peer].body_is_here
 
     def release(self, peer: int) -> None:
-        """The oldest message is done with."""
-        with self._lock:
-            try:
-                self._pairs[peer].release()
-            except ENDED as error:
-                raise WireError(reason(error)) from error
+        self._call(peer, _Pair.release)
 
     def close(self, timeout_s: float) -> None:
         """End the private group's connections, and with them what is posted on them."""
@@ -284,7 +300,7 @@ class _GlooWire(Wire):
         with self._lock:
             for pair in self._pairs.values():
                 with contextlib.suppress(*ENDED):
-                    pair.flush(max(0.01, deadline - time.monotonic()))
+                    pair.sender.flush(max(0.01, deadline - time.monotonic()))
             self._pairs.clear()
             group, self._group = self._group, None
             if group is not None:
@@ -295,16 +311,42 @@ class _GlooWire(Wire):
 class TorchTransport(PassingTransport):
     """Messages of ``torch.distributed``.
 
-    Gloo cannot be told to put the rest of a body elsewhere: where an operation fails while one of its bodies arrives,
-    that body still lands in the operation's tensor, but never after ``close``.
+    Gloo cannot redirect a body that has begun to arrive: if its operation fails meanwhile, the body is still written
+    into the operation's tensor, but never after ``close``.
     """
 
     def __init__(self, config: TcpConfig, timeout_s: float) -> None:
         """Make a private group with the members of the default process group. Collective.
 
         Raises:
-            RendezvousError: Somebody did not come in time.
+            RendezvousError: A rank did not come in time.
         """
         with forming_a_group():
             messages = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             super().__init__(_GlooWire(messages), config)
+
+
+@contextlib.contextmanager
+def forming_a_group() -> Iterator[None]:
+    """Turn torch's error into the library's while a private group is made.
+
+    Raises:
+        RendezvousError: Torch could not make the group.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RendezvousError(f"torch.distributed cannot make a private group: {reason(error)}") from error
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Destroy a private group, unless the program has destroyed its own process group, and the private one with it."""
+    with contextlib.suppress(*ENDED):
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def reason(error: Exception) -> str:
+    """Return the first line of torch's error, without the position in gloo's source and the usual advice."""
+    line = (str(error).splitlines() or [""])[0]
+    return line.split("] ", 1)[-1].split(" This is typically caused", 1)[0][:300]
