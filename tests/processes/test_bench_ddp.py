@@ -5,9 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from totalreduce.cli.bench import bench_app
-from totalreduce.cli.bench.ddp import measure_ddp
-from totalreduce.cli.bench.launching import BenchmarkFailedError, Setting
+from totalreduce.bench import bench_app
+from totalreduce.bench.ddp import measure_ddp
+from totalreduce.bench.launching import BenchmarkFailedError, Setting
 from totalreduce.foundation.errors import ConfigurationError
 
 

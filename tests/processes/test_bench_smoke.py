@@ -7,8 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from totalreduce.cli.bench import bench_app
-from totalreduce.cli.bench.launching import BenchmarkFailedError, Setting, run_benchmark
+from totalreduce.bench import bench_app
+from totalreduce.bench.launching import BenchmarkFailedError, Setting, run_benchmark
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import OpKind
 from totalreduce.launch.emulate import EmulatedNetwork
@@ -209,7 +209,7 @@ def test_a_failed_check_ends_the_command_with_exit_code_1(monkeypatch):
     def fail(*_):
         raise BenchmarkFailedError("rank 1 failed: element 3 is 4.0, not 5.0")
 
-    monkeypatch.setattr("totalreduce.cli.bench.allreduce.run_benchmark", fail)
+    monkeypatch.setattr("totalreduce.bench.allreduce.run_benchmark", fail)
     found = run("allreduce", "--sizes", "4KiB", exit_code=1)
     assert "no figures: rank 1 failed: element 3 is 4.0" in found.output
 

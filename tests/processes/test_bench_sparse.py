@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from totalreduce.cli.bench import bench_app
-from totalreduce.cli.bench.launching import BenchmarkFailedError
+from totalreduce.bench import bench_app
+from totalreduce.bench.launching import BenchmarkFailedError
 from totalreduce.foundation.errors import ConfigurationError
 
 METHODS = ["oktopk", "topka", "gtopk", "topkdsa", "gaussiank", "shared", "powersgd", "dense"]
@@ -116,7 +116,7 @@ def test_a_failed_check_ends_the_command_with_exit_code_1(monkeypatch):
     def fail(*_):
         raise BenchmarkFailedError("rank 1 failed: oktopk has lost 1.0e-01 of what went in")
 
-    monkeypatch.setattr("totalreduce.cli.bench.sparse.run_benchmark", fail)
+    monkeypatch.setattr("totalreduce.bench.sparse.run_benchmark", fail)
     assert "no figures: rank 1 failed: oktopk has lost" in run("sparse", "-n", 2, exit_code=1).output
 
 

@@ -5,16 +5,16 @@ import random
 
 import pytest
 
-from totalreduce.cli.bench.arithmetic import (
+from totalreduce.bench.arithmetic import (
     bus_factor,
-    format_bytes,
     parse_size,
     parse_sizes,
     repetitions,
     scheduling_ceiling,
     wire_limit_s,
 )
-from totalreduce.cli.bench.sampling import estimate, percentile, ratio_estimate
+from totalreduce.bench.sampling import estimate, percentile, ratio_estimate
+from totalreduce.cli.report import format_bytes
 from totalreduce.foundation.errors import ConfigurationError
 
 

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from totalreduce.cli.bench import mpi_launching
-from totalreduce.cli.bench.arithmetic import bus_factor_of, wire_bytes
-from totalreduce.cli.bench.collectives import contestants, parse_kinds, summarise
-from totalreduce.cli.bench.launching import Setting
-from totalreduce.cli.bench.mpi_rank import MpiRank
-from totalreduce.cli.bench.options import make_setting
+from totalreduce.bench import mpi_launching
+from totalreduce.bench.arithmetic import bus_factor_of, wire_bytes
+from totalreduce.bench.collectives import contestants, parse_kinds, summarise
+from totalreduce.bench.launching import Setting
+from totalreduce.bench.mpi_rank import MpiRank
+from totalreduce.bench.options import make_setting
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.foundation.types import OpKind
 from totalreduce.schedules import algorithms_of

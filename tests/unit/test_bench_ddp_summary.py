@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from totalreduce.cli.bench.ddp import differences_of, summarise
-from totalreduce.cli.bench.launching import BenchmarkFailedError
+from totalreduce.bench.ddp import differences_of, summarise
+from totalreduce.bench.launching import BenchmarkFailedError
 
 LOSSES = [4.0, 3.5, 3.0, 2.5, 2.25]
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from totalreduce.cli.bench import growth, kernels, plots, sparse
-from totalreduce.cli.bench.sparse_worker import GradientSource, bucket_edges, matrix_sides
+from totalreduce.bench import growth, kernels, plots, sparse
+from totalreduce.bench.sparse_worker import GradientSource, bucket_edges, matrix_sides
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback

@@ -2,8 +2,8 @@
 
 import pytest
 
-from totalreduce.cli.bench import allreduce, replay, sparse, step, summary, urgent
-from totalreduce.cli.bench.launching import BenchmarkFailedError, Setting
+from totalreduce.bench import allreduce, replay, sparse, step, summary, urgent
+from totalreduce.bench.launching import BenchmarkFailedError, Setting
 
 MIB = 1 << 20
 

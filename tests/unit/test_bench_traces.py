@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from totalreduce.cli.bench.arithmetic import wire_limit_s
-from totalreduce.cli.bench.fusion import ddp_messages, optimizer_messages
-from totalreduce.cli.bench.traces import (
+from totalreduce.bench.arithmetic import wire_limit_s
+from totalreduce.bench.fusion import ddp_messages, optimizer_messages
+from totalreduce.bench.traces import (
     as_document,
     compute_scale,
     find_traces,

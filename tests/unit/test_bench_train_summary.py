@@ -2,7 +2,7 @@
 
 import pytest
 
-from totalreduce.cli.bench.train import TrainPlan, contestants_of, summarise
+from totalreduce.bench.train import TrainPlan, contestants_of, summarise
 from totalreduce.foundation.errors import ConfigurationError
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from totalreduce.cli.bench.values import WrongResultError, check, dtype_by_name, fill
+from totalreduce.bench.values import WrongResultError, check, dtype_by_name, fill
 
 DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32"]
 

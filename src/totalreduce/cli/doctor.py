@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from totalreduce.cli.bench.arithmetic import format_bytes
+from totalreduce.cli.report import format_bytes
 from totalreduce.foundation import environment
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import OpKind

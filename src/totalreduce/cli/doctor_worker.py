@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import totalreduce as tr
-from totalreduce.cli.bench.goodput import interface_of
 from totalreduce.foundation import environment
 from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.groups import probe
-from totalreduce.launch.address import choose_address
+from totalreduce.launch.address import choose_address, interface_of
 from totalreduce.transports.shm import shm_available
 
 __all__ = ["examine"]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 
-from totalreduce.cli.bench.report import print_table, share, write_document
+from totalreduce.cli.report import print_table, share, write_document
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.observe.analysis import TimelineReport, TimeSplit, analyse
 from totalreduce.observe.merge import merged_trace, write_merged

@@ -13,9 +13,9 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import is_out_of_descriptors
 from totalreduce.foundation.world import World
 
-__all__ = ["choose_address", "host_identity"]
+__all__ = ["choose_address", "host_identity", "interface_of"]
 
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 #: TEST-NET-1: asking for the route to it names the default route's address; nothing is sent.
 _ANYWHERE = "192.0.2.1"
 
@@ -50,6 +50,22 @@ def host_identity() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has this IPv4 address (Linux).
+
+    Raises:
+        ConfigurationError: No interface has it.
+    """
+    for _, name in socket.if_nameindex():
+        try:
+            found = _address_of(name)
+        except OSError:
+            continue  # an interface without an IPv4 address
+        if found == address:
+            return name
+    raise ConfigurationError(f"no network interface has the address {address}")
+
+
 def _towards(host: str) -> str | None:
     """The source address the kernel would use towards ``host``; connecting a datagram socket sends nothing."""
     try:
@@ -64,13 +80,14 @@ def _towards(host: str) -> str | None:
 
 
 def _of_interface(name: str) -> str:
-    request = struct.pack("256s", name.encode()[:15])
+    try:
+        return _address_of(name)
+    except OSError as error:
+        known = ", ".join(interface for _, interface in socket.if_nameindex())
+        raise ConfigurationError(f"TOTALREDUCE_INTERFACE={name}: {error.strerror}; interfaces here: {known}") from error
+
+
+def _address_of(interface: str) -> str:
+    request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        except OSError as error:
-            known = ", ".join(interface for _, interface in socket.if_nameindex())
-            raise ConfigurationError(
-                f"TOTALREDUCE_INTERFACE={name}: {error.strerror}; interfaces here: {known}"
-            ) from error
-    return socket.inet_ntoa(answer[20:24])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])

@@ -1,0 +1,286 @@
+"""``totalreduce bench kernels``: what selecting, coding and adding cost one core, beside a plain copy and torch.topk.
+
+Everything runs in this process, in one thread; NumPy, Numba and torch are imported when the command is used.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import totalreduce
+from totalreduce.bench.methods import make_method
+from totalreduce.bench.options import JsonOption, RoundsOption
+from totalreduce.bench.report import print_progress, times
+from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate
+from totalreduce.bench.sparse import DISTRIBUTIONS, DistributionOption, format_count, parse_count
+from totalreduce.cli.report import print_table, write_document
+from totalreduce.foundation.errors import ConfigurationError
+
+__all__ = ["COPY", "FUSED", "TOPK", "Kernel", "KernelFigure", "bench_kernels", "environment", "measure", "summarise"]
+
+FUSED = "select + residual"
+COPY = "plain copy"
+TOPK = "torch.topk"
+#: So many ranks' selections are added up.
+_LISTS = 4
+#: float32 that are read before each kernel of elements: more than caches hold.
+_ELSEWHERE = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Something to time.
+
+    Attributes:
+        name: What it does.
+        items: Elements that it reads, or selected ones.
+        selected: Whether ``items`` are selected ones.
+        item_bytes: What has to be read and written for each; ``None`` where that depends on the data.
+        prepare: Untimed, before each call.
+        run: The call.
+    """
+
+    name: str
+    items: int
+    selected: bool
+    item_bytes: float | None
+    prepare: Callable[[], object]
+    run: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFigure:
+    """One kernel.
+
+    Attributes:
+        kernel: Its name.
+        items: See ``Kernel``.
+        selected: See ``Kernel``.
+        ns_per_item: Nanoseconds for each.
+        bytes_per_s: Traffic; ``None`` where it depends on the data.
+        over_copy: Its time divided by that of the copy, round by round; ``None`` for those of selected elements.
+        topk_over: torch.topk's time divided by its own, round by round: above 1, it is faster.
+    """
+
+    kernel: str
+    items: int
+    selected: bool
+    ns_per_item: Estimate
+    bytes_per_s: float | None
+    over_copy: Estimate | None
+    topk_over: Estimate | None
+
+
+def bench_kernels(
+    *,
+    elements: Annotated[str, typer.Option(help="Elements of the gradient, float32, as 25M.")] = "25M",
+    density: Annotated[float, typer.Option(help="Share of the elements that is selected, from 0 to 1.")] = 0.01,
+    distribution: DistributionOption = "normal",
+    rounds: RoundsOption = 11,
+    json: JsonOption = None,
+) -> None:
+    """Time the kernels of the sparse methods on one core, in turns with a plain copy of as many bytes and torch.topk.
+
+    The fused pass adds the residual and lists what is large: it reads two float32 for each element and writes one, 12
+    bytes. So does the copy, which copies one and a half.
+
+    Coding and adding are timed for each selected element.
+    """
+    count = parse_count(elements)
+    make_method("topka", density)  # says whether the density makes sense
+    if distribution not in DISTRIBUTIONS:
+        raise ConfigurationError(f"--distribution is {', '.join(DISTRIBUTIONS)}, not {distribution!r}")
+    if rounds < 1:
+        raise ConfigurationError(f"--rounds must be at least 1, not {rounds}")
+    k = round(density * count)
+    if not 1 <= k < count:
+        raise ConfigurationError(f"a density of {density:g} selects {k} of {count} elements; some must be, and not all")
+    seconds, kernels = measure(count, k, distribution, rounds)
+    figures = summarise(kernels, seconds)
+    _print(f"{format_count(count)} float32 ({distribution}), {format_count(k)} selected, one core", rounds, figures)
+    write_document(
+        json,
+        {
+            "benchmark": "kernels",
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "setting": {"elements": count, "k": k, "distribution": distribution, "rounds": rounds},
+            "environment": environment(),
+            "figures": [asdict(figure) for figure in figures],
+            "raw": seconds,
+        },
+    )
+
+
+def measure(num_elements: int, k: int, distribution: str, rounds: int) -> tuple[dict[str, list[float]], list[Kernel]]:
+    """Seconds of every call by kernel, one call of each in every round; and the kernels."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        kernels = _kernels(num_elements, k, distribution)
+        seconds: dict[str, list[float]] = {kernel.name: [] for kernel in kernels}
+        for index in range(-1, rounds):
+            for kernel in kernels:
+                kernel.prepare()
+                begin = time.perf_counter()
+                kernel.run()
+                elapsed = time.perf_counter() - begin
+                if index >= 0:
+                    seconds[kernel.name].append(elapsed)
+            print_progress(f"kernels: round {index + 1} of {rounds}" if index >= 0 else "kernels: compiled")
+    finally:
+        torch.set_num_threads(threads)
+    return seconds, kernels
+
+
+def summarise(kernels: Sequence[Kernel], seconds: dict[str, list[float]]) -> list[KernelFigure]:
+    """From samples to figures. Pure."""
+    figures = []
+    for kernel in kernels:
+        own = seconds[kernel.name]
+        typical = estimate(own).median
+        compared = not kernel.selected
+        figures.append(
+            KernelFigure(
+                kernel.name,
+                kernel.items,
+                kernel.selected,
+                estimate([1e9 * sample / kernel.items for sample in own]),
+                None if kernel.item_bytes is None else kernel.item_bytes * kernel.items / typical,
+                ratio_estimate(own, seconds[COPY]) if compared and kernel.name != COPY else None,
+                ratio_estimate(seconds[TOPK], own) if compared and kernel.name != TOPK else None,
+            )
+        )
+    return figures
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, for the JSON document."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "totalreduce": totalreduce.__version__,
+        **{package: metadata.version(package) for package in ("torch", "numpy", "numba", "llvmlite")},
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": named[0] if named else platform.processor() or "unknown",
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def _kernels(num_elements: int, k: int, distribution: str) -> list[Kernel]:
+    import numpy as np
+    import torch
+
+    from totalreduce.bench.sparse_worker import GradientSource
+    from totalreduce.kernels import merging, selection
+    from totalreduce.sparse import blocks
+    from totalreduce.sparse.accumulator import HostAccumulator
+    from totalreduce.sparse.selector import Selector
+
+    source = GradientSource(num_elements, distribution, 0)
+    fresh, residual, gradient = (np.zeros(num_elements, np.float32) for _ in range(3))
+    source.write(residual, 0)
+    lists = []
+    for number in range(_LISTS):
+        source.write(fresh, number + 1)
+        np.copyto(gradient, fresh)
+        found = Selector().accumulate(HostAccumulator([gradient]), HostAccumulator([residual]), 1.0, k)
+        lists.append((found.indices.copy(), blocks.rounded(found.values, "bfloat16")))
+    indices, values = lists[-1]
+    count = indices.size
+    packed = blocks.pack(indices, values, 0, num_elements, "bfloat16")
+
+    # As the step before would have set it: a quarter more than k are listed.
+    bound = max(1, selection.kth_magnitude([gradient], min(num_elements, k + k // 4)).bits)
+    threshold = np.array(bound, np.int32).view(np.float32)
+    listed_index, listed_value = np.empty(3 * k + 8192, np.int32), np.empty(3 * k + 8192, np.float32)
+    selector = Selector()
+    original = np.concatenate([fresh, residual[: num_elements // 2]])
+    copied = np.empty_like(original)
+
+    elsewhere = np.ones(_ELSEWHERE, np.float32)  # written: zeros would be one page
+
+    def refill() -> None:
+        np.copyto(gradient, fresh)
+        elsewhere.max()  # so that the same is in the caches before each kernel: nothing of what it needs
+
+    def fused() -> object:
+        return selection.accumulate(gradient, residual, np.float32(1.0), bound, 0, listed_index, listed_value, 0)
+
+    def exact() -> object:
+        return selector.accumulate(HostAccumulator([gradient]), HostAccumulator([residual]), 1.0, k)
+
+    def unfused() -> object:
+        np.add(gradient, residual, out=gradient)
+        chosen = np.flatnonzero(np.abs(gradient) >= threshold)
+        return chosen.astype(np.int32), gradient[chosen]
+
+    def topk() -> object:
+        return torch.topk(torch.from_numpy(gradient).abs(), k, sorted=False)
+
+    def nothing() -> None:
+        """There is nothing to prepare."""
+
+    whole, each, n = 12.0, count, num_elements
+    joined = blocks.unpack_all(lists, [(0, n)] * _LISTS)
+    return [
+        Kernel(FUSED, n, False, whole, refill, fused),
+        Kernel("exactly k (all of a selection)", n, False, None, refill, exact),
+        Kernel(COPY, n, False, whole, refill, lambda: np.copyto(copied, original)),
+        Kernel("the same by NumPy, unfused", n, False, None, refill, unfused),
+        Kernel(TOPK, n, False, None, refill, topk),
+        Kernel("round to bfloat16", each, True, None, nothing, lambda: blocks.rounded(values, "bfloat16")),
+        Kernel("pack", each, True, None, nothing, lambda: blocks.pack(indices, values, 0, n, "bfloat16")),
+        Kernel("unpack", each, True, None, nothing, lambda: blocks.unpack(packed, 0, n)),
+        Kernel(
+            f"add {_LISTS} lists up",
+            sum(own.size for own, _ in lists),
+            True,
+            None,
+            nothing,
+            lambda: merging.add_up(*joined),
+        ),
+        Kernel("find in another list", each, True, None, nothing, lambda: merging.found_in(indices, lists[0][0])),
+    ]
+
+
+def _print(what: str, rounds: int, figures: Sequence[KernelFigure]) -> None:
+    def nanoseconds(figure: KernelFigure) -> str:
+        own = figure.ns_per_item
+        return f"{own.median:.3g} \\[{own.low:.3g}, {own.high:.3g}]"
+
+    print_table(
+        f"selection, {what}",
+        ("kernel", "ns per element (95 %)", "GB/s", "time / copy", "faster than torch.topk"),
+        [
+            (
+                figure.kernel,
+                nanoseconds(figure),
+                "" if figure.bytes_per_s is None else f"{figure.bytes_per_s / 1e9:.1f}",
+                times(figure.over_copy),
+                times(figure.topk_over),
+            )
+            for figure in figures
+            if not figure.selected
+        ],
+        f"Median of {rounds} rounds. GB/s: reads and writes. torch.topk: of magnitudes, without adding the residual.",
+    )
+    print_table(
+        "what is selected",
+        ("kernel", "elements", "ns per selected element (95 %)"),
+        [(figure.kernel, format_count(figure.items), nanoseconds(figure)) for figure in figures if figure.selected],
+    )

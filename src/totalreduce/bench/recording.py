@@ -1,0 +1,87 @@
+"""Record a trace: time a real model's backward and forward pass with hooks, in one process."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import torch
+from torch import nn
+
+from totalreduce.bench.traces import Layer, Trace, as_document, parse_trace
+from totalreduce.bench.workloads import Workload, loss_of
+
+__all__ = ["record_trace"]
+
+_WARMUP_STEPS = 2
+
+
+class _Recorder:
+    """Times of one period: from a backward pass's first gradient into the next forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+        self.ready: dict[int, float] = {}
+        self.needed: dict[int, float] = {}
+        for index, module in enumerate(self.owners):
+            module.register_forward_pre_hook(lambda _module, _args, index=index: self._need(index))
+            for parameter in module.parameters(recurse=False):
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda _parameter, index=index: self._be_ready(index)
+                )
+
+    def _need(self, index: int) -> None:
+        self.needed.setdefault(index, time.perf_counter())
+
+    def _be_ready(self, index: int) -> None:
+        self.ready[index] = time.perf_counter()  # the last of the module's parameters counts
+
+    def take(self) -> list[tuple[float, float]]:
+        """Ready and needed times of every module since the first gradient; forgets them."""
+        zero = min(self.ready.values())
+        times = [(self.ready[index] - zero, self.needed[index] - zero) for index in range(len(self.owners))]
+        self.ready.clear()
+        self.needed.clear()
+        return times
+
+    def elements(self, index: int) -> int:
+        """Size of a module's own parameters together."""
+        return sum(parameter.numel() for parameter in self.owners[index].parameters(recurse=False))
+
+
+def record_trace(workload: Workload, *, num_steps: int, seed: int = 0) -> Trace:
+    """Train a few steps and take every layer's median times.
+
+    Args:
+        workload: What to train; one thread, SGD.
+        num_steps: Periods to record, after two that are not.
+        seed: Of the model and its batches.
+    """
+    torch.set_num_threads(1)
+    model = workload.model(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    recorder = _Recorder(model)
+    periods: list[list[tuple[float, float]]] = []
+    loss = loss_of(model, *workload.batch_of(seed, 0, 0))
+    recorder.needed.clear()
+    for step in range(_WARMUP_STEPS + num_steps):
+        batch = workload.batch_of(seed, 0, step + 1)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        loss = loss_of(model, *batch)
+        times = recorder.take()
+        if step >= _WARMUP_STEPS:
+            periods.append(times)
+    layers = [
+        Layer(
+            round(median(period[index][0] for period in periods), 6),
+            round(median(period[index][1] for period in periods), 6),
+            recorder.elements(index),
+        )
+        for index in range(len(recorder.owners))
+    ]
+    layers.sort(key=lambda layer: layer.needed_s)
+    source = f"totalreduce bench trace --model {workload.name}: torch {torch.__version__}, one CPU thread, SGD"
+    # Through the parser, so that what is written can be read.
+    return parse_trace(as_document(Trace(workload.name, source, tuple(layers))), workload.name)

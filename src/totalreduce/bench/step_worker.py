@@ -1,0 +1,218 @@
+"""One rank of ``bench step``: the same model trained by DistributedOptimizer, by DDP over gloo, and alone.
+
+Float32 alone cannot prove that two ways to train agree: sums have another order, a rounding error may move an
+activation across ReLU's corner, and the difference can grow without anything being wrong (2e-3 of what 24 steps of SGD
+with a learning rate of 0.01 changed was seen, where float64 agrees to 1e-14). So every contestant first trains a few
+steps in float64, where agreement is tight; the timed float32 replicas are then held to the same bits on all ranks and
+to a coarse bound.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import totalreduce as tr
+from totalreduce.bench.context import Context
+from totalreduce.bench.methods import make_sync
+from totalreduce.bench.values import WrongResultError
+from totalreduce.bench.workloads import Workload, loss_of, workload_by_name
+from totalreduce.sparse.powersgd import PowerSGD
+
+__all__ = ["measure"]
+
+_WARMUP_STEPS = 2
+_SEED = 7
+_LEARNING_RATE = 0.001
+_EXACT_STEPS = 3
+_EXACT_TOLERANCE = 1e-10
+_TIMED_TOLERANCE = 1e-2
+
+
+@dataclass(slots=True)
+class Contestant:
+    """A way to train: its replica, its optimizer, and what makes its parameters final."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    finish: Callable[[], None]
+    close: Callable[[], None]
+    steps_done: int = 0
+    hidden: list[float] = field(default_factory=list)
+
+    def step(self, workload: Workload, rank: int) -> None:
+        """One step on this rank's next batch."""
+        inputs, targets = workload.batch_of(_SEED, rank, self.steps_done)
+        if inputs.is_floating_point():
+            inputs = inputs.to(next(self.model.parameters()).dtype)
+        self.optimizer.zero_grad()
+        loss_of(self.model, inputs, targets).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.steps_done += 1
+        if isinstance(self.optimizer, tr.DistributedOptimizer) and self.optimizer.hidden_share is not None:
+            self.hidden.append(self.optimizer.hidden_share)
+
+    def flat(self) -> torch.Tensor:
+        """All parameters in a row."""
+        return _flatten(self.model)
+
+
+def measure(context: Context, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Train with every contestant, in turns.
+
+    Args:
+        context: This rank.
+        parameters: ``model``, ``overlap``, ``steps`` per block, ``bucket_bytes``, ``no_communication``, ``timeline``,
+            ``sync``, ``density``, ``hooks``.
+
+    Returns:
+        ``seconds`` of every timed step per contestant, ``bytes_sent`` per step by Total Reduce,
+        ``num_parameters``, and ``difference`` from DDP's parameters relative to what training changed, in float64
+        and in the timed float32, where DDP took part.
+
+    Raises:
+        WrongResultError: The ranks' replicas differ, or DDP's are others.
+    """
+    workload = workload_by_name(parameters["model"])
+    compressed = parameters.get("sync") is not None
+    exact = None if compressed else _train_exactly(context, workload, parameters)
+    names = [*context.peers, *(["timeline"] if parameters["timeline"] else []), *parameters.get("hooks", [])]
+    names += ["dense"] if parameters.get("dense") else []
+    names += ["alone"] if parameters["no_communication"] else []
+    contestants = {name: _contestant(context, name, workload, parameters, torch.float32) for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    sent_before = context.group.statistics().bytes_sent
+    for index in range(context.rounds):
+        for name, contestant in contestants.items():
+            seconds[name] += _block(context, contestant, workload, parameters["steps"])
+        context.report(f"step {workload.name}: round {index + 1} of {context.rounds}")
+    bytes_sent = context.group.statistics().bytes_sent - sent_before
+    return {
+        "seconds": seconds,
+        "bytes_sent": bytes_sent / contestants["totalreduce"].steps_done,
+        "hidden_share": fmean(shares) if (shares := contestants["totalreduce"].hidden) else None,
+        "num_parameters": len(contestants["totalreduce"].flat()),
+        "difference": _check(context, workload, contestants, torch.float32, None if compressed else _TIMED_TOLERANCE),
+        "difference_float64": exact,
+    }
+
+
+def _train_exactly(context: Context, workload: Workload, parameters: dict[str, Any]) -> float | None:
+    """A few untimed steps in float64; returns the difference from DDP."""
+    contestants = {name: _contestant(context, name, workload, parameters, torch.float64) for name in context.peers}
+    for contestant in contestants.values():
+        for _ in range(_EXACT_STEPS):
+            contestant.step(workload, context.rank)
+        contestant.finish()
+    difference = _check(context, workload, contestants, torch.float64, _EXACT_TOLERANCE)
+    for contestant in contestants.values():
+        contestant.close()
+    context.report(f"step {workload.name}: float64 replicas checked")
+    return difference
+
+
+def _contestant(
+    context: Context, name: str, workload: Workload, parameters: dict[str, Any], dtype: torch.dtype
+) -> Contestant:
+    model = workload.model(_SEED).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9)
+    if name == "alone":
+        return Contestant(model, optimizer, _nothing, _nothing)
+    if name == "gloo":
+        return Contestant(DistributedDataParallel(model), optimizer, _nothing, _nothing)
+    if name in _HOOKS:
+        # One bucket: the PowerSGD hook's collectives would leave in different orders on the ranks with more.
+        replica = DistributedDataParallel(model, bucket_cap_mb=1024)
+        replica.register_comm_hook(*_HOOKS[name]())
+        return Contestant(replica, optimizer, _nothing, _nothing)
+    group = context.group_of(name)
+    if name == "dense":
+        group = context.another_group("dense")  # its bytes are not those of the sparse one
+    if name == "timeline":
+        folder = tempfile.mkdtemp(prefix="totalreduce-bench-timeline-")
+        group = context.another_group("timeline", timeline=folder)
+    compressed = parameters.get("sync") is not None and name != "dense"
+    elements = None if parameters["bucket_bytes"] is None else max(1, parameters["bucket_bytes"] // 4)
+    wrapped = tr.DistributedOptimizer(
+        optimizer,
+        model,
+        group=group,
+        bucket_bytes=None if compressed else parameters["bucket_bytes"],
+        feedback=tr.ErrorFeedback(bucket_elements=elements) if compressed else None,
+        overlap=parameters["overlap"],
+        sync=make_sync(parameters["sync"], parameters["density"]) if compressed else None,
+        name=f"bench.{name}.{dtype}",
+    )
+    return Contestant(model, wrapped, wrapped.flush, wrapped.close)
+
+
+def _fp16_hook() -> tuple[Any, Any]:
+    return None, default_hooks.fp16_compress_hook
+
+
+def _powersgd_hook() -> tuple[Any, Any]:
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=PowerSGD().rank, start_powerSGD_iter=2)
+    return state, powerSGD_hook.powerSGD_hook
+
+
+_HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {"fp16": _fp16_hook, "powersgd": _powersgd_hook}
+
+
+def _block(context: Context, contestant: Contestant, workload: Workload, steps: int) -> list[float]:
+    """Steps in a row, the first ones untimed. The last one includes whatever it has put off."""
+    durations = []
+    context.barrier()
+    for step in range(_WARMUP_STEPS + steps):
+        begin = time.monotonic()
+        contestant.step(workload, context.rank)
+        if step == _WARMUP_STEPS + steps - 1:
+            contestant.finish()
+        if step >= _WARMUP_STEPS:
+            durations.append(time.monotonic() - begin)
+    return durations
+
+
+def _check(
+    context: Context,
+    workload: Workload,
+    contestants: dict[str, Contestant],
+    dtype: torch.dtype,
+    tolerance: float | None,
+) -> float | None:
+    """Replicas of all ranks must be the same bits, and close to DDP's, whose sums have another order."""
+    replicas = {name: contestant.flat() for name, contestant in contestants.items() if name != "alone"}
+    for name, replica in replicas.items():
+        digests = context.exchange([float(zlib.crc32(replica.numpy().tobytes()))])
+        if any(digest != digests[0] for digest in digests):
+            raise WrongResultError(f"the {dtype} replicas trained by {name} differ between ranks")
+    if "gloo" not in replicas or tolerance is None:
+        return None
+    for hook in _HOOKS:
+        replicas.pop(hook, None)
+    initial = _flatten(workload.model(_SEED).to(dtype))
+    changed = float((replicas["gloo"] - initial).double().norm())
+    difference = max(float((replica - replicas["gloo"]).double().norm()) / changed for replica in replicas.values())
+    if not difference <= tolerance:
+        raise WrongResultError(
+            f"DistributedOptimizer and DDP trained different models in {dtype}: they differ by {difference:.2e} "
+            f"of what training changed (allowed: {tolerance:.0e})"
+        )
+    return difference
+
+
+def _flatten(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def _nothing() -> None:
+    """Nothing is put off, nothing is to be undone."""
