@@ -23,6 +23,7 @@ from totalreduce.bench.summary import bench_report
 from totalreduce.bench.trace import bench_trace
 from totalreduce.bench.train import bench_train
 from totalreduce.bench.urgent import bench_urgent
+from totalreduce.bench.versions import bench_versions
 
 __all__ = ["bench_app"]
 
@@ -130,4 +131,10 @@ _register(
     bench_report,
     "totalreduce bench report > figures.md",
     "totalreduce bench report --traces-dir traces --json figures.json",
+)
+_register(
+    "versions",
+    bench_versions,
+    "totalreduce bench versions --old ../before/src --new src",
+    "totalreduce bench versions --old before/bin/python --new after/bin/python --what allreduce --sizes 4KiB -n 2",
 )
