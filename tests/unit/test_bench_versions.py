@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 import totalreduce
-from totalreduce.bench.versions import find_version, summarise
-from totalreduce.bench.versions import _Job as Job
+from totalreduce.bench.versions import Job, find_version, summarise
 from totalreduce.foundation.errors import ConfigurationError
 
 SOURCE = Path(totalreduce.__path__[0]).parent
@@ -29,7 +28,7 @@ def test_a_version_is_a_source_tree_or_an_interpreter(monkeypatch, tmp_path):
 def test_a_path_without_the_package_is_refused(tmp_path):
     (tmp_path / "file").write_text("no program")
     for path in (tmp_path, tmp_path / "file", tmp_path / "nonesuch"):
-        with pytest.raises(ConfigurationError, match="--new .* is neither a folder with the package"):
+        with pytest.raises(ConfigurationError, match=r"--new .* is neither a folder with the package"):
             find_version("new", path)
 
 

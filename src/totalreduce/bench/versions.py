@@ -27,7 +27,7 @@ from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.local import run_workers
 
-__all__ = ["Version", "VersionsFigure", "bench_versions", "find_version", "summarise"]
+__all__ = ["Job", "Version", "VersionsFigure", "bench_versions", "find_version", "summarise"]
 
 _WORKER = Path(__file__).with_name("versions_worker.py")
 _LIMIT_S = 600.0
@@ -56,7 +56,7 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
     """What the ranks of one launch measure.
 
     Attributes:
@@ -124,7 +124,7 @@ def bench_versions(
     versions = [find_version("old", old), find_version("new", new)]
     counts = [_parse_ranks(word) for word in ranks.split(",")]
     jobs = [
-        _Job(kind, count, transport)
+        Job(kind, count, transport)
         for kind in _chosen("--what", what, _KINDS)
         for count in counts
         for transport in (_chosen("--transports", transports, _TRANSPORTS) if kind == "allreduce" else ["auto"])
@@ -168,7 +168,7 @@ def find_version(label: str, path: Path) -> Version:
     )
 
 
-def summarise(job: _Job, launches: dict[str, list[list[dict[str, Any]]]]) -> list[VersionsFigure]:
+def summarise(job: Job, launches: dict[str, list[list[dict[str, Any]]]]) -> list[VersionsFigure]:
     """From every launch's samples, by version and rank, to figures. Pure."""
     figures = []
     for index, case in enumerate(launches["old"][0][0]["cases"]):
@@ -200,7 +200,8 @@ def summarise(job: _Job, launches: dict[str, list[list[dict[str, Any]]]]) -> lis
 
 def _seconds(ranks: list[dict[str, Any]]) -> float:
     """The median block of a launch; of each block the slowest rank counts."""
-    return median(max(block) for block in zip(*(rank["seconds"] for rank in ranks), strict=True))
+    blocks: list[float] = [max(block) for block in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+    return median(blocks)
 
 
 def _cpu_per_message(ranks: list[dict[str, Any]]) -> float:
@@ -212,7 +213,7 @@ def _messages_per_operation(ranks: list[dict[str, Any]]) -> float:
 
 
 def _measure(
-    versions: Sequence[Version], job: _Job, settings: dict[str, Any], rounds: int
+    versions: Sequence[Version], job: Job, settings: dict[str, Any], rounds: int
 ) -> dict[str, list[list[dict[str, Any]]]]:
     """Launch each version once per round; the order within a round alternates, so that a drift cancels out."""
     launches: dict[str, list[list[dict[str, Any]]]] = {version.label: [] for version in versions}
@@ -223,7 +224,7 @@ def _measure(
     return launches
 
 
-def _launch(version: Version, job: _Job, settings: dict[str, Any]) -> list[dict[str, Any]]:
+def _launch(version: Version, job: Job, settings: dict[str, Any]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="totalreduce-bench-") as name:
         config = Path(name) / "config.json"
         config.write_text(json_format.dumps({**settings, **asdict(job)}), encoding="utf-8")

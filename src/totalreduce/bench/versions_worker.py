@@ -25,6 +25,9 @@ _SEED = 11
 _SIGNAL = 0.1
 _BLOCK_BYTES = 16 << 20
 _BLOCKS = (3, 1000)
+_WARMUP_BLOCKS = 4
+#: How much longer than the timed part of its blocks a case may take.
+_WHOLE_OVER_TIMED = 8
 #: More ranks than cores leave one rank without a core for seconds, and its peers must not take it for dead.
 _SILENCE_S = 30.0
 
@@ -131,7 +134,7 @@ class _Flat(nn.Module):
         self.gradients: list[torch.Tensor] = []
 
     def forward(self) -> Any:
-        return _Given.apply(self.weight, self.gradients)
+        return _Given.apply(self.weight, self.gradients)  # type: ignore[no-untyped-call]
 
 
 class _Given(torch.autograd.Function):
@@ -143,7 +146,7 @@ class _Given(torch.autograd.Function):
         return weight.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, _gradient: torch.Tensor) -> Any:
         # Taken out of the list: autograd keeps a tensor that has no other owner, and copies one that has.
         return ctx.gradients.pop(), None
 
@@ -174,10 +177,15 @@ def _time(
         check()
         return elapsed, cpu, messages
 
-    warm = torch.tensor([min(block()[0] for _ in range(4))], dtype=torch.float64)
-    group.allreduce(warm, name="versions.warm").wait()
+    begin = time.monotonic()
+    fastest_s = min(block()[0] for _ in range(_WARMUP_BLOCKS))
+    whole_s = (time.monotonic() - begin) / _WARMUP_BLOCKS
+    # A rank alone sums in no time, but has to prepare and to check.
+    wanted = min(seconds / fastest_s, _WHOLE_OVER_TIMED * seconds / whole_s)
+    agreed = torch.tensor([wanted / group.world_size], dtype=torch.float64)
+    group.allreduce(agreed, name="versions.agreed").wait()
     fewest, most = _BLOCKS
-    blocks = max(fewest, min(most, int(seconds * group.world_size / float(warm))))
+    blocks = max(fewest, min(most, int(agreed)))
     samples = [block() for _ in range(blocks)]
     return {
         "seconds": [elapsed / times for elapsed, _, _ in samples],
