@@ -117,7 +117,8 @@ if rank == 0:
         "blocks": [b.tolist() for b in blocks],
         "big": bool((big == torch.arange(300_000.0) * (n * (n + 1) // 2)).all()),
         "moved": sorted({round(float(m), 5) for m in moved}),
-        "counts": [int((moved[:20_000] < limit).sum()) for limit in (-0.3, -0.1)], "replicas": len(set(map(tuple, seen))),
+        "counts": [int((moved[:20_000] < limit).sum()) for limit in (-0.3, -0.1)],
+        "replicas": len(set(map(tuple, seen))),
     }))
 group.close()
 """
