@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from totalreduce.pytorch.staging import Stager
+from totalreduce.c10d.pinned_memory import Stager
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -26,6 +26,7 @@ from totalreduce.c10d.callbacks import Callbacks
 from totalreduce.c10d.errors import as_torch_error
 from totalreduce.c10d.monitored import monitored_barrier
 from totalreduce.c10d.names import BACKEND_NAME
+from totalreduce.c10d.pinned_memory import Stager
 from totalreduce.c10d.reductions import arithmetic_view, reduction_of
 from totalreduce.c10d.sparse import allreduce_sparse
 from totalreduce.c10d.work import OperationWork, seconds_of
@@ -33,7 +34,6 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
-from totalreduce.pytorch.staging import Stager
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 

@@ -1,8 +1,8 @@
-"""CUDA tensors and a network that reads host memory: copies through pinned memory, on a stream beside the computation.
+"""Copies of CUDA tensors in pinned host memory, for transports that read host memory only.
 
-The wire cannot read a GPU's memory. So what a rank contributes is copied into pinned memory first, and results are
-copied back, both on a side stream: the copies of one operation overlap with the wire time of another one and with the
-kernels that are queued on the current stream. Pinned memory comes from torch's caching allocator, which reuses it.
+The tensors that an operation reads are copied to pinned memory first, and its results are copied back, both on a side
+stream. So the copies of one operation overlap with the transfer of another one and with the kernels that are queued on
+the current stream. Pinned memory comes from torch's caching allocator, which reuses it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Stager:
         self._lock = threading.Lock()
 
     def stage(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Staged | None:
-        """Host memory for the tensors of one operation; ``None`` if all of them are in host memory.
+        """Return host memory for the tensors of one operation; ``None`` if all of them are in host memory.
 
-        Returns when what is to be read is there: the caller's thread waits for the kernels that compute it, the
-        device does not.
+        Returns when the tensors to read are copied: the caller's thread waits for the kernels that compute them, and
+        the device does not.
 
         Args:
-            reads: What the operation reads.
-            writes: What it writes; a tensor may be in both.
+            reads: The tensors that the operation reads.
+            writes: The tensors that it writes; a tensor may be in both.
         """
         device = next((tensor.device for tensor in (*reads, *writes) if tensor.is_cuda), None)
         if device is None:
@@ -52,7 +52,7 @@ class Staged:
     def __init__(
         self, stream: torch.cuda.Stream, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
-        """Copy what is read; made by ``Stager``."""
+        """Copy the tensors to read; made by ``Stager``."""
         self._stream = stream
         self._writes = [tensor for tensor in writes if tensor.is_cuda]
         self._hosts: dict[int, torch.Tensor] = {}
@@ -71,18 +71,19 @@ class Staged:
                 arrived = stream.record_event()
             arrived.synchronize()
         else:
-            # What is only written may still be in use by kernels that were queued before.
+            # Kernels that were queued before may still use the tensors that are only written.
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
     def host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor's counterpart in host memory; the tensor itself if it is there already."""
+        """Return the tensor's counterpart in host memory; the tensor itself if it is there already."""
         return self._hosts.get(id(tensor), tensor)
 
     def finish(self, *, blocking: bool) -> None:
-        """Copy the results back; to be called once the operation is done, as often as one likes.
+        """Copy the results back. Called when the operation is done, once or several times.
 
         Args:
-            blocking: Return when they are there. Otherwise the current stream waits for them, and this thread does not.
+            blocking: Return when the results are copied. Otherwise the current stream waits for the copies, and this
+                thread does not.
         """
         with self._lock:
             if self._copied is None:
