@@ -4,13 +4,14 @@ import math
 from itertools import pairwise
 
 import numpy as np
+import plain_kernels as plain
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from totalreduce.foundation.errors import ProtocolError
-from totalreduce.kernels import coding, plain
+from totalreduce.kernels import coding
 from totalreduce.sparse import blocks
 
 TOP = 2**31 - 1

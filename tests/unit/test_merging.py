@@ -3,11 +3,12 @@
 from itertools import pairwise
 
 import numpy as np
+import plain_kernels as plain
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from totalreduce.kernels import merging, plain, scattering
+from totalreduce.kernels import merging, scattering
 from totalreduce.sparse import blocks
 from totalreduce.sparse.accumulator import HostAccumulator
 

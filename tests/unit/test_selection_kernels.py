@@ -3,12 +3,13 @@
 from itertools import pairwise
 
 import numpy as np
+import plain_kernels as plain
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from totalreduce.kernels import plain, selection
+from totalreduce.kernels import selection
 from totalreduce.kernels.selection import INFINITY, LANES
 from totalreduce.sparse.accumulator import HostAccumulator
 from totalreduce.sparse.candidates import Candidates, Workspace

@@ -1,7 +1,4 @@
-"""The kernels once more, in plain NumPy: what ``selection``, ``coding``, ``merging`` and ``scattering`` must do.
-
-Same names, same arguments, same results, and no regard for time. Nothing but tests should call this.
-"""
+"""The reference of the compiled kernels, in plain NumPy: functions with the same names, arguments and results."""
 
 from __future__ import annotations
 
