@@ -103,7 +103,7 @@ def test_buckets_leave_during_backward_and_each_once() -> None:
         loss_of(model, batches(1)[0]).backward()
         early = [name for name, _ in submissions.take()]
         optimizer.step()
-        return early, [name for name, _ in submissions.take()], optimizer._reducer.names
+        return early, [name for name, _ in submissions.take()], optimizer._dense.names
 
     early, late, names = run_ranks(2, body)[0]
     assert names[0] == "model.bucket0[third.bias]"
@@ -118,13 +118,13 @@ def test_priorities_follow_the_first_forward_not_the_registration() -> None:
         submissions = Submissions(group)
         model = Net()
         optimizer = wrap(model, group, bucket_bytes=1)  # one bucket per parameter
-        names = [bucket.spec.members for bucket in optimizer._reducer.buckets]
+        names = [bucket.spec.members for bucket in optimizer._dense.buckets]
         submissions.take()
         loss_of(model, batches(1)[0]).backward()
         optimizer.step()
         submitted = dict(submissions.take())
         return {
-            optimizer._plan.specs[member[0]].name: submitted[optimizer._reducer.names[index]]
+            optimizer._plan.specs[member[0]].name: submitted[optimizer._dense.names[index]]
             for index, member in enumerate(names)
         }
 

@@ -147,9 +147,9 @@ def test_accumulation_with_no_sync_sends_once(overlap: str) -> None:
             assert submissions.take() == []
             loss_of(model, shard(second, group)).backward()
             optimizer.step()
-            assert len(submissions.take()) == len(optimizer._reducer.buckets)
+            assert len(submissions.take()) == len(optimizer._dense.buckets)
         optimizer.flush()
-        return flat(model), optimizer.resubmissions, len(optimizer._reducer.buckets)
+        return flat(model), optimizer.resubmissions, len(optimizer._dense.buckets)
 
     results = run_ranks(3, body)
     model = Net()
@@ -408,7 +408,7 @@ def test_reading_learning_rates_between_steps_does_not_communicate() -> None:
             if group.rank == 0:  # one rank alone, as loggers do: nothing collective may hang on it
                 assert optimizer.param_groups[0]["lr"] == 0.1
         optimizer.flush()
-        return optimizer._reducer.round
+        return optimizer._dense.round
 
     assert run_ranks(2, body) == [2, 2]
 
@@ -431,7 +431,7 @@ def test_bfloat16_float16_and_float32_side_by_side() -> None:
         optimizer = wrap(model, group, bucket_bytes=1 << 20)
         model(float(group.rank + 1)).backward()
         optimizer.synchronize()
-        assert len(optimizer._reducer.buckets) == 4
+        assert len(optimizer._dense.buckets) == 4
         return [float(weight.grad.double().mean()) for weight in model.weights], model.unused.grad is None
 
     for gradients, unused in run_ranks(4, body):

@@ -72,7 +72,7 @@ def test_steps_of_a_plan_move_no_metadata(door: str) -> None:
             wrapped.step()
             counts.append(group.statistics().operations - before.operations)
             assert group.coordinator is None or group.coordinator.counters.messages == 0
-        return counts, len(wrapped._reducer.buckets)
+        return counts, len(wrapped._dense.buckets)
 
     for counts, buckets in run_ranks(4, body):
         assert counts == [buckets] * 6

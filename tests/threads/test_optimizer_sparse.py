@@ -21,7 +21,7 @@ from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Pa
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.sparse import auto
 from totalreduce.sparse.dense import Dense
-from totalreduce.sparse.device import DeviceAccumulator, Lane, kernels_for
+from totalreduce.sparse.device import DeviceAccumulator, SideStreams, kernels_for
 from totalreduce.sparse.methods import METHODS
 from totalreduce.sparse.oktopk import OkTopk
 from totalreduce.sparse.powersgd import PowerSGD
@@ -78,8 +78,8 @@ def test_a_device_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch
 
     here = run_ranks(3, train)
 
-    def accumulator_of(tensors: list[torch.Tensor], lane: Lane) -> DeviceAccumulator:
-        return DeviceAccumulator(tensors, lane, kernels_for(torch.device("cpu")))
+    def accumulator_of(tensors: list[torch.Tensor], streams: SideStreams) -> DeviceAccumulator:
+        return DeviceAccumulator(tensors, streams, kernels_for(torch.device("cpu")))
 
     monkeypatch.setattr(compressed, "accumulator_of", accumulator_of)
     there = run_ranks(3, train)

@@ -535,14 +535,14 @@ def test_copies_of_the_model_are_independent_of_the_optimizer() -> None:
         optimizer.zero_grad()
         loss_of(model, batches(1)[0]).backward()
         optimizer.step()
-        rounds = optimizer._reducer.round
+        rounds = optimizer._dense.round
         for other in (average, loaded):
             loss_of(other, batches(1)[0]).backward()
             assert torch.equal(flat(other), reference)
-        assert len(optimizer._deferred.pending) == len(optimizer._reducer.buckets)
+        assert len(optimizer._deferred.pending) == len(optimizer._dense.buckets)
         with pytest.raises(TypeError, match=r"save its state_dict"):
             pickle.dumps(optimizer)
-        return optimizer._reducer.round == rounds
+        return optimizer._dense.round == rounds
 
     assert run_ranks(1, body) == [True]
 

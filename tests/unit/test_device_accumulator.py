@@ -18,7 +18,7 @@ from totalreduce.kernels import device as plain
 from totalreduce.kernels.selection import INFINITY
 from totalreduce.sparse.accumulator import Accumulator, HostAccumulator
 from totalreduce.sparse.candidates import Candidates
-from totalreduce.sparse.device import DeviceAccumulator, Lane, accumulator_of
+from totalreduce.sparse.device import DeviceAccumulator, SideStreams, accumulator_of
 from totalreduce.sparse.methods import METHODS
 from totalreduce.sparse.selector import Selector
 from totalreduce.testing.sparse_conformance import check_method
@@ -60,7 +60,7 @@ def cut(flat: np.ndarray, edges: tuple[int, ...] = EDGES) -> list[np.ndarray]:
 def both(flat: np.ndarray, kernels, edges: tuple[int, ...] = EDGES) -> tuple[HostAccumulator, DeviceAccumulator]:
     """The same elements here and there."""
     tensors = [torch.from_numpy(segment).to(WHERE) for segment in cut(flat, edges)]
-    return HostAccumulator(cut(flat, edges)), DeviceAccumulator(tensors, Lane(), kernels)
+    return HostAccumulator(cut(flat, edges)), DeviceAccumulator(tensors, SideStreams(), kernels)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -198,7 +198,7 @@ def test_methods_give_the_same_bits(kernels, name: str) -> None:
     shapes, moves = ((40, 30), (0,), (500,)), name == "gtopk"
 
     def memory(segments: list[np.ndarray]) -> Accumulator:
-        return DeviceAccumulator([torch.from_numpy(segment) for segment in segments], Lane(), kernels)
+        return DeviceAccumulator([torch.from_numpy(segment) for segment in segments], SideStreams(), kernels)
 
     if WHERE == "cuda":
         pytest.skip("conformance looks at the CPU's memory")
@@ -209,7 +209,7 @@ def test_methods_give_the_same_bits(kernels, name: str) -> None:
 
 def test_memory_is_the_tensors_own() -> None:
     tensors = [torch.zeros(3), torch.zeros(2)]
-    bucket = accumulator_of(tensors, Lane())
+    bucket = accumulator_of(tensors, SideStreams())
     assert isinstance(bucket, HostAccumulator)
     bucket.assign(np.arange(5, dtype=np.float32), 1.0)
     assert [tensor.tolist() for tensor in tensors] == [[0, 1, 2], [3, 4]]

@@ -103,6 +103,6 @@ def test_files_with_threads_are_known() -> None:
         "native/executor.py",
         "c10d/callbacks.py",
         "horovod/joining.py",
-        "pytorch/ddp_link.py",
+        "pytorch/ddp_connection.py",
         "sparse/worker.py",
     }

@@ -36,7 +36,7 @@ def plan_of(parameters: list[torch.nn.Parameter], sync: Method | None) -> Gradie
         feedback=ErrorFeedback(elements_min=4),
     )
     names = {parameter: [str(number)] for number, parameter in enumerate(parameters)}
-    return build_plan(names, [{"params": parameters}], settings, whole={"2"})
+    return build_plan(names, [{"params": parameters}], settings, uncompressed={"2"})
 
 
 def test_small_parameters_and_those_to_be_sent_whole_are_not_compressed() -> None:

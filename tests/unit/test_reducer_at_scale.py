@@ -15,7 +15,7 @@ from totalreduce.foundation.errors import MissingTensorError
 from totalreduce.foundation.types import DType, ReduceOp
 from totalreduce.kernels.reduction import combine
 from totalreduce.pytorch.buckets import ParameterSpec, plan_buckets
-from totalreduce.pytorch.reducer import Arithmetic, Reducer, operation_names
+from totalreduce.pytorch.reducer import Arithmetic, Reducer
 
 WIRE = {torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16}
 
@@ -89,8 +89,8 @@ def reducers(world_size, dtype, op, *, native=False, predivide=1.0, forbid=False
         arithmetic = Arithmetic.of(
             op, world_size, predivide=predivide, wire_dtype=None, divide_by_active=active, native=native
         )
-        names = operation_names(plan, specs)
-        reducer = Reducer(group, stream, names, parameters, specs, plan, arithmetic=arithmetic, forbid_missing=forbid)
+        group.planned = lambda names, stream=stream: stream
+        reducer = Reducer(group, "model", parameters, specs, plan, arithmetic=arithmetic, forbid_missing=forbid)
         made.append((reducer, parameters))
     return made
 

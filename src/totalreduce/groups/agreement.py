@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 
-from totalreduce.foundation.errors import PlanMismatchError
+from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.collectives import Collectives
 
-__all__ = ["agree", "broadcast_json"]
+__all__ = ["agree", "agree_or_refuse", "broadcast_json"]
+
+_Made = TypeVar("_Made")
 
 _DIGEST_BYTES = 16
 _DIFFERENCES_MAX = 20
@@ -51,6 +54,32 @@ def agree(group: Collectives, name: str, document: Mapping[str, Any]) -> None:
     if len(lines) > _DIFFERENCES_MAX:
         lines = [*lines[:_DIFFERENCES_MAX], f"... and {len(lines) - _DIFFERENCES_MAX} more"]
     raise PlanMismatchError(name, tuple(lines))
+
+
+def agree_or_refuse(
+    group: Collectives, name: str, make: Callable[[], _Made], describe: Callable[[_Made], Mapping[str, Any]]
+) -> _Made:
+    """Make an object on every rank and compare the descriptions. Collective, also for a rank that cannot make it.
+
+    Args:
+        group: The ranks.
+        name: Subject of the comparison, for messages; equal on all ranks.
+        make: Makes the object; does not communicate.
+        describe: Returns the object's description as JSON values.
+
+    Raises:
+        ConfigurationError: From ``make``, on the ranks where it refused. The other ranks are told, so that they do not
+            wait; where all refuse alike, each raises its own error.
+        PlanMismatchError: The descriptions differ, or another rank refused.
+    """
+    try:
+        made = make()
+    except ConfigurationError as error:
+        with suppress(PlanMismatchError):
+            agree(group, name, {"refused": str(error)})
+        raise
+    agree(group, name, describe(made))
+    return made
 
 
 def broadcast_json(group: Collectives, name: str, value: Any, *, root: int) -> Any:

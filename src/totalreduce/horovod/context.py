@@ -20,6 +20,7 @@ from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.foundation import environment
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.groups.agreement import agree_or_refuse
 from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.groups.group import Group
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set, ranks_of_communicator
@@ -28,7 +29,6 @@ from totalreduce.launch.bootstrap import init
 from totalreduce.native.coordinator import Coordinator
 from totalreduce.observe import Timeline, rank_path
 from totalreduce.pytorch.adasum import Adasum
-from totalreduce.pytorch.consent import agree_or_refuse
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 
 __all__ = ["Context", "Locality", "Members", "context"]
@@ -231,7 +231,7 @@ class Context:
         """
         group, number = self.group, self._next_set
         ranks = agree_or_refuse(
-            group, f"process set {number}", lambda: self._checked(process_set), lambda ranks: {"ranks": ranks}
+            group.control, f"process set {number}", lambda: self._checked(process_set), lambda ranks: {"ranks": ranks}
         )
         self._next_set += 1
         if group.rank in ranks:

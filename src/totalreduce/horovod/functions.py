@@ -15,7 +15,7 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.horovod.context import context
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set
 from totalreduce.pytorch import broadcast
-from totalreduce.pytorch.facade import OptimizerFacade
+from totalreduce.pytorch.wrapper import OptimizerWrapper
 
 __all__ = [
     "allgather_object",
@@ -91,7 +91,7 @@ def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
 
     Horovod's functions leave such gradients, and programs read them. ``zero_grad()`` removes them.
     """
-    inner = optimizer.wrapped if isinstance(optimizer, OptimizerFacade) else optimizer
+    inner = optimizer.wrapped if isinstance(optimizer, OptimizerWrapper) else optimizer
     needs_sparse = isinstance(inner, torch.optim.SparseAdam)
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -22,7 +22,6 @@ from totalreduce.horovod.functions import fill_missing_gradients
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set
 from totalreduce.pytorch import adasum
 from totalreduce.pytorch import optimizer as plain
-from totalreduce.pytorch.planning import name_parameters
 
 __all__ = ["AdasumOptimizer", "DistributedOptimizer", "GradientOptimizer"]
 
@@ -71,8 +70,7 @@ class GradientOptimizer(plain.DistributedOptimizer):
     @property
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
         """Programs read this attribute of Horovod's optimizer."""
-        named = name_parameters(self._model, self._named, self._inner.param_groups)
-        return {parameter: names[0] for parameter, names in named.items()}
+        return {parameter: names[0] for parameter, names in self._source.names().items()}
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From now on so many backward passes add up before gradients leave. On every rank.
@@ -81,7 +79,7 @@ class GradientOptimizer(plain.DistributedOptimizer):
             ConfigurationError: Fewer than one.
         """
         self._settings = dataclasses.replace(self._settings, backward_passes_per_step=_checked_passes(passes))
-        self._passes = [0] * len(self._passes)
+        self._round.passes = [0] * len(self._round.passes)
 
     def close(self) -> None:
         """As before; ``join`` need not wait for it any more."""

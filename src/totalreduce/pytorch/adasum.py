@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError, UnsupportedError
-from totalreduce.pytorch.consent import agree_or_refuse
-from totalreduce.pytorch.facade import OptimizerFacade
+from totalreduce.groups.agreement import agree_or_refuse
+from totalreduce.pytorch.wrapper import OptimizerWrapper
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
@@ -85,7 +85,7 @@ class Adasum:
                 _refuse_unsupported(index, tensor)
             return [[_dtype_name(tensor.dtype), *tensor.shape] for tensor in tensors]
 
-        agree_or_refuse(self._group, self._name, make, lambda described: {"tensors": described})
+        agree_or_refuse(self._group.control, self._name, make, lambda described: {"tensors": described})
 
     @torch.no_grad()
     def combine_(self, tensors: Sequence[torch.Tensor], *, timeout_s: float | None = None) -> None:
@@ -259,7 +259,7 @@ def _pack(tensors: Sequence[torch.Tensor]) -> list[_Pack]:
     return packs
 
 
-class AdasumOptimizer(OptimizerFacade):
+class AdasumOptimizer(OptimizerWrapper):
     """Wraps a torch optimizer so that ``step()`` applies the Adasum of all ranks' updates.
 
     Each rank lets the torch optimizer update with its own gradients and state, then the *changes* of the parameters are
@@ -286,7 +286,7 @@ class AdasumOptimizer(OptimizerFacade):
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, *, group: Group, name: str = "adasum"
     ) -> None:
-        if isinstance(optimizer, OptimizerFacade):
+        if isinstance(optimizer, OptimizerWrapper):
             raise ConfigurationError("the optimizer is distributed already: pass the torch optimizer")
         super().__init__(optimizer)
         self._model, self._group, self._name = model, group, name
@@ -299,7 +299,9 @@ class AdasumOptimizer(OptimizerFacade):
             shown = [[name, str(each.dtype), *each.shape] for name, each in named.items()]
             return {"optimizer": self.kind, "parameters": shown}
 
-        return list(agree_or_refuse(self._group, f"{self._name}.plan", self._named_parameters, describe).values())
+        return list(
+            agree_or_refuse(self._group.control, f"{self._name}.plan", self._named_parameters, describe).values()
+        )
 
     def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The optimizer's parameters, in the model's order."""

@@ -1,4 +1,4 @@
-"""``sync=tr.Auto()``: from a plan in which everything large is compressed to what measurement leaves of it."""
+"""``sync=tr.Auto()``: measure which buckets of a plan are worth compressing, and by which method."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from totalreduce.sparse.session import Method
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
 
-__all__ = ["Auto", "choose_methods", "methods_for", "sent_whole"]
+__all__ = ["Auto", "choose_methods", "methods_for", "uncompressed"]
 
 _log = logging.getLogger("totalreduce")
 
 
 def choose_methods(settings: Auto, plan: CompressedPlan, group: Group, name: str) -> list[Choice]:
-    """Measure what the plan's buckets take, and say what was decided. By bucket, equal on all ranks. Collective."""
+    """Measure how long the plan's buckets take, and return the decision for each; equal on all ranks. Collective."""
 
     def dense(num_elements: int) -> float:
         tensor = group.empty(num_elements).zero_()
@@ -44,8 +44,8 @@ def choose_methods(settings: Auto, plan: CompressedPlan, group: Group, name: str
     return choices
 
 
-def sent_whole(plan: CompressedPlan, choices: Sequence[Choice]) -> set[str]:
-    """The parameters with a part in a bucket that is not worth compressing."""
+def uncompressed(plan: CompressedPlan, choices: Sequence[Choice]) -> set[str]:
+    """Return the names of the parameters with a part in a bucket that is not worth compressing."""
     return {
         plan.specs[part.member].name
         for bucket, choice in zip(plan.buckets, choices, strict=True)
@@ -55,7 +55,7 @@ def sent_whole(plan: CompressedPlan, choices: Sequence[Choice]) -> set[str]:
 
 
 def methods_for(plan: CompressedPlan, choices: Sequence[Choice]) -> list[Method]:
-    """For each bucket of what is left the method chosen for the bucket nearest in size."""
+    """Return the method of each bucket of the final plan: that of the measured bucket which is nearest in size."""
     chosen = [(choice.num_elements, choice.method) for choice in choices if choice.method is not None]
 
     def nearest(size: int) -> Method:

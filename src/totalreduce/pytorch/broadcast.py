@@ -13,10 +13,9 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
-from totalreduce.groups.agreement import broadcast_json
+from totalreduce.groups.agreement import agree_or_refuse, broadcast_json
 from totalreduce.groups.encoding import decode, empty_tensors, encode
-from totalreduce.pytorch.consent import agree_or_refuse
-from totalreduce.pytorch.facade import OptimizerFacade
+from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.tensors.dtypes import problem_of_layout
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def broadcast_parameters(model: torch.nn.Module | Mapping[str, torch.Tensor], gr
         UnsupportedError: A tensor that is sparse, nested, quantised, expanded, or on the meta device.
     """
     named = agree_or_refuse(
-        group,
+        group.control,
         "broadcast_parameters",
         lambda: _named_tensors(model),
         lambda named: {"root": root, "tensors": {name: _describe(tensor) for name, tensor in named.items()}},
@@ -73,7 +72,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: Group, ro
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"the optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__name__}")
     shapes = [[list(p.shape) for p in param_group["params"]] for param_group in optimizer.param_groups]
-    kind = optimizer.kind if isinstance(optimizer, OptimizerFacade) else type(optimizer).__qualname__
+    kind = optimizer.kind if isinstance(optimizer, OptimizerWrapper) else type(optimizer).__qualname__
     state = optimizer.state_dict()
     group.agree("broadcast_optimizer_state", {"root": root, "optimizer": kind, "parameters": shapes})
     message: dict[str, str] = {}

@@ -1,41 +1,42 @@
-"""Which gradients travel together: parameters packed into flat buckets, one dtype each.
+"""Buckets: dense gradients of one dtype that travel together in one flat tensor.
 
 The plan is arithmetic on names and shapes and is equal on all ranks; ``Bucket`` holds the memory.
 
-A bucket's memory is ``[gradients | tail]``; ``tail`` says which gradients there are, and in the last bucket more (see
-``totalreduce.pytorch.tail``).
-
-With compression the memory that travels is of a half type, and the gradients are views of a second, wide one.
+The memory of a bucket is ``[gradients | tail]``; the flags in the tail say which gradients the ranks have (see
+``totalreduce.pytorch.tail``). With ``compression=`` the memory that travels is of a half type, and the reduced
+gradients are views of a second tensor of the parameters' dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
-from totalreduce.pytorch import internals
 from totalreduce.pytorch.tail import Tail, TailLayout
+
+if TYPE_CHECKING:
+    from totalreduce.tensors.work import Work
 
 __all__ = ["Bucket", "BucketSpec", "ParameterSpec", "WireFormat", "plan_buckets"]
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What all ranks must agree on about one parameter.
+    """The description of one parameter, which must be equal on all ranks.
 
     Attributes:
-        name: First name under which the model lists it.
+        name: The first name under which the model lists the parameter.
         aliases: Further names of a shared parameter.
-        shape: Shape.
-        stride: Memory layout, in elements; the gradient's view of the bucket has the same.
-        dtype: As torch writes it, without ``torch.``.
-        num_elements: Product of the shape.
+        shape: The parameter's shape.
+        stride: Its memory layout, in elements; the gradient's view of the bucket has the same.
+        dtype: The name of its dtype without ``torch.``.
+        num_elements: The product of the shape.
         itemsize: Bytes of one element.
-        device: Kind of device.
+        device: The kind of its device.
     """
 
     name: str
@@ -54,8 +55,8 @@ class ParameterSpec:
         """Describe a parameter.
 
         Raises:
-            UnsupportedError: Its gradient cannot be reduced: complex, not a floating type, or not on the CPU (unless
-                ``any_device``: a library that knows accelerators carries the reductions out).
+            UnsupportedError: The gradient cannot be reduced: it is complex, not of a floating type, or not on the CPU.
+                With ``any_device`` it may be elsewhere, because a native library carries the reductions out.
         """
         if parameter.device.type != "cpu" and not any_device:
             raise UnsupportedError(
@@ -81,7 +82,7 @@ class ParameterSpec:
         )
 
     def describe(self) -> dict[str, object]:
-        """JSON-ready, for the comparison between ranks."""
+        """Return the description as JSON values, for the comparison between ranks."""
         document: dict[str, object] = {
             "shape": list(self.shape),
             "dtype": self.dtype,
@@ -95,7 +96,7 @@ class ParameterSpec:
 
 
 def _is_dense(parameter: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in whatever order of dimensions."""
+    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if extent == 1:
@@ -112,11 +113,11 @@ class BucketSpec:
 
     Attributes:
         index: Position in the plan; bucket 0 is ready first in a usual backward pass.
-        dtype: Of all its parameters.
+        dtype: The dtype of all its parameters.
         members: Indices of the parameters, in the order of their gradients in memory.
-        num_elements: Of the gradients, without the tail.
-        num_buckets: In the last bucket of the plan, how many buckets the plan has; 0 in the others.
-        device: Kind of device of all its parameters.
+        num_elements: Number of elements of the gradients, without the tail.
+        num_buckets: In the last bucket of the plan the number of the plan's buckets; 0 in the others.
+        device: The kind of device of all its parameters.
     """
 
     index: int
@@ -130,8 +131,8 @@ class BucketSpec:
 def plan_buckets(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> tuple[BucketSpec, ...]:
     """Cut the parameters into buckets, last registered first: the order in which backward makes gradients.
 
-    A bucket is closed when the next parameter would make it larger than ``bucket_bytes``; a parameter larger
-    than that has a bucket of its own. The first registered parameter is always in the last bucket.
+    A bucket is closed when the next parameter would make it larger than ``bucket_bytes``; a parameter larger than that
+    has a bucket of its own. The first registered parameter is always in the last bucket.
 
     Args:
         parameters: In registration order.
@@ -164,23 +165,16 @@ def plan_buckets(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> tupl
     )
 
 
-class Empty(Protocol):
-    """Makes a flat tensor."""
-
-    def __call__(self, num_elements: int, /, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """With whatever is in its memory."""
-
-
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """How gradients travel, and what this rank says of them.
+    """How gradients travel, and which flags this rank sends with them.
 
     Attributes:
         rank: This rank.
         world_size: Number of ranks.
-        dtype: What the gradients are cast to; ``None``: as they are.
+        dtype: The dtype to which gradients are cast; ``None``: they are not.
         scale: Factor before the reduction.
-        reports_absence: Whether a rank says which gradients it has not.
+        reports_absence: Whether a rank reports the gradients that it does not have.
     """
 
     rank: int
@@ -190,32 +184,33 @@ class WireFormat:
     reports_absence: bool = False
 
     def tail(self, spec: BucketSpec) -> TailLayout:
-        """The tail of a bucket."""
+        """Return the layout of a bucket's tail."""
         num_ranks = self.world_size if spec.num_buckets else 0
         return TailLayout(len(spec.members), self.reports_absence, spec.num_buckets, num_ranks)
 
 
 class _Memory:
-    """One flat tensor and the views into it; with compression a wide one beside it.
+    """One flat tensor and the views into it; with a wire dtype a second, wide tensor beside it.
 
     Attributes:
-        flat: What travels.
-        slots: Of ``flat``, by parameter.
+        flat: The tensor that travels.
+        slots: The view of ``flat`` for each parameter.
         tail: The end of ``flat``.
-        wide: The reduced gradients where ``flat`` is of another dtype, else the same memory.
-        views: Of ``wide``, by parameter.
+        wide: The reduced gradients in the parameters' dtype; the same memory as ``flat`` if that has this dtype.
+        views: The view of ``wide`` for each parameter.
+        begin: Address of the first byte of ``wide``.
+        end: Address after its last byte.
     """
 
     def __init__(
         self,
         spec: BucketSpec,
-        parameters: Sequence[ParameterSpec],
-        empty: Empty,
+        members: Sequence[ParameterSpec],
+        empty: Callable[..., torch.Tensor],
         device: torch.device,
         wire: WireFormat,
     ) -> None:
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        members = [parameters[member] for member in spec.members]
         layout = wire.tail(spec)
         self.flat = empty(spec.num_elements + layout.num_elements, dtype=wire.dtype or dtype, device=device).zero_()
         self.tail = Tail(self.flat[spec.num_elements :], layout)
@@ -224,16 +219,8 @@ class _Memory:
         if self.flat.dtype is not dtype:
             self.wide = torch.zeros(spec.num_elements, dtype=dtype, device=device)
             self.views = _views(self.wide, members)
-        self._begin = self.wide.data_ptr()
-        self._end = self._begin + self.wide.numel() * self.wide.element_size()
-
-    def contains(self, tensor: torch.Tensor) -> bool:
-        return self._begin <= tensor.data_ptr() < self._end
-
-    def widen(self) -> None:
-        """Bring the reduced gradients to their own dtype."""
-        if self.slots is not self.views:
-            self.wide.copy_(self.flat[: len(self.wide)])
+        self.begin = self.wide.data_ptr()
+        self.end = self.begin + self.wide.numel() * self.wide.element_size()
 
 
 def _views(flat: torch.Tensor, members: Sequence[ParameterSpec]) -> list[torch.Tensor]:
@@ -246,54 +233,67 @@ def _views(flat: torch.Tensor, members: Sequence[ParameterSpec]) -> list[torch.T
 
 
 class Bucket:
-    """The memory of one bucket, and this rank's gradients that were copied into it.
+    """The memory of one bucket, this rank's gradients that were copied into it, and its reduction in one round.
 
     Args:
         spec: Its place in the plan.
-        parameters: The live parameters of the whole plan.
-        parameter_specs: Their descriptions, in the same order.
-        empty: Makes flat tensors; ``Group.empty`` makes them where they need not be copied to be sent.
+        parameters: The parameters of the whole plan.
+        specs: Their descriptions, in the same order.
+        empty: Makes flat tensors, from a number of elements, ``dtype`` and ``device``.
         wire: How the gradients travel.
+
+    Attributes:
+        spec: Its place in the plan.
+        parameters: Its parameters.
+        specs: Their descriptions.
+        local: The gradients as they were when last captured; ``None`` where there was none.
+        priority: The priority of its reduction.
+        work: Its reduction in this round; ``None`` before it is submitted.
     """
 
     def __init__(
         self,
         spec: BucketSpec,
         parameters: Sequence[torch.nn.Parameter],
-        parameter_specs: Sequence[ParameterSpec],
-        empty: Empty,
+        specs: Sequence[ParameterSpec],
+        empty: Callable[..., torch.Tensor],
         wire: WireFormat,
     ) -> None:
         self.spec = spec
         self.parameters = [parameters[member] for member in spec.members]
-        self._specs = parameter_specs
+        self.specs = [specs[member] for member in spec.members]
         self._empty, self._wire = empty, wire
         self._memory = self._make()
         self._spare: _Memory | None = None
-        #: The gradients as they were when last copied, ``None`` where there was none, and their versions
-        #: then.
         self.local: list[torch.Tensor | None] = []
         self._versions: list[int] = []
+        self.priority = 0
+        self.work: Work | None = None
+        self._complete = False
 
     def _make(self) -> _Memory:
-        return _Memory(self.spec, self._specs, self._empty, self.parameters[0].device, self._wire)
+        return _Memory(self.spec, self.specs, self._empty, self.parameters[0].device, self._wire)
 
     @property
-    def flat(self) -> torch.Tensor:
-        """What is handed to the allreduce: the gradients and the tail, one-dimensional."""
-        return self._memory.flat
+    def tail(self) -> Tail:
+        """The flags of all ranks, after the reduction."""
+        return self._memory.tail
 
-    def capture(self) -> None:
-        """Remember the parameters' present gradients as this rank's contribution."""
-        self.local = [parameter.grad for parameter in self.parameters]
-        self._versions = [0 if grad is None else internals.version_of(grad) for grad in self.local]
+    def begin(self) -> None:
+        """Begin a round, in which the bucket is not submitted yet."""
+        self.work, self._complete = None, False
+
+    def capture(self, *, empty: bool = False) -> None:
+        """Remember the parameters' present gradients as this rank's contribution; with ``empty`` none of them."""
+        self.local = [None if empty else parameter.grad for parameter in self.parameters]
+        self._versions = [0 if grad is None else grad._version for grad in self.local]
 
     def release(self) -> None:
         """Let go of the remembered gradients."""
         self.local, self._versions = [], []
 
     def replaced(self) -> bool:
-        """Whether some parameter's gradient is another one than remembered, or was changed in place."""
+        """Whether a parameter has another gradient than the remembered one, or that one was changed in place."""
         return any(parameter.grad is not grad for parameter, grad in zip(self.parameters, self.local, strict=True)) or (
             self.overwritten()
         )
@@ -301,95 +301,96 @@ class Bucket:
     def overwritten(self) -> bool:
         """Whether a remembered gradient was changed in place."""
         return any(
-            grad is not None and internals.version_of(grad) != version
+            grad is not None and grad._version != version
             for grad, version in zip(self.local, self._versions, strict=True)
         )
 
     def same_local(self, position: int) -> bool:
         """Whether the parameter at ``position`` still has the remembered gradient, unchanged."""
         grad = self.local[position]
-        return (
-            grad is not None
-            and self.parameters[position].grad is grad
-            and internals.version_of(grad) == self._versions[position]
-        )
+        return grad is not None and self.parameters[position].grad is grad and grad._version == self._versions[position]
 
-    @torch.no_grad()
-    def pack(self, changed: Collection[int] = (), *, joined: bool = False) -> None:
-        """Copy the remembered gradients and what is to be said of them into the flat tensor.
+    def pack(self, changed: Collection[int] = (), *, joined: bool = False) -> torch.Tensor:
+        """Copy the remembered gradients and this rank's flags into the flat tensor, and return that.
+
+        The remembered gradients must stay readable until the step is over, since they may be needed a second time.
+        Where they are views of this bucket (``zero_grad(set_to_none=False)``), a second flat tensor takes turns with
+        the first.
 
         Args:
-            changed: In the last bucket: the buckets whose gradients changed after they had left.
+            changed: In the last bucket the indices of the buckets whose gradients changed after they had left.
             joined: This rank takes part without data.
-
-        The remembered gradients must stay readable until the step is over, since they may be needed a second
-        time. Where they are views of this bucket (``zero_grad(set_to_none=False)``), a second flat tensor
-        takes turns with the first.
 
         Raises:
             UnsupportedError: A sparse gradient.
             ConfigurationError: A gradient's dtype, device or shape is not the planned one.
         """
-        for position, grad in enumerate(self.local):
-            if grad is not None:
-                self._check(position, grad)
-        if any(grad is not None and self._memory.contains(grad) for grad in self.local):
-            spare = self._spare or self._make()
-            self._memory, self._spare = spare, self._memory
         memory = self._memory
         targets, sources, absent, missing = [], [], [], []
-        for position, (grad, view) in enumerate(zip(self.local, memory.slots, strict=True)):
+        overlaps = False
+        for position, (grad, view) in enumerate(zip(self.local, memory.views, strict=True)):
             if grad is None:
-                absent.append(view)
+                absent.append(memory.slots[position])
                 missing.append(position)
                 continue
-            targets.append(view)
-            sources.append(grad.clone() if memory.contains(grad) else grad.detach())
-        if self._wire.scale == 1.0:
-            internals.copy_into(targets, sources)
-        else:  # in one pass
+            if (
+                grad.dtype is not view.dtype
+                or grad.layout is not torch.strided
+                or grad.shape != view.shape
+                or grad.device != view.device
+            ):
+                raise self._misfit(position, grad)
+            overlaps = overlaps or memory.begin <= grad.data_ptr() < memory.end
+            targets.append(memory.slots[position])
+            sources.append(grad.detach())
+        if overlaps:
+            self._memory, self._spare = self._spare or self._make(), memory
+            memory = self._memory
+            targets = [slot for slot, grad in zip(memory.slots, self.local, strict=True) if grad is not None]
+            absent = [memory.slots[position] for position in missing]
+            sources = [
+                source.clone() if memory.begin <= source.data_ptr() < memory.end else source for source in sources
+            ]
+        if self._wire.scale != 1.0:  # in one pass
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, self._wire.scale, out=target)
-        internals.fill_zero(absent)
+        elif targets:  # one call: for small gradients a loop in Python costs more than the bytes
+            torch._foreach_copy_(targets, sources)
+        if absent:
+            torch._foreach_zero_(absent)
         memory.tail.write(missing, changed, rank=self._wire.rank, joined=joined)
+        return memory.flat
 
-    def _check(self, position: int, grad: torch.Tensor) -> None:
-        view = self._memory.views[position]
-        if (
-            grad.dtype is view.dtype
-            and grad.layout is torch.strided
-            and grad.shape == view.shape
-            and grad.device == view.device
-        ):
-            return
-        name = self._specs[self.spec.members[position]].name
+    def _misfit(self, position: int, grad: torch.Tensor) -> ConfigurationError:
+        view, name = self._memory.views[position], self.specs[position].name
         if grad.layout is not torch.strided:
-            raise UnsupportedError(
+            return UnsupportedError(
                 f"parameter {name!r} has a sparse gradient ({grad.layout}), which cannot be synchronised. "
                 "Build its module with sparse=False."
             )
-        raise ConfigurationError(
+        return ConfigurationError(
             f"parameter {name!r} was planned as {view.dtype}{list(view.shape)} on {view.device} but its gradient is "
             f"{grad.dtype}{list(grad.shape)} on {grad.device}. Convert or move the model before building "
             "DistributedOptimizer, or call its replan() on every rank afterwards."
         )
 
-    @property
-    def tail(self) -> Tail:
-        """After the reduction: what all ranks said."""
-        return self._memory.tail
+    def complete(self, factor: float) -> None:
+        """Wait for the reduction, bring the gradients to the parameters' dtype, and multiply them by the factor.
 
-    def rescale(self, factor: float) -> None:
-        """Multiply the reduced gradients."""
+        Only the first call of a round multiplies.
+        """
+        if self._complete:
+            return
+        assert self.work is not None, "the round was closed, so every bucket was submitted"
+        self.work.wait()
+        self._complete = True
+        memory = self._memory
+        if memory.slots is not memory.views:
+            memory.wide.copy_(memory.flat[: len(memory.wide)])
         if factor != 1.0:
-            self._memory.wide.mul_(factor)
-
-    def widen(self) -> None:
-        """The reduction is done: bring the gradients to their own dtype."""
-        self._memory.widen()
+            memory.wide.mul_(factor)
 
     def reduced(self) -> list[torch.Tensor | None]:
-        """The reduced gradient of each parameter, a view of ``flat``, or ``None`` where no rank had one."""
-        return [
-            view if present else None for view, present in zip(self._memory.views, self.tail.present(), strict=True)
-        ]
+        """Return the reduced gradient of each parameter, a view of the bucket; ``None`` where no rank had one."""
+        memory = self._memory
+        return [view if present else None for view, present in zip(memory.views, memory.tail.present(), strict=True)]

@@ -19,7 +19,7 @@ __all__ = ["MomentumCorrection"]
 
 @final
 class MomentumCorrection:
-    """The velocities of one round, which replace those of the round before when the round has gone well.
+    """The velocities of one round. They replace those of the round before when the round has a result.
 
     Attributes:
         pending: The velocities of this round, by parameter: float32, flat, on the parameter's device.
@@ -32,7 +32,7 @@ class MomentumCorrection:
 
     @torch.no_grad()
     def correct(self, parameter: torch.nn.Parameter, flat: torch.Tensor, loss_scale: float) -> None:
-        """Turn a gradient into its velocity, in place. Without momentum nothing happens.
+        """Turn a gradient into its velocity, in place; do nothing without momentum.
 
         Args:
             parameter: The parameter.
@@ -52,6 +52,10 @@ class MomentumCorrection:
             torch.add(flat, velocity, alpha=self._momentum, out=new)
             flat.copy_(new)
         self.pending[parameter] = new
+
+    def scale_after(self, loss_scale: float) -> float:
+        """Return the factor of the loss that gradients still have after ``correct``."""
+        return 1.0 if self._momentum else loss_scale
 
     def commit(self) -> None:
         """Keep the velocities of this round. The memory of the old ones is used in the next round."""

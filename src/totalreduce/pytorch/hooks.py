@@ -1,48 +1,108 @@
-"""Hooks that hold their owner weakly and survive ``deepcopy`` and ``torch.save`` of the model they hang on.
+"""Hooks on parameters and modules, and the undocumented functions of torch that they need.
 
-A plain bound method as a hook keeps the optimizer alive as long as the model, and a deep copy of the model
-(an EMA, a teacher) would carry a second set of hooks that drive the first model's optimizer.
+Tried with torch 2.11 to 2.13. When a new version of torch breaks one of these functions, this file has to change.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import torch
+from torch.optim import optimizer as _torch_optimizer
+from torch.utils.hooks import RemovableHandle
 
 from totalreduce.tensors.compilation import never_compiled
 
-__all__ = ["WeakHook"]
+__all__ = ["HookHandles", "WeakHook", "has_step_hooks", "has_weak_hook", "in_backward"]
 
 
 @never_compiled
 class WeakHook:
-    """Calls ``method(key, *arguments)`` while the method's object lives; does nothing afterwards.
+    """Calls a bound method as long as its object lives; afterwards a call does nothing.
+
+    A bound method as a hook would keep its object alive as long as the model. A deep copy of the model (an average of
+    its weights, a teacher) has hooks that do nothing; so has a model that was saved by ``torch.save``.
 
     Args:
-        method: A bound method; its object is held weakly.
-        key: Passed first, so that one method serves many modules or parameters.
+        method: The bound method.
+        leading: Its first arguments, so that one method serves many parameters.
     """
 
-    __slots__ = ("_key", "_method")
+    __slots__ = ("_leading", "_method")
 
-    def __init__(self, method: Callable[..., None] | None = None, key: object = None) -> None:
+    def __init__(self, method: Callable[..., None] | None = None, *leading: object) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
-        self._key = key
+        self._leading = leading
 
     @property
     def alive(self) -> bool:
         """Whether the hook still does something."""
         return self._method is not None and self._method() is not None
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> None:
+    def __call__(self, *arguments: Any) -> None:
         """Call the method, if its object still lives."""
         method = None if self._method is None else self._method()
         if method is not None:
-            method(self._key, *arguments, **keywords)
+            method(*self._leading, *arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeakHook:
         return WeakHook()
 
     def __reduce__(self) -> tuple[type[WeakHook], tuple[()]]:
         return (WeakHook, ())
+
+
+@final
+class HookHandles:
+    """Registered hooks. They are removed by ``remove``, or when this object is collected."""
+
+    def __init__(self) -> None:
+        """Begin without hooks."""
+        self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._handles)
+
+    def after_gradient(self, parameter: torch.Tensor, hook: WeakHook) -> None:
+        """Have ``hook(parameter)`` called each time backward has added to the parameter's gradient."""
+        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def before_forward(self, modules: Iterable[torch.nn.Module], hook: WeakHook) -> None:
+        """Have ``hook(module, inputs)`` called before the forward pass of each module."""
+        self._handles += [module.register_forward_pre_hook(hook) for module in modules]
+
+    def around_state_dict(self, model: torch.nn.Module, hook: WeakHook) -> None:
+        """Have ``hook(...)`` called before the state of a module of the model is read or loaded."""
+        for module in model.modules():
+            self._handles.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        _remove(self._handles)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
+def has_weak_hook(parameter: torch.nn.Parameter) -> bool:
+    """Whether a ``WeakHook`` whose object lives is called after the parameter's gradient."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(isinstance(hook, WeakHook) and hook.alive for hook in hooks.values())
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer calls hooks before or after its ``step()``."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _torch_optimizer._global_optimizer_pre_hooks
+        or _torch_optimizer._global_optimizer_post_hooks
+    )
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside ``backward()``, as ``torch.utils.checkpoint`` finds it out."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,8 +1,7 @@
-"""In which order the forward pass uses the parameters, as seen by hooks that run before modules.
+"""The order in which the forward pass uses the parameters, as hooks that run before modules see it.
 
-The order gives buckets their priority. With ``overlap="iterations"`` it also says which module has to wait
-for which
-buckets: its own parameters, and those of descendants that are not called as modules but read by it, as
+The order gives buckets their priority. With ``overlap="iterations"`` it also says for which buckets a module waits: for
+those of its own parameters, and for those of descendants that are not called as modules but read by it, as
 ``nn.MultiheadAttention`` reads ``out_proj.weight``.
 """
 
@@ -12,15 +11,20 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from totalreduce.pytorch.hooks import HookHandles, WeakHook
+
 __all__ = ["ForwardOrder"]
 
 
 class ForwardOrder:
-    """Which modules ran, in the order of their first call.
+    """The modules that ran, in the order of their first call.
 
     Args:
-        model: The root.
-        parameters: Parameter to index in the plan; other parameters are ignored.
+        model: The root module.
+        parameters: The place of each planned parameter in the plan; other parameters are ignored.
+
+    Attributes:
+        relevant: The modules that own planned parameters, and all modules above them.
     """
 
     def __init__(self, model: torch.nn.Module, parameters: Mapping[torch.nn.Parameter, int]) -> None:
@@ -36,22 +40,30 @@ class ForwardOrder:
             for owner in owners:
                 for path in _ancestry(owner):
                     relevant[id(self._modules[path])] = self._modules[path]
-        #: The modules that own planned parameters, and everything above them.
         self.relevant: tuple[torch.nn.Module, ...] = tuple(relevant.values())
+        self._hooks = HookHandles()
+
+    def watch(self) -> None:
+        """Record the modules that run from now on, until ``unwatch``."""
+        self._hooks.before_forward(self.relevant, WeakHook(self.record))
+
+    def unwatch(self) -> None:
+        """Remove the hooks of ``watch``."""
+        self._hooks.remove()
 
     @property
     def seen(self) -> bool:
-        """Whether any module ran yet."""
+        """Whether a module has run."""
         return bool(self._first_call)
 
-    def record(self, module: torch.nn.Module) -> None:
-        """The module is about to run."""
+    def record(self, module: torch.nn.Module, *_: object) -> None:
+        """Note that the module is about to run."""
         self._first_call.setdefault(id(module), len(self._first_call))
 
     def readers(self, index: int) -> list[torch.nn.Module]:
-        """Which modules read a parameter: for each owner itself, or the nearest module above it that ran.
+        """Return the modules that read a parameter: of each owner and the modules above it the nearest that ran.
 
-        Empty where nothing around the parameter ran so far.
+        The list is empty where no module around the parameter has run.
         """
         found: dict[int, torch.nn.Module] = {}
         for owner in self._owners[index]:
@@ -63,9 +75,12 @@ class ForwardOrder:
         return list(found.values())
 
     def bucket_priorities(self, members: Sequence[Sequence[int]]) -> dict[int, int]:
-        """Priority of each bucket, given its parameters: its place in the order of first use, 0 first.
+        """Return the priority of each bucket: its rank in the order of first use, from 0.
 
-        Parameters that nothing read come last, later registered ones later.
+        Buckets whose parameters no module read come last, the later registered ones later.
+
+        Args:
+            members: The parameters of each bucket.
         """
         unread = len(self._first_call)
         first_use = []
@@ -76,9 +91,9 @@ class ForwardOrder:
         return {bucket: priority for priority, bucket in enumerate(ranking)}
 
     def waits(self, members: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-        """Which buckets a module needs before it runs: ``id(module)`` to indices of buckets.
+        """Return the indices of the buckets that each module needs before it runs, by ``id(module)``.
 
-        Where nothing is known to read a parameter, every module waits for its bucket.
+        Every module waits for a bucket that has a parameter which no module is known to read.
 
         Args:
             members: The parameters of each bucket.
@@ -94,7 +109,7 @@ class ForwardOrder:
 
 
 def _ancestry(path: str) -> list[str]:
-    """``a.b.c`` → ``["a.b.c", "a.b", "a", ""]``."""
+    """Return the paths of a module and of those above it: ``a.b.c`` → ``["a.b.c", "a.b", "a", ""]``."""
     paths = [path]
     while path:
         path = path.rpartition(".")[0]

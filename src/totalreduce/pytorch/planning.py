@@ -1,4 +1,4 @@
-"""From a model and its optimizer to a plan that all ranks have agreed on."""
+"""The plan of a ``DistributedOptimizer``: the gradients that are reduced and their buckets, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from torch.nn.parameter import UninitializedParameter
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.pytorch import internals
+from totalreduce.groups.agreement import agree_or_refuse
 from totalreduce.pytorch.buckets import BucketSpec, ParameterSpec, plan_buckets
-from totalreduce.pytorch.consent import agree_or_refuse
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback
-from totalreduce.pytorch.hooks import WeakHook
+from totalreduce.pytorch.hooks import has_weak_hook
 from totalreduce.sparse.session import Method
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
 
-__all__ = ["GradientPlan", "PlanSettings", "agree_on_plan", "build_plan", "name_parameters", "sparse_parameters"]
+__all__ = ["GradientPlan", "ParameterSource", "PlanSettings", "agree_on_plan", "build_plan"]
 
-#: Names of each parameter, the first one first.
+#: The names of each parameter.
 NamedParameters = Mapping[torch.nn.Parameter, Sequence[str]]
 
 
@@ -57,7 +56,7 @@ class PlanSettings:
         return active if self.join_divisor == "active" and active else world_size
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
+        """Check the values."""
         if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
             raise ConfigurationError(f"gradients are reduced by SUM or AVG, not {self.op!r}")
         checks.whole_fields(self, "bucket_bytes", "backward_passes_per_step", minimum=1)
@@ -81,7 +80,7 @@ class PlanSettings:
         checks.one_of("join_divisor", self.join_divisor, ("world", "active"))
 
     def document(self) -> dict[str, object]:
-        """JSON-ready."""
+        """Return the settings as JSON values."""
         settings = {**asdict(self), "op": self.op.name.lower()}
         if self.sync is not None:
             settings["sync"]["method"] = self.sync.name
@@ -89,7 +88,7 @@ class PlanSettings:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """What gradients are cast to while they travel."""
+        """The dtype to which gradients are cast while they travel; ``None``: they are not."""
         return _WIRE_DTYPES[self.compression]
 
 
@@ -97,17 +96,69 @@ _WIRE_DTYPES: dict[str, torch.dtype | None] = {"none": None, "fp16": torch.float
 
 
 @dataclass(frozen=True, slots=True)
-class GradientPlan:
-    """Which gradients are reduced, and how they are packed.
+class ParameterSource:
+    """The objects from which a ``DistributedOptimizer`` takes its parameters and their names.
 
     Attributes:
-        parameters: Trainable parameters of the optimizer, in the model's registration order, each once.
+        optimizer: The torch optimizer.
+        model: The module that holds its parameters, or ``None``.
+        named: Names and parameters that the program gave instead of a model, or ``None``.
+    """
+
+    optimizer: torch.optim.Optimizer
+    model: torch.nn.Module | None
+    named: Sequence[tuple[str, torch.nn.Parameter]] | None
+
+    def names(self) -> NamedParameters:
+        """Return the names of each parameter: those of the model, those given, or places in the optimizer.
+
+        Raises:
+            ConfigurationError: A name is given to two parameters.
+        """
+        if self.model is not None:
+            pairs = list(self.model.named_parameters(remove_duplicate=False))
+        elif self.named is not None:
+            pairs = list(self.named)
+            twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            if twice:
+                raise ConfigurationError(
+                    f"named_parameters has {twice[0]!r} more than once: names must tell tensors apart"
+                )
+        else:
+            pairs = [
+                (f"{number}.{place}", parameter)
+                for number, group in enumerate(self.optimizer.param_groups)
+                for place, parameter in enumerate(group["params"])
+            ]
+        names: dict[torch.nn.Parameter, list[str]] = {}
+        for name, parameter in pairs:
+            names.setdefault(parameter, []).append(name)
+        return names
+
+    def sparse(self) -> Collection[torch.Tensor]:
+        """Return the parameters whose gradients will be sparse, as far as modules and the optimizer tell."""
+        if isinstance(self.optimizer, torch.optim.SparseAdam):
+            return {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+        return {
+            module.weight
+            for module in (self.model.modules() if self.model is not None else ())
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPlan:
+    """The gradients that are reduced, and their buckets.
+
+    Attributes:
+        parameters: Trainable parameters with dense, uncompressed gradients, in the model's registration order, each
+            once.
         specs: Their descriptions.
-        buckets: How they are packed.
-        compressed: Those that are not reduced whole, which are none of the above.
-        sparse: Parameters whose gradients are gathered instead, by name, in the same order.
+        buckets: Their buckets.
+        compressed: The parameters whose gradients a sparse method compresses.
+        sparse: The parameters whose sparse gradients are gathered, by name, in the same order.
         frozen: The optimizer's parameters that were not trainable when the plan was made.
-        num_given: How many parameters the optimizer's groups held then.
+        num_given: The number of parameters in the optimizer's groups when the plan was made.
     """
 
     parameters: tuple[torch.nn.Parameter, ...]
@@ -119,7 +170,7 @@ class GradientPlan:
     num_given: int
 
     def document(self, settings: PlanSettings) -> dict[str, object]:
-        """JSON-ready: everything that must be equal on all ranks."""
+        """Return everything that must be equal on all ranks, as JSON values."""
         return {
             "settings": settings.document(),
             "parameters": {spec.name: spec.describe() for spec in (*self.specs, *self.compressed.specs)},
@@ -129,10 +180,10 @@ class GradientPlan:
         }
 
     def check_unchanged(self, groups: Iterable[Mapping[str, Sequence[torch.nn.Parameter]]]) -> None:
-        """Refuse to go on where the optimizer trains a parameter that the plan does not know.
+        """Refuse to go on where the optimizer trains a parameter that is not in the plan.
 
         Raises:
-            ConfigurationError: A parameter was unfrozen, or added behind the plan's back.
+            ConfigurationError: A parameter was unfrozen, or added to the torch optimizer itself.
         """
         unfrozen = sum(parameter.requires_grad for parameter in self.frozen)
         added = sum(len(group["params"]) for group in groups) - self.num_given
@@ -145,13 +196,7 @@ class GradientPlan:
 
 
 def agree_on_plan(
-    group: Group,
-    name: str,
-    named: NamedParameters,
-    groups: Iterable[Mapping[str, Sequence[torch.nn.Parameter]]],
-    settings: PlanSettings,
-    sparse: Collection[torch.Tensor],
-    whole: Collection[str] = (),
+    group: Group, name: str, source: ParameterSource, settings: PlanSettings, uncompressed: Collection[str] = ()
 ) -> GradientPlan:
     """Build the plan and compare it with the other ranks'. Collective.
 
@@ -159,53 +204,18 @@ def agree_on_plan(
         ConfigurationError: As ``build_plan``.
         PlanMismatchError: The ranks' models or settings differ, or another rank refused its own.
     """
-    return agree_or_refuse(
-        group,
-        f"{name}.plan",
-        lambda: build_plan(
-            named, groups, settings, sparse=sparse, whole=whole, any_device=group.coordinator is not None
-        ),
-        lambda plan: plan.document(settings),
-    )
 
+    def build() -> GradientPlan:
+        return build_plan(
+            source.names(),
+            source.optimizer.param_groups,
+            settings,
+            sparse=source.sparse(),
+            uncompressed=uncompressed,
+            any_device=group.coordinator is not None,
+        )
 
-def name_parameters(
-    model: torch.nn.Module | None,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
-    groups: Iterable[Mapping[str, Sequence[torch.nn.Parameter]]],
-) -> NamedParameters:
-    """What all ranks call the parameters: as the model does, or as given, or by their places in the optimizer.
-
-    Raises:
-        ConfigurationError: A name is given to two parameters.
-    """
-    names: dict[torch.nn.Parameter, list[str]] = {}
-    if model is not None:
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
-    elif named_parameters is not None:
-        given = list(named_parameters)
-        twice = sorted(name for name, count in Counter(name for name, _ in given).items() if count > 1)
-        if twice:
-            raise ConfigurationError(f"named_parameters has {twice[0]!r} more than once: names must tell tensors apart")
-        for name, parameter in given:
-            names.setdefault(parameter, []).append(name)
-    else:
-        for number, group in enumerate(groups):
-            for place, parameter in enumerate(group["params"]):
-                names.setdefault(parameter, []).append(f"{number}.{place}")
-    return names
-
-
-def sparse_parameters(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer) -> Collection[torch.Tensor]:
-    """Parameters whose gradients will be sparse, as far as their modules or the optimizer tell."""
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        return {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return {
-        module.weight
-        for module in (model.modules() if model is not None else ())
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
-    }
+    return agree_or_refuse(group.control, f"{name}.plan", build, lambda plan: plan.document(settings))
 
 
 def build_plan(
@@ -214,19 +224,19 @@ def build_plan(
     settings: PlanSettings,
     *,
     sparse: Collection[torch.Tensor] = (),
-    whole: Collection[str] = (),
+    uncompressed: Collection[str] = (),
     any_device: bool = False,
 ) -> GradientPlan:
     """Plan the gradients of the optimizer's trainable parameters. Purely local.
 
-    Parameters of the model that the optimizer does not hold are left alone: their gradients stay local.
+    The gradients of parameters that the optimizer does not hold stay local.
 
     Args:
         names: Names of each parameter, in an order equal on all ranks.
-        groups: The optimizer's.
-        settings: Of the optimizer.
+        groups: The optimizer's parameter groups.
+        settings: The optimizer's settings.
         sparse: Parameters with sparse gradients, which are gathered if the settings say so.
-        whole: Names of parameters that are not compressed, whatever the settings say.
+        uncompressed: Names of parameters that are not compressed, whatever the settings say.
         any_device: Whether gradients may be elsewhere than on the CPU.
 
     Raises:
@@ -248,28 +258,29 @@ def build_plan(
         raise ConfigurationError(
             "no parameter of the optimizer is trainable: nothing to synchronise. Set requires_grad first."
         )
+    gathered: dict[str, torch.nn.Parameter] = {}
+    compressed: dict[torch.nn.Parameter, ParameterSpec] = {}
+    dense: dict[torch.nn.Parameter, ParameterSpec] = {}
     for parameter in chosen:
-        _refuse_unusable(names[parameter][0], parameter)
-    gathers = settings.sparse == "gather"
-    gathered = [p for p in chosen if gathers and p in sparse]
-    reduced = [p for p in chosen if not (gathers and p in sparse)]
-    described = {p: ParameterSpec.of(names[p][0], names[p][1:], p, any_device=any_device) for p in reduced}
-    few: dict[torch.nn.Parameter, ParameterSpec] = {}
-    rest: dict[torch.nn.Parameter, ParameterSpec] = {}
-    for p, spec in described.items():
-        compressed = settings.sync is not None and spec.name not in whole and settings.feedback.compresses(spec.shape)
-        (few if compressed else rest)[p] = spec
+        name, *aliases = names[parameter]
+        _refuse_unusable(name, parameter)
+        if settings.sparse == "gather" and parameter in sparse:
+            gathered[name] = parameter
+            continue
+        spec = ParameterSpec.of(name, aliases, parameter, any_device=any_device)
+        compresses = settings.sync is not None and settings.feedback.compresses(spec.shape)
+        (compressed if compresses and name not in uncompressed else dense)[parameter] = spec
     return GradientPlan(
-        parameters=tuple(rest),
-        specs=tuple(rest.values()),
-        buckets=plan_buckets(tuple(rest.values()), settings.bucket_bytes),
+        parameters=tuple(dense),
+        specs=tuple(dense.values()),
+        buckets=plan_buckets(tuple(dense.values()), settings.bucket_bytes),
         compressed=CompressedPlan.of(
-            tuple(few),
-            tuple(few.values()),
+            tuple(compressed),
+            tuple(compressed.values()),
             settings.feedback,
             whole=settings.sync is not None and settings.sync.whole,
         ),
-        sparse={names[p][0]: p for p in gathered},
+        sparse=gathered,
         frozen=tuple(parameter for parameter in given if not parameter.requires_grad),
         num_given=len(given),
     )
@@ -281,7 +292,7 @@ def _refuse_unusable(name: str, parameter: torch.nn.Parameter) -> None:
             f"parameter {name!r} is not initialised yet: run one forward pass of its lazy module before "
             "building DistributedOptimizer."
         )
-    if any(isinstance(hook, WeakHook) and hook.alive for hook in internals.gradient_hooks(parameter)):
+    if has_weak_hook(parameter):
         raise ConfigurationError(
             f"parameter {name!r} is already synchronised by another DistributedOptimizer. Close that one "
             "first, or give each optimizer its own parameters."

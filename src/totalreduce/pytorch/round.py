@@ -1,17 +1,17 @@
-"""One round of gradient synchronisation over a list of reducers. This is where a new kind of reducer is added.
+"""One round of gradient synchronisation over a list of reducers. A new kind of reducer is added here.
 
 A round begins with the first gradient of a step, or at ``step()``, and ends when every rank has the gradients of all.
-A *reducer* takes care of some of the parameters: ``reducer`` sends dense gradients in buckets, ``compressed`` sends
-what a sparse method selects, ``sparse_gradients`` gathers the rows of sparse gradients. To add another one (local
-updates, an asynchronous exchange, a parameter server), derive a class from ``GradientReducer``, override the methods
-that it needs, and add an object of it to the list that ``DistributedOptimizer._make_round`` makes.
+A *reducer* synchronises some of the parameters: ``reducer`` sends dense gradients in buckets, ``compressed`` sends the
+elements that a sparse method selects, ``sparse_gradients`` gathers the rows of sparse gradients. To add another one
+(local updates, an asynchronous exchange, a parameter server), derive a class from ``GradientReducer``, override the
+methods that it needs, and add an object of it to the list that ``DistributedOptimizer._make_reducers`` returns.
 """
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -21,14 +21,14 @@ from totalreduce.foundation.errors import MissingTensorError
 if TYPE_CHECKING:
     from totalreduce.pytorch.order import ForwardOrder
 
-__all__ = ["GradientReducer", "Phase", "Round"]
+__all__ = ["BucketReadiness", "GradientReducer", "Phase", "Round"]
 
 
 class GradientReducer(ABC):
     """Synchronises the gradients of some parameters, one round after the other.
 
     In every round each rank calls ``begin``, ``ready`` for gradients in the order in which they come, ``close`` and
-    ``finish``; or ``begin`` and ``abandon``. All but ``begin`` and ``ready`` are collective.
+    ``finish``; or ``begin`` and ``abandon``. ``close``, ``finish`` and ``abandon`` are collective.
 
     Attributes:
         parameters: The parameters. The optimizer calls ``ready`` for those of a reducer with ``hooked``.
@@ -42,16 +42,17 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def begin(self, *, joined: bool = False) -> None:
-        """Open a round. The previous one is over.
+        """Open a round. The previous round is over.
 
-        ``joined``: this rank has no data any more, and takes part for the sake of the others.
+        Args:
+            joined: This rank has no more data, and takes part in the rounds of the others without gradients.
         """
 
     def ready(self, member: int) -> None:  # noqa: B027  (most reducers have something to do here, but not all)
-        """Note that the gradient of a parameter was accumulated; ``member`` is its place in ``parameters``."""
+        """Note that the gradient of a parameter was accumulated; ``member`` is its index in ``parameters``."""
 
     def close(self) -> None:  # noqa: B027
-        """Send what has not left yet. Does nothing if the round is closed."""
+        """Send all gradients that have not left yet. Do nothing if the round is closed."""
 
     @abstractmethod
     def finish(self, active: int) -> int:
@@ -79,15 +80,59 @@ class GradientReducer(ABC):
 
     @property
     def buckets_members(self) -> Sequence[Sequence[int]]:
-        """The members of each bucket, for priorities; empty if the reducer has none."""
+        """The members of each bucket, for priorities; empty if the reducer has no buckets."""
         return ()
 
     def set_priorities(self, priorities: Mapping[int, int]) -> None:  # noqa: B027
-        """Set the urgency of buckets by index; a smaller number leaves first."""
+        """Set the priorities of buckets, by index; a bucket with a smaller number leaves first."""
+
+
+@final
+class BucketReadiness:
+    """Tells which buckets may leave before the round is closed: those with every gradient that the last rounds had.
+
+    A wrong guess costs time and no correctness: the other buckets leave when the round is closed.
+
+    Args:
+        members: The parameters of each bucket; a parameter may be in several buckets.
+    """
+
+    def __init__(self, members: Sequence[Collection[int]]) -> None:
+        """Expect the gradients of all parameters in the first round."""
+        self._members = [frozenset(bucket) for bucket in members]
+        self._buckets_of: dict[int, list[int]] = {}
+        for index, bucket in enumerate(members):
+            for member in bucket:
+                self._buckets_of.setdefault(member, []).append(index)
+        self._fired: list[set[int]] = [set() for _ in members]
+        self._fired_before = [set(bucket) for bucket in members]
+        self._awaited = [set(bucket) for bucket in members]
+
+    def begin(self) -> None:
+        """Begin the next round."""
+        for index, fired in enumerate(self._fired):
+            if fired:
+                self._fired_before[index] = fired
+            self._fired[index] = set()
+
+    def fired(self, member: int) -> list[int]:
+        """Note that a parameter has its gradient; return its buckets that have all gradients they wait for."""
+        complete = []
+        for index in self._buckets_of[member]:
+            self._fired[index].add(member)
+            self._awaited[index].discard(member)
+            if not self._awaited[index]:
+                complete.append(index)
+        return complete
+
+    def close(self) -> None:
+        """End the round: the next one waits for the gradients that this round and the one before it had."""
+        for index, fired in enumerate(self._fired):
+            self._awaited[index] = (fired | self._fired_before[index]) or set(self._members[index])
 
 
 class Phase(enum.Enum):
-    """What may happen next to the gradients."""
+    """The state of a round, which says what may happen next to the gradients."""
 
     LOCAL = enum.auto()
     """No gradient of this round has left; ``step()`` opens and closes a round."""
@@ -103,15 +148,21 @@ class Phase(enum.Enum):
 class Round:
     """The reducers of one plan, and the phase of their common round.
 
-    Attributes:
+    Args:
         reducers: In the order in which they finish. The first one finds out how many ranks have data.
-        phase: What may happen next.
+        world_size: The number of ranks.
+        order: Gives buckets their priorities as soon as a forward pass was seen; ``None``: their index does.
+
+    Attributes:
+        reducers: The reducers.
+        phase: The phase of the round.
         active: The number of ranks with data in the last round that was finished.
+        passes: The number of backward passes that each hooked parameter was in since the last step.
     """
 
-    def __init__(self, reducers: Sequence[GradientReducer], world_size: int) -> None:
+    def __init__(self, reducers: Sequence[GradientReducer], world_size: int, order: ForwardOrder | None = None) -> None:
         """Begin without an open round."""
-        self.reducers, self._world_size = list(reducers), world_size
+        self.reducers, self._world_size, self._order = list(reducers), world_size, order
         self.phase = Phase.LOCAL
         self.active = world_size
         self._joined = False
@@ -121,6 +172,7 @@ class Round:
             if reducer.hooked
             for member in range(len(reducer.parameters))
         ]
+        self.passes = [0] * len(self._targets)
 
     @property
     def in_flight(self) -> bool:
@@ -132,8 +184,24 @@ class Round:
         """The parameters for which ``ready`` is called, by index."""
         return [reducer.parameters[member] for reducer, member in self._targets]
 
-    def use_order(self, order: ForwardOrder) -> None:
-        """Let gradients leave in the order in which forward needs the parameters."""
+    @property
+    def skipped(self) -> bool:
+        """Whether the last round ended without a result."""
+        return any(reducer.skipped for reducer in self.reducers)
+
+    def open(self, *, joined: bool = False) -> None:
+        """Open a round."""
+        if self._order is not None and self._order.seen:
+            self._order.unwatch()
+            self._use_order(self._order)
+            self._order = None
+        self._joined = joined
+        for reducer in self.reducers:
+            reducer.begin(joined=joined)
+        self.phase = Phase.OPEN
+
+    def _use_order(self, order: ForwardOrder) -> None:
+        """Have gradients leave in the order in which forward needs the parameters."""
         first = 0
         for reducer in self.reducers:
             members = [[first + member for member in bucket] for bucket in reducer.buckets_members]
@@ -141,20 +209,13 @@ class Round:
                 reducer.set_priorities(order.bucket_priorities(members))
             first += len(reducer.parameters) if reducer.hooked else 0
 
-    def open(self, *, joined: bool = False) -> None:
-        """Open a round."""
-        self._joined = joined
-        for reducer in self.reducers:
-            reducer.begin(joined=joined)
-        self.phase = Phase.OPEN
-
     def ready(self, index: int) -> None:
         """Note that the gradient of a hooked parameter was accumulated."""
         reducer, member = self._targets[index]
         reducer.ready(member)
 
     def close(self) -> None:
-        """Send what has not left yet."""
+        """Send all gradients that have not left yet."""
         for reducer in self.reducers:
             reducer.close()
         self.phase = Phase.CLOSED
@@ -177,19 +238,26 @@ class Round:
         self.phase = Phase.SYNCHRONISED
 
     def abandon(self) -> None:
-        """End the round without a result; open one for that purpose if none is open, as other ranks may have one."""
+        """End the round without a result. If none is open, open one first, because other ranks may have one."""
         if not self.in_flight:
             self.open()
         for reducer in self.reducers:
             reducer.abandon()
         self.phase = Phase.LOCAL
 
+    def forget_result(self) -> None:
+        """Have the next ``step()`` synchronise again: the installed gradients were changed or consumed."""
+        if self.phase is Phase.SYNCHRONISED:
+            self.phase = Phase.LOCAL
+
+    def end_step(self) -> None:
+        """Note that the optimizer has stepped: the next gradients are those of another round."""
+        self.phase = Phase.LOCAL
+        self.passes = [0] * len(self.passes)
+
     def end(self) -> None:
-        """Give back what the reducers hold."""
+        """Give back the threads and operations of the reducers, and the hooks that record the order."""
+        if self._order is not None:
+            self._order.unwatch()
         for reducer in self.reducers:
             reducer.end()
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the last round ended without a result."""
-        return any(reducer.skipped for reducer in self.reducers)

@@ -1,7 +1,7 @@
-"""Sparse gradients (embeddings with ``sparse=True``): every rank gets everybody's rows. Two allgathers a round.
+"""The reducers of sparse gradients (embeddings with ``sparse=True``, ``SparseAdam``).
 
-The rows of all ranks are put one behind the other, by rank, and ``coalesce`` adds those with the same index: in a fixed
-order, so that all ranks have the same bits. A rank without a gradient, or without rows, contributes none.
+``SparseReducer`` gathers the rows of all ranks on every rank. ``coalesce`` adds rows with the same index in the order
+of the ranks, so that all ranks have the same bits. A rank without a gradient, or without rows, contributes no rows.
 
 Source: Horovod's sparse allreduce.
 """
@@ -20,21 +20,22 @@ from totalreduce.tensors.compilation import never_compiled
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
 
-__all__ = ["SparseReducer"]
+__all__ = ["SparseReducer", "SparseResults"]
 
-_NOTHING = -1
+#: The number of rows of a rank without a gradient.
+_NO_GRADIENT = -1
 
 
 @never_compiled
 class SparseReducer(GradientReducer):
-    """The parameters of one plan whose gradients are sparse. Everything happens in ``finish``.
+    """The parameters of one plan whose gradients are sparse. They are exchanged in ``finish``, by three allgathers.
 
     Args:
         group: The ranks.
         name: The prefix of the operations' names.
         parameters: The parameters with sparse gradients, in the order of the plan.
         names: Their names.
-        divisor: Returns the number by which sums are divided, of the number of ranks with data.
+        divisor: Returns the number by which sums are divided, given the number of ranks with data.
     """
 
     hooked = False
@@ -70,17 +71,17 @@ class SparseReducer(GradientReducer):
         return active
 
     def _reduce(self, divisor: int, *, joined: bool) -> list[torch.Tensor | None]:
-        """Return the reduced gradients, by parameter; ``None`` where no rank has one. Collective."""
+        """Return the reduced gradient of each parameter; ``None`` where no rank has one. Collective."""
         group = self._group
         own = [None if joined else self._own(index) for index in range(len(self.parameters))]
-        counts = torch.tensor([_NOTHING if grad is None else grad._nnz() for grad in own])
-        everybodys = torch.empty(group.world_size * len(own), dtype=torch.int64)
-        group.allgather(everybodys, counts, name=f"{self._name}.sparse/rows").wait()
-        by_rank = everybodys.view(group.world_size, len(own))
+        counts = torch.tensor([_NO_GRADIENT if grad is None else grad._nnz() for grad in own])
+        all_counts = torch.empty(group.world_size * len(own), dtype=torch.int64)
+        group.allgather(all_counts, counts, name=f"{self._name}.sparse/rows").wait()
+        by_rank = all_counts.view(group.world_size, len(own))
         results: list[torch.Tensor | None] = []
         for index, (grad, parameter) in enumerate(zip(own, self.parameters, strict=True)):
             rows = by_rank[:, index].tolist()
-            if max(rows) == _NOTHING:
+            if max(rows) == _NO_GRADIENT:
                 results.append(None)
             else:
                 total = self._gathered(index, grad, parameter, [max(0, count) for count in rows])
@@ -120,3 +121,29 @@ class SparseReducer(GradientReducer):
         size = tuple(parameter.shape)
         total = torch.sparse_coo_tensor(all_indices[None], all_values, size, check_invariants=True)
         return total.coalesce().to(parameter.device)
+
+
+class SparseResults(GradientReducer):
+    """Gives parameters sparse gradients after the other reducers have reduced them as dense ones: for ``SparseAdam``.
+
+    Args:
+        parameters: The parameters whose gradients are reduced as dense tensors.
+    """
+
+    hooked = False
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = parameters
+
+    def begin(self, *, joined: bool = False) -> None:  # noqa: ARG002
+        """Make the gradients of the last step dense again, if the program has not reset them."""
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+
+    def finish(self, active: int) -> int:
+        """Make the reduced gradients sparse: they have the rows that are not zero."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to_sparse(1)
+        return active

@@ -1,4 +1,4 @@
-"""The buckets of one model, exchanged step after step."""
+"""The rounds of exchanges in which the compressed buckets of one model are reduced."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from totalreduce.sparse.session import BucketShape, Method, Report, Session, Upd
 from totalreduce.sparse.worker import ExchangeWorker, Job
 from totalreduce.sparse.xi import with_xi
 
-__all__ = ["Overlap", "SparseRounds"]
+__all__ = ["Overlap", "SparseRounds", "with_arrays", "with_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How much of a round's communication lay beside other work.
+    """The time of a round's communication, and the part of it that ran beside other work.
 
     Attributes:
-        exchange_s: Time in which some bucket was under way, from its first message to its result.
-        hidden_s: That part of it before anybody waited.
+        exchange_s: The time in which some bucket was exchanged, from its first message to its result.
+        hidden_s: The part of that time before ``finish`` was called.
     """
 
     exchange_s: float
@@ -38,7 +38,7 @@ class Overlap:
 
     @classmethod
     def of(cls, spans: Sequence[tuple[float, float]], waits_from: float) -> Overlap:
-        """From the times at which buckets began and ended, and from when on somebody waited."""
+        """Compute both from the times at which buckets began and ended, and at which ``finish`` was called."""
         exchange = hidden = 0.0
         reached = -math.inf
         for begin, end in sorted(spans):
@@ -51,24 +51,24 @@ class Overlap:
 
 @final
 class SparseRounds:
-    """Sessions, and the thread in which they work.
+    """The sessions of all buckets, and the thread in which they work.
 
     Args:
-        methods: Settings, by bucket, equal on all ranks.
-        shapes: Of the buckets.
-        carrier: The ranks.
+        methods: The method of each bucket, equal on all ranks.
+        shapes: The shape of each bucket.
+        carrier: Carries out the actions of exchanges.
         in_order: See ``ExchangeWorker``.
 
     Attributes:
-        sessions: By bucket.
-        methods: Their methods' names.
-        overlap: Of the last round.
+        sessions: The session of each bucket.
+        methods: The name of each bucket's method.
+        overlap: The times of the last round.
     """
 
     def __init__(
         self, methods: Sequence[Method], shapes: Sequence[BucketShape], carrier: Carrier, *, in_order: bool = False
     ) -> None:
-        """Nothing is exchanged yet."""
+        """Begin without a round."""
         self._shapes, self._carrier = shapes, carrier
         self.methods = [method.name for method in methods]
         self._workspace = Workspace()
@@ -87,23 +87,23 @@ class SparseRounds:
         present: Sequence[bool],
         scale: float = 1.0,
         priority: int = 0,
-        whole: bool = False,
+        dense: bool = False,
         xi: bool = False,
     ) -> None:
-        """Exchange one bucket; returns at once. Every rank starts every bucket once in each round.
+        """Start the exchange of one bucket. Every rank starts every bucket once in each round.
 
         Args:
-            bucket: Its number.
+            bucket: The bucket's index.
             gradients: They become the new residuals, and must be left alone until ``finish``.
-            residuals: As large; only read.
-            present: Whether this rank has a gradient, by segment; where not, its elements are zero.
+            residuals: As large as the gradients; only read.
+            present: Whether this rank has a gradient, by segment; where it has none, the elements are zero.
             scale: Factor of the gradients.
             priority: Smaller is more urgent.
-            whole: Send everything this time, whatever the method; on all ranks.
-            xi: Measure it this time (see ``with_xi``), which sends everything twice; on all ranks.
+            dense: Send everything this time, whatever the method; on all ranks.
+            xi: Measure xi this time (see ``with_xi``), which sends everything twice; on all ranks.
         """
         session: Session = self.sessions[bucket]
-        if whole:
+        if dense:
             from totalreduce.sparse.dense import Dense
 
             session = self._new_session(Dense(), self._shapes[bucket])
@@ -123,8 +123,8 @@ class SparseRounds:
         """Wait for every bucket.
 
         Returns:
-            What was applied, by bucket; ``None`` on all ranks if some rank's gradients were not finite, in any bucket:
-            then the residuals are as they were, and the gradients' memory is worthless.
+            The update of each bucket. ``None`` on all ranks if some rank's gradients were not finite, in any bucket:
+            then the residuals have not changed, and the contents of the gradients' memory are undefined.
 
         Raises:
             DeadlineExceededError: It takes too long; may be called again.
@@ -141,7 +141,7 @@ class SparseRounds:
                 update: Update | None = job.result.result(max(0.0, deadline - time.monotonic()))
             except FutureTimeoutError as cause:
                 if job.result.done():
-                    raise  # its own
+                    raise  # the exchange's own error
                 raise DeadlineExceededError(
                     f"waited {timeout_s:g} s for the sparse exchange of bucket {bucket}: another rank is late, or does "
                     "not take part in this round"
@@ -155,25 +155,17 @@ class SparseRounds:
         return updates if finite else None
 
     def reports(self) -> list[Report]:
-        """What happened in the last round, by bucket."""
+        """Return the report on the last round, by bucket."""
         return [session.report for session in self._latest]
 
     def state(self) -> list[dict[str, Any]]:
-        """Of the sessions, by bucket. Between rounds only."""
-        return [
-            {
-                key: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
-                for key, value in session.state().items()
-            }
-            for session in self.sessions
-        ]
+        """Return the states of the sessions, by bucket. Between rounds only."""
+        return [with_tensors(session.state()) for session in self.sessions]
 
     def load_state(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from there. Between rounds only."""
+        """Go on from states of the sessions. Between rounds only."""
         for session, saved in zip(self.sessions, state, strict=True):
-            session.load_state(
-                {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in saved.items()}
-            )
+            session.load_state(with_arrays(saved))
 
     def close(self) -> None:
         """End the thread; harmless when called twice."""
@@ -183,3 +175,15 @@ class SparseRounds:
         session = method.session(shape, self._carrier.rank, self._carrier.world_size)
         session.share(self._workspace)
         return session
+
+
+def with_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a session's state with tensors instead of arrays, for checkpoints: ``torch.load`` trusts tensors."""
+    return {
+        key: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value for key, value in state.items()
+    }
+
+
+def with_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo ``with_tensors``."""
+    return {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in state.items()}

@@ -190,7 +190,7 @@ def what_is_applied_and_kept_back_adds_up():
         assert state.steps == 4
         if method.name == "oktopk":
             assert state.residual_norm() > 0
-            assert all(session._steps == 4 for session in state._sessions.values())
+            assert all(session._steps == 4 for session in state._sessions.by_bucket.values())
             assert 0 < sum(report.selected for report in state.reports) < 300
 
 
@@ -501,7 +501,7 @@ def states_are_saved_and_loaded():
         # DDP's first buckets are other ones than those it makes of them; then the sessions' states are found again.
         assert new.steps == state.steps == 7
         assert equal(new.state_dict(other)["buckets"], state.state_dict(model)["buckets"])
-        assert not new._saved
+        assert not new._sessions.saved
 
 
 @case

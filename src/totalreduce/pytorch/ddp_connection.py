@@ -1,4 +1,4 @@
-"""What connects ``ddp_hook`` with the other ranks: a process group of its own, and the threads beside backward."""
+"""The connection of ``ddp_hook`` to the other ranks: a process group of its own, and its threads."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from totalreduce.foundation.forking import HomeProcess
 from totalreduce.sparse.actions import Allgather
 from totalreduce.sparse.c10d_driver import C10dDriver
 from totalreduce.sparse.candidates import Workspace
+from totalreduce.sparse.device import SideStreams
 from totalreduce.sparse.worker import ExchangeWorker
 from totalreduce.transports.torch_group import destroy, forming_a_group
 
-__all__ = ["Background", "Link"]
+__all__ = ["Connection"]
 
 
 @final
-class Background:
+class _Background:
     """One thread that calls functions in the order in which they came.
 
-    Not a ``ThreadPoolExecutor``: Python waits for its threads when it ends, and this one may wait for a lost rank.
+    This is no ``ThreadPoolExecutor``, for whose threads Python waits at its end: this one may wait for a lost rank.
     """
 
     def __init__(self, name: str) -> None:
-        """Starts the thread with the first function."""
+        """Start no thread before the first function comes."""
         self._name = name
         self._home = HomeProcess(f"the thread {name!r}")
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
-        """Have it called; returns at once.
+        """Have the function called; return at once.
 
         Raises:
             GroupClosed: This is a forked child, and the thread is the parent's.
@@ -53,10 +54,9 @@ class Background:
         return future
 
     def close(self) -> None:
-        """End the thread after what it was given; harmless when called twice, and in a forked child."""
-        if not self._home.is_here:
-            return
-        self._queue.put(None)
+        """End the thread after the functions it was given; harmless when called twice, and in a forked child."""
+        if self._home.is_here:
+            self._queue.put(None)
 
 
 def _work(given: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
@@ -66,23 +66,24 @@ def _work(given: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
             future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
-        del item, future, function  # what they hold is not kept until the next one comes
+        del item, future, function  # else their memory would be kept until the next function comes
 
 
 @final
-class Link:
-    """One for each state of ``ddp_hook``.
+class Connection:
+    """The process group and the threads of one ``ddp_hook``.
 
     Args:
-        process_group: DDP's. DDP's own collectives are not to be met, so a group of the same ranks is made.
-        settings: Equal on all ranks.
+        process_group: DDP's process group. A group of the same ranks is made, apart from DDP's own collectives.
+        settings: A text that must be equal on all ranks.
 
     Attributes:
-        driver: Carries actions out.
-        worker: The thread in which exchanges go on.
+        driver: Carries out the actions of exchanges.
+        worker: The thread in which exchanges run.
         selecting: The thread in which gradients are taken and selected.
-        workspace: Its memory.
-        timeout_s: Of the process group.
+        workspace: The memory for selection.
+        streams: The streams on which GPUs copy.
+        timeout_s: The process group's time-out in seconds.
 
     Raises:
         PlanMismatchError: The settings differ; on every rank.
@@ -93,10 +94,10 @@ class Link:
         """Collective."""
         ranks = dist.get_process_group_ranks(process_group)
         cpu = torch.device("cpu")
-        # As torch does with objects: what is in host memory stays there, if the group has a back end for it.
+        # As torch does with objects: host memory is sent from there, if the group has a back end for it.
         device = cpu if cpu in process_group._device_types else torch.device("cuda", torch.cuda.current_device())
         timeout = process_group._get_backend(device).options._timeout
-        # torch names a group of a part of the ranks after them, and must not be given the name again: it stays.
+        # torch names a group of some of the ranks after them, and refuses the same name later: the group stays.
         self._stays = len(ranks) < dist.get_world_size()
         with forming_a_group():
             self._group: Any = dist.new_group(
@@ -105,8 +106,8 @@ class Link:
         self.timeout_s: float = timeout.total_seconds()
         self.driver = C10dDriver(self._group, device)
         self.worker = ExchangeWorker(self.driver, in_order=True)
-        self.selecting = Background("totalreduce-selection")
-        self.workspace = Workspace()
+        self.selecting = _Background("totalreduce-selection")
+        self.workspace, self.streams = Workspace(), SideStreams()
         self._compare(settings)
 
     def _compare(self, settings: str) -> None:
@@ -124,6 +125,6 @@ class Link:
         self.worker.close()
 
     def close_group(self) -> None:
-        """Give the group back."""
+        """Destroy the group, unless torch needs it for its name."""
         if not self._stays:
             destroy(self._group)

@@ -1,4 +1,4 @@
-"""What a wrapped torch optimizer answers for itself; the wrapper's own file is about communication."""
+"""The part of a wrapping optimizer that only forwards to the torch optimizer within."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from torch.utils.hooks import RemovableHandle
 
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["OptimizerFacade"]
+__all__ = ["OptimizerWrapper"]
 
 
-class OptimizerFacade(torch.optim.Optimizer, ABC):
-    """A ``torch.optim.Optimizer`` for ``isinstance`` (schedulers, ``GradScaler``) that owns nothing itself.
+class OptimizerWrapper(torch.optim.Optimizer, ABC):
+    """A ``torch.optim.Optimizer`` for ``isinstance`` (schedulers, ``GradScaler``) whose data is the inner optimizer's.
 
-    torch's ``__init__`` is not called on purpose: it would build parameter groups and state of this object's
-    own. Unknown attributes are not forwarded either: ``GradScaler`` asks for ``_step_supports_amp_scaling``
-    and would then hand its scale to the wrapper instead of the fused optimizer within.
+    ``torch.optim.Optimizer.__init__`` is not called on purpose: it would make parameter groups and state a second time.
+    Unknown attributes are not forwarded: ``GradScaler`` looks for ``_step_supports_amp_scaling``, and would then give
+    its scale to the wrapper instead of the fused optimizer within.
+
+    The methods that register hooks register them on the inner optimizer, which is also the hooks' argument. While the
+    inner optimizer has a step hook, no update is deferred.
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -47,12 +50,12 @@ class OptimizerFacade(torch.optim.Optimizer, ABC):
         return self._inner.state
 
     def state_dict(self) -> dict[str, Any]:
-        """The torch optimizer's, up to date: it loads with or without this wrapper."""
+        """Return the torch optimizer's state, up to date. It can be loaded with and without this wrapper."""
         self.flush()
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the torch optimizer's state, after applying what is deferred."""
+        """Load the torch optimizer's state after all deferred updates."""
         self.flush()
         self._inner.load_state_dict(state_dict)
 
@@ -61,28 +64,22 @@ class OptimizerFacade(torch.optim.Optimizer, ABC):
         """The torch optimizer's defaults."""
         return self._inner.defaults
 
-    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
-        """On the torch optimizer, which the hook is given. With a step hook, no update is deferred."""
+    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:  # noqa: D102  (torch's; see the class)
         return self._inner.register_step_pre_hook(hook)
 
-    def register_step_post_hook(self, hook: Any) -> RemovableHandle:
-        """On the torch optimizer, which the hook is given. With a step hook, no update is deferred."""
+    def register_step_post_hook(self, hook: Any) -> RemovableHandle:  # noqa: D102
         return self._inner.register_step_post_hook(hook)
 
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """On the torch optimizer, which the hook is given."""
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:  # noqa: D102
         return self._inner.register_state_dict_pre_hook(hook, prepend)
 
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """On the torch optimizer, which the hook is given."""
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:  # noqa: D102
         return self._inner.register_state_dict_post_hook(hook, prepend)
 
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """On the torch optimizer, which the hook is given."""
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:  # noqa: D102
         return self._inner.register_load_state_dict_pre_hook(hook, prepend)
 
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """On the torch optimizer, which the hook is given."""
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:  # noqa: D102
         return self._inner.register_load_state_dict_post_hook(hook, prepend)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,139 @@
+"""The compressed gradients of one ``DistributedOptimizer``: their reducer, and their residuals, which outlive plans."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, shaped, states_for
+from totalreduce.pytorch.planning import PlanSettings
+
+if TYPE_CHECKING:
+    from totalreduce.groups.group import Group
+    from totalreduce.pytorch.compressed import CompressedReducer
+    from totalreduce.sparse.auto import Choice
+
+__all__ = ["Compression", "refuse_unfit"]
+
+
+@final
+class Compression:
+    """The compressed gradients of one ``DistributedOptimizer``.
+
+    Args:
+        group: The ranks.
+        name: Prefix of the operations' names.
+        settings: The optimizer's settings.
+        grad_scaler: The ``GradScaler`` that scales the loss, or ``None``.
+
+    Attributes:
+        reducer: The reducer of the present plan; ``None`` if it compresses nothing.
+        choices: The measurements and decisions of ``tr.Auto``, for each bucket that it could compress.
+        residuals: The residuals of all parameters.
+        grad_scaler: The ``GradScaler``, or ``None``.
+    """
+
+    def __init__(
+        self, group: Group, name: str, settings: PlanSettings, grad_scaler: torch.amp.GradScaler | None
+    ) -> None:
+        self._group, self._name, self._settings = group, name, settings
+        self.grad_scaler = grad_scaler
+        self.residuals = Residuals()
+        self.choices: list[Choice] = []
+        self.reducer: CompressedReducer | None = None
+        self._plan = CompressedPlan((), (), ())
+
+    def choose(self, plan: CompressedPlan) -> Collection[str]:
+        """Measure, with ``tr.Auto``, which buckets are worth compressing; return the other buckets' parameters.
+
+        Collective with ``tr.Auto``.
+        """
+        self.choices = []
+        sync = self._settings.sync
+        if sync is None or sync.name != "auto" or not plan.buckets:
+            return ()
+        from totalreduce.pytorch import auto
+
+        assert isinstance(sync, auto.Auto), "methods are told apart by their names"
+        self.choices = auto.choose_methods(sync, plan, self._group, self._name)
+        return auto.uncompressed(plan, self.choices)
+
+    def use(self, plan: CompressedPlan) -> CompressedReducer | None:
+        """Make the reducer of a plan; ``None`` if the plan compresses nothing."""
+        self._plan, self.reducer = plan, None
+        settings, scaler, group = self._settings, self.grad_scaler, self._group
+        if settings.sync is None or not plan.buckets:
+            return None
+        # Imported only now, because compiled kernels take a second to load.
+        from totalreduce.kernels import ahead
+        from totalreduce.pytorch import auto
+        from totalreduce.pytorch.compressed import CompressedReducer, CompressedSettings
+        from totalreduce.sparse.group_driver import GroupDriver
+        from totalreduce.sparse.rounds import SparseRounds
+
+        ahead.load()
+        methods = auto.methods_for(plan, self.choices) if self.choices else [settings.sync] * len(plan.buckets)
+        self.reducer = CompressedReducer(
+            plan,
+            SparseRounds(methods, plan.shapes(), GroupDriver(group, self._name)),
+            self.residuals,
+            CompressedSettings(
+                feedback=settings.feedback,
+                rank=group.rank,
+                world_size=group.world_size,
+                timeout_s=group.timeout_s,
+                loss_scale=(lambda: 1.0) if scaler is None else scaler.get_scale,
+                divisor=functools.partial(settings.divisor, world_size=group.world_size),
+            ),
+        )
+        return self.reducer
+
+    def shaped_residuals(self) -> dict[str, torch.Tensor]:
+        """Return the residuals of the plan's parameters by name, in the parameters' shapes."""
+        return {spec.name: shaped(self.residuals.of(parameter), spec) for parameter, spec in self._plan.described()}
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of this rank that is needed to go on with the same bits."""
+        return {
+            "rank": self._group.rank,
+            "world_size": self._group.world_size,
+            **self._buckets(),
+            "sessions": [] if self.reducer is None else self.reducer.rounds.state(),
+            **self.residuals.state(self._plan),
+        }
+
+    def load_state(self, states: tuple[Mapping[str, Any], ...]) -> None:
+        """Go on from the states of this rank, or of all ranks of the saved job.
+
+        Raises:
+            ConfigurationError: States are missing, or of another model.
+        """
+        own, known = states_for(states, self._group.rank, self._group.world_size)
+        self.residuals.load(self._plan, own)
+        if self.reducer is not None and all(known[key] == value for key, value in self._buckets().items()):
+            self.reducer.rounds.load_state(known["sessions"])
+
+    def _buckets(self) -> dict[str, Any]:
+        """Return the methods and buckets as JSON values. The state of sessions is of use only if these are equal."""
+        methods = [] if self.reducer is None else self.reducer.rounds.methods
+        return {"methods": methods, "buckets": self._plan.document()}
+
+
+def refuse_unfit(optimizer: torch.optim.Optimizer, feedback: ErrorFeedback) -> None:
+    """Check that the gradients of a torch optimizer can be compressed.
+
+    Raises:
+        ConfigurationError: It needs gradients that are not compressed, or applies the momentum a second time.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError("sync= cannot be used with LBFGS, which needs whole gradients")
+    twice = [parameter for group in optimizer.param_groups if group.get("momentum") for parameter in group["params"]]
+    if feedback.momentum and any(feedback.compresses(parameter.shape) for parameter in twice):
+        raise ConfigurationError(
+            "ErrorFeedback(momentum=...) takes the place of the optimizer's own momentum for what is compressed: build "
+            "it as SGD(feedback.param_groups(model.parameters()), lr=...), or with momentum=0"
+        )
