@@ -107,13 +107,13 @@ FLOODS = {
     "unfinished messages": "yield from channel(1000 + index, bytes(2**20), last=False)",
     "one message without end": "yield from channel(number, bytes(2**20), last=False)",
     "questions of the coordination": (
-        "yield from channel(number, encode(Kind.ASK, 0, value=[[LONG[:1000], 1.0, LONG[:1000]]] * 64))"
+        "yield from channel(number, encode(Kind.QUESTION, 0, value=[[LONG[:1000], 1.0, LONG[:1000]]] * 64))"
     ),
     "answers of the coordination": (
-        "yield from channel(number, encode(Kind.TELL, 0, value=[f'{index} {i}' for i in range(1000)]))"
+        "yield from channel(number, encode(Kind.ANSWER, 0, value=[f'{index} {i}' for i in range(1000)]))"
     ),
     "one message with many small parts": (
-        "yield from channel(number, encode(Kind.ASK, 0) + b'[' + b'[],' * (5 * 2**19) + b'[]]')"
+        "yield from channel(number, encode(Kind.QUESTION, 0) + b'[' + b'[],' * (5 * 2**19) + b'[]]')"
     ),
 }
 #: Names for which a member asks in the coordination, in good order, while nobody else does.
@@ -125,7 +125,8 @@ coordinator = group.coordinate()
 group.allreduce(torch.ones(4), name="first").wait()
 group.barrier()
 say("ready")
-coordinator._agreement.negotiator._allowances.take = lambda *_: True  # or it would refuse to ask for so many itself
+# Otherwise the coordinator would refuse to ask for so many operations itself.
+coordinator._agreement.negotiator.submissions.allowances.take = lambda *_: True
 try:
     for index in itertools.count():
         coordinator.allreduce(torch.ones(1), name=NAME)

@@ -47,18 +47,18 @@ class Arrangement:
             self._watch(negotiator)
 
     def _watch(self, negotiator: Negotiator) -> None:
-        conclude = negotiator._conclude
+        conclude = negotiator.cycles._conclude
 
         def concluding(cycle: object, new: object) -> None:
-            before = len(negotiator._responses)
+            before = len(negotiator.cycles._responses)
             conclude(cycle, new)
-            responses = negotiator._responses[before:]
-            self._ended(negotiator, (negotiator.cache.snapshot(), negotiator.joined, responses))
+            responses = negotiator.cycles._responses[before:]
+            self._ended(negotiator, (negotiator.cache.snapshot(), negotiator.membership.joined, responses))
 
-        negotiator._conclude = concluding
+        negotiator.cycles._conclude = concluding
 
     def _ended(self, negotiator: Negotiator, ending: _Ending) -> None:
-        number = negotiator._number
+        number = negotiator.cycles.inbox.number
         endings = self._endings.setdefault(number, [])
         assert negotiator.rank not in [rank for rank, _ in endings], f"cycle {number} ended twice"
         if endings:
@@ -104,7 +104,7 @@ class Arrangement:
             if wake is None or due < wake:
                 self._wakes[rank] = max(due, self.now)
                 self.at(max(due, self.now), lambda: self._wake(rank))
-        responses = negotiator.pop_responses()
+        responses = negotiator.cycles.pop_responses()
         if responses:
             self.decided(rank, responses)
         self.acted(rank)
@@ -221,10 +221,10 @@ class Training:
         first = self._trainees[0]
         assert all(trainee.last_joined == first.last_joined for trainee in self._trainees)
         assert len(first.last_joined) == first.epoch > 0
-        assert self.arrangement.num_cycles == self.arrangement.ranks[0]._number
+        assert self.arrangement.num_cycles == self.arrangement.ranks[0].cycles.inbox.number
         for negotiator in self.arrangement.ranks:
-            assert not negotiator.num_pending
-            assert not negotiator._early
+            assert not len(negotiator.submissions.waiting)
+            assert not negotiator.cycles.inbox._messages
             assert len(negotiator.cache) <= self.workload.capacity
 
     def _later(self, trainee: _Trainee, action: Callable[[_Trainee], None]) -> None:
@@ -271,13 +271,13 @@ class Training:
     def _acted(self, rank: int) -> None:
         """Begin the next epoch when all have joined."""
         trainee, negotiator = self._trainees[rank], self.arrangement.ranks[rank]
-        if not trainee.joins or negotiator.last_joined is None:
+        if not trainee.joins or negotiator.membership.last_joined is None:
             return
         trainee.joins = False
-        trainee.last_joined.append(negotiator.last_joined)
+        trainee.last_joined.append(negotiator.membership.last_joined)
         trainee.epoch += 1
         trainee.step = 0
         # Every rank is here at the end of the same cycle.
-        trainee.done = negotiator._number >= self._num_cycles
+        trainee.done = negotiator.cycles.inbox.number >= self._num_cycles
         if not trainee.done:
             self._later(trainee, self._begin_step)

@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 from parley import Parley, ask, names
 
-from totalreduce.coordination import negotiator, table
+from totalreduce.coordination import limits
 from totalreduce.coordination.messages import Kind, encode
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.foundation.types import OpKind
@@ -20,14 +20,14 @@ ENTRIES, NUM_BYTES = 4096, 5 * 2**20
 
 @pytest.fixture(autouse=True)
 def smaller_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (table._PENDING_MAX, table._PENDING_BYTES_MAX) == (8 * ENTRIES, 8 * NUM_BYTES)
-    monkeypatch.setattr(table, "_PENDING_MAX", ENTRIES)
-    monkeypatch.setattr(table, "_PENDING_BYTES_MAX", NUM_BYTES)
+    assert (limits._PENDING_MAX, limits._PENDING_BYTES_MAX) == (8 * ENTRIES, 8 * NUM_BYTES)
+    monkeypatch.setattr(limits, "_PENDING_MAX", ENTRIES)
+    monkeypatch.setattr(limits, "_PENDING_BYTES_MAX", NUM_BYTES)
 
 
 def unbounded(parley: Parley, rank: int) -> None:
     """Make a rank hostile: it asks whatever its own allowance says, and keeps nothing of it."""
-    parley.ranks[rank]._allowances.take = lambda *_: True
+    parley.ranks[rank].submissions.allowances.take = lambda *_: True
 
 
 FLOODS = {
@@ -49,14 +49,18 @@ def test_a_flood_of_names_is_bounded_and_refused(flood: str) -> None:
         for turn in range(100):
             parley.submit(1, *(FLOODS[flood](200 * turn + index) for index in range(200)))
             parley.run()
-            for kept in (parley.ranks[1]._pending, parley.asked[1], parley.sent):  # of the hostile rank, and the test's
+            for kept in (
+                parley.ranks[1].submissions.waiting,
+                parley.asked[1],
+                parley.sent,
+            ):  # of the hostile rank, and the test's
                 kept.clear()
     gc.collect()  # the refusal's traceback holds the last message
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert turn <= ENTRIES // 200
     assert taken < NUM_BYTES + 2**20
-    assert len(parley.ranks[0]._table) <= ENTRIES
+    assert len(parley.ranks[0].cycles.table) <= ENTRIES
 
 
 def test_a_rank_is_refused_by_the_first_that_hears_it() -> None:
@@ -68,7 +72,11 @@ def test_a_rank_is_refused_by_the_first_that_hears_it() -> None:
             parley.submit(3, *(ask(f"{turn} {index}") for index in range(1000)))
             parley.run()
     assert any(entry.frame.code.name == "_read_requests" for entry in caught.traceback)
-    assert parley.ranks[0]._allowances._spent[3][0] == parley.ranks[2]._allowances._spent[3][0] <= ENTRIES
+    assert (
+        parley.ranks[0].submissions.allowances._spent[3][0]
+        == parley.ranks[2].submissions.allowances._spent[3][0]
+        <= ENTRIES
+    )
 
 
 def test_a_rank_that_passes_on_too_much_is_refused_itself() -> None:
@@ -86,7 +94,7 @@ def test_more_requests_in_one_cycle_than_a_rank_sends() -> None:
     parley.submit(1, ask("a"))
     parley.run()
     parley.submit(0, ask("b"))
-    number = parley.ranks[0]._number
+    number = parley.ranks[0].cycles.inbox.number
     message = encode(Kind.REQUESTS, number, value=[[1, [ask(f"{i}").to_wire() for i in range(1025)], False]])
     with pytest.raises(ProtocolError, match="rank 1 sends requests as no correct peer does"):
         parley.ranks[0].receive(1, message, 0.0)
@@ -119,7 +127,7 @@ def test_a_correct_rank_is_told_before_it_asks_for_too_much() -> None:
     parley.run()
     with pytest.raises(ConfigurationError, match=rf"rank 1 has {ENTRIES} operations on which .* at most {ENTRIES} op"):
         parley.ranks[1].submit([ask("one more")], 0.0)
-    assert "one more" not in parley.ranks[1]
+    assert "one more" not in parley.ranks[1].submissions.waiting
     parley.submit(0, *(ask(f"{index}") for index in range(ENTRIES)))
     assert len(names(parley.take())) == ENTRIES
     parley.submit_all(ask("one more"))
@@ -133,8 +141,8 @@ def test_answers_give_the_allowance_back() -> None:
         for rank in range(5):
             parley.submit(rank, *(ask(f"{turn} {index}", 1 + (index == rank)) for index in range(800)))
         parley.take()
-    assert all(set(rank._allowances._spent.values()) <= {(0, 0)} for rank in parley.ranks)
-    assert not any(rank._allowances._costs for rank in parley.ranks)
+    assert all(set(rank.submissions.allowances._spent.values()) <= {(0, 0)} for rank in parley.ranks)
+    assert not any(rank.submissions.allowances._costs for rank in parley.ranks)
 
 
 def test_an_agreement_that_has_ended_keeps_nothing() -> None:
@@ -142,8 +150,8 @@ def test_an_agreement_that_has_ended_keeps_nothing() -> None:
     parley.submit(1, *(ask(f"{index}") for index in range(1000)))
     parley.run()
     parley.ranks[0].fail(ProtocolError("over"))
-    assert not len(parley.ranks[0]._table)
-    assert not parley.ranks[0]._allowances._spent
+    assert not len(parley.ranks[0].cycles.table)
+    assert not parley.ranks[0].submissions.allowances._spent
 
 
 def test_only_answers_to_what_was_asked_are_kept() -> None:
@@ -151,14 +159,14 @@ def test_only_answers_to_what_was_asked_are_kept() -> None:
     parley.submit(0, ask("late"))
     parley.run()
     parley.tick(1.0)
-    parley.ranks[0].receive(1, encode(Kind.TELL, 0, value=["late", *map(str, range(10_000))]), 1.0)
+    parley.ranks[0].receive(1, encode(Kind.ANSWER, 0, value=["late", *map(str, range(10_000))]), 1.0)
     assert parley.ranks[0]._stalls._inquiry.submitted == {"late": {1}}
 
 
 @pytest.mark.parametrize(("world_size", "per_cycle"), [(4, 25), (64, 1)])
 def test_large_groups_ask_for_less_at_once(world_size: int, per_cycle: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The requests of all ranks travel in one message to rank 0, whose size is bounded."""
-    monkeypatch.setattr(negotiator, "_CYCLE_BYTES_MAX", 4 * 25 * ask("w00").memory_bytes)
+    monkeypatch.setattr(limits, "_CYCLE_BYTES_MAX", 4 * 25 * ask("w00").memory_bytes)
     parley = Parley(world_size)
     names_asked = [f"w{index:02}" for index in range(30)]
     for rank in range(world_size):

@@ -51,7 +51,7 @@ class Negotiations(RuleBasedStateMachine):
         rank %= self.size
         requests = UNITS[unit][odd == 5]
         negotiator = self.parley.ranks[rank]
-        if not self.joins(rank) and not any(request.name in negotiator for request in requests):
+        if not self.joins(rank) and not any(request.name in negotiator.submissions.waiting for request in requests):
             self.parley.submit(rank, *requests)
 
     @rule(ranks=st.integers(0, 255), unit=st.sampled_from(sorted(UNITS)), odd=st.booleans())
@@ -72,7 +72,7 @@ class Negotiations(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 7))
     def join(self, rank: int) -> None:
         rank %= self.size
-        if not self.joins(rank) and not self.parley.ranks[rank].num_pending:
+        if not self.joins(rank) and not len(self.parley.ranks[rank].submissions.waiting):
             self.epochs[rank] += 1
             self.parley.join(rank)
 
@@ -106,8 +106,11 @@ class Negotiations(RuleBasedStateMachine):
     def settle(self) -> None:
         self.parley.settle()
         self.compare()
-        assert all(negotiator._number == self.parley.ranks[0]._number for negotiator in self.parley.ranks)
-        for name in {name for negotiator in self.parley.ranks for name in negotiator._pending}:
+        assert all(
+            negotiator.cycles.inbox.number == self.parley.ranks[0].cycles.inbox.number
+            for negotiator in self.parley.ranks
+        )
+        for name in {name for negotiator in self.parley.ranks for name in negotiator.submissions.waiting}:
             active = [negotiator for negotiator in self.parley.ranks if not self.joins(negotiator.rank)]
             assert not all(self.whole(negotiator, name) for negotiator in active), f"all ranks wait for {name}"
 
@@ -129,31 +132,36 @@ class Negotiations(RuleBasedStateMachine):
                 for unit in UNITS:
                     self.submit(rank, unit, 0)
             self.settle()
-            assert not any(negotiator.num_pending for negotiator in self.parley.ranks)
+            assert not any(len(negotiator.submissions.waiting) for negotiator in self.parley.ranks)
             for rank in range(self.size):
                 self.join(rank)
             self.settle()
-            assert len({negotiator.last_joined for negotiator in self.parley.ranks}) == 1
-            assert self.parley.ranks[0].last_joined in range(self.size)
-            assert not any(negotiator.joined or negotiator._joins for negotiator in self.parley.ranks)
+            assert len({negotiator.membership.last_joined for negotiator in self.parley.ranks}) == 1
+            assert self.parley.ranks[0].membership.last_joined in range(self.size)
+            assert not any(
+                negotiator.membership.joined or negotiator.membership.is_joining for negotiator in self.parley.ranks
+            )
             assert len(set(self.epochs)) == 1
-        assert all(not negotiator._early and not len(negotiator._table) for negotiator in self.parley.ranks)
+        assert all(
+            not negotiator.cycles.inbox._messages and not len(negotiator.cycles.table)
+            for negotiator in self.parley.ranks
+        )
 
     # ----------------------------------------------------------------------------------------------------- compared
 
     def joins(self, rank: int) -> bool:
-        return self.parley.ranks[rank]._joins
+        return self.parley.ranks[rank].membership.is_joining
 
     @staticmethod
     def whole(negotiator: Negotiator, name: str) -> bool:
         """Whether a rank waits for the name, and for the others of its group."""
-        entry = negotiator._pending.get(name)
+        entry = negotiator.submissions.waiting.get(name)
         if entry is None:
             return False
         batch = entry.request.batch
         if batch is None:
             return True
-        members = [other for other in negotiator._pending.values() if other.request.batch == batch]
+        members = [other for other in negotiator.submissions.waiting.values() if other.request.batch == batch]
         return len(members) == batch[1]
 
     def compare(self) -> None:

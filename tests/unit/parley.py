@@ -75,16 +75,16 @@ class Parley:
 
     def _watch(self, rank: Negotiator) -> None:
         """Have it written down how every cycle ends."""
-        conclude = rank._conclude
+        conclude = rank.cycles._conclude
 
         def concluding(cycle: object, new: object) -> None:
             conclude(cycle, new)
-            number = rank._number
+            number = rank.cycles.inbox.number
             assert number not in self.cycles[rank.rank]
-            self.cycles[rank.rank][number] = Concluded(rank.cache.snapshot(), rank.joined)
+            self.cycles[rank.rank][number] = Concluded(rank.cache.snapshot(), rank.membership.joined)
             self._ended[rank.rank].append(number)
 
-        rank._conclude = concluding
+        rank.cycles._conclude = concluding
 
     # ---------------------------------------------------------------------------------------------- what ranks do
 
@@ -140,7 +140,7 @@ class Parley:
             self.sent.append(Sent(rank, target, kind, cycle, message))
             self.wires[rank, target].append(message)
         negotiator.outbox.clear()
-        responses = negotiator.pop_responses()
+        responses = negotiator.cycles.pop_responses()
         ended, self._ended[rank] = self._ended[rank], []
         # What is decided in one cycle is fused on its own, so two of them must not come out as one.
         assert len(ended) <= 1 or self.world_size == 1 or not self.honest
@@ -183,8 +183,8 @@ class Parley:
 
     def check(self) -> None:
         """All ranks have concluded the same cycles in the same way, as far as they have come."""
-        first = min(rank._number for rank in self.ranks)
-        last = max(rank._number for rank in self.ranks)
+        first = min(rank.cycles.inbox.number for rank in self.ranks)
+        last = max(rank.cycles.inbox.number for rank in self.ranks)
         assert last - first <= 1
         for number in range(last):
             ends = [cycles[number] for cycles in self.cycles if number in cycles]
@@ -216,6 +216,12 @@ class Parley:
         """The caches' content, which is equal on all ranks."""
         assert all(rank.cache.snapshot() == self.ranks[0].cache.snapshot() for rank in self.ranks)
         return self.ranks[0].cache.snapshot()
+
+
+def phase_of(negotiator: Negotiator) -> str:
+    """The name of the phase of a rank's cycle."""
+    cycle = negotiator.cycles._cycle
+    return "IDLE" if cycle is None else cycle.phase.name
 
 
 def names(responses: Sequence[Response]) -> list[str]:

@@ -12,7 +12,7 @@ from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.coordination.messages import Kind, decode_bits, encode, split
 from totalreduce.coordination.negotiator import Negotiator
 from totalreduce.coordination.requests import Request
-from totalreduce.coordination.stall import Pending
+from totalreduce.coordination.stall import WaitingOperation
 from totalreduce.coordination.table import RequestTable
 from totalreduce.foundation.errors import (
     ConfigurationError,
@@ -287,7 +287,7 @@ def test_collecting_while_nobody_is_blocked() -> None:
 
 def test_enough_bytes_begin_a_cycle_at_once() -> None:
     parley = Parley(2, cycle_s=0.5, fusion_bytes=100)
-    parley.ranks[0]._not_before = 100.0
+    parley.ranks[0].timer._not_before = 100.0
     parley.submit(0, ask("a"), num_bytes=60)
     assert not parley.sent
     parley.submit(0, ask("b"), num_bytes=40)
@@ -381,7 +381,7 @@ def test_ranks_that_group_differently(odd: int) -> None:
             error = response.error.error()
             assert isinstance(error, MismatchError)
             assert "in the group 'g' of 2" in str(error)
-        assert all(rank.num_pending == 0 for rank in parley.ranks)
+        assert all(len(rank.submissions.waiting) == 0 for rank in parley.ranks)
 
 
 def test_a_group_of_two_against_one_of_three() -> None:
@@ -421,8 +421,8 @@ def test_each_rank_first_to_have_no_more_data(world_size: int, *, cached: bool) 
             assert all(response.joined == tuple(sorted(order[: place + 1])) for response in responses)
             assert all(response.error is None for response in responses)
             expected = tuple(order[: place + 1]) if active else ()
-            assert all(set(negotiator.joined) == set(expected) for negotiator in parley.ranks)
-        assert {negotiator.last_joined for negotiator in parley.ranks} == {order[-1]}
+            assert all(set(negotiator.membership.joined) == set(expected) for negotiator in parley.ranks)
+        assert {negotiator.membership.last_joined for negotiator in parley.ranks} == {order[-1]}
         assert sorted(parley.snapshot()) == sorted(snapshot), "nothing of it is remembered"
 
 
@@ -436,9 +436,9 @@ def test_all_join_in_one_cycle_and_again(world_size: int) -> None:
             parley.join(rank)
         parley.settle()
         assert parley.take() == [], "all have lent, and nobody had data"
-        assert len({negotiator.last_joined for negotiator in parley.ranks}) == 1
-        assert {negotiator.last_joined for negotiator in parley.ranks} <= set(range(world_size))
-        assert all(negotiator.joined == () for negotiator in parley.ranks)
+        assert len({negotiator.membership.last_joined for negotiator in parley.ranks}) == 1
+        assert {negotiator.membership.last_joined for negotiator in parley.ranks} <= set(range(world_size))
+        assert all(negotiator.membership.joined == () for negotiator in parley.ranks)
         parley.submit_all(ask("a"))
         (response,) = parley.take()
         assert response.joined == ()
@@ -449,16 +449,16 @@ def test_a_rank_that_joins_again_at_once_is_in_the_next_epoch() -> None:
     parley.join(0)
     parley.join(1)
     parley.settle()
-    first = parley.ranks[0].last_joined
+    first = parley.ranks[0].membership.last_joined
     parley.join(1)
     parley.settle()
-    assert parley.ranks[1].last_joined is None
-    assert parley.ranks[0].last_joined == first
+    assert parley.ranks[1].membership.last_joined is None
+    assert parley.ranks[0].membership.last_joined == first
     parley.submit(0, ask("a"))
     assert [response.joined for response in parley.take()] == [(1,)]
     parley.join(0)
     parley.settle()
-    assert parley.ranks[0].last_joined == parley.ranks[1].last_joined == 0
+    assert parley.ranks[0].membership.last_joined == parley.ranks[1].membership.last_joined == 0
 
 
 def test_what_waited_for_the_rank_that_joins_becomes_ready() -> None:
@@ -566,7 +566,7 @@ def test_leaving_ends_it_for_those_who_need_the_rank(world_size: int) -> None:
         else:
             assert isinstance(negotiator.ended, PeerLost)
             assert (negotiator.ended.rank, negotiator.ended.reason) == (gone, "it has closed the group")
-        assert negotiator.num_pending == 0
+        assert len(negotiator.submissions.waiting) == 0
         assert negotiator.next_due() is None
         negotiator.receive(0, b"anything", 0.0)  # too late to matter
     assert parley.counts()[gone][Kind.LEAVE] == world_size - 1
@@ -683,7 +683,7 @@ def test_who_leaves_in_the_middle_of_a_cycle(world_size: int) -> None:
                     assert names(parley.responses(rank)) == ["a"] if error is None else isinstance(error, PeerLost)
                     if isinstance(error, PeerLost):
                         assert error.rank == gone
-                        assert not parley.ranks[rank].num_pending
+                        assert not len(parley.ranks[rank].submissions.waiting)
             if any(error is not None for error in ended):
                 assert all(
                     error is not None or parley.responses(rank)
@@ -695,12 +695,12 @@ def test_who_leaves_in_the_middle_of_a_cycle(world_size: int) -> None:
 def test_a_lost_rank_fails_what_is_pending() -> None:
     parley = Parley(2)
     parley.submit(0, ask("a"))
-    assert "a" in parley.ranks[0]
-    assert parley.ranks[0].num_pending == 1
+    assert "a" in parley.ranks[0].submissions.waiting
+    assert len(parley.ranks[0].submissions.waiting) == 1
     parley.ranks[0].fail(PeerLost(1, "silent"))
     parley.ranks[0].fail(PeerLost(0, "another one"))
     assert lost(parley) == [1, None]
-    assert "a" not in parley.ranks[0]
+    assert "a" not in parley.ranks[0].submissions.waiting
     parley.tick(5.0)
     assert parley.ranks[0].next_due() is None
 
@@ -757,7 +757,7 @@ def test_however_often_one_looks_the_questions_are_few(warning: float, abort: fl
     for step in range(1, 400):
         parley.tick(end * step / 401)
         parley.run()
-    questions = sum(sent.kind is Kind.ASK for sent in parley.sent)
+    questions = sum(sent.kind is Kind.QUESTION for sent in parley.sent)
     assert 1 <= questions <= 5
 
 
@@ -809,7 +809,7 @@ def test_an_operation_that_waits_is_explained() -> None:
     parley.submit(0, ask("a"), where="train.py:7")
     assert "train.py:7" in parley.ranks[0].explain("a", 2.0)
     assert "being carried out" in parley.ranks[0].explain("b", 2.0)
-    assert Pending(ask("a"), 0.0, "x").where == "x"
+    assert WaitingOperation(ask("a"), 0.0, "x").where == "x"
 
 
 def test_ranks_that_differ_about_a_priority_agree_on_that_of_the_first_rank() -> None:

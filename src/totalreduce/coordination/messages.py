@@ -1,4 +1,4 @@
-"""What the ranks of a group say to each other while they agree: a small header and a body.
+"""The messages by which the ranks of a group agree: a small header and a body.
 
 ::
 
@@ -20,37 +20,37 @@ from totalreduce.foundation.errors import ProtocolError
 
 __all__ = ["MALFORMED", "Kind", "decode_bits", "decode_json", "encode", "split"]
 
-#: What reading a JSON value of an unexpected form raises: ``int`` of an infinity and the text of what is nested too
-#: deeply among it.
+#: The exceptions that reading a JSON value of an unexpected form raises. ``int`` of an infinity and deeply nested texts
+#: raise the last two.
 MALFORMED = (TypeError, ValueError, LookupError, OverflowError, RecursionError)
 
 _HEAD = struct.Struct("<BBQ")
-#: What the values of a message may take of memory, and what a list, an object, and one more part of either may take.
+#: The memory that the values of a message may take, and upper bounds for a list, an object, and one more part of both.
 _VALUE_BYTES_MAX = 40 * 1024 * 1024
 _PART_BYTES = ((b"[", 96), (b"{", 300), (b",", 64))
 
 
 class Kind(enum.IntEnum):
-    """What a message is."""
+    """The kinds of messages."""
 
     VOTE = 1
     """A bit vector, to be combined with *and*."""
     INVALID = 2
     """A bit vector, to be combined with *or*."""
     REQUESTS = 3
-    """What a rank, and those below it in the tree, ask for beyond the cache. Towards rank 0."""
+    """The uncached requests of a rank and of the ranks below it in the tree. Towards rank 0."""
     RESPONSES = 4
-    """What to do about it. Away from rank 0."""
-    ASK = 5
-    """Have you asked for these?"""
-    TELL = 6
-    """Of those, what this rank has asked for."""
+    """The answer of rank 0 to the requests of all ranks. Away from rank 0."""
+    QUESTION = 5
+    """Names of late operations: which of them has the receiver submitted?"""
+    ANSWER = 6
+    """The names among those of a question that the sender has submitted."""
     ABORT = 7
     """The agreement has ended for good."""
     LEAVE = 8
-    """The sender takes part no more: it has closed the agreement in good order."""
+    """The sender has closed the agreement in good order, and takes part no more."""
     BEGIN = 9
-    """A cycle has begun. The votes say it, too, but not those that a rank which has left would have passed on."""
+    """A cycle has begun. Votes say it, too, but a rank that has left passes no votes on."""
 
 
 def encode(kind: Kind, cycle: int, round_: int = 0, *, bits: int | None = None, value: Any = None) -> bytes:
@@ -62,10 +62,10 @@ def encode(kind: Kind, cycle: int, round_: int = 0, *, bits: int | None = None, 
 
 
 def split(message: bytes) -> tuple[Kind, int, int, bytes]:
-    """Kind, cycle, round and body of a message.
+    """Return the kind, cycle, round and body of a message.
 
     Raises:
-        ProtocolError: No correct peer sends this.
+        ProtocolError: A correct peer sends no such message.
     """
     try:
         kind, round_, cycle = _HEAD.unpack_from(message)
@@ -75,10 +75,10 @@ def split(message: bytes) -> tuple[Kind, int, int, bytes]:
 
 
 def decode_bits(body: bytes, num_bits_max: int) -> int:
-    """A bit vector.
+    """Read a bit vector.
 
     Raises:
-        ProtocolError: It is longer than it can be.
+        ProtocolError: It has more than ``num_bits_max`` bits.
     """
     bits = int.from_bytes(body, "little")
     if bits.bit_length() > num_bits_max:
@@ -87,10 +87,10 @@ def decode_bits(body: bytes, num_bits_max: int) -> int:
 
 
 def decode_json(body: bytes) -> Any:
-    """A JSON value: data, never code.
+    """Read a JSON value.
 
     Raises:
-        ProtocolError: It is none, or its parts would take more than 40 MiB of memory.
+        ProtocolError: The body is no JSON, or its parts would take more than 40 MiB of memory.
     """
     if sum(body.count(sign) * cost for sign, cost in _PART_BYTES) > _VALUE_BYTES_MAX:
         raise ProtocolError(f"a message of the agreement that takes more than {_VALUE_BYTES_MAX >> 20} MiB of memory")

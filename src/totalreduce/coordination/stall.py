@@ -1,7 +1,7 @@
-"""Who keeps whom waiting, found out beside the votes: a rank whose operation is late asks every other one.
+"""Finds out which ranks keep others waiting: a rank whose operation is late asks all other ranks about it.
 
-Every rank watches what *it* waits for, and a rank that is asked about something it has not submitted learns in the same
-moment that it keeps others waiting. So every rank has a report, whichever of them is blocked.
+A rank that is asked about an operation which it has not submitted learns that it keeps another rank waiting. So every
+rank reports a stall, also a rank that is not blocked itself.
 """
 
 from __future__ import annotations
@@ -15,17 +15,23 @@ from totalreduce.coordination.messages import MALFORMED
 from totalreduce.coordination.requests import Request
 from totalreduce.foundation.errors import ProtocolError, StallError
 
-__all__ = ["Pending", "Stall", "StallInspector"]
+__all__ = ["Stall", "StallInspector", "WaitingOperation"]
 
-#: How long answers are waited for.
+#: Seconds to wait for answers.
 _ANSWER_S = 1.0
-#: Names in one question at most; where more are late, one cause has them all.
+#: Names in one question at most. If more operations are late, they have a common cause.
 _NAMES_MAX = 64
 
 
 @dataclass(slots=True)
-class Pending:
-    """An operation that this rank waits for: the request, since when, and the place in the program (as ``str``)."""
+class WaitingOperation:
+    """An operation that this rank has submitted and on which the ranks have not agreed.
+
+    Attributes:
+        request: The description that the other ranks get.
+        since: Time of the submission.
+        where: The line of the program, as ``str`` shows it.
+    """
 
     request: Request
     since: float
@@ -34,14 +40,14 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """One operation that is late.
+    """A report of an operation that is late.
 
     Attributes:
-        tensor: Its name.
-        waited_s: Seconds since it was submitted here, or by the rank that asks.
+        tensor: The name of the operation.
+        waited_s: Seconds since this rank, or the rank that asks, has submitted it.
         missing: Ranks that have not submitted it.
-        silent: Ranks that did not say.
-        where: Where it was submitted.
+        silent: Ranks that have not answered.
+        where: The line of the program that submitted it.
     """
 
     tensor: str
@@ -51,11 +57,11 @@ class Stall:
     where: str
 
     def error(self) -> StallError:
-        """The exception that ends it."""
+        """Return the exception that ends the agreement."""
         return StallError(self.tensor, self.missing or self.silent, self.waited_s, self.where)
 
     def __str__(self) -> str:
-        """One sentence for the log."""
+        """Return one sentence for the log."""
         parts = [f"tensor {self.tensor!r} has been waiting for {self.waited_s:.1f} s"]
         if self.missing:
             parts.append(f"not submitted by rank(s) {', '.join(map(str, self.missing))}")
@@ -66,7 +72,7 @@ class Stall:
         return "; ".join(parts)
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-ready."""
+        """Return a JSON-ready form."""
         return {
             "tensor": self.tensor,
             "waited_s": self.waited_s,
@@ -78,7 +84,14 @@ class Stall:
 
 @dataclass(slots=True)
 class _Inquiry:
-    """Questions that are out."""
+    """A question to all other ranks.
+
+    Attributes:
+        asked_at: Time of the question.
+        names: The late operations.
+        answered: Ranks that have answered.
+        submitted: By name: ranks that have submitted the operation.
+    """
 
     asked_at: float
     names: list[str]
@@ -87,22 +100,23 @@ class _Inquiry:
 
 
 class StallInspector:
-    """When to ask, and what came of it. The negotiator carries questions and answers."""
+    """Decides when to ask, and reads the answers. The negotiator sends questions and answers."""
 
     def __init__(self, rank: int, world_size: int, config: CoordinationConfig) -> None:
-        """Nothing is late yet."""
         self._rank, self._world_size = rank, world_size
         self._warning_s, self._abort_s = config.stall_warning_s, config.stall_abort_s
         self._inquiry: _Inquiry | None = None
         self._next_question = 0.0
-        #: By name: ranks that were missing when last asked.
+        #: By name: the ranks that were missing, and the silent ones, when this rank asked last.
         self._missing: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._told_of: dict[str, Stall] = {}
+        self._late_here: dict[
+            str, Stall
+        ] = {}  #: Operations that another rank waits for, and this one has not submitted.
 
-    def next_due(self, pending: Mapping[str, Pending]) -> float | None:
-        """When there may be something to do."""
-        # Names are pending in the order of submission, so the first one is the oldest.
-        oldest = next((entry.since for entry in pending.values()), None)
+    def next_due(self, waiting: Mapping[str, WaitingOperation]) -> float | None:
+        """Return the time at which there may be something to do."""
+        # The operations wait in the order of submission, so the first one is the oldest.
+        oldest = next((entry.since for entry in waiting.values()), None)
         if oldest is None:
             return None
         due = []
@@ -114,34 +128,34 @@ class StallInspector:
             due.append(self._inquiry.asked_at + _ANSWER_S)
         return min(due, default=None)
 
-    def late(self, pending: Iterable[Pending], now: float) -> list[list[Any]]:
-        """Names to ask the others about, with the seconds they have waited; usually none."""
+    def questions(self, waiting: Iterable[WaitingOperation], now: float) -> list[list[Any]]:
+        """Return a question for the other ranks: late operations with their times in seconds; usually none."""
         if self._warning_s <= 0 or self._inquiry is not None or now < self._next_question:
             return []
-        late = [entry for entry in pending if now >= entry.since + self._warning_s][:_NAMES_MAX]
+        late = [entry for entry in waiting if now >= entry.since + self._warning_s][:_NAMES_MAX]
         if not late:
             return []
         # The next question comes after twice the time: a log must not fill with one stall.
         self._next_question = now + max(self._warning_s, now - late[0].since)
         last = late[0].since + self._abort_s - 2 * _ANSWER_S
-        if self._abort_s > 0 and now < last:  # but who ends it must know whom he waits for
+        if self._abort_s > 0 and now < last:  # but the error that ends the agreement must name the missing ranks
             self._next_question = min(self._next_question, last)
         self._inquiry = _Inquiry(now, [entry.request.name for entry in late])
         return [[entry.request.name, round(now - entry.since, 3), str(entry.where)] for entry in late]
 
-    def asked(self, peer: int, question: Any, pending: Mapping[str, Pending], *, joined: bool) -> list[str]:
-        """A peer waits: which of its names are pending here? Of the others this rank has a report of its own."""
+    def answer(self, peer: int, question: Any, waiting: Mapping[str, WaitingOperation], *, joined: bool) -> list[str]:
+        """Return the names of a peer's question that this rank has submitted, and note the others for a report."""
         try:
             entries = [(str(name), float(waited_s), str(where)) for name, waited_s, where in question][:_NAMES_MAX]
         except MALFORMED as cause:
             raise ProtocolError(f"rank {peer} asks what no correct peer asks") from cause
         for name, waited_s, where in entries:
-            if name not in pending and not joined:
-                self._told_of.setdefault(name, Stall(name, waited_s, (self._rank,), (), where))
-        return [name for name, _, _ in entries if name in pending]
+            if name not in waiting and not joined:
+                self._late_here.setdefault(name, Stall(name, waited_s, (self._rank,), (), where))
+        return [name for name, _, _ in entries if name in waiting]
 
-    def told(self, peer: int, names: Any, now: float) -> None:
-        """A peer has answered."""
+    def receive_answer(self, peer: int, names: Any, now: float) -> None:
+        """Note a peer's answer."""
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ProtocolError(f"rank {peer} tells what no correct peer tells")
         if self._inquiry is None:
@@ -152,10 +166,10 @@ class StallInspector:
         if len(self._inquiry.answered) == self._world_size - 1:
             self._inquiry.asked_at = now - _ANSWER_S
 
-    def concluded(self, pending: Mapping[str, Pending], now: float, joined: tuple[int, ...]) -> list[Stall]:
-        """Reports, when the answers are here or have been waited for long enough."""
-        reports = list(self._told_of.values())
-        self._told_of.clear()
+    def take_reports(self, waiting: Mapping[str, WaitingOperation], now: float, joined: tuple[int, ...]) -> list[Stall]:
+        """Return reports, when all answers have come or enough time has passed."""
+        reports = list(self._late_here.values())
+        self._late_here.clear()
         inquiry = self._inquiry
         if inquiry is None or now < inquiry.asked_at + _ANSWER_S:
             return reports
@@ -163,21 +177,21 @@ class StallInspector:
         self._missing.clear()
         others = set(range(self._world_size)) - {self._rank} - set(joined)
         for name in inquiry.names:
-            if name in pending:
+            if name in waiting:
                 answered = inquiry.answered & others
                 missing = answered - inquiry.submitted.get(name, set())
                 self._missing[name] = tuple(sorted(missing)), tuple(sorted(others - answered))
-                reports.append(self.report(pending[name], now, joined))
+                reports.append(self.report(waiting[name], now, joined))
         return reports
 
-    def over(self, pending: Iterable[Pending], now: float) -> Pending | None:
-        """An operation that has waited too long to go on."""
+    def expired(self, waiting: Iterable[WaitingOperation], now: float) -> WaitingOperation | None:
+        """Return an operation that has waited so long that the agreement ends; ``None`` if there is none."""
         if self._abort_s <= 0:
             return None
-        return next((entry for entry in pending if now >= entry.since + self._abort_s), None)
+        return next((entry for entry in waiting if now >= entry.since + self._abort_s), None)
 
-    def report(self, entry: Pending, now: float, joined: tuple[int, ...]) -> Stall:
-        """What is known about an operation that is late."""
-        everybody = tuple(rank for rank in range(self._world_size) if rank != self._rank and rank not in joined)
-        missing, silent = self._missing.get(entry.request.name, ((), everybody))
-        return Stall(entry.request.name, now - entry.since, missing, silent, str(entry.where))
+    def report(self, operation: WaitingOperation, now: float, joined: tuple[int, ...]) -> Stall:
+        """Return a report of a late operation."""
+        others = tuple(rank for rank in range(self._world_size) if rank != self._rank and rank not in joined)
+        missing, silent = self._missing.get(operation.request.name, ((), others))
+        return Stall(operation.request.name, now - operation.since, missing, silent, str(operation.where))

@@ -102,7 +102,7 @@ class Agreement:
                         f"an operation called {name!r} is in flight on this rank: wait for it, or use another name"
                     )
             negotiator = self.negotiator
-            news = negotiator.has_news
+            news = negotiator.timer.has_news
             negotiator.submit([operation.request for operation in operations], now, where=where, num_bytes=size)
             for operation in operations:
                 name = operation.request.name
@@ -222,15 +222,15 @@ class Agreement:
         for peer, message in negotiator.outbox:
             engine.channels.post(ranks[peer], self.number, message)
         negotiator.outbox.clear()
-        for (name, index), observer in itertools.product(negotiator.pop_arrivals(), engine.observers):
+        for (name, index), observer in itertools.product(negotiator.cycles.table.pop_arrivals(), engine.observers):
             observer.requested(name, now, rank=ranks[index])
-        responses = negotiator.pop_responses()
+        responses = negotiator.cycles.pop_responses()
         if responses:
             self._executor.put(responses, [self._not_agreed.pop(response.name, None) for response in responses], now)
         for report in negotiator.pop_stalls():
             engine.reports.publish(report, now)
-        if self._joining is not None and negotiator.last_joined is not None:
-            self._last_joined = negotiator.last_joined
+        if self._joining is not None and negotiator.membership.last_joined is not None:
+            self._last_joined = negotiator.membership.last_joined
             self._end_join(self._joining, None)
         if negotiator.ended is not None:
             self._end(negotiator.ended)

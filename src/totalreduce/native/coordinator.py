@@ -9,8 +9,8 @@ from typing import final
 import torch
 
 from totalreduce.coordination.config import CoordinationConfig
-from totalreduce.coordination.negotiator import NegotiationCounters
 from totalreduce.coordination.requests import Request
+from totalreduce.coordination.sender import NegotiationCounters
 from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.foundation.types import OpKind, ReduceOp
 from totalreduce.native import tuning
@@ -247,7 +247,7 @@ class Coordinator:
     @property
     def joined(self) -> tuple[int, ...]:
         """Ranks that have no more data, as far as this rank has heard."""
-        return self._agreement.negotiator.joined
+        return self._agreement.negotiator.membership.joined
 
     @property
     def ended(self) -> TotalReduceError | None:

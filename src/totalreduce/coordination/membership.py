@@ -1,0 +1,56 @@
+"""Ranks that have joined, which have no more data, and ranks that have left, which take part no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+__all__ = ["Membership"]
+
+
+@final
+class Membership:
+    """The ranks that have joined or left, as far as one rank knows.
+
+    Attributes:
+        joined: Ranks that have joined, in the order in which rank 0 heard of it; equal on all ranks between cycles.
+        last_joined: The rank that joined last, once all ranks have joined; ``None`` again after the next ``join`` of
+            this rank.
+        is_joining: Whether this rank has joined, and some rank has not.
+        departed: The reason of each rank that has left.
+    """
+
+    def __init__(self) -> None:
+        self.joined: tuple[int, ...] = ()
+        self.last_joined: int | None = None
+        self.is_joining = False
+        self.departed: dict[int, str] = {}
+        self._is_announced = False
+
+    @property
+    def must_announce(self) -> bool:
+        """Whether this rank has joined, and rank 0 does not know it."""
+        return self.is_joining and not self._is_announced
+
+    def join(self) -> None:
+        """Note that this rank has no more data."""
+        self.is_joining, self._is_announced, self.last_joined = True, False, None
+
+    def announce(self) -> bool:
+        """Return whether the requests of this cycle tell rank 0 that this rank has joined."""
+        announces, self._is_announced = self.must_announce, self.is_joining
+        return announces
+
+    def update(self, joined: Sequence[int], world_size: int) -> bool:
+        """Take over the joined ranks that rank 0 announces. Return whether all ranks have joined.
+
+        Raises:
+            ValueError: These are not different ranks of the group.
+        """
+        self.joined = tuple(int(rank) for rank in joined)
+        if len(set(self.joined)) != len(self.joined) or not set(self.joined) <= set(range(world_size)):
+            raise ValueError(joined)
+        if len(self.joined) < world_size:
+            return False
+        self.last_joined, self.joined, self.is_joining = self.joined[-1], (), False
+        return True
