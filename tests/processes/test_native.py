@@ -47,6 +47,15 @@ got = [torch.empty(rank + 1) for _ in range(size)]
 group.alltoall(got, parts).wait()
 assert [part.tolist() for part in got] == [[10.0 * other + rank] * (rank + 1) for other in range(size)]
 for root in range(size):
+    summed = torch.full((4,), rank + 1.0)
+    assert group.reduce(summed, root=root).wait() is summed
+    assert summed.tolist() == [float(sum(range(1, size + 1)) if rank == root else rank + 1)] * 4
+    places = [torch.empty(other + 1) for other in range(size)] if rank == root else None
+    group.gather(places, torch.full((rank + 1,), float(rank)), root=root).wait()
+    assert places is None or [part.tolist() for part in places] == [part.tolist() for part in ragged]
+    mine = torch.empty(rank + 1)
+    assert group.scatter(mine, ragged if rank == root else None, root=root).wait() is mine
+    assert mine.tolist() == [float(rank)] * (rank + 1)
     shared = torch.full((4,), float(rank))
     group.broadcast(shared, root=root)
     assert shared.tolist() == [float(root)] * 4

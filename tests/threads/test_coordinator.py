@@ -323,6 +323,114 @@ def test_broadcast_from_each_root(size: int, transport: str) -> None:
 
 
 @worlds
+def test_reduce_gather_and_scatter_from_each_root(size: int, transport: str) -> None:
+    def body(group: tr.Group) -> None:
+        coordinator, rank = group.coordinate(), group.rank
+        for step in range(3):  # other sizes in the last step
+            for root in range(size):
+                matrix = (torch.arange(6.0).view(2, 3) + rank).t()
+                result = coordinator.reduce(matrix, root=root, op=ReduceOp.AVG, name=f"reduce {root}").wait()
+                assert result is matrix
+                mean = (size - 1) / 2 if rank == root else rank
+                assert torch.equal(matrix, (torch.arange(6.0).view(2, 3) + mean).t())
+                sizes = [(other + root + step // 2) % 3 for other in range(size)]
+                blocks = [torch.full((sizes[other],), 10 * root + other, dtype=torch.int16) for other in range(size)]
+                places = [torch.empty_like(block) for block in blocks] if rank == root else None
+                gathered = coordinator.gather(blocks[rank], outputs=places, root=root, name=f"gather {root}").wait()
+                assert not len(gathered)
+                for place, block in zip(places or (), blocks, strict=False):
+                    assert torch.equal(place, block)
+                mine = torch.empty_like(blocks[rank])
+                parts = blocks if rank == root else None
+                assert coordinator.scatter(mine, inputs=parts, root=root, name=f"scatter {root}").wait() is mine
+                assert torch.equal(mine, blocks[rank])
+        assert coordinator.counters.misses == 3 * size + 2 * size
+        for wrong in (-1, size):
+            with pytest.raises(tr.ConfigurationError):
+                coordinator.gather(torch.ones(1), root=wrong)
+
+    together(size, body, transport)
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+def test_blocks_of_another_size_than_the_ranks_tensor_are_an_error_on_every_rank(kind: str) -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        for sizes in ((2, 3, 4), (2, 3, 9)):
+            blocks = [torch.ones(size) for size in sizes] if group.rank == 0 else None
+            tensor = torch.zeros(group.rank + 2)
+            argument = {"outputs" if kind == "gather" else "inputs": blocks}
+            work = getattr(coordinator, kind)(tensor, name="blocks", **argument)
+            if sizes[2] == 4:
+                work.wait()
+            else:
+                with pytest.raises(
+                    tr.MismatchError, match=r"a block of 9 elements for rank 2.* a tensor of 4 elem"
+                ) as e:
+                    work.wait()
+                assert e.value.sets == ((0,), (2,))
+
+    together(3, body)
+
+
+@worlds
+def test_allgathers_of_one_type_share_native_ones(size: int, transport: str) -> None:
+    class Counting:
+        def __init__(self, natives: EngineCollectives) -> None:
+            self._natives, self.world_size, self.device, self.counts = natives, natives.world_size, natives.device, []
+
+        def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
+            self.counts.append((tensor.dtype, tensor.numel()))
+            return self._natives.allgather(output, tensor)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._natives, name)
+
+    def body(group: tr.Group) -> None:
+        natives = Counting(EngineCollectives(group.subgroup(range(size), name="natives").operations))
+        config = CoordinationConfig(cycle_s=1.0, stall_warning_s=0.0)
+        coordinator = Coordinator(group.operations, natives, config, scope="mine")
+        dtypes = (torch.float32, torch.int64)
+        for step in range(3):
+            natives.counts.clear()
+            rows = [[(index + rank + step // 2) % 4 for rank in range(size)] for index in range(12)]
+            parts = [
+                [
+                    torch.full((rows[index][rank], index), 100 * step + rank, dtype=dtypes[index % 2])
+                    for rank in range(size)
+                ]
+                for index in range(12)
+            ]
+            places = [torch.empty_like(part) for part in parts[5]]
+            wrong = [torch.empty(len(part) + 1, 7) for part in parts[7]]
+            works = [
+                coordinator.allgather(
+                    parts[index][group.rank],
+                    outputs={5: places, 7: wrong if group.rank == 0 else None}.get(index),
+                    name=f"part {index}",
+                )
+                for index in random.Random(group.rank + step).sample(range(12), 12)
+            ]
+            group.barrier()  # all ranks have submitted everything before one of them begins a cycle
+            for work in works:
+                index = int(work.name.split()[1])
+                if index == 7 and group.rank == 0:
+                    with pytest.raises(tr.MismatchError, match="a place for"):
+                        work.wait()
+                    continue
+                result = work.wait() if index != 5 else (work.wait(), torch.cat(places))[1]
+                assert torch.equal(result, torch.cat(parts[index])), (step, index)
+            longest = [
+                max(sum(parts[index][rank].numel() for index in range(first, 12, 2)) for rank in range(size))
+                for first in range(2)
+            ]
+            assert sorted(natives.counts, key=str) == [(torch.float32, longest[0]), (torch.int64, longest[1])]
+        coordinator.close()
+
+    together(size, body, transport)
+
+
+@worlds
 def test_alltoall(size: int, transport: str) -> None:
     def body(group: tr.Group) -> None:
         coordinator = group.coordinate()

@@ -13,7 +13,15 @@ from totalreduce.coordination.fusion import fuse
 from totalreduce.coordination.requests import Disagreement, Response
 from totalreduce.foundation.types import OpKind
 
-GATHERLIKE = (OpKind.ALLGATHER, OpKind.BROADCAST, OpKind.REDUCE_SCATTER, OpKind.ALLTOALL)
+ALONE = (
+    OpKind.BROADCAST,
+    OpKind.REDUCE,
+    OpKind.REDUCE_SCATTER,
+    OpKind.ALLTOALL,
+    OpKind.GATHER,
+    OpKind.SCATTER,
+    OpKind.BARRIER,
+)
 
 
 def tensor(name: str, num_bytes: int, **changes: object) -> Response:
@@ -70,8 +78,28 @@ def test_what_differs_is_not_fused(change: dict[str, object]) -> None:
     assert fused([tensor("a", 1), tensor("b", 1, **change)], 100) == [["a"], ["b"]]
 
 
-def test_only_sums_of_small_tensors_are_fused() -> None:
-    for kind in (*GATHERLIKE, OpKind.BARRIER):
+def gathered(name: str, rows: tuple[int, ...], width: int = 1, **changes: object) -> Response:
+    request = ask(name, rows[0], width, itemsize=2, kind=OpKind.ALLGATHER, **changes)
+    return Response(request, tuple((count,) for count in rows))
+
+
+def test_allgathers_of_one_type_are_fused_up_to_the_size_of_their_results() -> None:
+    responses = [gathered("a", (1, 4)), gathered("b", (0, 5), 3), gathered("c", (0, 0), 7)]
+    assert [response.fusion_bytes for response in responses] == [10, 30, 0]
+    assert fused(responses, 40) == [["a", "b", "c"]]
+    assert fused(responses, 39) == [["a"], ["b", "c"]]
+    assert fused(responses, 9) == [["a"], ["b"], ["c"]]
+    mixed = [
+        gathered("a", (1, 4)),
+        tensor("x", 1),
+        gathered("b", (1, 1), dtype="h"),
+        gathered("c", (2, 2), device="cuda"),
+    ]
+    assert fused([*mixed, gathered("d", (1, 1)), tensor("y", 1)], 100) == [["a", "d"], ["x", "y"], ["b"], ["c"]]
+
+
+def test_only_sums_and_allgathers_are_fused() -> None:
+    for kind in ALONE:
         one, other = (Response(ask(name, 1, kind=kind)) for name in "ab")
         assert fused([one, tensor("x", 1), other, tensor("y", 1)], 100) == [["a"], ["x", "y"], ["b"]]
     failed = Response(ask("e"), error=Disagreement("e", ((0,), (1,)), ("x", "y")))

@@ -1,7 +1,7 @@
-"""Which operations share one call of the native library.
+"""Fuses operations: decides which of them share one call of the native library.
 
-Source: Horovod's fusion with look-ahead: mixed precision interleaves dtypes, so what does not fit the first response
-is skipped, not the end of the batch.
+Source: Horovod's fusion with look-ahead. Mixed precision interleaves dtypes, so a response that does not fit is skipped
+and does not end the batch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def fuse(responses: Iterable[Response], threshold_bytes: int) -> list[list[Respo
     batch of a more urgent one if they fit: a bucket's priority differs from its neighbour's, and small tensors of
     different priorities are to share a batch still.
 
-    A batch begins with the first response that is left and takes what fits it: same dtype, device, reduction, scales
-    and joined ranks, up to ``threshold_bytes``. What does not fit keeps its place; the search ends when the batch and
-    what was skipped exceed the threshold. Only allreduces are fused: that is where many small tensors occur. A group
-    of operations is never mixed with others, so that its result does not depend on what else is ready.
+    A batch begins with the first response that is left, and takes later ones of the same ``Response.fusion_key``, up to
+    ``threshold_bytes``. Other responses keep their places. The search ends when the batch and the responses that were
+    skipped exceed the threshold. Allreduces of one type, device and reduction are fused, and allgathers of one type and
+    device. A group of operations is never mixed with others: its result does not depend on what else is ready.
     """
     waiting = deque(sorted(responses, key=lambda response: response.request.priority))
     batches = []
@@ -32,10 +32,10 @@ def fuse(responses: Iterable[Response], threshold_bytes: int) -> list[list[Respo
         first = waiting.popleft()
         batch, skipped = [first], []
         key = first.fusion_key
-        size, passed_over = first.request.num_bytes if key else 0, 0
+        size, passed_over = first.fusion_bytes, 0
         while key and waiting and size + passed_over <= threshold_bytes:
             candidate = waiting.popleft()
-            bytes_more = candidate.request.num_bytes if candidate.fusion_key else 0
+            bytes_more = candidate.fusion_bytes
             if candidate.fusion_key == key and size + bytes_more <= threshold_bytes:
                 batch.append(candidate)
                 size += bytes_more

@@ -1,7 +1,7 @@
-"""What a rank asks for and what the ranks answer: plain values, and how they travel.
+"""Requests and responses: plain values, and their form in messages.
 
-A ``Request`` is one rank's wish to carry out one operation. A ``Response`` is what all ranks then do: carry it out, or
-raise the same error.
+A rank sends a ``Request`` for each operation that it has submitted. The ``Response`` tells all ranks to carry the
+operation out, or to raise the same error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ __all__ = ["Disagreement", "Request", "Response", "respond"]
 #: Kinds that a rank without data can take part in, with neutral elements.
 _JOINABLE = frozenset({OpKind.ALLREDUCE, OpKind.BARRIER})
 #: Kinds whose first dimension may differ between ranks.
-_RAGGED = frozenset({OpKind.ALLGATHER, OpKind.ALLTOALL})
+_RAGGED = frozenset({OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.GATHER, OpKind.SCATTER})
+_ROOTED = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER})
 #: What a request takes besides its texts and lists (measured, and rounded up), a character, and a number in a list.
 _ENTRY_BYTES: Final = 1024
 _CHARACTER_BYTES: Final = 4
@@ -36,24 +37,24 @@ _NUMBER_MAX: Final = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One rank's wish.
+    """The description of an operation that one rank has submitted.
 
     Attributes:
         name: Equal on all ranks, unique while in flight.
-        kind: Which collective.
+        kind: The collective.
         dtype: As torch writes it, without ``torch.``.
         itemsize: Bytes of one element.
         shape: Shape of this rank's tensor.
         device: Kind of device: ``cpu``, ``cuda``.
         reduction: ``sum``, ``avg``, ``min``, ``adasum`` and so on; empty where nothing is reduced.
-        root: Of a broadcast.
+        root: The root of a broadcast, reduce, gather or scatter.
         prescale: Factor before the reduction.
         postscale: Factor after it.
-        splits: Of an alltoall: rows for each rank.
-        batch: Name and size of the group of operations that this one is done with, all or none of them.
-        cached: Whether the answer may be remembered; not for names that are used once.
-        priority: Of operations that are ready at the same time, the smaller one goes first. Ranks may differ: the
-            request in the response counts. It is the first rank's, and a cached response keeps it.
+        splits: Of an alltoall: rows for each rank. Of a gather or scatter, on the root: rows from or for each rank.
+        batch: Name and number of the operations that are carried out together with this one, all or none of them.
+        cached: Whether ranks remember the response; not for names that are used once.
+        priority: Of operations that are ready at the same time, the one with the smaller number goes first. Ranks may
+            differ: the priority of the first rank counts, and a cached response keeps it.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Request:
         if self.kind is OpKind.BARRIER:
             return kind
         details = [self.reduction] if self.reduction else []
-        if self.kind is OpKind.BROADCAST:
+        if self.kind in _ROOTED:
             details.append(f"root={self.root}")
         details += [f"{name}={value!r}" for name, value in self._scales() if value != 1.0]
         extents = ", ".join("any" if extent < 0 else str(extent) for extent in self.shape)
@@ -210,9 +211,11 @@ class Response:
 
     Attributes:
         request: What was asked for, as its first rank did.
-        rows: By rank: rows of this rank's part (allgather), or rows for every rank (alltoall); 0 where it has joined.
-        error: Why it is not carried out.
+        rows: By rank: the rows of its part (allgather, gather, scatter), or its rows for every rank (alltoall).
+        error: The reason why the operation is not carried out; ``None`` if it is.
         joined: Ranks that take part with neutral elements.
+        fusion_key: Responses with equal keys can be carried out together; ``None``: this one is carried out alone.
+        fusion_bytes: The size that counts against the limit of fused operations; 0 without a key.
     """
 
     request: Request
@@ -220,16 +223,21 @@ class Response:
     error: Disagreement | None = None
     joined: tuple[int, ...] = ()
     fusion_key: tuple[object, ...] | None = field(init=False, compare=False, repr=False)
-    """What two responses must share to be carried out together; ``None``: with nobody. See ``fusion``."""
+    fusion_bytes: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Work out the key once: most responses are used again and again."""
-        asked = self.request
-        key = None
+        """Compute the key and the size once: most responses are used again and again."""
+        asked, num_bytes = self.request, 0
+        key: tuple[object, ...] | None = None
         if self.error is None and asked.kind is OpKind.ALLREDUCE:
             scales = asked.prescale, asked.postscale
             key = asked.dtype, asked.device, asked.reduction, *scales, asked.batch, self.joined
+            num_bytes = asked.num_bytes
+        elif self.error is None and asked.kind is OpKind.ALLGATHER:
+            key = asked.dtype, asked.device
+            num_bytes = sum(rows for (rows,) in self.rows) * math.prod(asked.shape[1:]) * asked.itemsize
         object.__setattr__(self, "fusion_key", key)
+        object.__setattr__(self, "fusion_bytes", num_bytes)
 
     @property
     def name(self) -> str:
@@ -286,11 +294,26 @@ def respond(requests: Mapping[int, Request], world_size: int, joined: Sequence[i
         sets = tuple(tuple(ranks) for ranks in said.values())
         return Response(first, error=Disagreement(first.name, sets, tuple(request.describe() for request in said)))
     rows: tuple[tuple[int, ...], ...] = ()
-    if first.kind is OpKind.ALLGATHER:
+    if first.kind in (OpKind.ALLGATHER, OpKind.GATHER, OpKind.SCATTER):
         rows = tuple((requests[rank].shape[0],) if rank in requests else (0,) for rank in range(world_size))
+        if first.kind is not OpKind.ALLGATHER and first.root in requests and not joined:
+            misfit = _compare_blocks(requests, first.root)
+            if misfit is not None:
+                return Response(first, error=misfit)
     elif first.kind is OpKind.ALLTOALL:
         rows = tuple(requests[rank].splits if rank in requests else (0,) * world_size for rank in range(world_size))
     return Response(first, rows).with_joined(tuple(sorted(joined)))
+
+
+def _compare_blocks(requests: Mapping[int, Request], root: int) -> Disagreement | None:
+    """Compare the sizes of the root's blocks in a gather or scatter with the sizes of the ranks' tensors."""
+    sizes = requests[root].splits
+    for rank in sorted(requests):
+        size, rows = sizes[rank] if rank < len(sizes) else 0, requests[rank].shape[0]
+        if size != rows:
+            values = f"a block of {size} elements for rank {rank}", f"a tensor of {rows} elements"
+            return Disagreement(requests[root].name, ((root,), (rank,)), values)
+    return None
 
 
 def _ranks(nested: Any) -> tuple[tuple[int, ...], ...]:

@@ -175,16 +175,17 @@ class _UnorderedReductions:
 @final
 @never_compiled
 class NativeBackend:
-    """``Backend`` by a native library. The engine carries out the collectives that the library's interface lacks."""
+    """``Backend`` by a native library, whose calls a coordinator orders."""
 
-    def __init__(self, coordinator: Coordinator, engine: EngineBackend) -> None:
-        """Use the coordinator of the library, and the back end of the same group by the engine."""
+    def __init__(self, coordinator: Coordinator, rank: int) -> None:
         self.coordinator = coordinator
-        self._size = coordinator.natives.world_size
-        self.reduce, self.gather, self.scatter = engine.reduce, engine.gather, engine.scatter
+        self._rank, self._size = rank, coordinator.natives.world_size
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> Work:
         return self.coordinator.allreduce(tensor, op=op, **_shared(options))
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, options: Options) -> Work:
+        return self.coordinator.reduce(tensor, root=root, op=op, **_shared(options))
 
     def broadcast(self, tensor: torch.Tensor, root: int, options: Options) -> Work:
         return self.coordinator.broadcast(tensor, root=root, **_shared(options))
@@ -206,11 +207,26 @@ class NativeBackend:
         joined, splits = torch.cat([part.reshape(-1) for part in parts]), [part.numel() for part in parts]
         return self.coordinator.alltoall(joined, splits, outputs=places, copied=parts, **_shared(options))
 
+    def gather(self, outputs: Blocks | None, tensor: torch.Tensor, root: int, options: Options) -> Work:
+        places = self._root_blocks(outputs, tensor, root, options, "outputs")
+        return self.coordinator.gather(tensor, outputs=places, root=root, **_shared(options))
+
+    def scatter(self, tensor: torch.Tensor, inputs: Blocks | None, root: int, options: Options) -> Work:
+        parts = self._root_blocks(inputs, tensor, root, options, "inputs")
+        return self.coordinator.scatter(tensor, inputs=parts, root=root, **_shared(options))
+
     def planned(self, names: Sequence[str]) -> PlannedReductions:
         return self.coordinator.planned(names)
 
     def close(self, timeout_s: float, reason: str) -> None:
         self.coordinator.close(timeout_s, reason=reason)
+
+    def _root_blocks(
+        self, blocks: Blocks | None, tensor: torch.Tensor, root: int, options: Options, what: str
+    ) -> list[torch.Tensor] | None:
+        return requests.root_blocks(
+            blocks, tensor, options.shown, what=what, rank=self._rank, size=self._size, root=root
+        )
 
 
 def _shared(options: Options) -> dict[str, Any]:

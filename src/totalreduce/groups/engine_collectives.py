@@ -50,6 +50,9 @@ class EngineCollectives:
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
         return _EngineWork(self._backend.allreduce(tensor, op, _UNNAMED))
 
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> NativeWork:
+        return _EngineWork(self._backend.reduce(tensor, root, op, _UNNAMED))
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> NativeWork:
         return _EngineWork(self._backend.broadcast(tensor, root, _UNNAMED))
 

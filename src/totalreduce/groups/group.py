@@ -16,7 +16,7 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.observer import Observer
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups import agreement, objects
-from totalreduce.groups.backends import EngineBackend, NativeBackend
+from totalreduce.groups.backends import NativeBackend
 from totalreduce.groups.collectives import Collectives
 from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.groups.operations import Operations
@@ -157,7 +157,7 @@ class Group(Collectives):
             PlanMismatchError: The ranks' settings differ; on every rank.
         """
         coordinator = self.coordinate(natives, config)
-        self._backend = NativeBackend(coordinator, EngineBackend(self.operations))
+        self._backend = NativeBackend(coordinator, self.rank)
         return coordinator
 
     def coordinate(

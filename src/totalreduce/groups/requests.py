@@ -86,8 +86,9 @@ def listed(blocks: Blocks, size: int, name: str, what: str) -> list[torch.Tensor
 
 
 def _one_dtype(blocks: Sequence[torch.Tensor], tensor: torch.Tensor, name: str) -> None:
+    check = dtypes.moved_dtype_of if tensor.device.type == "cpu" else dtypes.check_dense
     for index, block in enumerate(blocks):
-        dtypes.moved_dtype_of(block, f"{name}, block {index}")
+        check(block, f"{name}, block {index}")
         if block.dtype is not tensor.dtype:
             raise ConfigurationError(f"{name!r}: block {index} is {block.dtype}, but the tensor is {tensor.dtype}")
 
@@ -170,22 +171,36 @@ def reduce_scatter(
     return Request(Signature(kind, dtype, op, 0, (), sizes, algorithm), buffers, operands, tensor)
 
 
+def root_blocks(
+    blocks: Blocks | None, tensor: torch.Tensor, name: str, *, what: str, rank: int, size: int, root: int
+) -> list[torch.Tensor] | None:
+    """Check the blocks that the root of a gather or scatter passes, one for each rank; the other ranks pass ``None``.
+
+    Raises:
+        ConfigurationError: A rank passes ``None`` and is the root, or passes blocks and is not; or the blocks are not
+            one for each rank, have another element type than the tensor, or another size than the root's tensor.
+    """
+    if rank != root:
+        if blocks is not None and len(blocks):
+            raise ConfigurationError(f"{name!r}: {what} are for the root (rank {root}) only; rank {rank} passes None")
+        return None
+    if blocks is None:
+        raise ConfigurationError(f"{name!r}: the root (rank {root}) must pass {what}: {size} tensors")
+    parts = listed(blocks, size, name, what)
+    _one_dtype(parts, tensor, name)
+    _same_count(parts[rank], tensor, name, f"{what}[{rank}] and the tensor must be equally large")
+    return parts
+
+
 def gather(outputs: Blocks | None, tensor: torch.Tensor, name: str, *, rank: int, size: int, root: int) -> Request:
     """Gather; only the root has outputs, of any sizes."""
-    dtype = dtypes.moved_dtype_of(tensor, name)
-    signature = Signature(OpKind.GATHER, dtype, ReduceOp.NONE, root, ())
+    signature = Signature(OpKind.GATHER, dtypes.moved_dtype_of(tensor, name), ReduceOp.NONE, root, ())
     operands = Operands(name)
-    buffers: list[memoryview | None] = [None] * size
-    if rank != root:
-        if outputs is not None and len(outputs):
-            raise ConfigurationError(f"{name!r}: outputs are for the root (rank {root}) only; rank {rank} passes None")
+    blocks = root_blocks(outputs, tensor, name, what="outputs", rank=rank, size=size, root=root)
+    if outputs is None or blocks is None:
+        buffers: list[memoryview | None] = [None] * size
         buffers[rank] = operands.add(tensor)
         return Request(signature, buffers, operands, None)
-    if outputs is None:
-        raise ConfigurationError(f"{name!r}: the root (rank {root}) must pass outputs: {size} tensors")
-    blocks = listed(outputs, size, name, "outputs")
-    _one_dtype(blocks, tensor, name)
-    _same_count(blocks[rank], tensor, name, f"outputs[{rank}] and the tensor must be equally large")
     filled = [operands.add(block, writes=True) for block in blocks]
     operands.copy(tensor, filled[rank])
     return Request(signature, filled, operands, _watched(outputs, operands))
@@ -193,21 +208,14 @@ def gather(outputs: Blocks | None, tensor: torch.Tensor, name: str, *, rank: int
 
 def scatter(tensor: torch.Tensor, inputs: Blocks | None, name: str, *, rank: int, size: int, root: int) -> Request:
     """Scatter; only the root has inputs, of any sizes."""
-    dtype = dtypes.moved_dtype_of(tensor, name)
-    signature = Signature(OpKind.SCATTER, dtype, ReduceOp.NONE, root, ())
+    signature = Signature(OpKind.SCATTER, dtypes.moved_dtype_of(tensor, name), ReduceOp.NONE, root, ())
     operands = Operands(name)
-    buffers: list[memoryview | None] = [None] * size
+    blocks = root_blocks(inputs, tensor, name, what="inputs", rank=rank, size=size, root=root)
     own = operands.add(tensor, writes=True)
-    if rank != root:
-        if inputs is not None and len(inputs):
-            raise ConfigurationError(f"{name!r}: inputs are for the root (rank {root}) only; rank {rank} passes None")
+    if blocks is None:
+        buffers: list[memoryview | None] = [None] * size
         buffers[rank] = own
         return Request(signature, buffers, operands, tensor)
-    if inputs is None:
-        raise ConfigurationError(f"{name!r}: the root (rank {root}) must pass inputs: {size} tensors")
-    blocks = listed(inputs, size, name, "inputs")
-    _one_dtype(blocks, tensor, name)
-    _same_count(blocks[rank], tensor, name, f"inputs[{rank}] and the tensor must be equally large")
     operands.copy(blocks[rank], own)
     filled = [own if index == rank else operands.add(block) for index, block in enumerate(blocks)]
     return Request(signature, filled, operands, tensor)

@@ -51,6 +51,9 @@ class NativeCollectives(Protocol):
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
         """Reduce in place over all ranks."""
 
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> NativeWork:
+        """Reduce into the root's tensor, in place. The tensors of the other ranks are undefined afterwards."""
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> NativeWork:
         """Copy the root's tensor to all ranks, in place."""
 

@@ -136,6 +136,52 @@ class Coordinator:
             request = self._describer.broadcast(tensor, root, label)
             return self._submit([prepare(request, tensor, writes=self._members.rank != root)], timeout_s)[0]
 
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        *,
+        root: int = 0,
+        op: ReduceOp = ReduceOp.SUM,
+        name: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Reduce a tensor over all ranks into the root's tensor, in place; the others' tensors stay as they are."""
+        with self._describer.label(name, OpKind.REDUCE, priority) as label:
+            request = self._describer.reduce(tensor, root, op, label)
+            return self._submit([prepare(request, tensor, writes=self._members.rank == root)], timeout_s)[0]
+
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        *,
+        outputs: Sequence[torch.Tensor] | None = None,
+        root: int = 0,
+        name: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Copy every rank's tensor into the root's ``outputs``, one for each rank; the other ranks pass ``None``."""
+        with self._describer.label(name, OpKind.GATHER, priority) as label:
+            request = self._describer.blocks(OpKind.GATHER, tensor, outputs, root, label)
+            return self._submit([prepare(request, tensor.reshape(-1), outputs, [tensor])], timeout_s)[0]
+
+    def scatter(
+        self,
+        tensor: torch.Tensor,
+        *,
+        inputs: Sequence[torch.Tensor] | None = None,
+        root: int = 0,
+        name: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Copy the root's ``inputs``, one for each rank, into the ranks' tensors; the other ranks pass ``None``."""
+        with self._describer.label(name, OpKind.SCATTER, priority) as label:
+            request = self._describer.blocks(OpKind.SCATTER, tensor, inputs, root, label)
+            joined = torch.cat([block.reshape(-1) for block in inputs]) if inputs else tensor.new_empty(0)
+            return self._submit([prepare(request, joined, [tensor], inputs or ())], timeout_s)[0]
+
     def allgather(
         self,
         tensor: torch.Tensor,

@@ -110,7 +110,7 @@ class Describer:
                 or request.device != tensor.device.type
                 or request.priority != label.priority
             ):
-                request = _reduction(OpKind.ALLREDUCE, tensor, scaling, label._replace(name=name), batch)
+                request = _reduction(OpKind.ALLREDUCE, tensor, scaling, label._replace(name=name), batch=batch)
                 if label.cached:
                     if len(self._known) >= _KNOWN_MAX:
                         self._known.clear()
@@ -126,13 +126,36 @@ class Describer:
             raise ConfigurationError(f"{label.name!r}: a scalar has no rows to scatter")
         return _reduction(OpKind.REDUCE_SCATTER, tensor, scaling, label)
 
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, label: Label) -> Request:
+        """A reduce."""
+        scaling = Scaling(op)
+        scaling.check()
+        return _reduction(OpKind.REDUCE, tensor, scaling, label, root=self._root(root))
+
     def broadcast(self, tensor: torch.Tensor, root: int, label: Label) -> Request:
         """A broadcast."""
-        if not 0 <= root < self._world_size:
-            raise ConfigurationError(f"root {root} is no rank of a group of {self._world_size}")
-        described = _described(tensor, label.name)
+        described, root = _described(tensor, label.name), self._root(root)
         return Request(
-            label.name, OpKind.BROADCAST, *described, root=int(root), cached=label.cached, priority=label.priority
+            label.name, OpKind.BROADCAST, *described, root=root, cached=label.cached, priority=label.priority
+        )
+
+    def blocks(
+        self, kind: OpKind, tensor: torch.Tensor, blocks: Sequence[torch.Tensor] | None, root: int, label: Label
+    ) -> Request:
+        """A gather or scatter of this rank's tensor; the root has a block for every rank."""
+        dtype, itemsize, _, device = _described(tensor, label.name)
+        sizes = tuple(block.numel() for block in blocks or ())
+        return Request(
+            label.name,
+            kind,
+            dtype,
+            itemsize,
+            (tensor.numel(),),
+            device,
+            root=self._root(root),
+            splits=sizes,
+            cached=label.cached,
+            priority=label.priority,
         )
 
     def allgather(self, tensor: torch.Tensor, label: Label) -> Request:
@@ -156,9 +179,18 @@ class Describer:
             )
         return Request(name, OpKind.ALLTOALL, *described, splits=splits, cached=label.cached, priority=label.priority)
 
+    def _root(self, root: int) -> int:
+        return checks.rank_in("root", root, self._world_size)
+
 
 def _reduction(
-    kind: OpKind, tensor: torch.Tensor, scaling: Scaling, label: Label, batch: tuple[str, int] | None = None
+    kind: OpKind,
+    tensor: torch.Tensor,
+    scaling: Scaling,
+    label: Label,
+    *,
+    batch: tuple[str, int] | None = None,
+    root: int = 0,
 ) -> Request:
     return Request(
         label.name,
@@ -167,6 +199,7 @@ def _reduction(
         reduction=_REDUCTIONS[scaling.op],
         prescale=float(scaling.prescale),
         postscale=float(scaling.postscale),
+        root=root,
         batch=batch,
         cached=label.cached,
         priority=label.priority,

@@ -141,7 +141,10 @@ class Executor:
         self._packer.release(batch)
         batch.unpacked = time.monotonic()
         self._report(batch)
-        self._complete(batch.mine, batch.error)
+        for operation in batch.mine:
+            if operation.error is not None:
+                self._complete([operation], operation.error)
+        self._complete([operation for operation in batch.mine if operation.error is None], batch.error)
 
     def _wait(self, work: NativeWork) -> BaseException | None:
         """Wait for the library, but not for a rank that is lost; return the reason if it failed."""

@@ -58,6 +58,14 @@ class MpiCollectives:
         array, mpi_op = reduction.tensor.numpy(), _OPS[reduction.op]
         return self._start("Iallreduce", lambda comm: comm.Iallreduce(MPI.IN_PLACE, array, mpi_op), reduction.finish)
 
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> NativeWork:
+        check_tensor(tensor, on_cpu=True)
+        reduction = reduction_for(tensor.detach(), op, self.world_size, wider=_WIDER)
+        array, mpi_op = reduction.tensor.numpy(), _OPS[reduction.op]
+        is_root = self._communicator.rank == root
+        sent, received = (MPI.IN_PLACE if is_root else array), (array if is_root else None)
+        return self._start("Ireduce", lambda comm: comm.Ireduce(sent, received, mpi_op, root), reduction.finish)
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> NativeWork:
         data = _bytes(tensor)
         return self._start("Ibcast", lambda comm: comm.Ibcast([data, MPI.BYTE], root))

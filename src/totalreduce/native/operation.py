@@ -16,7 +16,8 @@ from totalreduce.tensors.memory import Operands
 
 __all__ = ["NativeOperation", "prepare"]
 
-_IN_PLACE = (OpKind.ALLREDUCE, OpKind.BROADCAST)
+_IN_PLACE = (OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.REDUCE)
+_ONE_OUTPUT = (OpKind.REDUCE_SCATTER, OpKind.SCATTER)
 
 
 @dataclass(slots=True, eq=False)
@@ -25,9 +26,9 @@ class NativeOperation:
 
     Attributes:
         request: The description that the other ranks get.
-        submitted_tensor: The program's tensor.
+        returned_tensor: The program's tensor that ``Work.wait`` returns; ``None``: it returns ``result``.
         tensor: The contribution, in the memory that the program's tensor had when it was submitted. The result of an
-            allreduce and of a broadcast is written there, too.
+            allreduce, of a reduce and of a broadcast is written there, too.
         operands: The memory that the operation uses.
         outputs: The places for the parts of an allgather or alltoall, by rank; ``None``: ``result`` is made.
         handle: Completed when the operation has ended.
@@ -36,10 +37,11 @@ class NativeOperation:
         ready: On an accelerator: an event after which ``tensor`` has its values.
         result: The tensor that was made for the result, if there are no ``outputs``.
         rows: Filled, at the end of an alltoall, with the number of rows that came from each rank.
+        error: The error of this operation alone, where the other operations of its batch went well.
     """
 
     request: Request
-    submitted_tensor: torch.Tensor
+    returned_tensor: torch.Tensor | None
     tensor: torch.Tensor
     operands: Operands
     outputs: Sequence[torch.Tensor] | None = None
@@ -49,11 +51,12 @@ class NativeOperation:
     iteration: int = 0
     result: torch.Tensor | None = None
     rows: list[int] = field(default_factory=list)
+    error: BaseException | None = None
 
     @property
     def returned(self) -> torch.Tensor | Callable[[], torch.Tensor | None]:
         """The result of ``Work.wait``: a tensor, or a function that is called when the operation has ended."""
-        return self.submitted_tensor if self.request.kind in _IN_PLACE else lambda: self.result
+        return self.returned_tensor if self.returned_tensor is not None else lambda: self.result
 
 
 def prepare(
@@ -89,4 +92,7 @@ def prepare(
         ready.record(torch.cuda.current_stream(tensor.device))
     # The program may give its tensors other memory while the operation is in flight; the operation keeps the old one.
     places = None if outputs is None else [output.detach() for output in outputs]
-    return NativeOperation(request, tensor, tensor.detach(), operands, places, ready)
+    returned = tensor if request.kind in _IN_PLACE else None
+    if outputs and request.kind in _ONE_OUTPUT:
+        returned = outputs[0]
+    return NativeOperation(request, returned, tensor.detach(), operands, places, ready)

@@ -127,12 +127,14 @@ class Packer:
                 batch.work = self._natives.broadcast(flat, first.request.root)
                 if self._rank != first.request.root:
                     batch.finish = _copy_back(flat, operation.tensor)
-            case OpKind.ALLGATHER if operation is not None:
-                self._allgather(batch, first, operation)
+            case OpKind.REDUCE if operation is not None:
+                self._reduce(batch, first, operation)
+            case OpKind.ALLGATHER:
+                self._allgather(batch)
             case OpKind.REDUCE_SCATTER if operation is not None:
                 self._reduce_scatter(batch, first, operation)
-            case OpKind.ALLTOALL if operation is not None:
-                self._alltoall(batch, first, operation)
+            case OpKind.ALLTOALL | OpKind.GATHER | OpKind.SCATTER if operation is not None:
+                self._exchange(batch, first, operation)
             case kind:
                 raise AssertionError(f"{kind.name} is not negotiated")
 
@@ -197,37 +199,71 @@ class Packer:
 
         return before, after
 
-    def _allgather(self, batch: Batch, response: Response, operation: NativeOperation) -> None:
-        tensor = operation.tensor.detach()
-        rows = [part[0] for part in response.rows]
-        width = tensor[0].numel() if len(tensor) else math.prod(tensor.shape[1:])
-        longest = max(rows)
-        part = tensor.new_zeros(longest * width)
-        part[: tensor.numel()] = tensor.reshape(-1)
-        whole = tensor.new_empty(len(rows) * longest * width)
-        batch.work = self._natives.allgather(whole, part) if len(whole) else None
+    def _reduce(self, batch: Batch, response: Response, operation: NativeOperation) -> None:
+        is_root = self._rank == response.request.root
+        # The library may write to the tensors of other ranks, which are to stay as they are.
+        flat = _flat(operation.tensor) if is_root else _flat(operation.tensor).clone()
+        scale, unscale = self._scales(response.request, response.joined)
+        scale(flat)
+        batch.work = self._natives.reduce(flat, response.request.root, _native_op(response.request.reduction))
 
         def finish() -> None:
-            pieces = [
-                whole[rank * longest * width : rank * longest * width + count * width]
-                for rank, count in enumerate(rows)
+            unscale(flat)
+            _copy_back(flat, operation.tensor)()
+
+        if is_root:
+            batch.finish = finish
+
+    def _allgather(self, batch: Batch) -> None:
+        """Each rank sends its parts of all operations one after the other, padded to the length of the longest rank."""
+        tensors = [operation.tensor.detach() for operation in batch.mine]
+        counts = [  # by rank: the number of elements of each operation
+            [
+                response.rows[rank][0] * math.prod(tensor.shape[1:])
+                for response, tensor in zip(batch.responses, tensors, strict=True)
             ]
-            self._deliver(operation, pieces, (sum(rows), *tensor.shape[1:]))
+            for rank in range(self._natives.world_size)
+        ]
+        longest = max(map(sum, counts))
+        part = tensors[0].new_zeros(longest)
+        places = part[: sum(counts[self._rank])].split_with_sizes(counts[self._rank])
+        _copy_all([place.view(tensor.shape) for place, tensor in zip(places, tensors, strict=True)], tensors)
+        gathered = tensors[0].new_empty(len(counts) * longest)
+        batch.work = self._natives.allgather(gathered, part) if len(gathered) else None
+
+        def finish() -> None:
+            blocks = [
+                gathered[rank * longest : rank * longest + sum(sizes)].split_with_sizes(sizes)
+                for rank, sizes in enumerate(counts)
+            ]
+            for operation, response, pieces in zip(batch.mine, batch.responses, zip(*blocks, strict=True), strict=True):
+                rows = sum(rows for (rows,) in response.rows)
+                self._deliver(operation, pieces, (rows, *operation.tensor.shape[1:]))
 
         batch.finish = finish
 
-    def _alltoall(self, batch: Batch, response: Response, operation: NativeOperation) -> None:
+    def _exchange(self, batch: Batch, response: Response, operation: NativeOperation) -> None:
+        """Alltoall. In a gather only the root receives rows, and in a scatter only the root sends rows."""
         tensor = _flat(operation.tensor).view(operation.tensor.shape)
+        size, root = self._natives.world_size, response.request.root
+        match response.request.kind:
+            case OpKind.GATHER:
+                sent = [len(tensor) * (rank == root) for rank in range(size)]
+                received = [rows * (self._rank == root) for (rows,) in response.rows]
+            case OpKind.SCATTER:
+                sent = [rows * (self._rank == root) for (rows,) in response.rows]
+                received = [response.rows[self._rank][0] * (rank == root) for rank in range(size)]
+            case _:
+                sent, received = list(operation.request.splits), [rows[self._rank] for rows in response.rows]
         width = math.prod(tensor.shape[1:])
-        received = [rows[self._rank] for rows in response.rows]
-        sent = [rows * width for rows in operation.request.splits]
         output = tensor.new_empty((sum(received), *tensor.shape[1:]))
         counts = [rows * width for rows in received]
-        batch.work = self._natives.alltoall(output.view(-1), tensor.view(-1), counts, sent)
+        batch.work = self._natives.alltoall(output.view(-1), tensor.view(-1), counts, [rows * width for rows in sent])
         operation.rows[:] = received
-        batch.finish = lambda: self._deliver(
-            operation, torch.split_with_sizes(output.view(-1), counts), tuple(output.shape)
-        )
+        pieces = torch.split_with_sizes(output.view(-1), counts)
+        if response.request.kind is OpKind.SCATTER:
+            pieces = pieces[root : root + 1]
+        batch.finish = lambda: self._deliver(operation, pieces, tuple(output.shape))
 
     def _reduce_scatter(self, batch: Batch, response: Response, operation: NativeOperation) -> None:
         """The first ranks have one row more where the rows do not divide evenly."""
@@ -260,12 +296,10 @@ class Packer:
             operation.result = torch.cat(list(pieces)).view(shape) if len(pieces) > 1 else pieces[0].clone().view(shape)
             return
         for output, piece in zip(operation.outputs, pieces, strict=True):
-            if output.numel() != piece.numel():
-                raise MismatchError(
-                    operation.request.name,
-                    (0, 1),
-                    (f"{piece.numel()} elements", f"a place for {output.numel()}"),
-                )
+            if output.numel() != piece.numel():  # an error of this operation, and not of those fused with it
+                values = f"{piece.numel()} elements", f"a place for {output.numel()}"
+                operation.error = MismatchError(operation.request.name, (0, 1), values)
+                return
             output.detach().copy_(piece.view(output.shape))
 
     def _buffer(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -76,6 +76,13 @@ class TorchCollectives:
         torch_op = _torch_op(reduction.op)
         return self._start("all_reduce", dist.all_reduce, reduction.tensor, torch_op, finish=reduction.finish)
 
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> NativeWork:
+        check_tensor(tensor, on_cpu=False)
+        reduction = reduction_for(tensor.detach(), op, self.world_size, wider=_WIDER)
+        target = dist.get_global_rank(self._group, root)
+        torch_op = _torch_op(reduction.op)
+        return self._start("reduce", dist.reduce, reduction.tensor, target, torch_op, finish=reduction.finish)
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> NativeWork:
         check_tensor(tensor, on_cpu=False)
         source = dist.get_global_rank(self._group, root)

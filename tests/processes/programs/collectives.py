@@ -122,6 +122,10 @@ def run_native(group, transport):
             if op is tr.ReduceOp.AVG:
                 reference = torch.div(reference, size, rounding_mode=None if dtype.is_floating_point else "trunc")
             compared += compare(tensor, reference.to(element), f"native {op.name} of {dtype.name}")
+            tensor = inputs[group.rank].clone()
+            assert native.reduce(tensor, size - 1, op).wait(30.0)
+            if group.rank == size - 1:
+                compared += compare(tensor, reference.to(element), f"native reduce, {op.name} of {dtype.name}")
         part = torch.full((5,), group.rank + 1).to(element)
         whole = torch.zeros(5 * size, dtype=element)
         assert native.allgather(whole, part).wait(30.0)
