@@ -1,4 +1,4 @@
-"""How a group carries its collectives out: by the engine, or by a native library through a coordinator."""
+"""The two ways in which a group carries its collectives out: by the engine, or by a native library."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp
-from totalreduce.groups import requests
+from totalreduce.groups import checked
+from totalreduce.groups.checked import Blocks, CheckedOperation
 from totalreduce.groups.operations import Operations
-from totalreduce.groups.requests import Blocks
 from totalreduce.native.coordinator import Coordinator
 from totalreduce.native.planned import PlannedReductions
 from totalreduce.schedules import SCHEDULES
@@ -34,6 +34,14 @@ class Options(NamedTuple):
     def shown(self) -> str:
         """The name in messages; checked."""
         return "unnamed" if self.name is None else checks.operation_name(self.name)
+
+    @property
+    def algorithm(self) -> str:
+        """The name of the schedule as the engine knows it; checked."""
+        name = self.schedule.lower() if isinstance(self.schedule, str) else self.schedule
+        if name != Algorithm.AUTO and name not in SCHEDULES:
+            raise ConfigurationError(f"schedule {self.schedule!r} is not known; there are auto, {', '.join(SCHEDULES)}")
+        return name
 
 
 class Backend(Protocol):
@@ -82,65 +90,48 @@ class EngineBackend:
     coordinator = None
 
     def __init__(self, operations: Operations) -> None:
-        """Submit the operations of one group."""
         self._operations = operations
         self._rank, self._size = operations.rank, operations.world_size
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> Work:
-        request = requests.reduction(
-            OpKind.ALLREDUCE,
-            tensor,
-            options.shown,
-            op=op,
-            root=0,
-            algorithm=_algorithm(options.schedule),
-            writes=True,
-        )
-        return self._submit(request, options)
+        name, algorithm = options.shown, options.algorithm
+        operation = checked.reduction(OpKind.ALLREDUCE, tensor, name, op=op, root=0, algorithm=algorithm, writes=True)
+        return self._submit(operation, options)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, options: Options) -> Work:
-        request = requests.reduction(
-            OpKind.REDUCE,
-            tensor,
-            options.shown,
-            op=op,
-            root=root,
-            algorithm=_algorithm(options.schedule),
-            writes=self._rank == root,
-        )
-        return self._submit(request, options)
+        name, algorithm = options.shown, options.algorithm
+        writes = self._rank == root
+        operation = checked.reduction(OpKind.REDUCE, tensor, name, op=op, root=root, algorithm=algorithm, writes=writes)
+        return self._submit(operation, options)
 
     def broadcast(self, tensor: torch.Tensor, root: int, options: Options) -> Work:
-        request = requests.broadcast(
-            tensor, options.shown, root=root, algorithm=_algorithm(options.schedule), writes=self._rank != root
-        )
-        return self._submit(request, options)
+        name, algorithm = options.shown, options.algorithm
+        writes = self._rank != root
+        return self._submit(checked.broadcast(tensor, name, root=root, algorithm=algorithm, writes=writes), options)
 
     def allgather(self, outputs: Blocks, tensor: torch.Tensor, options: Options) -> Work:
-        algorithm = _algorithm(options.schedule)
-        request = requests.allgather(
-            outputs, tensor, options.shown, rank=self._rank, size=self._size, algorithm=algorithm
-        )
-        return self._submit(request, options)
+        name, algorithm = options.shown, options.algorithm
+        operation = checked.allgather(outputs, tensor, name, rank=self._rank, size=self._size, algorithm=algorithm)
+        return self._submit(operation, options)
 
     def reduce_scatter(self, tensor: torch.Tensor, inputs: Blocks, op: ReduceOp, options: Options) -> Work:
-        algorithm = _algorithm(options.schedule)
-        request = requests.reduce_scatter(
-            tensor, inputs, options.shown, op=op, rank=self._rank, size=self._size, algorithm=algorithm
+        name, algorithm = options.shown, options.algorithm
+        operation = checked.reduce_scatter(
+            tensor, inputs, name, op=op, rank=self._rank, size=self._size, algorithm=algorithm
         )
-        return self._submit(request, options)
+        return self._submit(operation, options)
 
     def gather(self, outputs: Blocks | None, tensor: torch.Tensor, root: int, options: Options) -> Work:
-        request = requests.gather(outputs, tensor, options.shown, rank=self._rank, size=self._size, root=root)
-        return self._submit(request, options)
+        operation = checked.gather(outputs, tensor, options.shown, rank=self._rank, size=self._size, root=root)
+        return self._submit(operation, options)
 
     def scatter(self, tensor: torch.Tensor, inputs: Blocks | None, root: int, options: Options) -> Work:
-        request = requests.scatter(tensor, inputs, options.shown, rank=self._rank, size=self._size, root=root)
-        return self._submit(request, options)
+        operation = checked.scatter(tensor, inputs, options.shown, rank=self._rank, size=self._size, root=root)
+        return self._submit(operation, options)
 
     def alltoall(self, outputs: Blocks, inputs: Blocks, options: Options) -> Work:
-        request = requests.alltoall(outputs, inputs, options.shown, rank=self._rank, size=self._size)
-        return self._submit(request, options)
+        operation = checked.alltoall(outputs, inputs, options.shown, rank=self._rank, size=self._size)
+        return self._submit(operation, options)
 
     def planned(self, names: Sequence[str]) -> PlannedReductions:
         return _UnorderedReductions(EngineBackend(self._operations.within("planned")), names)
@@ -148,8 +139,8 @@ class EngineBackend:
     def close(self, timeout_s: float, reason: str) -> None:
         """The group closes the engine itself."""
 
-    def _submit(self, request: requests.Request, options: Options) -> Work:
-        return self._operations.submit(request, options.name, options.priority, options.timeout_s)
+    def _submit(self, operation: CheckedOperation, options: Options) -> Work:
+        return self._operations.submit(operation, options.name, options.priority, options.timeout_s)
 
 
 @final
@@ -158,14 +149,12 @@ class _UnorderedReductions:
     """``PlannedReductions`` by the engine, which needs no order and no rounds."""
 
     def __init__(self, backend: EngineBackend, names: Sequence[str]) -> None:
-        """``names``: of the operations, by place."""
         self._backend, self._names = backend, names
 
     def begin(self) -> None:
         """Nothing to prepare."""
 
     def submit(self, place: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
-        """Submit an operation like any other."""
         return self._backend.allreduce(tensor, op, Options(self._names[place], priority=priority))
 
     def close(self) -> None:
@@ -191,19 +180,19 @@ class NativeBackend:
         return self.coordinator.broadcast(tensor, root=root, **_shared(options))
 
     def allgather(self, outputs: Blocks, tensor: torch.Tensor, options: Options) -> Work:
-        places = requests.listed(outputs, self._size, options.shown, "outputs")
+        places = checked.list_blocks(outputs, self._size, options.shown, "outputs")
         return self.coordinator.allgather(tensor.reshape(-1), outputs=places, copied=[tensor], **_shared(options))
 
     def reduce_scatter(self, tensor: torch.Tensor, inputs: Blocks, op: ReduceOp, options: Options) -> Work:
-        parts = requests.listed(inputs, self._size, options.shown, "inputs")
+        parts = checked.list_blocks(inputs, self._size, options.shown, "inputs")
         if any(part.numel() != tensor.numel() for part in parts):
             raise ConfigurationError(f"{options.shown!r}: the native library takes equal blocks only")
         stacked = torch.stack([part.reshape(-1) for part in parts])
         return self.coordinator.reduce_scatter(stacked, op=op, outputs=[tensor], copied=parts, **_shared(options))
 
     def alltoall(self, outputs: Blocks, inputs: Blocks, options: Options) -> Work:
-        places = requests.listed(outputs, self._size, options.shown, "outputs")
-        parts = requests.listed(inputs, self._size, options.shown, "inputs")
+        places = checked.list_blocks(outputs, self._size, options.shown, "outputs")
+        parts = checked.list_blocks(inputs, self._size, options.shown, "inputs")
         joined, splits = torch.cat([part.reshape(-1) for part in parts]), [part.numel() for part in parts]
         return self.coordinator.alltoall(joined, splits, outputs=places, copied=parts, **_shared(options))
 
@@ -224,21 +213,13 @@ class NativeBackend:
     def _root_blocks(
         self, blocks: Blocks | None, tensor: torch.Tensor, root: int, options: Options, what: str
     ) -> list[torch.Tensor] | None:
-        return requests.root_blocks(
+        return checked.root_blocks(
             blocks, tensor, options.shown, what=what, rank=self._rank, size=self._size, root=root
         )
 
 
 def _shared(options: Options) -> dict[str, Any]:
-    """The options that a coordinator takes, too."""
+    """Return the options that a coordinator takes."""
     if options.schedule != "auto":
         raise ConfigurationError(f"schedule {options.schedule!r}: a native library chooses its schedules by itself")
     return {"name": options.name, "priority": options.priority, "timeout_s": options.timeout_s}
-
-
-def _algorithm(schedule: str) -> str:
-    """Return the name of a schedule as the engine knows it."""
-    name = schedule.lower() if isinstance(schedule, str) else schedule
-    if name != Algorithm.AUTO and name not in SCHEDULES:
-        raise ConfigurationError(f"schedule {schedule!r} is not known; there are auto, {', '.join(SCHEDULES)}")
-    return name

@@ -7,8 +7,8 @@ import torch
 from totalreduce.foundation import checks
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.backends import Backend, EngineBackend, Options
+from totalreduce.groups.checked import Blocks, CheckedOperation
 from totalreduce.groups.operations import Operations
-from totalreduce.groups.requests import Blocks, Request
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
@@ -239,12 +239,14 @@ class Collectives:
             return self.operations.receive_any(tensor, tag, priority, timeout_s)
         return self.operations.receive(tensor, src, tag, priority, timeout_s)
 
-    def submit(self, request: Request, name: str | None, priority: int, timeout_s: float | None = None) -> Work:
-        """Have the engine carry out an operation of ``groups.requests``: for callers that have bytes and no tensors.
+    def submit(
+        self, operation: CheckedOperation, name: str | None, priority: int, timeout_s: float | None = None
+    ) -> Work:
+        """Have the engine carry out an operation of ``groups.checked``: for callers that have bytes and no tensors.
 
         Args and Raises as for ``allreduce``.
         """
-        return self.operations.submit(request, name, priority, timeout_s)
+        return self.operations.submit(operation, name, priority, timeout_s)
 
     def _root(self, root: int) -> int:
         return checks.rank_in("root", root, self.world_size)

@@ -13,8 +13,8 @@ import torch
 from totalreduce.engine.submission import Submission
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
-from totalreduce.groups import requests
-from totalreduce.groups.requests import Request
+from totalreduce.groups import checked
+from totalreduce.groups.checked import CheckedOperation
 from totalreduce.runner.handle import Handle
 from totalreduce.runner.runner import Runner
 from totalreduce.tensors.compilation import never_compiled
@@ -73,7 +73,7 @@ class Operations:
 
     def submit(
         self,
-        request: Request,
+        operation: CheckedOperation,
         name: str | None,
         priority: int,
         timeout_s: float | None = None,
@@ -85,7 +85,7 @@ class Operations:
         """Submit an operation; return at once.
 
         Args:
-            request: The operation, made by ``groups.requests``.
+            operation: The operation, made by ``groups.checked``.
             name: Its name; ``None``: the engine numbers it.
             priority: Smaller is more urgent.
             timeout_s: Deadline in seconds of a ``wait`` that names none.
@@ -97,15 +97,15 @@ class Operations:
         patience_s, priority = self.patience(timeout_s), checks.priority(priority)
 
         submission = Submission(
-            name, request.signature, request.buffers, ranks or self.ranks, self.scope + scope, repeats, priority
+            name, operation.signature, operation.buffers, ranks or self.ranks, self.scope + scope, repeats, priority
         )
 
         def begin(finish: Callable[[], None] | None, release: Callable[[], None] | None) -> Handle:
             return self.runner.submit(submission, finish=finish, release=release)
 
-        handle = self._begin(request, patience_s, begin)
+        handle = self._begin(operation, patience_s, begin)
         assert handle.operation is not None
-        return Work(self.runner, handle, request.results, handle.operation.name, patience_s, ranks=self.ranks)
+        return Work(self.runner, handle, operation.results, handle.operation.name, patience_s, ranks=self.ranks)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, priority: int, timeout_s: float | None) -> Work:
         """Send a tensor to a rank of the group (see ``Group.send``)."""
@@ -119,20 +119,20 @@ class Operations:
         """Receive a tensor from the rank of the group that sends first (see ``Group.recv``)."""
         self._check_open()
         patience_s, name = self.patience(timeout_s), "a message from any rank"
-        request = requests.message(tensor, name, writes=True)
+        operation = checked.message(tensor, name, writes=True)
         candidates = {
             rank: _message_name(place, self.rank, tag) for place, rank in enumerate(self.ranks) if place != self.rank
         }
         if not candidates:
             raise ConfigurationError("there is no other rank in the group that could send")
-        buffer = request.buffers[0]
+        buffer = operation.buffers[0]
         assert buffer is not None
         priority = checks.priority(priority)
 
         def begin(finish: Callable[[], None] | None, release: Callable[[], None] | None) -> Handle:
             return self.runner.receive_any(
                 candidates,
-                request.signature,
+                operation.signature,
                 buffer,
                 scope=self.scope + _MESSAGES,
                 priority=priority,
@@ -140,8 +140,8 @@ class Operations:
                 release=release,
             )
 
-        handle = self._begin(request, patience_s, begin)
-        return Work(self.runner, handle, request.results, name, patience_s, ranks=self.ranks)
+        handle = self._begin(operation, patience_s, begin)
+        return Work(self.runner, handle, operation.results, name, patience_s, ranks=self.ranks)
 
     def barrier(self, timeout_s: float | None) -> Work:
         """Return when every rank has called it (see ``Group.barrier``)."""
@@ -150,7 +150,7 @@ class Operations:
         if work is None:
             # A few names in turn: the engine never forgets a name, and a job may have any number of barriers.
             name = f"barrier#{next(self._barriers) % _BARRIER_NAMES}"
-            work = self.submit(requests.barrier(), name, -1, timeout_s, scope=_BARRIERS)
+            work = self.submit(checked.barrier(), name, -1, timeout_s, scope=_BARRIERS)
         try:
             work.wait(timeout_s)
         except DeadlineExceededError:
@@ -235,18 +235,18 @@ class Operations:
         self, tensor: torch.Tensor, src: int, dst: int, tag: int, priority: int, timeout_s: float | None
     ) -> Work:
         name = _message_name(src, dst, tag)
-        request = requests.message(tensor, name, writes=dst == self.rank)
+        operation = checked.message(tensor, name, writes=dst == self.rank)
         ranks = (self.ranks[src], self.ranks[dst])
-        return self.submit(request, name, priority, timeout_s, ranks=ranks, scope=_MESSAGES, repeats=True)
+        return self.submit(operation, name, priority, timeout_s, ranks=ranks, scope=_MESSAGES, repeats=True)
 
     def _begin(
         self,
-        request: Request,
+        operation: CheckedOperation,
         patience_s: float,
         begin: Callable[[Callable[[], None] | None, Callable[[], None] | None], Handle],
     ) -> Handle:
         """Submit an operation when its memory is free, and have the memory released when it has ended."""
-        operands = request.operands
+        operands = operation.operands
         if operands is None:
             return begin(None, None)
         release = self.claim(operands, patience_s)

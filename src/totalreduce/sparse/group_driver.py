@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from totalreduce.foundation.errors import TotalReduceError
-from totalreduce.groups import requests
+from totalreduce.groups import checked
 from totalreduce.groups.group import Group
 from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Array, Broadcast, Messages
 from totalreduce.tensors.work import Work
@@ -44,14 +44,14 @@ class GroupDriver:
         # which the last action has woken, takes it.
         if isinstance(action, Allgather):
             gathered = _blocks(action.sizes, rank, np.ascontiguousarray(action.block))
-            work = group.submit(requests.allgather_bytes([block.data for block in gathered]), name, priority)
+            work = group.submit(checked.allgather_bytes([block.data for block in gathered]), name, priority)
             return _Started([work], lambda: gathered)
         if isinstance(action, Alltoall):
             came = _blocks(action.sizes, rank, action.blocks[rank])
             sent = [np.ascontiguousarray(block).data for block in action.blocks]
             received = [block.data for block in came]
             sent[rank] = received[rank] = _NOTHING
-            work = group.submit(requests.alltoall_bytes(sent, received), name, priority)
+            work = group.submit(checked.alltoall_bytes(sent, received), name, priority)
             return _Started([work], lambda: came)
         if isinstance(action, Allreduce):
             work = group.allreduce(torch.from_numpy(action.values), name=name, priority=priority)

@@ -25,9 +25,9 @@ import torch
 
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.types import OpKind
-from totalreduce.groups import requests
+from totalreduce.groups import checked
+from totalreduce.groups.checked import CheckedOperation
 from totalreduce.groups.group import Group
-from totalreduce.groups.requests import Request
 from totalreduce.tensors.work import Work
 from totalreduce.testing.conformance_oracle import Collective, Tensors, expected, make_tensors
 from totalreduce.testing.ranks import RankTransport, TransportFactory, run_ranks
@@ -399,10 +399,10 @@ def make_submission(
     members = collective.members or tuple(range(world_size))
     place = members.index(rank)
     tensors = make_tensors(collective, place, len(members))
-    request = _request(collective, tensors, place, len(members))
-    if request.operands is not None:  # a barrier has none
-        assert not request.operands.copies_back
-        request.operands.prepare()
+    operation = _checked(collective, tensors, place, len(members))
+    if operation.operands is not None:  # a barrier has none
+        assert not operation.operands.copies_back
+        operation.operands.prepare()
     name, candidates = collective.name, None
     if collective.kind is OpKind.SEND_RECV:
         name = f"{collective.name} from {members[0]}"
@@ -410,8 +410,8 @@ def make_submission(
             candidates = {other: f"{collective.name} from {other}" for other in range(world_size) if other != rank}
     submission = TimedSubmission(
         name,
-        request.signature,
-        request.buffers,
+        operation.signature,
+        operation.buffers,
         at_s=at_s,
         priority=collective.priority,
         ranks=members,
@@ -420,7 +420,7 @@ def make_submission(
     return tensors, submission
 
 
-def _request(collective: Collective, tensors: Tensors, place: int, size: int) -> Request:
+def _checked(collective: Collective, tensors: Tensors, place: int, size: int) -> CheckedOperation:
     """What the group would hand to the engine."""
     kind, name, root = collective.kind, collective.name, collective.root
     op, algorithm = collective.reduction, collective.schedule
@@ -429,25 +429,25 @@ def _request(collective: Collective, tensors: Tensors, place: int, size: int) ->
     match kind:
         case OpKind.ALLREDUCE | OpKind.REDUCE:
             root = root if kind is OpKind.REDUCE else 0
-            return requests.reduction(kind, outputs[0], name, op=op, root=root, algorithm=algorithm, writes=True)
+            return checked.reduction(kind, outputs[0], name, op=op, root=root, algorithm=algorithm, writes=True)
         case OpKind.BROADCAST:
-            return requests.broadcast(outputs[0], name, root=root, algorithm=algorithm, writes=True)
+            return checked.broadcast(outputs[0], name, root=root, algorithm=algorithm, writes=True)
         case OpKind.ALLGATHER:
-            return requests.allgather(whole_output, inputs[0], name, rank=place, size=size, algorithm=algorithm)
+            return checked.allgather(whole_output, inputs[0], name, rank=place, size=size, algorithm=algorithm)
         case OpKind.REDUCE_SCATTER:
-            return requests.reduce_scatter(
+            return checked.reduce_scatter(
                 outputs[0], whole_input, name, op=op, rank=place, size=size, algorithm=algorithm
             )
         case OpKind.GATHER:
-            return requests.gather(whole_output or None, inputs[0], name, rank=place, size=size, root=root)
+            return checked.gather(whole_output or None, inputs[0], name, rank=place, size=size, root=root)
         case OpKind.SCATTER:
-            return requests.scatter(outputs[0], whole_input or None, name, rank=place, size=size, root=root)
+            return checked.scatter(outputs[0], whole_input or None, name, rank=place, size=size, root=root)
         case OpKind.ALLTOALL:
-            return requests.alltoall(whole_output, whole_input, name, rank=place, size=size)
+            return checked.alltoall(whole_output, whole_input, name, rank=place, size=size)
         case OpKind.SEND_RECV:
-            return requests.message((inputs or outputs)[0], name, writes=not inputs)
+            return checked.message((inputs or outputs)[0], name, writes=not inputs)
         case OpKind.BARRIER:
-            return requests.barrier()
+            return checked.barrier()
 
 
 def _raise_first_failure(submitted: Sequence[_Submitted]) -> None:
