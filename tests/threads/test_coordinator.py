@@ -1033,8 +1033,8 @@ def test_closing_happens_at_the_time_of_the_clock() -> None:
     def body(group: tr.Group) -> None:
         coordinator, times = group.coordinate(), []
         agreement = coordinator._agreement
-        settle = agreement._settle
-        agreement._settle = lambda now: times.append(now) or settle(now)
+        take_output = agreement._take_output
+        agreement._take_output = lambda now: times.append(now) or take_output(now)
         before = time.monotonic()
         coordinator.close()
         assert len(times) == 1

@@ -2,7 +2,7 @@
 
 import torch
 
-from totalreduce.native.devices import Devices
+from totalreduce.native.packing import Devices
 
 
 def test_the_index_is_that_of_the_tensors_of_this_rank() -> None:

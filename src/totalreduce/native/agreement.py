@@ -1,7 +1,7 @@
 """The agreement of a group's ranks on one order of native operations, and this rank's operations in flight.
 
-The protocol is ``coordination.negotiator``, a plain object. Here its messages travel through a channel of the engine,
-and operations that are ready on all ranks go to the ``Executor``.
+``coordination.negotiator`` is the protocol. ``Agreement`` sends the messages of the protocol through a channel of the
+engine, and passes operations that are ready on all ranks to the ``Executor``.
 """
 
 from __future__ import annotations
@@ -9,40 +9,61 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import final
+from typing import Protocol, final
+
+import torch
 
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.coordination.negotiator import Negotiator
 from totalreduce.foundation.errors import ConfigurationError, GroupClosed, ProtocolError, TotalReduceError
 from totalreduce.foundation.types import operation_id
-from totalreduce.native.caller import caller
 from totalreduce.native.executor import Executor
-from totalreduce.native.members import Members
-from totalreduce.native.operation import NativeOperation
+from totalreduce.native.operation import NativeOperation, program_line
 from totalreduce.native.packing import Batch, Packer
 from totalreduce.runner.handle import Handle
+from totalreduce.runner.runner import Runner
 from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.memory import Operands
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "Members"]
+
+
+class Members(Protocol):
+    """The ranks of a group, and the resources that their operations share (see ``groups.operations.Operations``)."""
+
+    rank: int
+    world_size: int
+    ranks: tuple[int, ...]
+    name: str
+    runner: Runner
+
+    def claim(self, operands: Operands, patience_s: float) -> Callable[[], None]:
+        """Claim the memory of an operation; return the function that releases it."""
+
+    def patience(self, timeout_s: float | None) -> float:
+        """Return the time-out in force, in seconds."""
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Make a tensor on the CPU, if possible in memory that the other ranks of the host can read."""
 
 
 @final
 @never_compiled
 class Agreement:
-    """The agreement of one group on this rank. Making one is collective; any thread.
+    """The agreement of one group on this rank. Making one is collective; any thread may call it.
 
-    It is the end of a channel of the engine (see ``engine.channels.Channel``).
+    It implements ``engine.channels.Channel``, whose methods are called under the engine's lock.
 
     Args:
         members: The group.
         config: Settings, equal on all ranks.
         packer: Starts operations in the library.
-        report: Called with each batch that has ended.
-        scope: Tells the agreements of one job apart.
+        report: A function that is called with each batch that has ended.
+        scope: A name that no other agreement of the job has.
 
     Attributes:
-        negotiator: The protocol; read under the engine's lock.
-        number: The channel's number.
+        negotiator: The protocol; used under the engine's lock only.
+        number: The number of the channel.
     """
 
     def __init__(
@@ -53,19 +74,18 @@ class Agreement:
         report: Callable[[Batch], None],
         scope: str,
     ) -> None:
-        """See the class."""
         self._members, self._runner = members, members.runner
         self.negotiator = Negotiator(members.rank, members.world_size, config, ranks=members.ranks)
         self.number = operation_id(f"coordination of {scope!r}")
         self._indices = {rank: index for index, rank in enumerate(members.ranks)}
-        #: By name: all operations in flight here, and those of them on which the ranks have not agreed.
+        #: By name: all operations of this rank in flight, and those among them on which the ranks have not agreed.
         self._in_flight: dict[str, NativeOperation] = {}
         self._not_agreed: dict[str, NativeOperation] = {}
         self._iterations: dict[str, int] = {}
-        self._joining: Handle | None = None  #: The join that the ranks have not agreed on.
-        self._join: Handle | None = None  #: The join that a call of ``join`` waits for, until that call has returned.
+        self._joining: Handle | None = None  #: The join that is under way; it ends when all ranks have joined.
+        self._join: Handle | None = None  #: The same, until a call of ``join`` has returned.
         self._last_joined: int | None = None
-        self._over = False
+        self._has_ended = False
         self._executor = Executor(
             members.rank,
             packer,
@@ -87,11 +107,11 @@ class Agreement:
         """Submit operations, all or none of them, and claim their memory.
 
         Raises:
-            ConfigurationError: An operation of this name is in flight, or one that uses the same memory; or too many
-                operations of this rank wait for the other ranks.
-            TotalReduceError: The agreement has ended; the error is the reason.
+            ConfigurationError: An operation in flight has the same name or uses the same memory; or too many operations
+                of this rank wait for the other ranks.
+            TotalReduceError: The reason for which the agreement has ended.
         """
-        where, size = caller(), sum(operation.request.num_bytes for operation in operations)
+        where, size = program_line(), sum(operation.request.num_bytes for operation in operations)
 
         def submit(now: float) -> bool:
             self._check_alive()
@@ -110,7 +130,7 @@ class Agreement:
                 operation.submitted_at, operation.iteration = now, self._iterations.get(name, 0)
                 if operation.request.cached:
                     self._iterations[name] = operation.iteration + 1
-            return self._settle(now) or not news
+            return self._take_output(now) or not news
 
         releases: list[Callable[[], None]] = []
         try:
@@ -127,7 +147,7 @@ class Agreement:
         """Wait for this rank's operations, then for all ranks to join; return the rank that joined last.
 
         Raises:
-            DeadlineExceededError: It takes longer than ``patience_s`` seconds; it may be called again.
+            DeadlineExceededError: Some rank has not joined after ``patience_s`` seconds.
         """
         for operation in list(self._in_flight.values()):
             self.wait(operation.handle, patience_s)
@@ -141,7 +161,7 @@ class Agreement:
                 self._join = self._joining = handle
                 self.negotiator.join(now)
             handle = self._join
-            return self._settle(now)
+            return self._take_output(now)
 
         self._runner.act(begin)
         self.wait(handle, patience_s)
@@ -154,14 +174,14 @@ class Agreement:
         return self._last_joined
 
     def wait(self, handle: Handle, timeout_s: float) -> None:
-        """Wait for an operation (see ``Waiter``)."""
+        """Wait until an operation has ended (see ``Waiter``)."""
         if handle.done:
             return
 
         def hurry(now: float) -> bool:
             self.negotiator.hurry(now)
-            self._settle(now)
-            return False  # the waiting thread moves the messages itself, or wakes the thread that does
+            self._take_output(now)
+            return False  # wakes no thread: ``Runner.wait`` below makes sure that the messages leave
 
         self._runner.act(hurry)
         self._runner.wait(handle, timeout_s, explain=lambda now: self._explain(handle, now))
@@ -173,52 +193,47 @@ class Agreement:
         def leave(now: float) -> bool:
             error = GroupClosed(f"rank {self._members.rank} has closed {name}")
             self.negotiator.leave(error, f"it has closed {name}" + (f" after {reason}" if reason else ""))
-            says = self._settle(now)
+            has_messages = self._take_output(now)
             self._runner.engine.channels.close(self.number)
-            return says
+            return has_messages
 
-        with suppress(GroupClosed):  # the engine is closed: it has told the other ranks and this channel
+        with suppress(GroupClosed):  # the engine is closed, and has informed the other ranks and this channel
             self._runner.act(leave)
         self._executor.close(timeout_s)
 
     # -------------------------------------------------------------------------- the channel: under the engine's lock
 
     def receive(self, peer: int, message: bytes, now: float) -> None:
-        """Read a message of a member."""
         if peer not in self._indices:
             raise ProtocolError(f"rank {peer} negotiates in a group that it is no member of")
         self.negotiator.receive(self._indices[peer], message, now)
-        self._settle(now)
+        self._take_output(now)
 
     def fail(self, error: TotalReduceError, now: float) -> None:
-        """End: a rank of the job is lost, which ends all its groups; or this rank closes the group."""
         self.negotiator.fail(error)
-        self._settle(now)
+        self._take_output(now)
 
     def depart(self, peer: int, reason: str, now: float) -> None:
-        """Note that a rank has closed the group."""
         if peer in self._indices:
             self.negotiator.depart(self._indices[peer], reason, now)
-            self._settle(now)
+            self._take_output(now)
 
     def next_due(self) -> float | None:
-        """The time of the next ``tick``."""
         return self.negotiator.next_due()
 
     def tick(self, now: float) -> None:
-        """Let the negotiator do its timed work."""
         self.negotiator.tick(now)
-        self._settle(now)
+        self._take_output(now)
 
     def _check_alive(self) -> None:
         error = self.negotiator.ended
         if error is not None:
             raise error.with_traceback(None)
 
-    def _settle(self, now: float) -> bool:
+    def _take_output(self, now: float) -> bool:
         """Send the negotiator's messages and carry out its decisions; return whether there was a message."""
         negotiator, engine, ranks = self.negotiator, self._runner.engine, self._members.ranks
-        says = bool(negotiator.outbox)
+        has_messages = bool(negotiator.outbox)
         for peer, message in negotiator.outbox:
             engine.channels.post(ranks[peer], self.number, message)
         negotiator.outbox.clear()
@@ -234,7 +249,7 @@ class Agreement:
             self._end_join(self._joining, None)
         if negotiator.ended is not None:
             self._end(negotiator.ended)
-        return says
+        return has_messages
 
     def _end(self, error: TotalReduceError) -> None:
         if self._joining is not None:
@@ -242,8 +257,8 @@ class Agreement:
         if self._not_agreed:
             self._executor.give_up(list(self._not_agreed.values()), error)
             self._not_agreed.clear()
-        if not self._over:
-            self._over = True
+        if not self._has_ended:
+            self._has_ended = True
             self._executor.end()
 
     def _end_join(self, handle: Handle, error: BaseException | None) -> None:

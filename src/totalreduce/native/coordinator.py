@@ -1,4 +1,4 @@
-"""Collectives of a group that another library carries out, in an order on which the ranks agree."""
+"""Collectives that a native library carries out, in an order on which the ranks agree."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from totalreduce.coordination.sender import NegotiationCounters
 from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.foundation.types import OpKind, ReduceOp
 from totalreduce.native import tuning
-from totalreduce.native.agreement import Agreement
+from totalreduce.native.agreement import Agreement, Members
 from totalreduce.native.collectives import NativeCollectives
 from totalreduce.native.describing import Describer, Scaling
-from totalreduce.native.members import Members
 from totalreduce.native.operation import NativeOperation, prepare
 from totalreduce.native.packing import Packer
 from totalreduce.native.planned import NativeStream
@@ -32,17 +31,21 @@ __all__ = ["Coordinator"]
 @final
 @never_compiled
 class Coordinator:
-    """Collectives of a group that a native library carries out. Any thread. Making one is collective.
+    """The collectives of a group by a native library. Any thread may call it. Making a coordinator is collective.
 
-    Tensors may be submitted in any order on different ranks, under names that are equal on all of them. Operations
-    that are ready on all ranks are fused and handed to the library in one order. ``Group.use`` and
-    ``Group.coordinate`` make coordinators, after the ranks have compared their settings.
+    Each rank submits operations in any order, under names that are equal on all ranks. Once all ranks have submitted an
+    operation, it is ready. The ranks agree on one order of the operations that are ready, fuse small ones, and call the
+    library in this order. ``Group.use`` and ``Group.coordinate`` make coordinators.
 
     Args:
-        members: The group; its engine carries the messages of the agreement.
+        members: The group. Its engine carries the messages by which the ranks agree.
         natives: The library, with the same members.
-        config: Settings, equal on all ranks.
-        scope: Tells the coordinators of one job apart.
+        config: The settings, equal on all ranks.
+        scope: A name that no other coordinator of the job has.
+
+    Attributes:
+        config: The settings.
+        natives: The library.
     """
 
     def __init__(self, members: Members, natives: NativeCollectives, config: CoordinationConfig, *, scope: str) -> None:
@@ -70,26 +73,28 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Reduce a tensor over all ranks, in place; returns at once.
+        """Reduce a tensor over all ranks, in place; return at once.
 
         Args:
-            tensor: Any shape; of a device that the library knows; need not be contiguous.
-            name: Equal on all ranks. ``None``: the n-th unnamed operation meets the n-th unnamed one elsewhere, and
-                never one with a name; such operations are not remembered, so that each costs a slow agreement.
-            op: How to reduce.
-            prescale: Factor before the reduction; integers are multiplied as float64 and cut off.
-            postscale: Factor after it.
-            priority: Of operations that become ready on all ranks at the same time, the smaller one goes first; 32
-                bits, signed. The priority of the first rank that has data counts. A name keeps it as long as the ranks
-                remember the agreement on that name.
+            tensor: A tensor of any shape on a device that the library knows; it need not be contiguous.
+            name: The name of the operation, equal on all ranks. ``None``: the n-th unnamed operation of a rank belongs
+                to the n-th unnamed operations of the others. Ranks do not remember unnamed operations, so each of them
+                costs more messages.
+            op: The reduction.
+            prescale: Factor before the reduction. Integers are multiplied as float64 and cut off.
+            postscale: Factor after the reduction.
+            priority: A signed number of 32 bits. Of operations that become ready at the same time, the one with the
+                smaller number goes first. If ranks pass different numbers, the lowest rank that has data decides. A
+                name keeps its priority as long as the ranks remember the name.
             timeout_s: Deadline in seconds of a ``wait`` that names none.
 
         Raises:
-            ValueError: ``priority`` is no such number.
-            ConfigurationError: The name is no name of an operation, or it is in flight; the reduction is none; more
-                than 32,768 operations of this rank wait for the others; or the memory is in flight.
-            UnsupportedError: A tensor that is sparse, nested or quantised.
-            PeerLost: A rank is gone.
+            ValueError: ``priority`` is not such a number.
+            ConfigurationError: ``name`` is not a valid name, or an operation in flight has it; ``op`` is not a
+                reduction; more than 32,768 operations of this rank wait for the other ranks; or an operation in flight
+                uses the memory.
+            UnsupportedError: The tensor is sparse, nested or quantised.
+            PeerLost: A rank is lost.
             StallError: The agreement has ended.
         """
         return self.grouped_allreduce(
@@ -107,7 +112,7 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> list[Work]:
-        """Reduce several tensors, all or none of them: an error of one tensor fails all of them, on every rank.
+        """Reduce several tensors: an error of one tensor fails all of them, on every rank.
 
         Args and Raises as for ``allreduce``.
         """
@@ -127,10 +132,10 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Copy the root's tensor to all ranks, in place; returns at once.
+        """Copy the root's tensor into the tensors of all ranks; return at once.
 
         Raises:
-            ConfigurationError: ``root`` is no rank of the group.
+            ConfigurationError: ``root`` is not a rank of the group.
         """
         with self._describer.label(name, OpKind.BROADCAST, priority) as label:
             request = self._describer.broadcast(tensor, root, label)
@@ -146,7 +151,7 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Reduce a tensor over all ranks into the root's tensor, in place; the others' tensors stay as they are."""
+        """Reduce a tensor over all ranks into the root's tensor. The tensors of the other ranks do not change."""
         with self._describer.label(name, OpKind.REDUCE, priority) as label:
             request = self._describer.reduce(tensor, root, op, label)
             return self._submit([prepare(request, tensor, writes=self._members.rank == root)], timeout_s)[0]
@@ -161,7 +166,7 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Copy every rank's tensor into the root's ``outputs``, one for each rank; the other ranks pass ``None``."""
+        """Copy every rank's tensor into the root's ``outputs``, one per rank. The other ranks pass ``None``."""
         with self._describer.label(name, OpKind.GATHER, priority) as label:
             request = self._describer.blocks(OpKind.GATHER, tensor, outputs, root, label)
             return self._submit([prepare(request, tensor.reshape(-1), outputs, [tensor])], timeout_s)[0]
@@ -176,7 +181,7 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Copy the root's ``inputs``, one for each rank, into the ranks' tensors; the other ranks pass ``None``."""
+        """Copy the root's ``inputs``, one per rank, into the ranks' tensors. The other ranks pass ``None``."""
         with self._describer.label(name, OpKind.SCATTER, priority) as label:
             request = self._describer.blocks(OpKind.SCATTER, tensor, inputs, root, label)
             joined = torch.cat([block.reshape(-1) for block in inputs]) if inputs else tensor.new_empty(0)
@@ -192,10 +197,11 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Collect every rank's tensor, one behind the other along the first dimension; the others are equal.
+        """Collect the tensors of all ranks on every rank. Only the first dimension may differ between ranks.
 
-        ``Work.wait`` returns the whole, unless ``outputs`` has a place for every rank's part. ``copied``: the
-        tensors that ``tensor`` was copied from, which no operation in flight may write.
+        ``Work.wait`` returns one tensor with the rows of all ranks, unless ``outputs`` has one tensor for the rows of
+        each rank. ``copied`` are the tensors from which the caller has copied ``tensor``. No operation in flight may
+        write them.
         """
         with self._describer.label(name, OpKind.ALLGATHER, priority) as label:
             dtypes.check_dense(tensor, label.name)
@@ -215,13 +221,14 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Send ``splits[r]`` rows of the tensor to each rank r, one after the other; without splits equally many.
+        """Send rows of the tensor to each rank: the first ``splits[0]`` rows to rank 0, the next ones to rank 1.
 
-        ``Work.wait`` returns the received rows, by rank, unless ``outputs`` has a place for each part; ``received`` is
-        then filled with the rows from each rank. ``copied`` as for ``allgather``.
+        Without ``splits`` each rank gets the same number of rows. ``outputs``, ``copied`` and the result as for
+        ``allgather``. If the caller passes a list as ``received``, it holds the number of rows from each rank once the
+        operation has ended.
 
         Raises:
-            ConfigurationError: The splits are not one for each rank, or do not add up to the rows.
+            ConfigurationError: There is not one number of ``splits`` per rank, or they do not add up to the rows.
         """
         with self._describer.label(name, OpKind.ALLTOALL, priority) as label:
             request = self._describer.alltoall(tensor, splits, label)
@@ -243,19 +250,20 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Reduce over all ranks and return this rank's rows by ``Work.wait``; first ranks get one more if uneven.
+        """Reduce a tensor over all ranks; each rank gets its share of the rows.
 
-        ``outputs`` and ``copied`` as for ``allgather``, with one place.
+        If the rows do not divide evenly, the first ranks get one row more. ``Work.wait`` returns the rows of this rank,
+        or they are copied into the only tensor of ``outputs``. ``copied`` as for ``allgather``.
         """
         with self._describer.label(name, OpKind.REDUCE_SCATTER, priority) as label:
             request = self._describer.reduce_scatter(tensor, Scaling(op, prescale, postscale), label)
             return self._submit([prepare(request, tensor, outputs, copied)], timeout_s)[0]
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
-        """Return when every rank has called it, or joined.
+        """Return when every rank has called ``barrier`` or ``join``.
 
         Raises:
-            DeadlineExceededError: Some rank did not come in time; the message names it.
+            DeadlineExceededError: A rank is late; the message names it.
         """
         with self._describer.label(None, OpKind.BARRIER) as label:
             request = Request(label.name, OpKind.BARRIER, cached=label.cached)
@@ -263,22 +271,24 @@ class Coordinator:
         work.wait()
 
     def join(self, *, timeout_s: float | None = None) -> int:
-        """Say that this rank has no more data; take part in the others' reductions until all have joined.
+        """Announce that this rank has no more data, and wait until all ranks have joined.
 
-        It contributes neutral elements: zeros to sums. Averages are divided as ``config.join_divisor`` says.
+        Meanwhile this rank contributes neutral elements to the reductions of the other ranks: zeros to sums.
+        ``config.join_divisor`` says by how many ranks averages are divided.
 
         Returns:
             The rank that joined last, equal on all ranks.
 
         Raises:
-            DeadlineExceededError: It takes longer; the others go on, and ``join`` may be called again.
+            DeadlineExceededError: Some rank has not joined in time. The other ranks go on, and this rank may call
+                ``join`` again.
         """
         last = self._agreement.join(self._members.patience(timeout_s))
-        self._describer.unnamed.clear()  # a rank that joined early has counted fewer of them
+        self._describer.unnamed.clear()  # a rank that joined early has counted fewer unnamed operations than the others
         return last
 
     def planned(self, names: Sequence[str]) -> NativeStream:
-        """Reductions in a planned order, apart from everything else. Collective."""
+        """Return a stream of reductions in the order of ``names``, independent of other operations. Collective."""
         patience_s = self._members.patience(None)
         return NativeStream(
             self.natives.split(range(self._members.world_size), patience_s),
@@ -292,37 +302,38 @@ class Coordinator:
 
     @property
     def joined(self) -> tuple[int, ...]:
-        """Ranks that have no more data, as far as this rank has heard."""
+        """The ranks that have joined, as far as this rank knows."""
         return self._agreement.negotiator.membership.joined
 
     @property
     def ended(self) -> TotalReduceError | None:
-        """The reason why submissions are refused: a rank is lost, ranks stalled, or it was closed; ``None`` before."""
+        """The error of later submissions: a rank is lost, ranks stalled, or this coordinator is closed."""
         return self._agreement.negotiator.ended
 
     @property
     def counters(self) -> NegotiationCounters:
-        """The costs of the agreement so far."""
+        """The number of cycles, messages, hits and misses so far."""
         return self._agreement.negotiator.counters
 
     def store(self, path: str | Path) -> None:
         """Write the settings to a file, for ``tr.init(coordination=path)`` in later runs.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         tuning.write_settings(self.config, path)
 
     def cache_snapshot(self) -> list[tuple[str, int]]:
-        """Names and bits of the response cache, least recently used first; equal on all ranks."""
+        """Return the names and bits of the response cache, least recently used first; equal on all ranks."""
         with self._members.runner.locked():
             return self._agreement.negotiator.cache.snapshot()
 
     def close(self, timeout_s: float = 5.0, *, reason: str = "") -> None:
-        """End the coordinator on this rank; pending operations fail. Harmless when called twice, and in a forked child.
+        """End the coordinator on this rank. Its pending operations fail.
 
-        Not collective. The other ranks are told: their operations that need this rank, and later ones, fail with
-        ``PeerLost``, which names this rank and says the ``reason``, if there is one.
+        This is not collective: the other ranks get a message. Their operations that need this rank, and all later ones,
+        fail with ``PeerLost``, which names this rank and the ``reason``. A second call does nothing, and neither does a
+        call in a forked child process.
         """
         if not self._members.runner.home.is_here:
             return

@@ -1,9 +1,12 @@
-"""An operation that this rank has submitted for a native library."""
+"""An operation that this rank has submitted for a native library, and the line of the program that submitted it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -14,7 +17,10 @@ from totalreduce.runner.handle import Handle
 from totalreduce.tensors import dtypes
 from totalreduce.tensors.memory import Operands
 
-__all__ = ["NativeOperation", "prepare"]
+__all__ = ["NativeOperation", "prepare", "program_line"]
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_NOT_THE_PROGRAM = (_PACKAGE, str(Path(torch.__file__).resolve().parent), "<")
 
 _IN_PLACE = (OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.REDUCE)
 _ONE_OUTPUT = (OpKind.REDUCE_SCATTER, OpKind.SCATTER)
@@ -71,9 +77,9 @@ def prepare(
 
     Args:
         request: The description.
-        tensor: The contribution.
-        outputs: See ``NativeOperation``.
-        copied: The tensors that ``tensor`` was copied from, which no operation in flight may write.
+        tensor: The contribution of this rank.
+        outputs: Tensors that take the result.
+        copied: The tensors from which the caller has copied ``tensor``. No operation in flight may write them.
         writes: Whether the result is written into ``tensor``.
 
     Raises:
@@ -96,3 +102,24 @@ def prepare(
     if outputs and request.kind in _ONE_OUTPUT:
         returned = outputs[0]
     return NativeOperation(request, returned, tensor.detach(), operands, places, ready)
+
+
+@dataclass(slots=True)
+class _SourceLine:
+    """A line of the program. It becomes a text only if ranks stall."""
+
+    code: CodeType
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.code.co_filename}:{self.line} in {self.code.co_qualname}"
+
+
+def program_line() -> object:
+    """Return the innermost calling line that is neither in this package nor in torch; ``""`` if there is none."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+            return _SourceLine(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
+    return ""

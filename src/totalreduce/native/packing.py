@@ -1,4 +1,4 @@
-"""Packs the operations of a batch, calls the native library, and says how the results are unpacked."""
+"""Packs the operations of a batch, calls the native library, and unpacks the results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from totalreduce.foundation.errors import MismatchError, UnsupportedError
 from totalreduce.foundation.types import OpKind, ReduceOp
 from totalreduce.kernels import divide
 from totalreduce.native.collectives import NativeCollectives, NativeWork
-from totalreduce.native.devices import Devices
 from totalreduce.native.operation import NativeOperation
 from totalreduce.tensors.memory import is_plain
 
-__all__ = ["Batch", "Packer"]
+__all__ = ["Batch", "Devices", "Packer"]
 
 #: The elements that a rank without data contributes; zeros for other reductions.
 _NEUTRAL: dict[str, Callable[[torch.dtype], float]] = {
@@ -69,6 +68,29 @@ class Batch:
 
 
 @final
+class Devices:
+    """The devices of this rank, one of each kind ("cuda").
+
+    Ranks compare the kinds only, because the indices of devices differ between the ranks of one host. The index is that
+    of this rank's tensors. A rank that has joined submits no tensors, so the index of its earlier tensors counts.
+
+    Args:
+        default: The device of the library, for a rank that has submitted no tensor of its kind.
+    """
+
+    def __init__(self, default: torch.device) -> None:
+        self._by_kind = {default.type: default}
+
+    def note(self, device: torch.device) -> None:
+        """Note that a tensor of this rank is on ``device``."""
+        self._by_kind[device.type] = device
+
+    def of(self, kind: str) -> torch.device:
+        """Return this rank's device of a kind."""
+        return self._by_kind.get(kind) or torch.device(kind)
+
+
+@final
 class Packer:
     """Starts batches. Fusion buffers are reused.
 
@@ -87,7 +109,6 @@ class Packer:
         divide_by_active: bool,
         empty: Callable[[int, torch.dtype], torch.Tensor],
     ) -> None:
-        """See the class."""
         self._rank, self._natives, self._divide_by_active, self._empty = rank, natives, divide_by_active, empty
         self._buffers: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         self._devices = Devices(natives.device)
@@ -182,7 +203,7 @@ class Packer:
     def _scales(
         self, request: Request, joined: Sequence[int]
     ) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
-        """Functions that scale a tensor in place before and after a reduction."""
+        """Return functions that scale a tensor in place before and after a reduction."""
         divisor = 1
         if request.reduction == "avg":
             if request.dtype == "bool":
@@ -266,7 +287,7 @@ class Packer:
         batch.finish = lambda: self._deliver(operation, pieces, tuple(output.shape))
 
     def _reduce_scatter(self, batch: Batch, response: Response, operation: NativeOperation) -> None:
-        """The first ranks have one row more where the rows do not divide evenly."""
+        """Reduce blocks of equal length: the blocks of the last ranks are padded if the rows do not divide evenly."""
         tensor = operation.tensor.detach()
         size = self._natives.world_size
         width, count = math.prod(tensor.shape[1:]), len(tensor)
@@ -303,12 +324,12 @@ class Packer:
             output.detach().copy_(piece.view(output.shape))
 
     def _buffer(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A fusion buffer of at least ``num_elements``, reused if possible."""
+        """Return a fusion buffer of at least ``num_elements``, reused if possible."""
         free = self._buffers.setdefault((dtype, device), [])
         for index, buffer in enumerate(free):
             if len(buffer) >= num_elements:
                 return free.pop(index)
-        free.clear()  # too small: larger ones take their place
+        free.clear()  # all are too small, so they are replaced by larger ones
         if device.type == "cpu":
             return self._empty(num_elements, dtype)
         return torch.empty(num_elements, dtype=dtype, device=device)
@@ -319,7 +340,7 @@ def _native_op(reduction: str) -> ReduceOp:
 
 
 def _multiply(tensor: torch.Tensor, factor: float) -> None:
-    """In place; integers are multiplied as float64 and cut off, half types as float32 and rounded once."""
+    """Multiply in place. Integers are multiplied as float64 and cut off, half types as float32 and rounded once."""
     if factor == 1.0:
         return
     if tensor.is_floating_point():
@@ -337,7 +358,7 @@ def _extreme(dtype: torch.dtype, *, largest: bool) -> float:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements one after the other: in the tensor's own memory if it is contiguous, else in a copy."""
+    """Return the elements in one dimension: in the tensor's own memory if it is contiguous, else in a copy."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
@@ -350,7 +371,7 @@ def _copy_back(flat: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
 
 
 def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    if any(tensor.is_neg() or tensor.is_conj() for tensor in (*targets, *sources)):  # torch has no fused copy of those
+    if any(tensor.is_neg() or tensor.is_conj() for tensor in (*targets, *sources)):  # torch cannot copy these at once
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
     elif targets:

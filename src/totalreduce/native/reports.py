@@ -1,4 +1,4 @@
-"""Tells the engine's observers how native operations went (see ``Observer.coordinated``)."""
+"""Reports the times of native operations to the engine's observers (see ``Observer.coordinated``)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ __all__ = ["Reports"]
 
 @final
 class Reports:
-    """Tells the observers of one engine. Any thread that does not hold the engine's lock."""
+    """Informs the observers of one engine. Any thread that does not hold the engine's lock may call it."""
 
     def __init__(self, runner: Runner) -> None:
-        """Tell the observers of this runner's engine."""
         self._runner = runner
 
     def batch(self, batch: Batch) -> None:
-        """A batch has ended."""
+        """Report a batch that has ended."""
         observers = self._runner.engine.observers
         if not observers:
             return
@@ -41,18 +40,18 @@ class Reports:
                         packed=batch.packed or batch.ended,
                         ended=batch.ended,
                         unpacked=batch.unpacked,
-                        error=batch.error,
+                        error=operation.error or batch.error,
                     )
 
     def planned(self, reduction: PlannedReduction) -> None:
-        """A reduction of a plan has ended."""
+        """Report a reduction of a plan that has ended."""
         with self._runner.locked():
             for observer in self._runner.engine.observers:
                 observer.coordinated(
                     reduction.name,
                     reduction.round,
                     kind="allreduce",
-                    num_bytes=reduction.tensor.numel() * reduction.tensor.element_size(),
+                    num_bytes=reduction.tensor.nbytes,
                     batch=reduction.number,
                     fused=1,
                     submitted=reduction.submitted_at,
