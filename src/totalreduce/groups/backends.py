@@ -154,8 +154,8 @@ class _UnorderedReductions:
     def begin(self) -> None:
         """Nothing to prepare."""
 
-    def submit(self, place: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
-        return self._backend.allreduce(tensor, op, Options(self._names[place], priority=priority))
+    def submit(self, index: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
+        return self._backend.allreduce(tensor, op, Options(self._names[index], priority=priority))
 
     def close(self) -> None:
         """Nothing to release."""
@@ -180,8 +180,8 @@ class NativeBackend:
         return self.coordinator.broadcast(tensor, root=root, **_shared(options))
 
     def allgather(self, outputs: Blocks, tensor: torch.Tensor, options: Options) -> Work:
-        places = checked.list_blocks(outputs, self._size, options.shown, "outputs")
-        return self.coordinator.allgather(tensor.reshape(-1), outputs=places, copied=[tensor], **_shared(options))
+        listed = checked.list_blocks(outputs, self._size, options.shown, "outputs")
+        return self.coordinator.allgather(tensor.reshape(-1), outputs=listed, copied=[tensor], **_shared(options))
 
     def reduce_scatter(self, tensor: torch.Tensor, inputs: Blocks, op: ReduceOp, options: Options) -> Work:
         parts = checked.list_blocks(inputs, self._size, options.shown, "inputs")
@@ -191,14 +191,14 @@ class NativeBackend:
         return self.coordinator.reduce_scatter(stacked, op=op, outputs=[tensor], copied=parts, **_shared(options))
 
     def alltoall(self, outputs: Blocks, inputs: Blocks, options: Options) -> Work:
-        places = checked.list_blocks(outputs, self._size, options.shown, "outputs")
+        listed = checked.list_blocks(outputs, self._size, options.shown, "outputs")
         parts = checked.list_blocks(inputs, self._size, options.shown, "inputs")
         joined, splits = torch.cat([part.reshape(-1) for part in parts]), [part.numel() for part in parts]
-        return self.coordinator.alltoall(joined, splits, outputs=places, copied=parts, **_shared(options))
+        return self.coordinator.alltoall(joined, splits, outputs=listed, copied=parts, **_shared(options))
 
     def gather(self, outputs: Blocks | None, tensor: torch.Tensor, root: int, options: Options) -> Work:
-        places = self._root_blocks(outputs, tensor, root, options, "outputs")
-        return self.coordinator.gather(tensor, outputs=places, root=root, **_shared(options))
+        listed = self._root_blocks(outputs, tensor, root, options, "outputs")
+        return self.coordinator.gather(tensor, outputs=listed, root=root, **_shared(options))
 
     def scatter(self, tensor: torch.Tensor, inputs: Blocks | None, root: int, options: Options) -> Work:
         parts = self._root_blocks(inputs, tensor, root, options, "inputs")

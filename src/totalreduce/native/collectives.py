@@ -16,12 +16,12 @@ class NativeWork(Protocol):
     """A collective of the library that was started."""
 
     def done(self) -> bool:
-        """Whether it has ended, with or without an error."""
+        """Return whether the collective has ended, with or without an error."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most ``timeout_s`` seconds until it has ended; return whether it has. The result is there then.
+        """Wait at most ``timeout_s`` seconds for the result; return whether it is there.
 
-        On an accelerator this makes the current stream wait instead of the caller, where the library does so.
+        NCCL makes the current stream of the accelerator wait, and not the caller.
 
         Raises:
             TotalReduceError: The library reports a failure.
@@ -32,17 +32,16 @@ class NativeCollectives(Protocol):
     """Collectives of one library among the ranks of one group.
 
     All methods but ``split`` and ``close`` return at once. All ranks must call them in one agreed order, and each rank
-    from one thread at a time. Results are as exact and as repeatable as the library makes them. Tensors are contiguous
-    and on a device that the library knows. They must stay untouched until the work is done; the work keeps them alive.
-    Dtypes and counts are equal on all ranks.
+    from one thread at a time. Results are as exact and as repeatable as the library makes them. Tensors are contiguous,
+    and on a device that the library knows. Nobody writes to them until the collective has ended, which keeps them
+    alive. Element types and counts are equal on all ranks.
 
     Attributes:
         world_size: Number of ranks.
-        device: The device of this rank's tensors, as far as the library knows it when it is made: an accelerator for
-            NCCL.
+        device: The device of this rank's tensors, if the library has one; else the CPU.
 
     Raises:
-        UnsupportedError: By every collective: the library does not have this operation or element type.
+        UnsupportedError: The library does not have this collective or element type. Every collective can raise it.
     """
 
     world_size: int
@@ -58,22 +57,22 @@ class NativeCollectives(Protocol):
         """Copy the root's tensor to all ranks, in place."""
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> NativeWork:
-        """Gather equal parts, by rank, into ``output`` (``world_size`` times as long)."""
+        """Gather equal parts, by rank, into ``output``, which is ``world_size`` times as long."""
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
-        """Reduce ``tensor`` and keep this rank's part of it (``world_size`` times shorter) in ``output``."""
+        """Reduce ``tensor``. This rank's part of the result goes into ``output`` (``world_size`` times shorter)."""
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> NativeWork:
-        """Exchange parts: ``sent`` elements for each rank, ``received`` ones from each, one after the other."""
+        """Send ``sent[r]`` elements to each rank r and receive ``received[r]`` elements from it, in rank order."""
 
     def split(self, ranks: Sequence[int], timeout_s: float) -> NativeCollectives:
-        """The same library among some ranks, this one included, apart from everything else. Collective among them.
+        """Return the same library among some ranks, independent of this one. Collective among these ranks.
 
         Raises:
             RendezvousError: Some rank did not come in time.
         """
 
     def close(self) -> None:
-        """Release the library's resources; no operation is under way."""
+        """Release the library's resources. No collective is under way."""

@@ -18,22 +18,22 @@ from totalreduce.tensors import dtypes
 
 __all__ = ["Describer", "Label", "Scaling"]
 
-#: The name of an unnamed operation is its kind and number. A name of the program that begins so, or with the escape, is
-#: escaped, so that it never meets an operation without a name.
+#: The name of an unnamed operation is its kind and number. Names of the program that begin like this, or with the
+#: escape, are escaped, so that they differ from the names of unnamed operations.
 _ESCAPE = "n:"
 _RESERVED = (_ESCAPE, *(f"{kind.name.lower()}#" for kind in OpKind))
 _REDUCTIONS = {op: op.name.lower() for op in ReduceOp}
-#: Descriptions that are kept for when their names come again.
+#: Descriptions that are kept, because most names come again.
 _KNOWN_MAX = 100_000
 
 
 class Label(NamedTuple):
-    """How an operation is called.
+    """The name of an operation, and how the ranks treat it.
 
     Attributes:
-        name: Equal on all ranks.
+        name: The name, equal on all ranks.
         cached: Whether the name can come again, so that the ranks remember the agreement on it.
-        priority: Of operations that are ready on all ranks at the same time, the smaller one goes first.
+        priority: Of operations that are ready at the same time, the one with the smaller number goes first.
     """
 
     name: str
@@ -42,14 +42,14 @@ class Label(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """How a reduction combines and scales elements (see ``Coordinator.allreduce``)."""
+    """The reduction of elements and their factors (see ``Coordinator.allreduce``)."""
 
     op: ReduceOp
     prescale: float = 1.0
     postscale: float = 1.0
 
     def check(self) -> None:
-        """Raise ``ConfigurationError`` if nothing is reduced."""
+        """Raise ``ConfigurationError`` if ``op`` is no reduction."""
         if self.op is ReduceOp.NONE:
             raise ConfigurationError("op NONE reduces nothing")
 
@@ -63,14 +63,13 @@ class Describer:
     """
 
     def __init__(self, world_size: int) -> None:
-        """For a group of ``world_size`` ranks."""
         self._world_size = world_size
         self.unnamed: Counter[OpKind] = Counter()
         self._known: dict[str, Request] = {}  #: The last allreduce of each name.
 
     @contextmanager
     def label(self, name: str | None, kind: OpKind, priority: int = 0) -> Iterator[Label]:
-        """The label of an operation that is submitted within the context.
+        """Return the label of an operation that is submitted within the context.
 
         An unnamed operation that is refused gives its number back. Otherwise this rank would count unnamed operations
         differently from the other ranks from then on.
@@ -89,7 +88,7 @@ class Describer:
             raise
 
     def allreduces(self, tensors: Sequence[torch.Tensor], scaling: Scaling, label: Label) -> list[Request]:
-        """Allreduces of which all or none are carried out."""
+        """Describe allreduces of which all or none are carried out."""
         scaling.check()
         count = len(tensors)
         batch = (label.name, count) if count > 1 else None
@@ -119,7 +118,7 @@ class Describer:
         return requests
 
     def reduce_scatter(self, tensor: torch.Tensor, scaling: Scaling, label: Label) -> Request:
-        """A reduce-scatter of rows."""
+        """Describe a reduce-scatter of rows."""
         scaling.check()
         dtypes.check_dense(tensor, label.name)
         if not tensor.dim():
@@ -127,13 +126,13 @@ class Describer:
         return _reduction(OpKind.REDUCE_SCATTER, tensor, scaling, label)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, label: Label) -> Request:
-        """A reduce."""
+        """Describe a reduce."""
         scaling = Scaling(op)
         scaling.check()
         return _reduction(OpKind.REDUCE, tensor, scaling, label, root=self._root(root))
 
     def broadcast(self, tensor: torch.Tensor, root: int, label: Label) -> Request:
-        """A broadcast."""
+        """Describe a broadcast."""
         described, root = _described(tensor, label.name), self._root(root)
         return Request(
             label.name, OpKind.BROADCAST, *described, root=root, cached=label.cached, priority=label.priority
@@ -142,7 +141,7 @@ class Describer:
     def blocks(
         self, kind: OpKind, tensor: torch.Tensor, blocks: Sequence[torch.Tensor] | None, root: int, label: Label
     ) -> Request:
-        """A gather or scatter of this rank's tensor; the root has a block for every rank."""
+        """Describe a gather or scatter of this rank's tensor; the root has a block for every rank."""
         dtype, itemsize, _, device = _described(tensor, label.name)
         sizes = tuple(block.numel() for block in blocks or ())
         return Request(
@@ -159,12 +158,12 @@ class Describer:
         )
 
     def allgather(self, tensor: torch.Tensor, label: Label) -> Request:
-        """An allgather of rows."""
+        """Describe an allgather of rows."""
         described = _described(tensor, label.name)
         return Request(label.name, OpKind.ALLGATHER, *described, cached=label.cached, priority=label.priority)
 
     def alltoall(self, tensor: torch.Tensor, splits: Sequence[int] | None, label: Label) -> Request:
-        """An alltoall of rows, ``splits[r]`` for rank r; without splits equally many for each rank."""
+        """Describe an alltoall that sends ``splits[r]`` rows to rank r; without splits equally many to each rank."""
         size, name = self._world_size, label.name
         described = _described(tensor, name)
         rows = len(tensor) if tensor.dim() else 0

@@ -33,12 +33,12 @@ class Executor:
     """Fuses, starts and finishes operations in a thread of its own.
 
     Args:
-        rank: Index in the group.
-        packer: Packs, calls the library, unpacks.
+        rank: Index of this rank in the group.
+        packer: Packs operations, calls the library and unpacks the results.
         fusion_bytes: Upper bound of a batch, in bytes.
-        complete: Called with operations that have ended, in the executor's thread.
-        report: Called with each batch that has ended.
-        lost: Returns the loss of a rank, if one is lost.
+        complete: A function that is called with operations that have ended, in the executor's thread.
+        report: A function that is called with each batch that has ended.
+        lost: A function that returns the loss of a rank, or ``None``.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Executor:
         self._thread.start()
 
     def put(self, responses: list[Response], operations: list[NativeOperation | None], now: float) -> None:
-        """Carry out operations in this order; an operation is ``None`` where this rank has joined."""
+        """Carry operations out in this order. An operation is ``None`` if this rank has joined instead."""
         self._inbox.put(lambda: self._carry_out(responses, operations, now))
 
     def finish(self, action: Callable[[], None]) -> None:
@@ -74,7 +74,7 @@ class Executor:
         self._inbox.put(lambda: self._complete(operations, error))
 
     def end(self) -> None:
-        """End the thread when it has carried out everything that it was given; nothing more comes."""
+        """End the thread when it has carried out all that was put before. Nothing is put afterwards."""
         self._inbox.put(None)
 
     def close(self, timeout_s: float) -> None:

@@ -7,10 +7,10 @@ from typing import Any, final
 
 import torch
 
-from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
+from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.native.collectives import NativeWork
-from totalreduce.native.reductions import check_tensor, reduction_for
+from totalreduce.native.reductions import check_parts, check_tensor, reduction_for
 from totalreduce.transports.mpi import MPI, Communicator, reason
 
 __all__ = ["MpiCollectives"]
@@ -18,19 +18,16 @@ __all__ = ["MpiCollectives"]
 
 @final
 class _MpiWork:
-    """A request of MPI's."""
+    """A request of MPI. ``finish`` completes its result."""
 
     def __init__(self, what: str, communicator: Communicator, request: MPI.Request, finish: Callable[[], None]) -> None:
-        """Watch a request; ``finish`` completes the result."""
         self._what, self._communicator, self._request, self._finish = what, communicator, request, finish
         self._over = False
 
     def done(self) -> bool:
-        """Ask MPI, which moves what is not done."""
         return self._over or self.wait(0.0)
 
     def wait(self, timeout_s: float) -> bool:
-        """Ask again and again."""
         if self._over:
             return True
         try:
@@ -47,7 +44,7 @@ class MpiCollectives:
     """Collectives of a communicator. CPU tensors; float16 and bfloat16 are reduced as float32."""
 
     def __init__(self, communicator: Communicator, *, own: bool = False) -> None:
-        """On the transport's communicator (MPI keeps collectives and messages apart), or on one of its ``own``."""
+        """Use the communicator of a transport (MPI keeps collectives and messages apart), or an ``own`` one."""
         self._communicator, self._own = communicator, own
         self.world_size = communicator.world_size
         self.device = torch.device("cpu")
@@ -71,23 +68,18 @@ class MpiCollectives:
         return self._start("Ibcast", lambda comm: comm.Ibcast([data, MPI.BYTE], root))
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> NativeWork:
-        if output.dtype != tensor.dtype or output.numel() != self.world_size * tensor.numel():
-            raise ConfigurationError(
-                f"{output.numel()} elements of {output.dtype} do not hold {tensor.numel()} of {tensor.dtype} from each "
-                f"of {self.world_size} ranks"
-            )
-        part, whole = _bytes(tensor), _bytes(output)
-        return self._start("Iallgather", lambda comm: comm.Iallgather([part, MPI.BYTE], [whole, MPI.BYTE]))
+        check_parts(output, tensor, self.world_size)
+        part, gathered = _bytes(tensor), _bytes(output)
+        return self._start("Iallgather", lambda comm: comm.Iallgather([part, MPI.BYTE], [gathered, MPI.BYTE]))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
         check_tensor(output, on_cpu=True)
         check_tensor(tensor, on_cpu=True)
-        if output.dtype != tensor.dtype or tensor.numel() != self.world_size * output.numel():
-            raise ConfigurationError(f"{output.numel()} elements are not one of {self.world_size} parts")
-        part, whole = output.detach().view(-1), tensor.detach().view(-1)
+        check_parts(tensor, output, self.world_size)
+        part, parts = output.detach().view(-1), tensor.detach().view(-1)
         wide = _WIDER.get(part.dtype, part.dtype)
         reduction = reduction_for(part.to(wide), op, self.world_size, wider={})
-        source, target = whole.to(wide).view(reduction.tensor.dtype).numpy(), reduction.tensor.numpy()
+        source, target = parts.to(wide).view(reduction.tensor.dtype).numpy(), reduction.tensor.numpy()
         mpi_op = _OPS[reduction.op]
 
         def finish() -> None:
@@ -109,7 +101,6 @@ class MpiCollectives:
         return self._start("Ialltoallv", lambda comm: comm.Ialltoallv(sends, receives))
 
     def split(self, ranks: Sequence[int], timeout_s: float) -> MpiCollectives:  # noqa: ARG002  (MPI has no deadline)
-        """A new communicator."""
         communicator = self._communicator
         with communicator.lock:
             group = communicator.handle.Get_group().Incl(list(ranks))
@@ -118,7 +109,6 @@ class MpiCollectives:
         return MpiCollectives(Communicator(handle), own=True)
 
     def close(self) -> None:
-        """Free a communicator of its own."""
         if self._own and self._communicator.usable():
             with self._communicator.lock:
                 self._communicator.handle.Free()
@@ -148,7 +138,7 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
-    """A tensor's memory as bytes, without copying."""
+    """Return a tensor's memory as bytes, without a copy."""
     check_tensor(tensor, on_cpu=True)
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 

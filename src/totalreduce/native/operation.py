@@ -36,7 +36,7 @@ class NativeOperation:
         tensor: The contribution, in the memory that the program's tensor had when it was submitted. The result of an
             allreduce, of a reduce and of a broadcast is written there, too.
         operands: The memory that the operation uses.
-        outputs: The places for the parts of an allgather or alltoall, by rank; ``None``: ``result`` is made.
+        outputs: Tensors that take the parts of the result, by rank; ``None``: one tensor is made, ``result``.
         handle: Completed when the operation has ended.
         submitted_at: Time of the submission on the engine's clock, in seconds.
         iteration: How often the name was used before.
@@ -97,11 +97,11 @@ def prepare(
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record(torch.cuda.current_stream(tensor.device))
     # The program may give its tensors other memory while the operation is in flight; the operation keeps the old one.
-    places = None if outputs is None else [output.detach() for output in outputs]
+    kept = None if outputs is None else [output.detach() for output in outputs]
     returned = tensor if request.kind in _IN_PLACE else None
     if outputs and request.kind in _ONE_OUTPUT:
         returned = outputs[0]
-    return NativeOperation(request, returned, tensor.detach(), operands, places, ready)
+    return NativeOperation(request, returned, tensor.detach(), operands, kept, ready)
 
 
 @dataclass(slots=True)

@@ -41,7 +41,7 @@ class Batch:
         begun: Time when packing began.
         packed: Time when the library was called.
         ended: Time when the library had ended.
-        unpacked: Time when the results were in their places.
+        unpacked: Time when the results were in the tensors of the program.
         work: The library's handle; ``None`` if there is nothing to do.
         buffer: The fusion buffer.
         finish: Unpacks the results.
@@ -247,8 +247,8 @@ class Packer:
         ]
         longest = max(map(sum, counts))
         part = tensors[0].new_zeros(longest)
-        places = part[: sum(counts[self._rank])].split_with_sizes(counts[self._rank])
-        _copy_all([place.view(tensor.shape) for place, tensor in zip(places, tensors, strict=True)], tensors)
+        slices = part[: sum(counts[self._rank])].split_with_sizes(counts[self._rank])
+        _copy_all([piece.view(tensor.shape) for piece, tensor in zip(slices, tensors, strict=True)], tensors)
         gathered = tensors[0].new_empty(len(counts) * longest)
         batch.work = self._natives.allgather(gathered, part) if len(gathered) else None
 

@@ -1,4 +1,4 @@
-"""Reductions in a planned order: for libraries that need one order, without an agreement in every step."""
+"""Reductions in a planned order, for libraries that need one order: the ranks agree once and not in every step."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["NativeStream", "PlannedReduction", "PlannedReductions"]
 class PlannedReductions(Protocol):
     """Reduces the same tensors in every round. Every rank submits each tensor once in each round.
 
-    Between the end of a round and ``begin`` further reductions may follow, in the same order on all ranks.
+    After the last tensor of a round, the ranks may submit further reductions in one order before they call ``begin``.
     """
 
     def begin(self) -> None:
-        """Begin the next round; the reductions of the last round are done."""
+        """Begin the next round. The reductions of the last round have ended."""
 
-    def submit(self, place: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
-        """Reduce the tensor that has this place in the plan, in place; places may come in any order."""
+    def submit(self, index: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
+        """Reduce the tensor with this index in the plan, in place. The indices may come in any order."""
 
     def close(self) -> None:
         """End the stream: there is no next round."""
@@ -38,15 +38,15 @@ class PlannedReductions(Protocol):
 
 @final
 class PlannedReduction:
-    """One reduction of a round (see ``work.PendingOperation``). The thread that asks for the result completes it.
+    """One reduction of a round (see ``work.PendingOperation``). A thread that waits for the result completes it.
 
     Attributes:
-        name: The operation's name.
-        round: Number of the round, from 1.
-        number: How many reductions of the stream were started before.
+        name: The name of the operation.
+        round: The number of the round, from 1.
+        number: The number of reductions that the stream had started before.
         submitted_at: Time of the submission, like the other times on the engine's clock, in seconds.
-        started_at: Time when the library was called, after all earlier places of the plan.
-        ended_at: Time when a thread saw that it was done.
+        started_at: Time when the library was called: all earlier reductions of the plan were started before.
+        ended_at: Time when a thread saw that the library had ended.
     """
 
     operation = None
@@ -63,16 +63,16 @@ class PlannedReduction:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended; the library is asked."""
+        """Whether the library has ended the reduction."""
         return self.finished or (self.work is not None and self.work.done())
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called by the thread that finds that it is done."""
+        """Have the thread that completes the reduction call ``callback``."""
         self._callbacks.append(callback)
         if self.finished:
-            self.tell()
+            self.call_back()
 
-    def tell(self) -> None:
+    def call_back(self) -> None:
         """Call the callbacks of ``on_done``."""
         while self._callbacks:
             self._callbacks.pop(0)()
@@ -81,14 +81,14 @@ class PlannedReduction:
 @final
 @never_compiled
 class NativeStream:
-    """``PlannedReductions`` by a native library: started in the order of the plan, whatever order they come in.
+    """``PlannedReductions`` by a native library: reductions start in the order of the plan.
 
     Args:
-        natives: The library, for this stream only; closed with it.
-        names: Of the operations, by place.
-        lost: Returns the loss of a rank, if one is lost.
+        natives: The library, for this stream only; closed with the stream.
+        names: The names of the operations, in the order of the plan.
+        lost: A function that returns the loss of a rank, or ``None``.
         patience_s: Time-out in seconds of waits that name none.
-        reported: Called with each reduction that is done.
+        reported: A function that is called with each reduction that has ended.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class NativeStream:
         self._reported = reported
         self._home = HomeProcess("the stream of planned reductions")
         self._lock = threading.Lock()  # hooks run in threads of autograd's
-        self._started = threading.Condition(self._lock)  #: Notified of every reduction that was started.
+        self._started = threading.Condition(self._lock)  #: Notified when a reduction was started.
         self._early: dict[int, PlannedReduction] = {}
         self._next = self._round = self._number = 0
 
@@ -112,30 +112,30 @@ class NativeStream:
         """Begin the next round."""
         self._home.check()
         with self._lock:
-            assert not self._early, "every place of the last round was submitted"
+            assert not self._early, "every tensor of the last round was submitted"
             self._next = 0
             self._round += 1
 
-    def submit(self, place: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:  # noqa: ARG002
-        """Start a reduction and those that waited for it, or keep it until all earlier places have come.
+    def submit(self, index: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:  # noqa: ARG002
+        """Start a reduction and those that waited for it, or keep it until all earlier tensors of the plan have come.
 
         Raises:
             GroupClosed: This is a forked child of the process in which the stream was made.
         """
         self._home.check()
-        planned = PlannedReduction(self._names[place], self._round, tensor, op)
+        planned = PlannedReduction(self._names[index], self._round, tensor, op)
         with self._lock:
             if self._next == len(self._names):
                 self._start(planned)
             else:
-                self._early[place] = planned
+                self._early[index] = planned
                 while self._next in self._early:
                     self._start(self._early.pop(self._next))
                     self._next += 1
         return Work(self, planned, tensor, planned.name, self._patience_s)
 
     def wait(self, handle: PlannedReduction, timeout_s: float) -> None:
-        """See ``work.Waiter``."""
+        """Wait until a reduction has ended (see ``work.Waiter``)."""
         if handle.finished:
             return
         self._home.check()
@@ -159,7 +159,7 @@ class NativeStream:
                 raise DeadlineExceededError(self._explain(handle, timeout_s))
 
     def close(self) -> None:
-        """Release the library. In a forked child this does nothing: the library is the parent's."""
+        """Release the library. In a forked child process this does nothing: the library belongs to the parent."""
         if self._home.is_here:
             self._natives.close()
 
@@ -170,7 +170,7 @@ class NativeStream:
         self._started.notify_all()
 
     def _has_started(self, planned: PlannedReduction, timeout_s: float) -> bool:
-        """Wait until the reduction was started, at most so long; returns whether it was."""
+        """Wait until the reduction was started, at most ``timeout_s``; return whether it was."""
         if planned.work is None:
             with self._lock:
                 self._started.wait_for(lambda: planned.work is not None, timeout_s)
@@ -182,7 +182,7 @@ class NativeStream:
         handle.error, handle.ended_at, handle.finished = error, time.monotonic(), True
         if self._reported is not None:
             self._reported(handle)
-        handle.tell()
+        handle.call_back()
 
     def _explain(self, handle: PlannedReduction, timeout_s: float) -> str:
         waited = f"waited {timeout_s:g} s for {handle.name!r} of round {handle.round}"

@@ -1,4 +1,4 @@
-"""Reductions that a library does not have (averages, ``bool``, small types), made of those that it has."""
+"""Reductions that a library does not have (averages, ``bool``, small types), made of reductions that it has."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from totalreduce.foundation.errors import UnsupportedError
+from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.foundation.types import DType, ReduceOp
 from totalreduce.kernels import divide, supports
 
-__all__ = ["Reduction", "check_tensor", "reduction_for"]
+__all__ = ["Reduction", "check_parts", "check_tensor", "reduction_for"]
 
 #: By reduction of ``bool``: the reduction of bytes that are 0 or 1 with the same result.
 _OF_BYTES = {
@@ -30,9 +30,9 @@ class Reduction:
     """A reduction as a library can do it.
 
     Attributes:
-        tensor: The tensor that the library reduces in place: the caller's memory, or a wider copy.
-        op: How; neither ``AVG`` nor a reduction of ``bool``.
-        finish: To be called afterwards; the caller's tensor then has the result.
+        tensor: The tensor that the library reduces in place: the caller's memory, or a copy in a wider type.
+        op: The reduction; neither ``AVG`` nor a reduction of ``bool``.
+        finish: A function that is called afterwards, and puts the result into the caller's tensor.
     """
 
     tensor: torch.Tensor
@@ -41,7 +41,7 @@ class Reduction:
 
 
 def check_tensor(tensor: torch.Tensor, *, on_cpu: bool) -> None:
-    """Refuse a tensor that is not one piece of memory.
+    """Check that the library can use a tensor where it lies.
 
     Raises:
         UnsupportedError: The tensor is not contiguous, not strided, or not on the CPU where it must be.
@@ -52,16 +52,29 @@ def check_tensor(tensor: torch.Tensor, *, on_cpu: bool) -> None:
         raise UnsupportedError(f"this library reads CPU memory, and the tensor is on {tensor.device}")
 
 
+def check_parts(gathered: torch.Tensor, part: torch.Tensor, world_size: int) -> None:
+    """Check that ``gathered`` has as many elements as the parts of all ranks, and their type.
+
+    Raises:
+        ConfigurationError: It has another number of elements, or another type.
+    """
+    if gathered.dtype != part.dtype or gathered.numel() != world_size * part.numel():
+        raise ConfigurationError(
+            f"{gathered.numel()} elements of {gathered.dtype} are not {part.numel()} elements of {part.dtype} for each "
+            f"of {world_size} ranks"
+        )
+
+
 def reduction_for(
     tensor: torch.Tensor, op: ReduceOp, world_size: int, *, wider: Mapping[torch.dtype, torch.dtype]
 ) -> Reduction:
-    """Say how to reduce ``tensor`` with a library that has neither averages nor ``bool``.
+    """Return how a library reduces ``tensor`` that has neither averages nor ``bool``.
 
     Args:
-        tensor: Contiguous.
+        tensor: A contiguous tensor.
         op: The reduction that the caller wants.
-        world_size: For averages.
-        wider: Element types that the library does not have, and the types in which they are reduced.
+        world_size: The divisor of averages.
+        wider: Element types that the library does not have, and the wider types in which it reduces them.
 
     Raises:
         UnsupportedError: This reduction of this element type is not defined.

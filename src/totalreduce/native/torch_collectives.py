@@ -1,4 +1,4 @@
-"""Collectives of ``torch.distributed``: NCCL, gloo, UCC, whatever the program's process group uses."""
+"""Collectives of ``torch.distributed``: those of NCCL, gloo or UCC, as the program's process group has them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
+from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.native.collectives import NativeWork
-from totalreduce.native.reductions import Reduction, check_tensor, reduction_for
+from totalreduce.native.reductions import Reduction, check_parts, check_tensor, reduction_for
 from totalreduce.transports.torch_group import ENDED, destroy, forming_a_group, reason
 
 __all__ = ["TorchCollectives", "everybody"]
@@ -22,18 +22,15 @@ __all__ = ["TorchCollectives", "everybody"]
 
 @final
 class _TorchWork:
-    """A work of torch's."""
+    """A collective of torch that was started. ``finish`` completes its result."""
 
     def __init__(self, what: str, rank: int, work: Any, finish: Callable[[], None] | None) -> None:
-        """Watch a work of torch's; ``finish`` completes the result."""
         self._what, self._rank, self._work, self._finish = what, rank, work, finish
 
     def done(self) -> bool:
-        """Whether torch says so."""
         return bool(self._work.is_completed())
 
     def wait(self, timeout_s: float) -> bool:
-        """Block, or with NCCL have the current stream wait."""
         deadline = time.monotonic() + timeout_s
         try:
             self._work.wait(timedelta(seconds=max(0.001, timeout_s)))
@@ -42,7 +39,7 @@ class _TorchWork:
                 raise self._failed(error) from error
             if not self._work.is_completed():
                 return False
-            try:  # it has ended since
+            try:  # it has ended in the meantime
                 self._work.wait()
             except RuntimeError as failure:
                 raise self._failed(failure) from failure
@@ -62,8 +59,8 @@ class TorchCollectives:
     def __init__(self, group: dist.ProcessGroup, *, reusable_name: bool = False) -> None:
         """Take over a private group.
 
-        ``reusable_name``: torch named it after its members and would give the name again, and find the addresses of
-        the old group under it; so it lives as long as torch's own groups.
+        ``reusable_name``: torch has named the group after its members. It would give a later group of the same members
+        the same name, and find the addresses of the old group under it. So the group lives as long as torch's own.
         """
         self._group, self._reusable_name = group, reusable_name
         self._rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -89,25 +86,20 @@ class TorchCollectives:
         return self._start("broadcast", dist.broadcast, tensor.detach().view(-1).view(torch.uint8), source)
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> NativeWork:
-        whole, part = _flat(output), _flat(tensor)
-        if whole.dtype != part.dtype or len(whole) != self.world_size * len(part):
-            raise ConfigurationError(
-                f"{len(whole)} elements of {whole.dtype} do not hold {len(part)} of {part.dtype} from each "
-                f"of {self.world_size} ranks"
-            )
-        parts = list(whole.view(torch.uint8).chunk(self.world_size))
+        gathered, part = _flat(output), _flat(tensor)
+        check_parts(gathered, part, self.world_size)
+        parts = list(gathered.view(torch.uint8).chunk(self.world_size))
         if not parts[0].numel():
-            parts = [whole.new_empty(0, dtype=torch.uint8)] * self.world_size
+            parts = [gathered.new_empty(0, dtype=torch.uint8)] * self.world_size
         return self._start("all_gather", dist.all_gather, parts, part.view(torch.uint8))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
-        whole, part = _flat(tensor), _flat(output)
-        if whole.dtype != part.dtype or len(whole) != self.world_size * len(part):
-            raise ConfigurationError(f"{len(part)} elements are not one of {self.world_size} parts of {len(whole)}")
-        reduction = reduction_for(whole, op, self.world_size, wider=_WIDER)
-        if reduction.tensor.data_ptr() == whole.data_ptr():
+        gathered, part = _flat(tensor), _flat(output)
+        check_parts(gathered, part, self.world_size)
+        reduction = reduction_for(gathered, op, self.world_size, wider=_WIDER)
+        if reduction.tensor.data_ptr() == gathered.data_ptr():
             reduction = reduction_for(part, op, self.world_size, wider={})
-            target, source = reduction.tensor, whole.view(reduction.tensor.dtype)
+            target, source = reduction.tensor, gathered.view(reduction.tensor.dtype)
         else:  # the library reduces a wider copy
             wide = reduction.tensor
             target, source = wide.new_empty(len(part)), wide
@@ -130,18 +122,16 @@ class TorchCollectives:
         )
 
     def split(self, ranks: Sequence[int], timeout_s: float) -> TorchCollectives:
-        """A new process group."""
         members = [dist.get_global_rank(self._group, rank) for rank in ranks]
         all_ranks = len(members) == dist.get_world_size()
         with forming_a_group():
-            # Of a part of the ranks only those come here, and torch must not wait for the others.
+            # If the group has a part of the ranks, the others do not call this, and torch must not wait for them.
             patience = timedelta(seconds=timeout_s)
             group = dist.new_group(members, patience, use_local_synchronization=not all_ranks)
         assert isinstance(group, dist.ProcessGroup)
         return TorchCollectives(group, reusable_name=not all_ranks)
 
     def close(self) -> None:
-        """Give the group back."""
         if not self._reusable_name:
             destroy(self._group)
 
@@ -156,10 +146,10 @@ class TorchCollectives:
 
 
 def everybody(timeout_s: float) -> TorchCollectives:
-    """A private group with the members and the back end of the default process group. Collective.
+    """Make a private group with the members and the back end of the default process group. Collective.
 
     Raises:
-        RendezvousError: Somebody did not come in time.
+        RendezvousError: Some rank did not come in time.
     """
     with forming_a_group():
         group = dist.new_group(timeout=timedelta(seconds=timeout_s))
@@ -175,7 +165,7 @@ def _torch_op(op: ReduceOp) -> Any:
 
 
 def _narrow(reduction: Reduction, part: torch.Tensor) -> Callable[[], None]:
-    """Finish a reduction of a wider copy, and put it where it belongs."""
+    """Return a function that finishes the reduction of a wider copy, and copies the result into ``part``."""
 
     def finish() -> None:
         reduction.finish()
