@@ -124,7 +124,7 @@ def tampered_inproc(fault: Fault) -> Callable[[int], Sequence[Transport]]:
 
     def make(world_size: int) -> Sequence[Transport]:
         network = InprocNetwork(world_size)
-        network.links[0, 1].messages = Tampering(fault)
+        network.queues[0, 1].messages = Tampering(fault)
         return [network.transport(rank) for rank in range(world_size)]
 
     return make

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES, Header
-from totalreduce.launch.links import LinkRequest, TransportSpec, host_numbers, meet
+from totalreduce.launch.transports import JoinRequest, TransportSpec, host_numbers, meet
 from totalreduce.transports.base import Endpoint, Transport, TransportCounters
 
 _PENDING_MAX = 8  # files that wait for one receiver; a full mailbox holds the sender up
@@ -121,14 +121,14 @@ class MailboxTransport(Transport):
         endpoint.peer_lost(peer, reason)
 
 
-def _connect(request: LinkRequest) -> Transport:
+def _connect(request: JoinRequest) -> Transport:
     directory = os.environ.get("MAILBOX")
     if directory is None:
         raise ConfigurationError("transport 'mailbox' needs a directory that all ranks can see: set MAILBOX")
     members = meet(request)  # all ranks are here, with equal settings
-    rank, world_size = MAILBOX.standing(request.place)
+    rank, world_size = MAILBOX.rank_and_size(request.store)
     link = MailboxTransport(rank, world_size, Path(directory) / request.name, request.tcp.silence_s)
-    link.place(host_numbers(members))
+    link.set_hosts(host_numbers(members))
     return link
 
 

@@ -14,7 +14,7 @@ from totalreduce.c10d.work import seconds_of
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.groups.group import Group
 from totalreduce.launch.bootstrap import init
-from totalreduce.launch.rendezvous import Place
+from totalreduce.launch.rendezvous import StoreRank
 
 __all__ = ["create"]
 
@@ -65,7 +65,7 @@ def _connect(options: Any) -> Group:
     return init(
         name=options.group_id or "torch.distributed",
         timeout_s=seconds_of(options.timeout),
-        place=Place(options.store, options.group_rank, options.group_size),
+        store=StoreRank(options.store, options.group_rank, options.group_size),
     )
 
 

@@ -22,8 +22,8 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups import probe
 from totalreduce.groups.group import Group
 from totalreduce.groups.probe import LinkPolicy
-from totalreduce.launch.links import TRANSPORTS, LinkRequest, connect
-from totalreduce.launch.rendezvous import Place
+from totalreduce.launch.rendezvous import StoreRank
+from totalreduce.launch.transports import TRANSPORTS, JoinRequest, connect
 from totalreduce.native import tuning
 from totalreduce.native.collectives import NativeCollectives
 from totalreduce.observe import Timeline, rank_path
@@ -60,7 +60,7 @@ def init(
     timeline: str | Path | None = None,
     compute: ComputeMode | None = None,
     links: LinkPolicy | str | Path | None = None,
-    place: Place | None = None,
+    store: StoreRank | None = None,
     collectives: Collectives = "auto",
     coordination: CoordinationConfig | str | Path | None = None,
 ) -> Group:
@@ -93,7 +93,7 @@ def init(
             ``"auto"``: native for ``"torch"`` (the program's back end: NCCL, gloo), else the engine.
         coordination: Settings of that agreement; ``"measure"``: measured now, printed, and kept; or a file that
             ``group.coordinator.store`` wrote. Equal on all ranks.
-        place: A store that is open already, and this process's rank among those who meet in it; instead of what
+        store: An open store, and this process's rank among the processes that meet in it, instead of what
             ``torch.distributed`` or the environment say.
 
     Raises:
@@ -107,7 +107,7 @@ def init(
         beat_s = min(tcp_config.heartbeat_s, settings.peer_timeout_s / 4)
         tcp_config = TcpConfig(silence_s=settings.peer_timeout_s, heartbeat_s=beat_s)
     spec = TRANSPORTS[transport]
-    rank, world_size = spec.standing(place)
+    rank, world_size = spec.rank_and_size(store)
     _set_up_log(settings, rank, world_size)
     recorder = _timeline(timeline or settings.timeline, rank, world_size)
     tls = tls or settings.tls
@@ -120,7 +120,7 @@ def init(
     wire["links"] = probe.wire_setting(policy)
     wire["schedules of other packages"] = ", ".join(SCHEDULES.added()) or "none"
     link = connect(
-        LinkRequest(
+        JoinRequest(
             transport=transport,
             name=name,
             settings=settings,
@@ -128,7 +128,7 @@ def init(
             tcp=tcp_config,
             tls=tls,
             wire={**wire, **engine_config.wire_settings()},
-            place=place,
+            store=store,
         )
     )
     if engine is None and world_size > 1 and len(set(link.hosts)) == 1:  # what all ranks agree on, not a guess

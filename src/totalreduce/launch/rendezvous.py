@@ -30,7 +30,7 @@ from totalreduce.foundation.os_errors import few_descriptors
 from totalreduce.foundation.world import World
 from totalreduce.launch.arrivals import Arrival, find_conflict
 
-__all__ = ["Meeting", "Member", "Place", "compare_settings", "current_world", "open_store"]
+__all__ = ["Meeting", "Member", "StoreRank", "compare_settings", "current_world", "open_store"]
 
 _log = logging.getLogger(__name__)
 
@@ -75,13 +75,13 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A store that somebody else has opened, and who this process is among those who meet in it.
+class StoreRank:
+    """An open store, and the rank of this process among the processes that meet in it.
 
     Attributes:
-        store: All ranks can reach it.
-        rank: Of this process among them.
-        world_size: How many there are.
+        store: A store that all ranks can reach.
+        rank: The rank of this process.
+        world_size: The number of processes.
     """
 
     store: Store
@@ -89,7 +89,7 @@ class Place:
     world_size: int
 
     def world(self) -> World:
-        """What is known about this process."""
+        """Return the world in which this process has that rank."""
         return _world_of(self.rank, self.world_size)
 
 

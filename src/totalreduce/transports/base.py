@@ -1,7 +1,7 @@
-"""The two sides of moving bytes: a ``Transport`` does the I/O, an ``Endpoint`` says what and where.
+"""The interface between the engine and a transport: a ``Transport`` does the I/O, an ``Endpoint`` supplies messages.
 
-The transport pulls: it asks for the next message of a peer only when the wire can take it, so the most urgent message
-is chosen at the last moment. It never queues more than the message that is leaving.
+The transport asks for the next message of a peer only when it can send it, so the most urgent message is chosen at the
+last moment. It never queues more than the message that is leaving.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Outgoing(Protocol):
 
     @property
     def body(self) -> memoryview | None:
-        """The body; read when it leaves."""
+        """The body; it is read when it leaves."""
 
     @property
     def share_key(self) -> Hashable:
@@ -34,67 +34,67 @@ class Outgoing(Protocol):
 
 
 class Delivery(Protocol):
-    """Where an arriving body goes. ``view`` may be replaced by one of the same length while the body arrives."""
+    """The destination of an arriving body. ``view`` may be replaced by one of equal length while the body arrives."""
 
     @property
     def view(self) -> memoryview:
-        """Exactly as long as the body."""
+        """Memory exactly as long as the body."""
 
     @property
     def lease(self) -> Lease | None:
-        """The lease that was taken: nothing is to be copied."""
+        """The lease that the endpoint has taken: nothing is to be copied."""
 
 
 class Lease(Protocol):
-    """A body that lies in memory of the transport (shared with the sender), for as long as nobody gives it back.
+    """A body that lies in memory of the transport, shared with the sender, until ``release``.
 
     An endpoint may take it as the delivery's ``view`` instead of having it copied, and calls ``release`` when it has
-    read it; then, and only then, ``Delivery.lease`` is this object.
+    read it. ``Delivery.lease`` is this object if the endpoint has taken it, and ``None`` otherwise.
     """
 
     @property
     def body(self) -> memoryview:
-        """The bytes, read only."""
+        """The bytes, read-only."""
 
     @property
     def may_be_kept(self) -> bool:
-        """Whether it may be kept until other messages have come; if not, only for a computation that can begin now."""
+        """Whether it may be kept until other messages have come, or only for a computation that can begin now."""
 
     def release(self) -> None:
-        """The memory is free again. Any thread; once."""
+        """Give the memory back to the sender. Any thread; once."""
 
 
 class Endpoint(Protocol):
-    """Who uses a transport. All methods are called from within ``Transport.progress`` and return quickly."""
+    """The user of a transport. All methods are called from within ``Transport.progress`` and return quickly."""
 
     def ready_peers(self) -> Collection[int]:
-        """Peers for which ``next_message`` may have something."""
+        """Return the peers for which ``next_message`` may have a message."""
 
     def next_message(self, peer: int) -> Outgoing | None:
-        """The next message for ``peer``, or ``None``."""
+        """Return the next message for ``peer``, or ``None``."""
 
     def message_sent(self, message: Outgoing) -> None:
-        """The message has left; its memory is free."""
+        """Note that a message has left; its memory is free."""
 
     def may_receive(self) -> bool:
-        """Whether a message may be accepted now; if not, the transport leaves it unread."""
+        """Whether a message may be accepted now. If not, the transport leaves it unread."""
 
     def accept(self, peer: int, header: Header, lease: Lease | None = None) -> Delivery:
-        """Where does the body go? Raises ``ProtocolError`` if no correct peer sends this.
+        """Return the destination of a body. Raises ``ProtocolError`` if no correct peer sends this header.
 
-        With a ``lease`` the body is here already: the transport copies it to ``Delivery.view``, unless the answer is
-        that the endpoint takes the lease.
+        With a ``lease`` the body has arrived already: the transport copies it to ``Delivery.view``, unless the endpoint
+        takes the lease.
         """
 
     def delivered(self, delivery: Delivery) -> None:
-        """The body is complete."""
+        """Note that the body is complete."""
 
     def peer_lost(self, peer: int, reason: str) -> None:
-        """The peer died, froze, was cut off or talks nonsense."""
+        """Note that the peer died, froze, was cut off or violated the protocol."""
 
 
 class TransportCounters:
-    """What a transport counts."""
+    """Counters of a transport."""
 
     __slots__ = ("connections", "heartbeats_sent", "refused_connections")
 
@@ -112,39 +112,38 @@ class Transport(ABC):
     world_size: int
     counters: TransportCounters
     _hosts: Sequence[int] | None = None
+    _endpoint: Endpoint | None = None
 
     @property
     def hosts(self) -> Sequence[int]:
-        """Number of the host of every rank, by rank; unless somebody has said otherwise, one host has all of them."""
+        """Number of the host of every rank, by rank; without ``set_hosts`` one host has all ranks."""
         return (0,) * self.world_size if self._hosts is None else self._hosts
 
-    def place(self, hosts: Sequence[int]) -> None:
-        """Say which ranks share a host (see ``hosts``); whoever made the transport knows."""
+    def set_hosts(self, hosts: Sequence[int]) -> None:
+        """Set which ranks share a host; see ``hosts``."""
         assert len(hosts) == self.world_size
         self._hosts = tuple(hosts)
 
     def allocate(self, num_bytes: int) -> np.ndarray[Any, Any] | None:  # noqa: ARG002  (see the docstring)
-        """Memory of ``num_bytes`` bytes, of dtype uint8, that messages leave faster than other memory; any thread.
+        """Return ``num_bytes`` of dtype uint8 from which messages leave faster than from other memory. Any thread.
 
-        ``None`` where there is none, or not enough. It is the transport's again when the array has gone.
+        Returns ``None`` if there is no such memory, or not enough. It is free again when the array is deleted.
         """
         return None
 
-    @abstractmethod
     def attach(self, endpoint: Endpoint) -> None:
-        """Say who asks and answers; once, before the first ``progress``."""
+        """Set the endpoint; once, before the first ``progress``."""
+        self._endpoint = endpoint
 
     @abstractmethod
     def progress(self) -> bool:
-        """Move what can be moved without waiting; returns whether more can be moved. One thread at a time."""
+        """Move all messages that can be moved without waiting; returns whether more can be. One thread at a time."""
 
     @abstractmethod
     def wait(self, timeout_s: float, *, eager: bool = False) -> None:
         """Wait until ``progress`` may have something to do, at most ``timeout_s``. Any thread, at any time.
 
-        Args:
-            timeout_s: In seconds.
-            eager: This process has nothing else to do: a shorter wait may cost processor time.
+        ``eager``: this process has nothing else to do, so processor time may be spent to end the wait sooner.
         """
 
     @abstractmethod
@@ -153,15 +152,15 @@ class Transport(ABC):
 
     @abstractmethod
     def connected_peers(self) -> Collection[int]:
-        """Peers that something was exchanged with."""
+        """Return the peers with which something was exchanged."""
 
     @abstractmethod
     def idle(self) -> bool:
-        """Whether no message is half-way out."""
+        """Whether no message has left in part."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> None:
-        """Let what was sent arrive, then end all connections, within ``timeout_s``."""
+        """Let all sent messages arrive, then end all connections, within ``timeout_s``."""
 
     def let_go(self) -> None:
         """Close the descriptors of connections, in a forked child; see ``foundation.forking``."""

@@ -1,4 +1,4 @@
-"""How two ends of a connection prove to each other that they belong to one job. Bytes in, bytes out.
+"""The handshake by which the two ends of a connection prove that they belong to one job. It does no I/O.
 
 ::
 
@@ -7,12 +7,12 @@
                                              <- CHALLENGE(nonce_s, HMAC(key, "acceptor" + hello + nonce_s))
     PROOF(HMAC(key, "connector" + hello + nonce_s)) ->
 
-The two labels keep a reflected answer from being valid; fresh nonces keep a recorded one from being valid; both ranks,
-the job and the epoch are under the codes, so an answer for one pair of ranks is none for another. Everything has a
-fixed length. What follows is neither encrypted nor authenticated message by message: that is what TLS is for.
+The two labels make a reflected answer invalid, and fresh nonces a recorded one. The codes cover both ranks, the job and
+the epoch, so an answer for one pair of ranks is invalid for another. All messages have a fixed length. Later messages
+are neither encrypted nor authenticated one by one; TLS does that.
 
-Over TLS the same words are exchanged inside the channel, and ``TlsChannel.binding`` is appended to the transcript under
-both codes: an answer given on one connection is none on another, so nobody can pass words on between two of them.
+Over TLS the same messages are exchanged inside the channel, and ``TlsChannel.binding`` is appended to the transcript
+under both codes: an answer given on one connection is invalid on another, so they cannot be relayed between two.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NONCE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class JobIdentity:
-    """What makes a peer one of us.
+    """The membership that a peer must prove.
 
     Attributes:
         key: Shared secret, at least 16 bytes.
@@ -56,17 +56,23 @@ class JobIdentity:
 
     @property
     def digest(self) -> bytes:
-        """16 bytes for the job id."""
+        """Hash of the job id, 16 bytes."""
         return hashlib.blake2b(self.job_id.encode(), digest_size=16).digest()
 
     def code(self, label: bytes, transcript: bytes) -> bytes:
-        """HMAC-SHA256 of one side's transcript."""
+        """Return the HMAC-SHA256 of one side's transcript."""
         return hmac.new(self.key, label + transcript, hashlib.sha256).digest()
 
 
 @final
 class Connector:
-    """The side that opens the connection. ``needed`` is how many bytes ``feed`` wants next; 0 when done."""
+    """The side that opens the connection.
+
+    Attributes:
+        outgoing: The HELLO.
+        peer: Rank at the other end.
+        needed: How many bytes ``feed`` takes next; 0 when the handshake is complete.
+    """
 
     def __init__(self, identity: JobIdentity, rank: int, peer: int) -> None:
         """Prepare the HELLO in ``outgoing``."""
@@ -78,7 +84,7 @@ class Connector:
         self.needed = _CHALLENGE_BYTES
 
     def bind(self, binding: bytes) -> None:
-        """Make the codes hold for one connection only; before the first ``feed``."""
+        """Make the codes valid for one connection only; before the first ``feed``."""
         self._binding = binding
 
     def feed(self, data: bytes) -> bytes:
@@ -97,24 +103,24 @@ class Connector:
 
 @final
 class Acceptor:
-    """The side that was connected to."""
+    """The side that accepts the connection; its attributes are those of ``Connector``, without ``outgoing``."""
 
     def __init__(self, identity: JobIdentity, rank: int, world_size: int) -> None:
-        """Wait for a HELLO."""
+        """Begin without knowing the peer: ``peer`` is -1 until the HELLO has come."""
         self._identity, self._rank, self._world_size = identity, rank, world_size
         self._transcript = self._binding = b""
         self.peer = -1
         self.needed = _HELLO.size
 
     def bind(self, binding: bytes) -> None:
-        """Make the codes hold for one connection only; before the first ``feed``."""
+        """Make the codes valid for one connection only; before the first ``feed``."""
         self._binding = binding
 
     def feed(self, data: bytes) -> bytes:
         """Take the HELLO, return the CHALLENGE; then take the PROOF, return nothing.
 
         Raises:
-            AuthenticationError: A stranger, another job, another epoch, or a wrong key.
+            AuthenticationError: The other end is a stranger, or belongs to another job or epoch, or has a wrong key.
         """
         if not self._transcript:
             return self._challenge(data)

@@ -1,7 +1,7 @@
-"""Ranks as threads of one process: a real transport without sockets, for tests and for trying things out.
+"""Ranks as threads of one process: a transport without sockets, for tests and first experiments.
 
-Each directed link holds at most ``window_bytes`` of messages; a body is copied out when it leaves and copied in when it
-is accepted, like a kernel would, so a schedule that reuses memory too early shows here as well.
+Each direction between two ranks holds at most ``window_bytes`` of messages. A body is copied when it leaves and copied
+again when it is accepted, as a kernel would, so a schedule that reuses memory too early is noticed here as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from totalreduce.transports.base import Endpoint, Transport, TransportCounters
 __all__ = ["InprocNetwork", "InprocTransport"]
 
 
-class _Link:
+class _Queue:
     """Messages from one rank to another."""
 
     __slots__ = ("bytes", "messages")
@@ -29,13 +29,13 @@ class _Link:
 
 
 class InprocNetwork:
-    """The shared part: all links and one condition per rank."""
+    """The shared part: all queues, and one condition per rank."""
 
     def __init__(self, world_size: int, *, window_bytes: int = 4 * 1024 * 1024) -> None:
         """Make a network for ``world_size`` ranks."""
         self.world_size, self.window_bytes = world_size, window_bytes
         self.lock = threading.Lock()
-        self.links = {(a, b): _Link() for a in range(world_size) for b in range(world_size) if a != b}
+        self.queues = {(a, b): _Queue() for a in range(world_size) for b in range(world_size) if a != b}
         self.conditions = [threading.Condition(self.lock) for _ in range(world_size)]
         self.signals = [False] * world_size
         self.dead: dict[int, str] = {}
@@ -43,19 +43,20 @@ class InprocNetwork:
         self.dropped: set[tuple[int, int]] = set()
 
     def transport(self, rank: int) -> InprocTransport:
-        """The transport of one rank."""
+        """Return the transport of one rank."""
         return InprocTransport(self, rank)
 
     def kill(self, rank: int, reason: str) -> None:
-        """Make ``rank`` look dead to everybody: the fault that a thread can have."""
+        """Make ``rank`` look dead to all others: the fault that a thread can have."""
         with self.lock:
             self.dead[rank] = reason
-            self._signal_all()
+            for other in range(self.world_size):
+                self.signal(other)
 
-    def _signal_all(self) -> None:
-        for rank, condition in enumerate(self.conditions):
-            self.signals[rank] = True
-            condition.notify_all()
+    def signal(self, rank: int) -> None:
+        """End the wait of a rank. The caller holds the lock."""
+        self.signals[rank] = True
+        self.conditions[rank].notify_all()
 
 
 @final
@@ -67,31 +68,24 @@ class InprocTransport(Transport):
         self.rank, self.world_size = rank, network.world_size
         self.counters = TransportCounters()
         self._network = network
-        self._endpoint: Endpoint | None = None
         self._reported: set[int] = set()
         self._met: set[int] = set()
-        self._closed = False
 
     @property
     def ranks_per_host(self) -> int:
         return self.world_size
 
-    def attach(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-
     def connected_peers(self) -> Collection[int]:
         return self._met
 
     def idle(self) -> bool:
-        return True
+        return True  # no message leaves in parts
 
     def wake(self) -> None:
         with self._network.lock:
-            self._network.signals[self.rank] = True
-            self._network.conditions[self.rank].notify_all()
+            self._network.signal(self.rank)
 
     def progress(self) -> bool:
-        """Send while links have room, receive what is there."""
         endpoint = self._endpoint
         assert endpoint is not None, "attach() comes first"
         progress = self._send(endpoint)
@@ -100,31 +94,28 @@ class InprocTransport(Transport):
         return progress
 
     def wait(self, timeout_s: float, *, eager: bool = False) -> None:  # noqa: ARG002  (the kernel waits well)
-        """Wait for a message, for room, or for ``wake``."""
         network = self._network
         with network.lock:
             if not network.signals[self.rank]:
                 network.conditions[self.rank].wait(timeout_s)
             network.signals[self.rank] = False
 
-    def close(self, timeout_s: float) -> None:  # noqa: ARG002  (nothing can be pending)
-        """Leave the network; links keep what was sent."""
-        self._closed = True
+    def close(self, timeout_s: float) -> None:
+        """Do nothing: queues keep the messages that were sent."""
 
     def _send(self, endpoint: Endpoint) -> bool:
         network, progress = self._network, False
         for peer in tuple(endpoint.ready_peers()):
-            link = network.links[self.rank, peer]
-            while link.bytes < network.window_bytes:
+            queue = network.queues[self.rank, peer]
+            while queue.bytes < network.window_bytes:
                 message = endpoint.next_message(peer)
                 if message is None:
                     break
                 body = bytes(message.body) if message.body is not None else b""
                 with network.lock:
-                    link.messages.append((message.header, body))
-                    link.bytes += len(body)
-                    network.signals[peer] = True
-                    network.conditions[peer].notify_all()
+                    queue.messages.append((message.header, body))
+                    queue.bytes += len(body)
+                    network.signal(peer)
                 endpoint.message_sent(message)
                 self._met.add(peer)
                 progress = True
@@ -133,13 +124,12 @@ class InprocTransport(Transport):
     def _receive(self, endpoint: Endpoint) -> bool:
         network, progress = self._network, False
         for peer in range(self.world_size):
-            link = network.links.get((peer, self.rank))
-            while link is not None and link.messages and endpoint.may_receive():
+            queue = network.queues.get((peer, self.rank))
+            while queue is not None and queue.messages and endpoint.may_receive():
                 with network.lock:
-                    packed, body = link.messages.popleft()
-                    link.bytes -= len(body)
-                    network.signals[peer] = True  # there is room again
-                    network.conditions[peer].notify_all()
+                    packed, body = queue.messages.popleft()
+                    queue.bytes -= len(body)
+                    network.signal(peer)  # there is room again
                 progress = True
                 self._met.add(peer)
                 try:
@@ -149,18 +139,15 @@ class InprocTransport(Transport):
                 except ProtocolError as error:
                     with network.lock:
                         network.dropped.add((peer, self.rank))
-                        network.signals[peer] = True
-                        network.conditions[peer].notify_all()
+                        network.signal(peer)
                     endpoint.peer_lost(peer, f"protocol violation: {error}")
                     return progress
         return progress
 
     def _report_dead(self, endpoint: Endpoint) -> None:
-        for rank, reason in tuple(self._network.dead.items()):
-            if rank != self.rank and rank not in self._reported:
-                self._reported.add(rank)
-                endpoint.peer_lost(rank, reason)
-        for rank, peer in tuple(self._network.dropped):
-            if rank == self.rank and peer not in self._reported:
+        losses = [(rank, reason) for rank, reason in tuple(self._network.dead.items()) if rank != self.rank]
+        losses += [(b, "its connection ended") for a, b in tuple(self._network.dropped) if a == self.rank]
+        for peer, reason in losses:
+            if peer not in self._reported:
                 self._reported.add(peer)
-                endpoint.peer_lost(peer, "its connection ended")
+                endpoint.peer_lost(peer, reason)

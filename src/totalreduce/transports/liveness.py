@@ -1,8 +1,8 @@
 """Which peers are alive: heartbeats that are due, and peers that have been silent for too long.
 
-Every transport that finds out by itself whether a peer is alive uses this. It sends a heartbeat where nothing else has
-left for ``heartbeat_s``, and takes a peer from which nothing has come for ``silence_s`` for lost. Time in which this
-process did not run (it was stopped, or starved of processor time) is not the silence of a peer.
+A transport sends a heartbeat to a peer to which nothing else has left for ``heartbeat_s``. A peer from which nothing
+has come for ``silence_s`` is lost. Time in which this process did not run (it was stopped, or starved of processor
+time) is not the silence of a peer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Liveness", "Pulse"]
 
 @final
 class Pulse:
-    """When a peer was heard, and when it was spoken to.
+    """The times of the last messages from and to a peer.
 
     Attributes:
         heard_at: When something last came from the peer, in seconds.
@@ -27,7 +27,7 @@ class Pulse:
     __slots__ = ("heard_at", "spoke_at")
 
     def __init__(self, now: float) -> None:
-        """Begin with a peer that was heard and spoken to just now."""
+        """Begin with messages in both directions at ``now``."""
         self.heard_at = self.spoke_at = now
 
     def silence_s(self, now: float) -> float:

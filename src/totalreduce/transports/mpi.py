@@ -1,9 +1,9 @@
 """Messages of MPI, through ``mpi4py``: for machines where MPI knows the network best.
 
-Everything happens on a private duplicate of ``COMM_WORLD``, so the program's own messages are not disturbed. All calls
+All messages use a private duplicate of ``COMM_WORLD``, so the program's own messages are not disturbed. All calls
 return at once (``Isend``, ``Irecv``, ``Testsome``, ``Iallreduce``); nothing here blocks inside MPI.
 
-Who may call MPI is MPI's decision (see ``Communicator``). Importing this module imports ``mpi4py.MPI``, which
+MPI decides which threads may call it (see ``Communicator``). Importing this module imports ``mpi4py.MPI``, which
 initialises MPI. ``mpi4py`` would also finalise MPI at the end of every process that has a copy of it, forked children
 included, and a child that calls ``MPI_Finalize`` uses its parent's connection to ``mpirun`` and aborts. So this module
 tells ``mpi4py`` not to finalise, and finalises MPI itself when the process that imported it ends. Where the program has
@@ -38,15 +38,15 @@ except (ImportError, RuntimeError) as error:  # RuntimeError: there is mpi4py, b
         f"transport 'mpi' needs mpi4py and the MPI library it is built for ({error}): `pip install 'totalreduce[mpi]'` "
         "beside your cluster's MPI, or `pip install mpi4py mpich` where there is none"
     ) from error
-__all__ = ["MPI", "Communicator", "MpiTransport", "join", "reason", "standing"]
+__all__ = ["MPI", "Communicator", "MpiTransport", "join", "rank_and_size", "reason"]
 
 _log = logging.getLogger("totalreduce")
 
 _HEAD_TAG, _BODY_TAG = 1, 2
-#: Longest description of a rank's settings.
+#: The longest description of a rank's settings.
 _DOCUMENT_BYTES = 16 * 1024
 _PAUSE_MAX_S = 1e-3
-#: MPI is the process's, not a group's: below THREAD_MULTIPLE all groups' calls exclude each other.
+#: MPI belongs to the process, not to a group: below THREAD_MULTIPLE the calls of all groups exclude each other.
 _SERIAL = threading.RLock()
 
 
@@ -59,18 +59,25 @@ if _FINALISES:
     weakref.finalize(MPI, _finalise, os.getpid())  # at exit it runs after the finalizers of groups, which are younger
 
 
-def standing() -> tuple[int, int]:
-    """Rank of this process in ``COMM_WORLD``, and its size."""
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank of this process in ``COMM_WORLD``, and its size."""
     return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 
 
 @final
 class Communicator:
-    """A private communicator, and who may call MPI on it.
+    """A private communicator, and the lock for the threads that may call MPI on it.
 
-    ``THREAD_MULTIPLE`` (what mpi4py asks for): every thread. ``THREAD_SERIALIZED``: every thread, one at a time; this
-    module sees to it among its own calls, the program must for its own. Less: only the thread that initialised MPI,
-    so messages move only while that thread waits for an operation; that is said once in the log.
+    With ``THREAD_MULTIPLE`` (which mpi4py asks for) every thread may call MPI. With ``THREAD_SERIALIZED`` one thread at
+    a time may; this module's calls exclude each other, and the program must see to its own. With less, only the thread
+    that initialised MPI may, so messages move only while that thread waits for an operation; a warning says so.
+
+    Attributes:
+        handle: The communicator of mpi4py.
+        rank: This rank.
+        world_size: Number of ranks.
+        funnelled: Whether only the thread that initialised MPI may call it.
+        lock: Held during calls of MPI.
     """
 
     def __init__(self, handle: MPI.Intracomm) -> None:
@@ -92,7 +99,7 @@ class Communicator:
         return not MPI.Is_finalized() and (not self.funnelled or MPI.Is_thread_main())
 
     def finish(self, request: MPI.Request, timeout_s: float) -> bool:
-        """Wait for a request without blocking inside MPI; whether it is done in time."""
+        """Wait for a request without blocking inside MPI; returns whether it is done in time."""
         deadline = time.monotonic() + timeout_s
         pause_s = 0.0
         while True:
@@ -105,29 +112,29 @@ class Communicator:
             pause_s = min(2 * pause_s + 1e-6, _PAUSE_MAX_S)
 
     def exchange(self, document: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-        """Every rank's JSON document, by rank. Collective.
+        """Return every rank's JSON document, by rank. Collective.
 
         Raises:
-            RendezvousError: Somebody did not come in time.
+            RendezvousError: A rank did not come in time.
         """
         text = json.dumps(document).encode()
         if len(text) > _DOCUMENT_BYTES:
             raise ConfigurationError(f"the description of rank {self.rank} has more than {_DOCUMENT_BYTES} bytes")
         mine = bytearray(text.ljust(_DOCUMENT_BYTES))
-        everybodys = bytearray(_DOCUMENT_BYTES * self.world_size)
+        documents = bytearray(_DOCUMENT_BYTES * self.world_size)
         with self.lock:
-            request = self.handle.Iallgather([mine, MPI.BYTE], [everybodys, MPI.BYTE])
+            request = self.handle.Iallgather([mine, MPI.BYTE], [documents, MPI.BYTE])
         if not self.finish(request, timeout_s):
             raise _absent(self.rank, timeout_s)
-        begins = range(0, len(everybodys), _DOCUMENT_BYTES)
-        return [json.loads(everybodys[begin : begin + _DOCUMENT_BYTES]) for begin in begins]
+        begins = range(0, len(documents), _DOCUMENT_BYTES)
+        return [json.loads(documents[begin : begin + _DOCUMENT_BYTES]) for begin in begins]
 
 
 def join(timeout_s: float) -> Communicator:
-    """A private communicator of all ranks. Collective.
+    """Return a private communicator of all ranks. Collective.
 
     Raises:
-        RendezvousError: Somebody did not come in time.
+        RendezvousError: A rank did not come in time.
     """
     world = MPI.COMM_WORLD
     handle, request = world.Idup()
@@ -149,20 +156,20 @@ def _absent(rank: int, timeout_s: float) -> RendezvousError:
 
 @final
 class _MpiWire(Wire):
-    """See ``Wire``. One message to a peer at a time; one head and one body from a peer at a time."""
+    """A ``Wire`` of MPI: one message to a peer at a time, and one head and one body from a peer at a time."""
 
     def __init__(self, communicator: Communicator) -> None:
-        """Be ready for a head from every peer."""
+        """Begin to receive a head from every peer."""
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self._communicator, self._lock = communicator, communicator.lock
-        #: What MPI has in hand, and what it is: "head", "body" (arriving) or "sent", and the peer.
+        #: The requests that are not done, and for each "head" or "body" (arriving) or "sent", and the peer.
         self._requests: list[MPI.Request] = []
         self._owners: list[tuple[str, int]] = []
         self._statuses: list[MPI.Status] = []
         self._buffers = [memoryview(bytearray(HEAD_BYTES)) for _ in range(self.world_size)]
         self._heads: dict[int, memoryview] = {}
         self._received: set[int] = set()
-        #: By peer: requests of the messages that are leaving, and whether one of them is a body.
+        #: By peer: the number of requests of the message that is leaving, and whether one of them is a body.
         self._leaving: dict[int, tuple[int, bool]] = {}
         self._left: dict[int, int] = {}
         self._failures: list[tuple[int, str]] = []
@@ -173,14 +180,14 @@ class _MpiWire(Wire):
 
     @property
     def beats(self) -> bool:
-        """Not where only one thread may look."""
+        """Whether every thread may poll."""
         return not self._communicator.funnelled
 
     def usable(self) -> bool:
         return self._communicator.usable()
 
     def poll(self) -> bool:
-        """Ask MPI which requests are done; that is also when MPI moves what is not."""
+        """Ask MPI which requests are done. Meanwhile MPI moves the others."""
         if not self.usable():
             return False
         with self._lock:
@@ -200,7 +207,7 @@ class _MpiWire(Wire):
             return True
 
     def _sort_out(self, text: str) -> None:
-        """Some requests have ended, at least one of them badly, and MPI does not say which: find out."""
+        """Find out which of the requests that have ended failed: at least one did, and MPI does not say which."""
         ended = {index for index, request in enumerate(self._requests) if request == MPI.REQUEST_NULL}
         for index in ended:
             kind, peer = self._owners[index]
@@ -211,7 +218,7 @@ class _MpiWire(Wire):
             elif kind != "sent" or len(ended) == 1:
                 self._failures.append((peer, text))
             else:
-                self._done(kind, peer, self._statuses[0])  # if it was this one, the next message will tell
+                self._done(kind, peer, self._statuses[0])  # if it was this one, the next message will fail
         self._forget(ended)
 
     def _done(self, kind: str, peer: int, status: MPI.Status) -> None:
@@ -226,7 +233,7 @@ class _MpiWire(Wire):
             else:
                 del self._leaving[peer]
                 self._left[peer] = self._left.get(peer, 0) + with_body
-        status.Set_source(MPI.PROC_NULL)  # it has been read (see _sort_out)
+        status.Set_source(MPI.PROC_NULL)  # the status has been read (see _sort_out)
 
     def _forget(self, done: set[int]) -> None:
         kept = [index for index in range(len(self._requests)) if index not in done]
@@ -287,7 +294,7 @@ class _MpiWire(Wire):
             self._post("head", peer, self._receive(self._buffers[peer], peer, _HEAD_TAG))
 
     def close(self, timeout_s: float) -> None:
-        """Take back what was posted for messages that will not come; free the communicator if nothing is left."""
+        """Cancel the receives of messages that will not come; free the communicator if no request is left."""
         if not self.usable():
             return  # MPI_Finalize does it; the memory stays alive with this object's requests
         with self._lock:
@@ -309,8 +316,8 @@ class _MpiWire(Wire):
 class MpiTransport(PassingTransport):
     """Messages of MPI.
 
-    MPI cannot be told to put the rest of a body elsewhere: where an operation fails while one of its bodies arrives,
-    that body still lands in the operation's tensor, but never after ``close``.
+    MPI cannot redirect a body that has begun to arrive: if its operation fails meanwhile, the body is still written
+    into the operation's tensor, but never after ``close``.
     """
 
     def __init__(self, communicator: Communicator, config: TcpConfig) -> None:
@@ -320,5 +327,5 @@ class MpiTransport(PassingTransport):
 
 
 def reason(error: MPI.Exception) -> str:
-    """MPI's own words for an error."""
+    """Return MPI's description of an error."""
     return f"MPI says: {error.Get_error_string()}"

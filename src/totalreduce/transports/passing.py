@@ -1,12 +1,12 @@
-"""A transport over somebody else's messages: what MPI and ``torch.distributed`` have in common.
+"""A transport over another library's messages: the common part of MPI and ``torch.distributed``.
 
 A ``Wire`` sends and receives between two ranks, in order: *heads* (a header, and a body that is small enough to travel
-with it) and *bodies*. ``PassingTransport`` makes a transport of one:
+with it) and *bodies*. ``PassingTransport`` makes a transport of a wire:
 
-* From one peer there is one body at a time, and the next head waits for it, so nothing overtakes.
-* An empty head says that the sender says nothing more to this rank; it is answered in the same way.
-* Heartbeats go both ways between ranks that have met, unless the wire is only looked at now and then.
-* There is no descriptor to wait on: ``wait`` looks, sleeps a little, and sleeps longer the longer nothing comes.
+* From one peer there is one body at a time, and the next head waits for it, so no message overtakes another one.
+* An empty head, the *farewell*, says that the sender sends nothing more to this rank; it is answered in the same way.
+* Heartbeats go both ways between ranks that have exchanged something, unless the wire is polled only now and then.
+* There is no descriptor to wait on: ``wait`` polls, sleeps a little, and sleeps longer the longer nothing comes.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ from totalreduce.transports.liveness import Liveness, Pulse
 
 __all__ = ["HEAD_BYTES", "PassingTransport", "Wire", "WireError"]
 
-#: The longest head. What fits travels as one message, copied once; what does not is not copied at all.
+#: The longest head. A message that fits is copied once; the body of a longer message is not copied at all.
 HEAD_BYTES = 8 * 1024
 _INLINE_BYTES = HEAD_BYTES - HEADER_BYTES
 _FAREWELL = b""
-#: How long ``wait`` looks without sleeping, and how long it sleeps between two looks. A sleep costs 50 us on top.
+#: How long ``wait`` polls without sleeping, and how long it sleeps between two polls. A sleep costs 50 us on top.
 _SPIN_S = 100e-6
 _PAUSE_MIN_S, _PAUSE_MAX_S = 20e-6, 1e-3
-#: A body shows when all of it is here, so a long one is allowed its time on a slow network.
+#: A body is noticed only when it is complete, so a long one is allowed this speed of a slow network.
 _SLOWEST_BYTES_PER_S = 1e6
 #: How long ``close`` waits for the farewells of the peers, at most.
 _FAREWELL_S = 1.0
 
 
 class WireError(Exception):
-    """The library says that a peer cannot be reached."""
+    """The library reports that a peer cannot be reached."""
 
 
 class Wire(ABC):
     """Messages of a library between this rank and each peer. Any thread; calls exclude each other.
+
+    ``send``, ``beat``, ``receive`` and ``release`` raise ``WireError`` if the peer cannot be reached.
 
     Attributes:
         rank: This rank.
@@ -55,20 +57,20 @@ class Wire(ABC):
 
     @property
     def beats(self) -> bool:
-        """Whether it is looked at often enough for heartbeats."""
+        """Whether the wire is polled often enough for heartbeats."""
+        return True
+
+    def usable(self) -> bool:
+        """Whether the calling thread may use the wire."""
         return True
 
     @abstractmethod
-    def usable(self) -> bool:
-        """Whether the calling thread may use it."""
-
-    @abstractmethod
     def poll(self) -> bool:
-        """See what has come and what has left; whether anything has."""
+        """Find out what has arrived and what has left; returns whether anything has."""
 
     @abstractmethod
     def failures(self) -> list[tuple[int, str]]:
-        """Peers that cannot be reached any more, and why; each once."""
+        """Return the peers that cannot be reached any more, and why; each once."""
 
     @abstractmethod
     def may_send(self, peer: int) -> bool:
@@ -76,24 +78,16 @@ class Wire(ABC):
 
     @abstractmethod
     def send(self, peer: int, head: bytes, body: memoryview | None) -> None:
-        """Begin to send; the body's memory must stay as it is until it has left.
-
-        Raises:
-            WireError: The peer cannot be reached.
-        """
+        """Begin to send; the body's memory must not change until it has left."""
 
     def beat(self, peer: int, head: bytes) -> None:
-        """Send a heartbeat, if there is room; notice if the peer cannot be reached.
-
-        Raises:
-            WireError: It cannot.
-        """
+        """Send a heartbeat, if there is room."""
         if self.may_send(peer):
             self.send(peer, head, None)
 
     @abstractmethod
     def bodies_left(self, peer: int) -> int:
-        """How many bodies to ``peer`` have left since the last call."""
+        """Return how many bodies to ``peer`` have left since the last call."""
 
     @abstractmethod
     def busy(self, peer: int) -> bool:
@@ -101,15 +95,11 @@ class Wire(ABC):
 
     @abstractmethod
     def head(self, peer: int) -> memoryview | None:
-        """The oldest head from ``peer`` that was not released."""
+        """Return the oldest head from ``peer`` that was not released."""
 
     @abstractmethod
     def receive(self, peer: int, view: memoryview) -> None:
-        """Begin to receive the body that belongs to the head; ``view`` is written until ``received``.
-
-        Raises:
-            WireError: The peer cannot be reached.
-        """
+        """Begin to receive the body that belongs to the head; ``view`` is written until ``received``."""
 
     @abstractmethod
     def received(self, peer: int) -> bool:
@@ -117,33 +107,28 @@ class Wire(ABC):
 
     @abstractmethod
     def release(self, peer: int) -> None:
-        """The head has been read (and its body received).
-
-        Raises:
-            WireError: The peer cannot be reached.
-        """
+        """Release the head, which has been read, and whose body has been received."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> None:
-        """Stop receiving, so that nothing is written any more, and give everything back."""
+        """Stop receiving, so that no memory is written any more, and give up all resources."""
 
 
 class PassingTransport(Transport):
-    """One rank's end of a ``Wire``. One thread at a time but for ``wait`` and ``wake``."""
+    """One rank's end of a ``Wire``. One thread at a time except for ``wait`` and ``wake``."""
 
     def __init__(self, wire: Wire, config: TcpConfig) -> None:
-        """Take over a wire; of ``config`` the heartbeats count."""
+        """Take over a wire; ``config`` sets the heartbeats."""
         self.rank, self.world_size = wire.rank, wire.world_size
         self.counters = TransportCounters()
-        self._wire, self._config = wire, config
-        self._endpoint: Endpoint | None = None
+        self._wire = wire
         self._peers = [peer for peer in range(wire.world_size) if peer != wire.rank]
         self._leaving: dict[int, deque[Outgoing]] = {peer: deque() for peer in self._peers}
-        #: By peer: a delivery and the memory its body began to arrive in.
+        #: By peer: a delivery, and the memory in which its body began to arrive.
         self._arriving: dict[int, tuple[Delivery, memoryview]] = {}
         self._gone: set[int] = set()
-        self._farewells: set[int] = set()  #: Who was told that nothing more comes.
-        self._pulses: dict[int, Pulse] = {}  #: Of the peers with which something was exchanged.
+        self._farewells: set[int] = set()  #: Peers to which this rank has sent its farewell.
+        self._pulses: dict[int, Pulse] = {}  #: By peer with which something was exchanged.
         self._heartbeat = Header(Frame.HEARTBEAT, 0).pack()
         self._liveness = Liveness(config, time.monotonic())
         self._woken = threading.Event()
@@ -153,11 +138,8 @@ class PassingTransport(Transport):
     def ranks_per_host(self) -> int:
         return self.hosts.count(self.hosts[self.rank])
 
-    def attach(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-
     def connected_peers(self) -> Collection[int]:
-        """Everybody who is there: messages need no connection, and each peer will be told when this rank goes."""
+        """Return all peers that are not lost: messages need no connection, and every peer gets a farewell."""
         return set(self._peers) - self._gone
 
     def idle(self) -> bool:
@@ -170,7 +152,7 @@ class PassingTransport(Transport):
     # ----------------------------------------------------------------------------------------------------- progress
 
     def progress(self) -> bool:
-        """One round: look, read, write, timers."""
+        """One round: poll, read, write, timers."""
         endpoint, wire = self._endpoint, self._wire
         assert endpoint is not None, "attach() comes first"
         if not wire.usable():
@@ -184,13 +166,13 @@ class PassingTransport(Transport):
         for peer in tuple(endpoint.ready_peers()):
             moved = self._guard(peer, now, reading=False) or moved
         if now >= self._liveness.due_at:
-            self._timers(now)
+            self._check_timers(now)
         if moved:
             self._pause_s = _PAUSE_MIN_S
         return moved
 
     def wait(self, timeout_s: float, *, eager: bool = False) -> None:
-        """Look again and again, at shorter and then at longer intervals."""
+        """Poll again and again, at shorter and then at longer intervals."""
         now = time.monotonic()
         deadline = min(now + timeout_s, max(now, self._liveness.due_at))
         if not self._wire.usable():
@@ -203,14 +185,14 @@ class PassingTransport(Transport):
             if now >= deadline:
                 break
             if now < spin_until:
-                time.sleep(0)  # whoever wants this core, or Python, has it
+                time.sleep(0)  # other processes may have this core, and other threads the interpreter
             else:
                 self._woken.wait(min(self._pause_s, deadline - now))
                 self._pause_s = min(2 * self._pause_s, _PAUSE_MAX_S)
         self._woken.clear()
 
     def _guard(self, peer: int, now: float, *, reading: bool) -> bool:
-        """Read or write, and turn what goes wrong into the loss of the peer."""
+        """Read or write; an error is the loss of the peer."""
         endpoint = self._endpoint
         assert endpoint is not None
         try:
@@ -234,13 +216,14 @@ class PassingTransport(Transport):
 
     def _write(self, peer: int, endpoint: Endpoint, now: float) -> bool:
         moved = False
-        deaf = peer in self._gone or peer in self._farewells
-        while deaf or self._wire.may_send(peer):
+        if peer in self._gone or peer in self._farewells:
+            while endpoint.next_message(peer) is not None:
+                pass  # nobody will read it
+            return False
+        while self._wire.may_send(peer):
             message = endpoint.next_message(peer)
             if message is None:
                 break
-            if deaf:
-                continue
             moved = True
             self._meet(peer, now).spoke_at = now
             body = message.body
@@ -253,7 +236,7 @@ class PassingTransport(Transport):
         return moved
 
     def _say_farewell(self, peer: int) -> None:
-        """Tell a peer that it hears nothing more; at most once."""
+        """Tell a peer, at most once, that this rank sends nothing more."""
         if peer not in self._farewells:
             self._farewells.add(peer)
             self._wire.send(peer, _FAREWELL, None)
@@ -270,7 +253,7 @@ class PassingTransport(Transport):
             if arriving is not None:
                 if not wire.received(peer):
                     break
-                self._deliver(peer, *arriving)
+                self._deliver(peer, endpoint, *arriving)
             else:
                 head = wire.head(peer)
                 if head is None or not self._read_head(peer, head, endpoint, now):
@@ -310,13 +293,12 @@ class PassingTransport(Transport):
             wire.receive(peer, view)
         return True
 
-    def _deliver(self, peer: int, delivery: Delivery, arrived: memoryview) -> None:
-        assert self._endpoint is not None
+    def _deliver(self, peer: int, endpoint: Endpoint, delivery: Delivery, arrived: memoryview) -> None:
         del self._arriving[peer]
         if delivery.view is not arrived:
-            delivery.view[:] = arrived  # what has begun to arrive cannot be redirected, only copied
+            delivery.view[:] = arrived  # a body that has begun to arrive cannot be redirected, only copied
         self._wire.release(peer)
-        self._endpoint.delivered(delivery)
+        endpoint.delivered(delivery)
 
     def _meet(self, peer: int, now: float) -> Pulse:
         pulse = self._pulses.get(peer)
@@ -327,7 +309,7 @@ class PassingTransport(Transport):
 
     # ------------------------------------------------------------------------------------------------------- timers
 
-    def _timers(self, now: float) -> None:
+    def _check_timers(self, now: float) -> None:
         self._liveness.look(self._pulses.values(), now)
         if not self._wire.beats:
             return
@@ -335,7 +317,7 @@ class PassingTransport(Transport):
             if peer in self._gone:
                 continue
             if peer not in self._arriving and self._wire.head(peer) is not None:
-                pulse.heard_at = now  # it has said something that this rank could not hear yet
+                pulse.heard_at = now  # a head has arrived that this rank could not accept yet
             reason = self._liveness.verdict(pulse, now, extra_s=self._transfer_s(peer))
             if reason is not None:
                 self._lose(peer, reason)
@@ -347,7 +329,7 @@ class PassingTransport(Transport):
                     self._lose(peer, str(error))
 
     def _transfer_s(self, peer: int) -> float:
-        """Return how long the bodies that are on their way to or from a peer may take; it says nothing meanwhile."""
+        """Return how long the bodies on their way to and from a peer may take; the peer may be silent meanwhile."""
         bodies = [len(message.body or b"") for message in self._leaving[peer]]
         if peer in self._arriving:
             bodies.append(len(self._arriving[peer][1]))
@@ -356,7 +338,7 @@ class PassingTransport(Transport):
     # -------------------------------------------------------------------------------------------------------- close
 
     def close(self, timeout_s: float) -> None:
-        """Say that nothing more comes, wait until every peer has said so too, give the wire back."""
+        """Send the farewells, wait for those of the peers, and close the wire."""
         wire = self._wire
         deadline = time.monotonic() + min(timeout_s, _FAREWELL_S)
         if wire.usable():

@@ -1,7 +1,7 @@
 """Two transports as one: shared memory for the ranks of this host, a network for all others.
 
-Each of the two is offered the same endpoint, but sees only its own peers as ready; everything else passes through. Who
-waits, waits for both: both have an epoll object, and epoll objects nest.
+Both transports use the same endpoint, but each sees only its own peers as ready. A wait is for both: each of them has
+an epoll object, and epoll objects nest.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from totalreduce.transports.tcp import TcpTransport
 
 __all__ = ["RoutedTransport"]
 
-#: The network's own timers (retries, verdicts) are looked at this often at least.
+#: The longest wait, because of the network's own timers (retries, verdicts).
 _TIMERS_S = 0.05
 
 
 @final
-class _Side:
-    """The endpoint as one of the transports sees it: with its own peers."""
+class _FilteredEndpoint:
+    """The endpoint with the peers of one of the transports."""
 
     def __init__(self, endpoint: Endpoint, peers: Collection[int]) -> None:
         self._all_ready, self._peers = endpoint.ready_peers, frozenset(peers)
@@ -35,16 +35,15 @@ class _Side:
         self.peer_lost = endpoint.peer_lost
 
     def ready_peers(self) -> Collection[int]:
-        """The ready ones among its own."""
         return self._peers.intersection(self._all_ready())
 
 
 @final
 class RoutedTransport(Transport):
-    """Local peers by ``local``, all others by ``remote``. One thread at a time but for ``wait`` and ``wake``."""
+    """Local peers by ``local``, all others by ``remote``. One thread at a time except for ``wait`` and ``wake``."""
 
     def __init__(self, local: ShmTransport, remote: TcpTransport) -> None:
-        """Join two transports of one rank; which peers are local is what ``local`` says."""
+        """Join two transports of one rank; ``local.members`` are the ranks of this host."""
         self.rank, self.world_size = local.rank, local.world_size
         self.counters = local.counters
         remote.count_in(local.counters)
@@ -55,22 +54,20 @@ class RoutedTransport(Transport):
 
     @property
     def ranks_per_host(self) -> int:
-        """How many ranks share memory with this one, itself included."""
         return self._local.ranks_per_host
 
     def attach(self, endpoint: Endpoint) -> None:
         members = self._local.members
-        self._local.attach(_Side(endpoint, members))
-        self._remote.attach(_Side(endpoint, set(range(self.world_size)).difference(members)))
+        self._local.attach(_FilteredEndpoint(endpoint, members))
+        self._remote.attach(_FilteredEndpoint(endpoint, set(range(self.world_size)).difference(members)))
 
     def allocate(self, num_bytes: int) -> np.ndarray[Any, Any] | None:
         return self._local.allocate(num_bytes)
 
     def progress(self) -> bool:
-        """A round of each; what came from afar may have made something ready for a neighbour."""
         more = self._local.progress()
         more = self._remote.progress() or more
-        return more or self._local.can_send()
+        return more or self._local.can_send()  # messages of other hosts may have made some ready for this one
 
     def wait(self, timeout_s: float, *, eager: bool = False) -> None:
         if not self._local.fall_asleep(eager=eager):
@@ -81,8 +78,7 @@ class RoutedTransport(Transport):
             self._local.wake_up(eager=eager)
 
     def wake(self) -> None:
-        """End a ``wait``: the local side's bell is enough, because everybody who waits listens to it."""
-        self._local.wake()
+        self._local.wake()  # its bell is enough, because every wait includes it
 
     def connected_peers(self) -> Collection[int]:
         return {*self._local.connected_peers(), *self._remote.connected_peers()}
@@ -96,7 +92,7 @@ class RoutedTransport(Transport):
         self._epoll.close()
 
     def close(self, timeout_s: float) -> None:
-        """Close both: the network first, because there something may still be on its way."""
+        """Close both: the network first, because messages may still be on their way there."""
         deadline = time.monotonic() + timeout_s
         self._remote.close(timeout_s)
         self._local.close(max(0.0, deadline - time.monotonic()))

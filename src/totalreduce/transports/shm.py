@@ -82,7 +82,6 @@ class ShmTransport(Transport):
         self._connections: dict[int, ShmConnection] = {}
         self._sockets: dict[int, ShmConnection] = {}
         self._gone: set[int] = set()
-        self._endpoint: Endpoint | None = None
         self._next_look = 0.0
         self._liveness = Liveness(config, time.monotonic())
 
@@ -94,9 +93,6 @@ class ShmTransport(Transport):
     def members(self) -> Collection[int]:
         """The ranks of this host, this one included."""
         return self._index.keys()
-
-    def attach(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
 
     def connected_peers(self) -> Collection[int]:
         return set(self._connections)

@@ -23,12 +23,12 @@ __all__ = ["LinkModel", "SimulatedNetwork"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkModel:
-    """One direction of one link.
+    """The speed of one direction of one link.
 
     Attributes:
         bytes_per_s: Bandwidth.
         latency_s: From the last byte leaving to the last byte arriving.
-        jitter_s: Up to this much more, uniformly, without changing the order.
+        jitter_s: The largest random addition to the latency, uniform; the order of messages does not change.
     """
 
     bytes_per_s: float = 125e6
@@ -50,8 +50,8 @@ class SimulatedNetwork:
     """All ranks, all links and the clock.
 
     Attributes:
-        now: Virtual seconds.
-        trace: (time, what, rank, peer, bytes) of everything that happened, for comparing two runs.
+        now: Virtual time in seconds.
+        trace: (time, event, rank, peer, bytes) of all events, for comparing two runs.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class SimulatedNetwork:
 
         Args:
             world_size: Number of ranks.
-            seed: Of every random delay.
-            default: Model of links not named in ``links``.
-            links: By (source, target).
-            silence_s: When a silent link is noticed.
-            reset_s: When a crash is noticed.
+            seed: Seed of all random delays.
+            default: Model of the links that are not in ``links``.
+            links: Models by (source, target).
+            silence_s: Time until a silent link is noticed.
+            reset_s: Time until a crash is noticed.
         """
         self.world_size, self.now = world_size, 0.0
         self.random = random.Random(seed)
@@ -99,16 +99,16 @@ class SimulatedNetwork:
         self._endpoints[rank] = endpoint
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
-        """Do something at a virtual time."""
+        """Call ``action`` at a virtual time."""
         self._count += 1
         heapq.heappush(self._events, (max(time_s, self.now), self._count, action))
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Do something later."""
+        """Call ``action`` after a delay."""
         self.at(self.now + delay_s, action)
 
     def crash(self, rank: int) -> None:
-        """The rank stops for good; every peer's connection to it is reset shortly after."""
+        """Stop a rank for good; every peer's connection to it is reset shortly after."""
         self._note("crash", rank, rank, 0)
         self._crashed.add(rank)
         for peer in range(self.world_size):
@@ -116,7 +116,7 @@ class SimulatedNetwork:
                 self.after(self._reset_s, lambda peer=peer: self._lose(peer, rank, "its connection ended"))  # type: ignore[misc]
 
     def cut(self, a: int, b: int) -> None:
-        """Both directions between two ranks fall silent; both ends notice after ``silence_s``."""
+        """Silence both directions between two ranks; both ends notice after ``silence_s``."""
         self._note("cut", a, b, 0)
         for source, target in ((a, b), (b, a)):
             self._links[source, target].silent = True
@@ -136,7 +136,7 @@ class SimulatedNetwork:
         return True
 
     def poke(self, rank: int) -> None:
-        """An endpoint may have something to send, or room to receive again."""
+        """Look again at an endpoint that may have something to send, or room to receive."""
         if rank in self._crashed:
             return
         endpoint = self._endpoints[rank]
@@ -196,7 +196,7 @@ class SimulatedNetwork:
                 self._start(target, peer)
 
     def _end(self, rank: int, peer: int, reason: str) -> None:
-        """``rank`` drops its connection to ``peer``, who sees it reset shortly after."""
+        """Drop the connection of ``rank`` to ``peer``, where it is reset shortly after."""
         for source, target in ((rank, peer), (peer, rank)):
             self._links[source, target].silent = True
         self._lose(rank, peer, reason)

@@ -134,7 +134,6 @@ class TcpTransport(Transport):
         self._ended: dict[int, tuple[float, str]] = {}
         #: Connections with a message half-way out whose sockets take bytes again.
         self._unblocked: list[Connection] = []
-        self._endpoint: Endpoint | None = None
         self._heartbeat = Header(Frame.HEARTBEAT, identity.epoch).pack()
 
     @property
@@ -146,9 +145,6 @@ class TcpTransport(Transport):
     def count_in(self, counters: TransportCounters) -> None:
         """Count in another transport's counters from now on."""
         self.counters = self._peers.listener.counters = counters
-
-    def attach(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
 
     def connected_peers(self) -> Collection[int]:
         return {c.peer for c in self._connections.values() if c.established}

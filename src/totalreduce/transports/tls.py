@@ -1,17 +1,16 @@
 """TLS 1.3 for one connection of the TCP transport, without blocking.
 
-A ``TlsCredentials`` is what a rank has in its three files. A ``TlsChannel`` stands between a ``Connection`` and its
+``TlsCredentials`` holds the contents of a rank's three files. A ``TlsChannel`` lies between a ``Connection`` and its
 socket; it has the two methods that a connection needs of a socket, with the same meaning: ``send`` and ``recv_into``,
 which raise ``BlockingIOError`` where the socket would.
 
-Two ends believe each other if each has a certificate that one authority has signed. Names in certificates do not count:
-ranks are found by address, and who knows the job's key is decided afterwards, inside the channel (``handshake.py``),
-over ``TlsChannel.binding``. So the claim "I am rank 3" holds for this connection and these two certificates only.
+Two ends accept each other if each has a certificate that one authority has signed. Names in certificates do not count:
+ranks are found by address. Then the ends prove inside the channel (``handshake.py``) that they know the job's key,
+over ``TlsChannel.binding``. So the claim "I am rank 3" is valid for this connection and these two certificates only.
 
 The TLS library works on memory, not on the socket: one system call then moves up to 16 records, and an error of the
-socket is never mistaken for one of TLS. Readiness means what it means without TLS: ``BlockingIOError`` is raised only
-when the socket was found empty (or full) and nothing is left that could be decrypted, so an edge of epoll is never
-missed.
+socket is never mistaken for one of TLS. Readiness has the same meaning as without TLS: ``BlockingIOError`` is raised
+only when the socket is empty (or full) and no byte is left that could be decrypted, so no edge of epoll is missed.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 #: The longest plaintext of one record.
 _RECORD_BYTES = 16 * 1024
-#: What is encrypted at a time. More would only wait in this process, where nothing can overtake it.
+#: How much is encrypted at a time. More would only wait in this process, where no message can overtake it.
 _BATCH_BYTES = 4 * _RECORD_BYTES
-#: What is read from the socket at a time; before a peer has proved that he is one of us, a record.
+#: How much is read from the socket at a time; one record before the peer has proved its membership.
 _PULL_BYTES = 16 * _RECORD_BYTES
-#: So much of a body may be inside the TLS library, in a record that is not complete, and no longer in the socket.
+#: How much of a body may be in the TLS library, in an incomplete record, and no longer in the socket.
 HIDDEN_BYTES_MAX = _RECORD_BYTES + 1024
 
-#: A fatal "protocol version" alert, in the clear: what a peer without TLS is told.
+#: A fatal "protocol version" alert, not encrypted, for a peer without TLS.
 _SPEAK_TLS = bytes.fromhex("15 0303 0002 0246")
 #: Codes of X.509 verification (``X509_V_ERR_*``) that mean "no chain to the authority".
 _NOT_SIGNED = frozenset({2, 18, 19, 20, 21})
@@ -71,11 +70,11 @@ class TlsCredentials:
         self.digest = hashlib.sha256(self._shake_own_hand()).digest()
 
     def wrap(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *, accepting: bool) -> ssl.SSLObject:
-        """One end of a connection."""
+        """Return one end of a TLS connection over two memory buffers."""
         return (self._server if accepting else self._client).wrap_bio(incoming, outgoing, server_side=accepting)
 
     def verdict(self, error: ssl.SSLCertVerificationError) -> str:
-        """What is wrong with a certificate, as the end of a sentence about it."""
+        """Return what is wrong with a certificate, as the end of a sentence whose subject is the certificate."""
         match error.verify_code:
             case code if code in _NOT_SIGNED:
                 return f"was not signed by CA {self.files.ca} ({error.verify_message})"
@@ -87,7 +86,7 @@ class TlsCredentials:
                 return f"is not acceptable: {error.verify_message}"
 
     def _shake_own_hand(self) -> bytes:
-        """Connect to itself, in memory; returns the certificate (DER) that others will see."""
+        """Connect this rank to itself, in memory; returns the certificate (DER) that others will see."""
         there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
         client, server = self.wrap(back, there, accepting=False), self.wrap(there, back, accepting=True)
         for end in (client, server, client, server):
@@ -114,17 +113,17 @@ class TlsChannel:
 
     Attributes:
         ready: Whether the TLS handshake is complete.
-        trusted: Set by the owner when the other end has also proved that it knows the job's key. Until then what goes
-            wrong is an ``AuthenticationError``, afterwards the end of the connection.
+        trusted: Whether the other end has proved that it knows the job's key; the owner sets it. Until then a TLS error
+            is an ``AuthenticationError``, afterwards the end of the connection.
     """
 
     def __init__(self, sock: socket.socket, credentials: TlsCredentials, *, other: str, accepting: bool) -> None:
-        """Prepare; nothing is sent yet.
+        """Prepare a channel; nothing is sent yet.
 
         Args:
-            sock: Need not be connected yet.
-            credentials: This rank's.
-            other: What to call the other end in errors.
+            sock: The socket, which need not be connected yet.
+            credentials: This rank's credentials.
+            other: The name of the other end in errors.
             accepting: Whether the other end has opened the connection.
         """
         self.ready = self.trusted = False
@@ -133,8 +132,8 @@ class TlsChannel:
         self._tls = credentials.wrap(self._incoming, self._outgoing, accepting=accepting)
         self._spoken = False
         self._broken: AuthenticationError | ConnectionAbortedError | None = None
-        self._unsent = memoryview(b"")  #: Encrypted, and not taken by the socket yet.
-        self._owed = 0  #: How many bytes of the caller's are in ``_unsent``.
+        self._unsent = memoryview(b"")  #: Encrypted bytes that the socket has not taken yet.
+        self._owed = 0  #: How many of the caller's bytes are in ``_unsent``.
 
     # ---------------------------------------------------------------------------------------------------- handshake
 
@@ -142,8 +141,8 @@ class TlsChannel:
         """Go on with the handshake; returns when it is complete.
 
         Raises:
-            AuthenticationError: The other end has no certificate that counts, refuses ours, or does not speak TLS.
-            BlockingIOError: It is the other end's turn.
+            AuthenticationError: The other end has no valid certificate, refuses ours, or does not use TLS.
+            BlockingIOError: The other end must send first.
             HungUp: The other end closed the connection.
             OSError: The connection ended.
         """
@@ -162,11 +161,11 @@ class TlsChannel:
             self._collect()
 
     def binding(self) -> bytes:
-        """Bytes that both ends of this connection know, and that no other connection has.
+        """Return bytes that both ends of this connection know, and that no other connection has.
 
-        The SHA-256 of both certificates, the opener's first, and the opener's Finished message ("tls-unique"): a code
-        over all messages and fresh keys of the handshake. Somebody in the middle has two connections, so two of these,
-        even if he has a certificate of the authority or a rank's own key.
+        They are the SHA-256 of both certificates, the opener's first, and the opener's Finished message ("tls-unique"),
+        a code over all messages and fresh keys of the handshake. An attacker in the middle has two connections, so two
+        different bindings, even with a certificate of the authority or a rank's own key.
         """
         certificate, finished = self._tls.getpeercert(binary_form=True), self._tls.get_channel_binding("tls-unique")
         if not certificate or not finished:
@@ -175,9 +174,9 @@ class TlsChannel:
         return (theirs + mine if self._accepting else mine + theirs) + finished
 
     def say_why(self) -> None:
-        """Tell the other end, if the socket takes it, why it is refused."""
+        """Send the TLS alert with the reason of the refusal, if the socket takes it."""
         self._collect()
-        if not self._spoken:  # what it said was no TLS, and the library has no answer to that
+        if not self._spoken:  # the other end does not use TLS, and the library has no answer for it
             self._unsent = memoryview(_SPEAK_TLS)
         try:
             self._flush()
@@ -187,7 +186,7 @@ class TlsChannel:
     # -------------------------------------------------------------------------------------------------------- bytes
 
     def send(self, views: Sequence[memoryview | bytes]) -> int:
-        """Encrypt and send the first bytes of ``views``; returns how many, all of which the socket has taken.
+        """Encrypt and send the first bytes of ``views``; returns how many, when the socket has taken all of them.
 
         Raises:
             BlockingIOError: The socket is full. The next call must be for the same bytes: they are encrypted already.
@@ -200,12 +199,12 @@ class TlsChannel:
         return sent
 
     def recv_into(self, view: memoryview) -> int:
-        """Receive and decrypt; returns how many bytes, or 0 if the other end has said that nothing more comes.
+        """Receive and decrypt; returns how many bytes, or 0 if the other end has closed its direction.
 
         Raises:
-            AuthenticationError: The other end refuses us (see ``trusted``).
-            BlockingIOError: Nothing is there.
-            OSError: The connection ended, or somebody has changed bytes on the way.
+            AuthenticationError: The other end refuses this rank (see ``trusted``).
+            BlockingIOError: No byte has arrived.
+            OSError: The connection ended, or bytes were changed on the way.
         """
         while True:
             count = self._decrypt(view)
@@ -223,7 +222,7 @@ class TlsChannel:
             if total == _BATCH_BYTES:
                 break
         if total <= _RECORD_BYTES:
-            parts = [b"".join(parts)]  # one record: cheaper than two, here and there
+            parts = [b"".join(parts)]  # one record costs less than two, on both sides
         try:
             for part in parts:
                 self._tls.write(part)
@@ -233,7 +232,7 @@ class TlsChannel:
         return total
 
     def _decrypt(self, view: memoryview) -> int:
-        """Everything that is here, record by record, as far as there is room."""
+        """Decrypt all records that have arrived, as far as there is room; returns how many bytes."""
         count = 0
         if self._broken is not None:
             raise self._broken
@@ -244,12 +243,12 @@ class TlsChannel:
             pass
         except ssl.SSLError as error:
             self._broken = self._failure(error)
-            if not count:  # else the next call says so, after what came before it
+            if not count:  # else the next call raises it, after the bytes before the error
                 raise self._broken from error
         return count
 
     def _pull(self) -> None:
-        """From the socket to the TLS library."""
+        """Move bytes from the socket to the TLS library."""
         scratch = self._credentials.scratch
         try:
             count = self._sock.recv_into(scratch if self.trusted else scratch[:_RECORD_BYTES])
@@ -264,13 +263,13 @@ class TlsChannel:
         self._incoming.write(scratch[:count])
 
     def _collect(self) -> None:
-        """From the TLS library to what is to be sent."""
+        """Move bytes from the TLS library to those that wait for the socket."""
         if self._outgoing.pending:
             self._spoken = True
             self._unsent = memoryview(bytes(self._unsent) + self._outgoing.read())
 
     def _flush(self) -> None:
-        """From there to the socket."""
+        """Move bytes that wait to the socket."""
         while self._unsent:
             sent = self._sock.send(self._unsent)
             self._unsent = self._unsent[sent:]
@@ -297,7 +296,7 @@ class TlsChannel:
 def _context(side: ssl._SSLMethod, tls: Tls) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # an authority of the job's own, and the job's key, say who belongs to it
+    context.check_hostname = False  # the job's own authority and the job's key decide about membership
     context.verify_mode = ssl.CERT_REQUIRED
     for path in (tls.cert, tls.key, tls.ca):
         try:

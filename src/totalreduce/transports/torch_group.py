@@ -230,9 +230,6 @@ class _GlooWire(Wire):
         self._pairs = {peer: _Pair(group, peer) for peer in range(self.world_size) if peer != self.rank}
         self._failures: list[tuple[int, str]] = []
 
-    def usable(self) -> bool:
-        return True
-
     def poll(self) -> bool:
         moved = False
         with self._lock:

@@ -10,7 +10,7 @@ import torch
 
 import totalreduce as tr
 from totalreduce.foundation.types import DType
-from totalreduce.launch.links import open_library
+from totalreduce.launch.transports import open_library
 from totalreduce.testing.conformance import check_record, run_on
 from totalreduce.testing.conformance_cases import cases_for
 
@@ -29,7 +29,7 @@ def run_cases(transport):
         for number, case in enumerate(cases_for(world.world_size)):
             with tr.init(transport, name=f"case {number}", engine=case.engine, timeout_s=60.0) as group:
                 if case.hosts:
-                    group._runner.transport.place(case.hosts)
+                    group._runner.transport.set_hosts(case.hosts)
                 compared += check_record(case, group.rank, run_on(group, case), where=case.name)
                 group.barrier()
         compared += run_large(world)

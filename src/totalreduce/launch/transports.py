@@ -1,4 +1,4 @@
-"""How the ranks of a job are joined: from the name of a transport to a transport that knows its peers.
+"""From the name of a transport to a transport that reaches the other ranks of the job.
 
 ``TRANSPORTS`` has one ``TransportSpec`` per name. Every ``connect`` exchanges the ranks' hosts, addresses and settings
 before the first message: through a store (``meet``), or with a library's own messages.
@@ -23,7 +23,7 @@ from totalreduce.foundation.os_errors import describe_error, few_descriptors, is
 from totalreduce.foundation.version import VERSION
 from totalreduce.foundation.world import World
 from totalreduce.launch.address import choose_address, host_identity
-from totalreduce.launch.rendezvous import Meeting, Member, Place, compare_settings, current_world, open_store
+from totalreduce.launch.rendezvous import Meeting, Member, StoreRank, compare_settings, current_world, open_store
 from totalreduce.native.collectives import NativeCollectives
 from totalreduce.transports import shm, tcp
 from totalreduce.transports.base import Transport
@@ -31,18 +31,18 @@ from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.inproc import InprocNetwork
 from totalreduce.transports.routed import RoutedTransport
 
-__all__ = ["TRANSPORTS", "LinkRequest", "TransportSpec", "connect", "host_numbers", "meet"]
+__all__ = ["TRANSPORTS", "JoinRequest", "TransportSpec", "connect", "host_numbers", "meet"]
 
 _log = logging.getLogger("totalreduce")
 
-#: What every rank opens at least: the store's client, a listener, an epoll object, two for waking, one connection.
+#: Descriptors of every rank: the store's client, a listener, an epoll object, two for waking, one connection.
 _DESCRIPTORS = 6
-#: What the server of the store opens, beside one for every rank.
+#: Descriptors of the server of the store, beside one for every rank.
 _STORE_DESCRIPTORS = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinkRequest:
+class JoinRequest:
     """The arguments of ``init`` that concern the connections between ranks.
 
     Attributes:
@@ -53,7 +53,7 @@ class LinkRequest:
         tcp: Sockets, heartbeats, deadlines; the other transports use the heartbeats and the limit of silence, too.
         tls: Certificates, if TCP is to be encrypted.
         wire: Settings that must be equal on all ranks.
-        place: The store in which the ranks meet; ``None``: the process group's store, or one that rank 0 opens.
+        store: The store in which the ranks meet; ``None``: the process group's store, or one that rank 0 opens.
     """
 
     transport: str
@@ -63,27 +63,31 @@ class LinkRequest:
     tcp: TcpConfig
     tls: Tls | None
     wire: Mapping[str, int | str]
-    place: Place | None = None
+    store: StoreRank | None = None
 
 
-def _standing(place: Place | None) -> tuple[int, int]:
-    world = current_world() if place is None else place.world()
+def _world(store: StoreRank | None) -> World:
+    return current_world() if store is None else store.world()
+
+
+def _rank_and_size(store: StoreRank | None) -> tuple[int, int]:
+    world = _world(store)
     return world.rank, world.world_size
 
 
-def _standing_beside_torch(place: Place | None) -> tuple[int, int]:
+def _rank_beside_torch(store: StoreRank | None) -> tuple[int, int]:
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigurationError(
             "this transport works with torch.distributed: call torch.distributed.init_process_group first, or leave "
             "the transport out"
         )
-    return _standing(place)
+    return _rank_and_size(store)
 
 
-def _standing_in_mpi(place: Place | None) -> tuple[int, int]:  # noqa: ARG001  (MPI knows the ranks by itself)
+def _rank_in_mpi(store: StoreRank | None) -> tuple[int, int]:  # noqa: ARG001  (MPI knows the ranks by itself)
     from totalreduce.transports import mpi
 
-    rank, world_size = mpi.standing()
+    rank, world_size = mpi.rank_and_size()
     if world_size == 1:
         _check_alone()
     return rank, world_size
@@ -91,13 +95,13 @@ def _standing_in_mpi(place: Place | None) -> tuple[int, int]:  # noqa: ARG001  (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportSpec:
-    """One way to join the ranks of a job.
+    """How one kind of transport is connected.
 
     Attributes:
         connect: Meets the other ranks, compares settings (``meet`` does both), and returns the transport that reaches
-            them, with their hosts set by ``Transport.place``. Collective.
-        standing: Returns the rank of this process and the size of its world, from the store that ``init`` was given,
-            or from the environment.
+            them, with their hosts set by ``Transport.set_hosts``. Collective.
+        rank_and_size: Returns the rank of this process and the size of its world, from the store given to ``init``, or
+            from the environment.
         library: Returns the collectives of the library beside the transport, within the given seconds; ``None``: there
             is no such library.
         prefers_library: With ``collectives="auto"`` the library carries the collectives out.
@@ -105,15 +109,15 @@ class TransportSpec:
         shares_memory: Ranks of one host send through shared memory.
     """
 
-    connect: Callable[[LinkRequest], Transport]
-    standing: Callable[[Place | None], tuple[int, int]] = _standing
+    connect: Callable[[JoinRequest], Transport]
+    rank_and_size: Callable[[StoreRank | None], tuple[int, int]] = _rank_and_size
     library: Callable[[Transport, float], NativeCollectives] | None = None
     prefers_library: bool = False
     encrypts: bool = False
     shares_memory: bool = False
 
 
-def connect(request: LinkRequest) -> Transport:
+def connect(request: JoinRequest) -> Transport:
     """Meet the other ranks, compare settings, and return the transport that reaches them. Collective.
 
     Raises:
@@ -129,14 +133,14 @@ def connect(request: LinkRequest) -> Transport:
     except OSError as error:
         if not is_out_of_descriptors(error):
             raise
-        rank, _ = spec.standing(request.place)
+        rank, _ = spec.rank_and_size(request.store)
         raise ConfigurationError(f"rank {rank} cannot join the job: {describe_error(error)}") from error
 
 
-def meet(request: LinkRequest, address: str = "", port: int = 0) -> list[Member]:
+def meet(request: JoinRequest, address: str = "", port: int = 0) -> list[Member]:
     """Tell every rank where this one listens, compare settings, and return what all ranks have told, by rank.
 
-    ``Member.host`` tells the hosts apart; :func:`host_numbers` makes the numbers of ``Transport.place`` of them.
+    ``Member.host`` tells the hosts apart; :func:`host_numbers` makes the numbers of ``Transport.set_hosts`` of them.
 
     Raises:
         ConfigurationError: The ranks' settings differ; on every rank.
@@ -150,16 +154,16 @@ def host_numbers(members: Sequence[Member]) -> list[int]:
     return _number([member.host for member in members])
 
 
-def _open_meeting(request: LinkRequest) -> Meeting:
-    if request.place is not None:
-        return Meeting(request.place.store, request.place.world(), request.name, request.timeout_s)
+def _open_meeting(request: JoinRequest) -> Meeting:
+    if request.store is not None:
+        return Meeting(request.store.store, request.store.world(), request.name, request.timeout_s)
     world = current_world()
     _check_descriptors(world)
     return Meeting(open_store(world, request.timeout_s), world, request.name, request.timeout_s)
 
 
 def _check_alone() -> None:
-    """An MPI of one, started by a launcher that speaks of several, is the wrong MPI."""
+    """Refuse an MPI with one rank where the launcher has started several: it is the wrong MPI."""
     world = environment.read_world()
     if world.world_size > 1:
         raise ConfigurationError(
@@ -169,55 +173,53 @@ def _check_alone() -> None:
         )
 
 
-def _over_sockets(request: LinkRequest) -> Transport:
-    """Listen, meet the others in the store, and know who lives where.
+def _over_sockets(request: JoinRequest) -> Transport:
+    """Listen, meet the other ranks in the store, and connect by shared memory, by TCP, or by both.
 
-    ``"auto"``: shared memory between ranks of one host, as far as both have it, and TCP between all others.
+    With ``"auto"`` ranks of one host use shared memory, as far as both have it, and all others TCP.
     """
-    if _standing(request.place)[1] == 1:
+    if _rank_and_size(request.store)[1] == 1:
         return InprocNetwork(1).transport(0)
     key = environment.read_job_key()
     if key is not None:
-        JobIdentity(key, "", 0)  # a bad key is an error before anybody waits for anybody
-    world = current_world() if request.place is None else request.place.world()
-    meeting = _open_meeting(request)
-    with ExitStack() as doors:
-        address, port, network_door = "", 0, None
+        JobIdentity(key, "", 0)  # a bad key is an error before any rank waits for another
+    world, meeting = _world(request.store), _open_meeting(request)
+    with ExitStack() as listeners:
+        address, port, tcp_listener = "", 0, None
         if request.transport != "shm":
-            address, network_door = _listen(world, request)
-            doors.enter_context(network_door)
-            port = network_door.getsockname()[1]
-        local_address, local_door = None, None
+            address, tcp_listener = _listen(world, request)
+            listeners.enter_context(tcp_listener)
+            port = tcp_listener.getsockname()[1]
+        shm_address, shm_listener = None, None
         if request.transport != "tcp":
-            local_address, local_door = _share_memory(world)
-        if local_door is not None:
-            doors.enter_context(local_door)
+            shm_address, shm_listener = _share_memory(world)
+        if shm_listener is not None:
+            listeners.enter_context(shm_listener)
         identity = JobIdentity(meeting.job_key(), meeting.job_id, epoch=0)
-        members = meeting.gather(Member(host_identity(), address, port, local_address), request.wire)
+        members = meeting.gather(Member(host_identity(), address, port, shm_address), request.wire)
         neighbours = _neighbours(world.rank, members)
         if request.transport == "shm":
             _check_one_host(members)
         local = remote = None
-        if local_door is not None and (request.transport == "shm" or sum(n is not None for n in neighbours) > 1):
-            local = shm.ShmTransport(world.rank, neighbours, local_door, identity, request.tcp)
-        if network_door is not None and (local is None or None in neighbours):
+        if shm_listener is not None and (request.transport == "shm" or sum(n is not None for n in neighbours) > 1):
+            local = shm.ShmTransport(world.rank, neighbours, shm_listener, identity, request.tcp)
+        if tcp_listener is not None and (local is None or None in neighbours):
             addresses = [(member.address, member.port) for member in members]
-            remote = tcp.TcpTransport(world.rank, addresses, network_door, identity, request.tcp, request.tls)
-        link = _joined(local, remote)
-        doors.pop_all()
-        # A door that no transport took over is closed: nobody else knows it.
-        for door, user in ((local_door, local), (network_door, remote)):
-            if door is not None and user is None:
-                door.close()
-    link.place(host_numbers(members))
-    return link
+            remote = tcp.TcpTransport(world.rank, addresses, tcp_listener, identity, request.tcp, request.tls)
+        transport = RoutedTransport(local, remote) if local is not None and remote is not None else local or remote
+        assert transport is not None, "every world needs shared memory or TCP"
+        listeners.pop_all()
+        for listener, user in ((shm_listener, local), (tcp_listener, remote)):
+            if listener is not None and user is None:  # no transport has taken it over
+                listener.close()
+    transport.set_hosts(host_numbers(members))
+    return transport
 
 
 def _check_descriptors(world: World) -> None:
-    """Fail now where there are too few: the store aborts the process, or tries again until the deadline.
+    """Raise ``ConfigurationError`` if this process may open too few files.
 
-    Raises:
-        ConfigurationError: Names the limit.
+    Otherwise the store would abort the process, or try again until the deadline.
     """
     needed = _DESCRIPTORS
     if world.rank == 0 and not world.store_is_served:
@@ -227,20 +229,19 @@ def _check_descriptors(world: World) -> None:
         raise ConfigurationError(f"rank {world.rank} cannot join the job: {shortage}")
 
 
-def _listen(world: World, request: LinkRequest) -> tuple[str, socket.socket]:
+def _listen(world: World, request: JoinRequest) -> tuple[str, socket.socket]:
     address, reason = choose_address(world, request.settings)
     try:
-        door = tcp.listen(address)
+        listener = tcp.listen(address)
     except OSError as error:
         if is_out_of_descriptors(error):
             raise
         raise ConfigurationError(
             f"rank {world.rank} cannot listen on {address} ({reason}): {error.strerror}; set TOTALREDUCE_ADDRESS"
         ) from error
-    _log.info(
-        "rank %d of %d listens on %s:%d (%s)", world.rank, world.world_size, address, door.getsockname()[1], reason
-    )
-    return address, door
+    port = listener.getsockname()[1]
+    _log.info("rank %d of %d listens on %s:%d (%s)", world.rank, world.world_size, address, port, reason)
+    return address, listener
 
 
 def _share_memory(world: World) -> tuple[str | None, socket.socket | None]:
@@ -248,19 +249,19 @@ def _share_memory(world: World) -> tuple[str | None, socket.socket | None]:
     reason = shm.shm_available()
     if reason is None:
         try:
-            door, address = shm.listen()
+            listener, address = shm.listen()
         except OSError as error:
             if is_out_of_descriptors(error):
                 raise
             reason = f"no Unix socket: {error.strerror}"
         else:
-            return address, door
+            return address, listener
     _log.info("rank %d shares no memory: %s", world.rank, reason)
     return None, None
 
 
 def _neighbours(rank: int, members: Sequence[Member]) -> list[str | None]:
-    """By rank: where those listen who can share memory with this rank, itself included."""
+    """Return, by rank, where the ranks listen that can share memory with this one; itself is included."""
     mine = members[rank]
     if mine.shared_memory is None:
         return [None] * len(members)
@@ -280,53 +281,45 @@ def _check_one_host(members: Sequence[Member]) -> None:
             )
 
 
-def _joined(local: shm.ShmTransport | None, remote: tcp.TcpTransport | None) -> Transport:
-    if local is not None and remote is not None:
-        return RoutedTransport(local, remote)
-    link = local or remote
-    assert link is not None, "every world has a way"
-    return link
-
-
-def _over_mpi(request: LinkRequest) -> Transport:
-    """Meet in ``COMM_WORLD``: MPI's launcher knows who takes part, so there is no store and no key."""
+def _over_mpi(request: JoinRequest) -> Transport:
+    """Meet in ``COMM_WORLD``: MPI's launcher knows the members, so there is no store and no key."""
     from totalreduce.transports import mpi
 
     communicator = mpi.join(request.timeout_s)
     mine = {"host": host_identity(), "settings": {"totalreduce": VERSION, **request.wire, "group name": request.name}}
     entries = communicator.exchange(mine, request.timeout_s)
     compare_settings([entry["settings"] for entry in entries])
-    link = mpi.MpiTransport(communicator, request.tcp)
-    link.place(_number([str(entry["host"]) for entry in entries]))
-    return link
+    transport = mpi.MpiTransport(communicator, request.tcp)
+    transport.set_hosts(_number([str(entry["host"]) for entry in entries]))
+    return transport
 
 
-def _over_gloo(request: LinkRequest) -> Transport:
+def _over_gloo(request: JoinRequest) -> Transport:
     """Meet in the process group's own store, and send messages of the process group."""
     from totalreduce.transports import torch_group
 
     members = meet(request)
-    link = torch_group.TorchTransport(request.tcp, request.timeout_s)
-    link.place(host_numbers(members))
-    return link
+    transport = torch_group.TorchTransport(request.tcp, request.timeout_s)
+    transport.set_hosts(host_numbers(members))
+    return transport
 
 
-def _torch_library(link: Transport, timeout_s: float) -> NativeCollectives:  # noqa: ARG001
+def _torch_library(transport: Transport, timeout_s: float) -> NativeCollectives:  # noqa: ARG001
     from totalreduce.native import torch_collectives
 
     return torch_collectives.everybody(timeout_s)
 
 
-def _mpi_library(link: Transport, timeout_s: float) -> NativeCollectives:  # noqa: ARG001
+def _mpi_library(transport: Transport, timeout_s: float) -> NativeCollectives:  # noqa: ARG001
     from totalreduce.native.mpi_collectives import MpiCollectives
     from totalreduce.transports.mpi import MpiTransport
 
-    assert isinstance(link, MpiTransport)
-    return MpiCollectives(link.communicator)
+    assert isinstance(transport, MpiTransport)
+    return MpiCollectives(transport.communicator)
 
 
 def _number(hosts: Sequence[str]) -> list[int]:
-    """Hosts as numbers, in the order of their first ranks."""
+    """Return the hosts as numbers, in the order of their first ranks."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     return [numbers[host] for host in hosts]
 
@@ -345,11 +338,11 @@ TRANSPORTS: Extensions[TransportSpec] = Extensions(
         "auto": TransportSpec(connect=_over_sockets, encrypts=True, shares_memory=True),
         "shm": TransportSpec(connect=_over_sockets, encrypts=True, shares_memory=True),
         "tcp": TransportSpec(connect=_over_sockets, encrypts=True),
-        "mpi": TransportSpec(connect=_over_mpi, standing=_standing_in_mpi, library=_mpi_library),
+        "mpi": TransportSpec(connect=_over_mpi, rank_and_size=_rank_in_mpi, library=_mpi_library),
         "torch": TransportSpec(
-            connect=_over_sockets, standing=_standing_beside_torch, library=_torch_library, prefers_library=True
+            connect=_over_sockets, rank_and_size=_rank_beside_torch, library=_torch_library, prefers_library=True
         ),
-        "gloo": TransportSpec(connect=_over_gloo, standing=_standing_beside_torch, library=_torch_library),
+        "gloo": TransportSpec(connect=_over_gloo, rank_and_size=_rank_beside_torch, library=_torch_library),
     },
     _check_spec,
 )
