@@ -145,7 +145,7 @@ class Stager:
 def test_staged_tensors_are_copied_in_and_out(run):
     begin = "ours, gloo = dist.group.WORLD"
     assert begin in COLLECTIVES
-    source = STAGED + COLLECTIVES.replace(begin, f"dist.group.WORLD._stager = Stager()\n{begin}")
+    source = STAGED + COLLECTIVES.replace(begin, f"dist.group.WORLD._calls._stager = Stager()\n{begin}")
     said = run(3, source)
     assert [facts["differences"] for facts in said] == [[]] * 3
     assert said[0]["count"] > 280

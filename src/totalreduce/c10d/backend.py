@@ -1,4 +1,4 @@
-"""Builds a process group when torch asks for one: over which group, and with whom for other devices."""
+"""Builds a process group when torch asks for one, with process groups of other back ends for other devices."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["create"]
 
 
 def create(options: Any, backend_options: Any, caller: Mapping[str, Any]) -> ProcessGroupTotalReduce:
-    """A process group for ``init_process_group`` or ``new_group``. Collective where it needs connections of its own.
+    """Build a process group for ``init_process_group`` or ``new_group``. Collective if it needs its own connections.
 
-    A group whose ranks belong to the default process group, if that is ours, shares its engine and its connections;
-    any other one meets in the store.
+    If the default process group is one of this library, the new group shares its engine and its connections; otherwise
+    its ranks meet in the store.
 
     Args:
         options: torch's ``_DistributedBackendOptions``: store, ranks, time-out, name.
-        backend_options: ``pg_options`` of the caller; there are none.
-        caller: Variables of torch's ``_new_process_group_helper``. A process group written in Python takes the place of
-            the one that torch prepares, so the back ends of further devices (``"cpu:totalreduce,cuda:nccl"``) are ours
-            to make, and torch tells a creator of back ends nothing about them: ``backend_config`` in its frame does.
+        backend_options: ``pg_options`` of the caller, which must be ``None``.
+        caller: Variables of torch's ``_new_process_group_helper``. A process group written in Python replaces the one
+            that torch prepares, so it must also make the back ends of further devices
+            (``"cpu:totalreduce,cuda:nccl"``). Torch does not pass them on: they are in ``backend_config`` in its frame.
 
     Raises:
         torch.distributed.DistBackendError: The ranks could not find or reach each other in time.
@@ -70,7 +70,7 @@ def _connect(options: Any) -> Group:
 
 
 def _devices(caller: Mapping[str, Any]) -> dict[str, str]:
-    """Which device has which back end; without torch's word for it, all of ours have this one."""
+    """Return the back end of every device; without ``backend_config``, this one for all devices that it supports."""
     config = caller.get("backend_config")
     if config is None:
         return dict.fromkeys(dist.Backend.backend_capability[BACKEND_NAME], BACKEND_NAME)
@@ -80,12 +80,12 @@ def _devices(caller: Mapping[str, Any]) -> dict[str, str]:
 def _others(
     options: Any, ranks: list[int], wanted: Mapping[str, str], caller: Mapping[str, Any]
 ) -> tuple[dict[str, dist.ProcessGroup], Callable[[], None]]:
-    """Process groups for devices with other back ends, by device, and what ends them."""
+    """Return the process groups for devices with other back ends, by device, and the function that ends them."""
     if not wanted:
         return {}, lambda: None
     c10d: Any = dist.distributed_c10d
     name = f"{options.group_id}/others"
-    # A tag of its own, so that nobody who looks for a group of these ranks finds this half of one.
+    # A tag of its own, so that a search for a group of these ranks does not find this part of one.
     other, _ = c10d._new_process_group_helper(
         options.group_size,
         options.group_rank,

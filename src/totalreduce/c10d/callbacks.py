@@ -1,7 +1,7 @@
-"""Threads in which the callbacks of users run, and the clock of operations that nobody waits for.
+"""Threads in which the callbacks of users run, and the deadlines of operations for which no thread waits.
 
-The thread that finishes an operation is the one that moves messages. What users hang on a future (``then``) may compute
-for long, or wait for another operation, so it runs elsewhere: futures are completed here.
+The thread that finishes an operation is the one that moves messages. The callback of a future (``then``) may compute
+for long, or wait for another operation, so futures are completed in threads of their own.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _log = logging.getLogger(__name__)
 _THREADS_MAX = 32
 #: A thread without work ends after so long.
 _IDLE_S = 10.0
-#: How exactly deadlines are kept.
+#: The time between two looks at the deadlines.
 _TICK_S = 0.25
 
 
 @final
 class Callbacks:
-    """A few threads that come and go with the work, and one that looks at the clock."""
+    """A few threads that are started and end with the work, and one that checks the deadlines."""
 
     def __init__(self, name: str) -> None:
-        """Start nothing yet."""
+        """Begin without a thread; ``name`` is a part of the threads' names."""
         self._name = name
         self._home = HomeProcess(f"the process group of {name!r}")
         self._changed = threading.Condition()
@@ -44,11 +44,7 @@ class Callbacks:
         self._deadlines: dict[int, tuple[float, Callable[[], None]]] = {}
 
     def run(self, function: Callable[[], None]) -> None:
-        """Call ``function`` soon in another thread.
-
-        Raises:
-            GroupClosed: This is a forked child, and the threads are the parent's. By ``watch``, too.
-        """
+        """Call ``function`` soon in another thread. Raises ``GroupClosed`` in a forked child, as ``watch`` does."""
         self._home.check()
         with self._changed:
             self._queue.append(function)
@@ -59,13 +55,7 @@ class Callbacks:
                 threading.Thread(target=self._work, name=f"{self._name}-callbacks", daemon=True).start()
 
     def watch(self, key: int, deadline: float, function: Callable[[], None]) -> None:
-        """Call ``function`` (in the clock's thread; it must be short) at ``deadline``, unless ``forget`` comes first.
-
-        Args:
-            key: Names the watch.
-            deadline: Of the monotonic clock.
-            function: Called at most once.
-        """
+        """Call a short ``function`` at ``deadline`` of the monotonic clock, unless ``forget`` comes first."""
         self._home.check()
         with self._changed:
             self._deadlines[key] = (deadline, function)
@@ -74,12 +64,12 @@ class Callbacks:
                 self._clock.start()
 
     def forget(self, key: int) -> None:
-        """Undo ``watch``."""
+        """Undo ``watch`` with this key."""
         with self._changed:
             self._deadlines.pop(key, None)
 
     def close(self) -> None:
-        """Let the threads end when they have done what is queued. In a forked child this does nothing."""
+        """Let the threads end after the queued calls. In a forked child this does nothing."""
         if not self._home.is_here:
             return
         with self._changed:

@@ -1,7 +1,4 @@
-"""What went wrong, in the exceptions that users of torch.distributed catch.
-
-The library's own error is always the ``__cause__``.
-"""
+"""The library's errors as exceptions that users of torch.distributed catch."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ __all__ = ["as_torch_error"]
 
 
 def as_torch_error(error: BaseException, what: str = "") -> BaseException:
-    """The ``torch.distributed`` error for one of the library's; others are returned as they are.
+    """Return the ``torch.distributed`` error for an error of the library; other errors are returned unchanged.
 
-    ``DistBackendError`` (a ``RuntimeError``) for whatever the network or the other ranks did; it has the attribute
-    ``rank`` where one is to blame. Wrong arguments stay what they are, a ``ValueError``, as with gloo.
+    Faults of the network and of other ranks become a ``DistBackendError`` (a ``RuntimeError``) with the library's error
+    as its cause; its attribute ``rank`` names a lost rank. Wrong arguments stay a ``ValueError``, as with gloo.
 
     Args:
-        error: Raised or kept by the group.
+        error: The error.
         what: The operation, for messages that do not name it.
     """
     if not isinstance(error, TotalReduceError) or isinstance(error, ConfigurationError):

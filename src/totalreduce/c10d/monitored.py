@@ -1,7 +1,7 @@
-"""The barrier that says who is missing.
+"""The barrier whose error names the missing ranks.
 
-Rank 0 collects a word from everybody and answers everybody, so that the others learn at once, and from rank 0, who did
-not come. The words are gloo's, which monitoring tools and tests look for.
+Every rank sends a message to rank 0, which answers all of them, so that the others learn at once, from rank 0, which
+ranks did not come. The texts of the errors are gloo's, for which monitoring tools and tests look.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from totalreduce.groups.group import Group
 
 __all__ = ["monitored_barrier"]
 
-#: Rank 0 knows who is missing when its time is up; the others wait a little longer, to hear it.
+#: The other ranks wait this much longer than rank 0, for its answer.
 _GRACE_S = 1.0
 
 
@@ -24,14 +24,13 @@ def monitored_barrier(group: Group, tag: int, timeout_s: float, *, wait_all_rank
     """Return when every rank is here.
 
     Args:
-        group: Used for nothing else: messages of an earlier barrier that failed may still be pending in it.
-        tag: Of this barrier's messages, equal on all ranks.
+        group: A group for these barriers only: messages of an earlier barrier that failed may still be pending in it.
+        tag: Tag of this barrier's messages, equal on all ranks.
         timeout_s: In seconds.
-        wait_all_ranks: Whether rank 0 waits until the time is up, to name all ranks that are missing, or names the
-            first.
+        wait_all_ranks: Whether rank 0 waits until the deadline, to name all missing ranks, or names the first.
 
     Raises:
-        torch.distributed.DistBackendError: On rank 0 with the missing ranks, on the others with what rank 0 said.
+        torch.distributed.DistBackendError: On rank 0 with the missing ranks, on the others with the answer of rank 0.
     """
     if group.rank == 0:
         _collect(group, tag, timeout_s, wait_all_ranks)

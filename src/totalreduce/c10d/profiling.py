@@ -13,10 +13,14 @@ __all__ = ["Record", "begin"]
 
 @final
 class Record:
-    """One event, from submission to the end of the operation; the end comes from another thread, as with gloo."""
+    """One event, from the submission to the end of an operation. Another thread ends it, as with gloo.
+
+    Attributes:
+        ended: Set when the event has ended.
+    """
 
     def __init__(self, title: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin."""
+        """Begin the event."""
         self.ended = threading.Event()
         handle = torch._C._autograd._record_function_with_args_enter(title, *tensors)
         # Through a future, because that alone carries the profiler's state over to the thread where the event ends.
@@ -24,11 +28,11 @@ class Record:
         torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(handle, self._future)
 
     def end(self) -> None:
-        """End; called once."""
+        """End the event; called once."""
         self._future.set_result(None)
         self.ended.set()
 
 
 def begin(title: str, tensors: Sequence[torch.Tensor]) -> Record | None:
-    """Begin an event if somebody profiles."""
+    """Begin an event, if a profiler is active."""
     return Record(title, tensors) if torch._C._autograd._profiler_enabled() else None

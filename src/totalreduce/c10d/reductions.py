@@ -1,4 +1,4 @@
-"""What torch's reductions and element types are here."""
+"""The library's reductions and element types for those of torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REDUCTIONS = {
 
 
 def reduction_of(op: Any) -> ReduceOp:
-    """Our reduction for torch's ``ReduceOp`` (or its ``RedOpType``).
+    """Return the reduction for torch's ``ReduceOp`` (or its ``RedOpType``).
 
     Raises:
         ValueError: ``PREMUL_SUM``, which only NCCL has.
@@ -36,7 +36,7 @@ def reduction_of(op: Any) -> ReduceOp:
 
 
 def arithmetic_view(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """The tensor as numbers that can be reduced: a complex one as pairs of real ones, which sums may.
+    """Return the tensor as numbers that can be reduced: a complex tensor as pairs of real numbers, for sums only.
 
     Raises:
         ValueError: Complex numbers have no order, and their product is not that of their parts.

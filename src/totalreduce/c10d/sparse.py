@@ -1,4 +1,4 @@
-"""Allreduce of sparse COO tensors: everybody's indices and values on every rank, then one local sum."""
+"""Allreduce of sparse COO tensors: an allgather of all indices and values, then a local sum on every rank."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def allreduce_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> tu
     """Submit the sum of a sparse tensor over all ranks; blocks only until the numbers of values are known.
 
     Args:
-        group: Whose ranks; the tensor's shape is equal on all, the number of values need not be.
-        tensor: Sparse COO. Gets the result, coalesced.
-        timeout_s: Deadline of the exchange of numbers.
+        group: The ranks. The tensor's shape is equal on all of them, the number of values need not be.
+        tensor: Sparse COO. It gets the result, coalesced.
+        timeout_s: Deadline of the exchange of the numbers of values.
 
     Returns:
-        The operations, and what turns their outcome into the result.
+        The operations, and the local sum that follows them.
     """
     own = tensor.detach().coalesce()
     counts = torch.zeros(group.world_size, dtype=torch.int64)
@@ -38,13 +38,13 @@ class SparseSum:
     """The local sum that ends an allreduce of sparse tensors."""
 
     def __init__(self, tensor: torch.Tensor, indices: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        """Keep what the exchange fills."""
+        """Keep the tensors that the exchange fills."""
         self._tensor, self._indices, self._values = tensor, indices, values
         self._lock = threading.Lock()
         self._finished = False
 
     def finish(self, *, blocking: bool) -> None:  # noqa: ARG002
-        """Add up, once."""
+        """Add up the values, once."""
         with self._lock:
             if self._finished:
                 return

@@ -1,8 +1,8 @@
-"""Work handles: what torch's collectives return with ``async_op=True``, and what they wait for without.
+"""Work handles: torch's collectives return them with ``async_op=True``, and wait for them without.
 
-A handle has two faces. ``wait`` is the fast one: the waiting thread moves the messages itself. ``get_future`` is what
-DistributedDataParallel and its hooks use: it completes without anybody waiting, and runs callbacks in a thread of
-their own.
+There are two ways to wait. ``wait`` is the fast one: the waiting thread moves the messages itself. ``get_future`` is
+for DistributedDataParallel and its hooks: the future completes although no thread waits, and its callbacks run in other
+threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Finish", "OperationWork", "seconds_of"]
 
-#: What torch says in place of the number of a backward pass where there is none.
+#: Torch's number of the backward pass outside a backward pass.
 _NO_BACKWARD = -1
 
 
@@ -36,7 +36,7 @@ class Finish(Protocol):
     """The last part of an operation, which happens on this rank only."""
 
     def finish(self, *, blocking: bool) -> None:
-        """Do it, unless it is done; with ``blocking=False`` the current CUDA stream may be left waiting for it."""
+        """Do it, once; with ``blocking=False`` only the current CUDA stream waits for it."""
 
 
 @final
@@ -55,16 +55,16 @@ class OperationWork(Work):
         record: Record | None = None,
         staged: Finish | None = None,
     ) -> None:
-        """Watch over operations that have been submitted.
+        """Make the handle of operations that have been submitted.
 
         Args:
             works: The operations.
-            result: What the future holds: the outputs, in the nesting that gloo uses.
-            title: For messages.
+            result: The value of the future: the outputs, nested as gloo nests them.
+            title: Name for messages.
             timeout_s: Deadline in seconds from now.
-            callbacks: Where futures are completed.
-            record: The profiler's event, ended when the operation is done.
-            staged: What is left to be done here when the operations are done.
+            callbacks: The threads in which futures are completed.
+            record: The profiler's event, which ends with the operation.
+            staged: The last part of the operation, on this rank, after the operations.
         """
         super().__init__()
         self._works, self._result, self._title = works, result, title
@@ -83,7 +83,7 @@ class OperationWork(Work):
         """Block until the operation is done.
 
         Args:
-            timeout: Gives up earlier than the operation's own deadline does; zero and ``None`` mean that one.
+            timeout: A deadline before that of the operation; with zero and ``None`` only that of the operation counts.
 
         Raises:
             torch.distributed.DistBackendError: It failed, or is not done in time; the message names the ranks.
@@ -109,15 +109,15 @@ class OperationWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the operation is done, well or not."""
+        """Whether the operation has ended, with or without an error."""
         return self._error is not None or all(work.done() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether it is done and well."""
+        """Whether the operation has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error of an operation that failed."""
+        """Return the error of an operation that failed, otherwise ``None``."""
         if self._error is None:
             for work in self._works:
                 error = work.exception()
@@ -127,20 +127,20 @@ class OperationWork(Work):
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The outputs, flat."""
+        """Return the outputs as a flat list."""
         return list(_flat(self._result))
 
     def synchronize(self) -> None:
-        """For a work that is done: with CUDA tensors, have the current stream wait for the copies of the results."""
+        """Let the current CUDA stream wait for the copies of the results of an operation that has ended."""
         if self._staged is not None:
             self._staged.finish(blocking=False)
 
     def block_current_stream(self) -> None:
-        """As ``wait``."""
+        """Wait, as ``wait`` does."""
         self.wait()
 
     def source_rank(self) -> int:
-        """The rank in the group that a received message came from."""
+        """Return the rank in the group that sent the received message."""
         source = self._works[0].source
         if source is None:
             raise RuntimeError(f"{self._title} has no source rank, or is not done")
@@ -149,10 +149,10 @@ class OperationWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """A ``torch.futures.Future`` of the outputs; completes, at the deadline at the latest, though nobody waits.
+        """Return a ``torch.futures.Future`` of the outputs, which completes at the deadline at the latest.
 
-        Within a backward pass it is DistributedDataParallel that asks, to wait in C++ when the pass ends; an error of a
-        future is a bare ``RuntimeError`` there. A wait of ours, ahead of that one, raises what it really is.
+        Within a backward pass DistributedDataParallel asks for it and waits in C++ when the pass ends, where the error
+        of a future is a bare ``RuntimeError``. A wait in Python, before that one, raises the error itself.
         """
         if torch._C._current_graph_task_id() != _NO_BACKWARD:
             torch.autograd.Variable._execution_engine.queue_callback(self.block_current_stream)
@@ -183,7 +183,7 @@ class OperationWork(Work):
         self._when_done(complete)
 
     def _when_done(self, function: Callable[[], None]) -> None:
-        """Have ``function`` called when the last operation is done, in the thread that finishes it."""
+        """Call ``function`` when the last operation has ended, in the thread that finds its end."""
         lock, missing = threading.Lock(), len(self._works)
 
         def one_done(_: GroupWork) -> None:
@@ -213,7 +213,7 @@ class OperationWork(Work):
 
 
 def seconds_of(timeout: timedelta) -> float:
-    """A time-out of torch's in seconds. One without end, such as ``timedelta.max``, becomes the longest there is."""
+    """Return a time-out of torch in seconds. A longer one, such as ``timedelta.max``, becomes ``SECONDS_MAX``."""
     return min(timeout.total_seconds(), SECONDS_MAX)
 
 

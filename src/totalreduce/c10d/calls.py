@@ -1,0 +1,216 @@
+"""Calls of c10d's methods: their arguments, their deadlines, and their submission to a ``Group``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from totalreduce.c10d import profiling
+from totalreduce.c10d.callbacks import Callbacks
+from totalreduce.c10d.errors import as_torch_error
+from totalreduce.c10d.names import BACKEND_NAME
+from totalreduce.c10d.pinned_memory import Stager
+from totalreduce.c10d.reductions import arithmetic_view
+from totalreduce.c10d.sparse import allreduce_sparse
+from totalreduce.c10d.work import OperationWork, seconds_of
+from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.group import Group
+from totalreduce.tensors.work import Work
+
+__all__ = [
+    "Calls",
+    "Host",
+    "Tensors",
+    "one_list",
+    "options_for",
+    "reduce_op_of",
+    "root_of",
+    "single_tensor",
+    "split_sizes",
+]
+
+#: One tensor or, as c10d has it, a list of one.
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+#: From a tensor to its counterpart in host memory.
+Host = Callable[[torch.Tensor], torch.Tensor]
+
+
+@final
+class Calls:
+    """Submits the calls of one process group.
+
+    Attributes:
+        count: Number of calls so far.
+        timeout: Deadline of calls that name none.
+        callbacks: The threads in which futures are completed.
+    """
+
+    def __init__(self, group: Group, timeout: timedelta) -> None:
+        """Submit to ``group``."""
+        self.count = 0
+        self.timeout = timeout
+        self.callbacks = Callbacks(f"totalreduce-{group.rank}")
+        self._group = group
+        self._stager = Stager()
+
+    def seconds(self, opts: Any, timeout: timedelta | None = None) -> float:
+        """Return the deadline: that of the call, else that of the options, else that of the process group."""
+        given = timeout if timeout is not None else getattr(opts, "timeout", None)
+        # Options without a deadline say minus one millisecond.
+        return seconds_of(self.timeout if given is None or given < timedelta(0) else given)
+
+    def start(
+        self,
+        title: str,
+        opts: Any,
+        submit: Callable[[Host], list[Work]],
+        result: Any,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        *,
+        shown: Sequence[torch.Tensor] | None = None,
+        timeout: timedelta | None = None,
+    ) -> OperationWork:
+        """Submit a collective.
+
+        Args:
+            title: Its name, as gloo has it, for the profiler and for messages.
+            opts: Its options, of which the deadline counts here.
+            submit: Submits the operations, given a function from a tensor to its host memory.
+            result: The value of its future.
+            reads: Tensors that it reads on this rank.
+            writes: Tensors that it writes on this rank.
+            shown: Tensors that the profiler shows; by default ``reads``.
+            timeout: Its deadline, instead of that of the options.
+        """
+        self.count += 1
+        title = f"{BACKEND_NAME}:{title}"
+        record = profiling.begin(title, reads if shown is None else shown)
+        staged = self._stager.stage(reads, writes)
+        try:
+            works = submit(_as_is if staged is None else staged.host)
+        except TotalReduceError as error:
+            if record is not None:
+                record.end()
+            if isinstance(error, ConfigurationError):
+                raise
+            raise as_torch_error(error, title) from error
+        return OperationWork(
+            works,
+            result,
+            title=title,
+            timeout_s=self.seconds(opts, timeout),
+            callbacks=self.callbacks,
+            record=record,
+            staged=staged,
+        )
+
+    def allreduce_sparse(self, tensor: torch.Tensor, op: ReduceOp, timeout_s: float) -> OperationWork:
+        """Submit the sum of a sparse tensor, in place."""
+        if op is not ReduceOp.SUM:
+            raise ValueError("allreduce of sparse tensors is a sum; other reductions are not defined")
+        begin = time.monotonic()
+        title = f"{BACKEND_NAME}:sparse_all_reduce"
+        try:
+            works, finish = allreduce_sparse(self._group, tensor, timeout_s)
+        except TotalReduceError as error:
+            raise as_torch_error(error, title) from error
+        left_s = timeout_s - (time.monotonic() - begin)
+        return OperationWork(works, [tensor], title=title, timeout_s=left_s, callbacks=self.callbacks, staged=finish)
+
+    def reduce_scatter_singles(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: ReduceOp, opts: Any, result: Any
+    ) -> OperationWork:
+        """Submit reduce-scatters of tensors, each of which holds the blocks of all ranks."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            if tensor.numel() != self._group.world_size * output.numel():
+                raise ValueError("input tensor must be the same size as output size times world size")
+
+        def submit(host: Host) -> list[Work]:
+            return [
+                self._group.reduce_scatter(
+                    arithmetic_view(host(output), op), arithmetic_view(host(tensor).contiguous(), op), op=op
+                )
+                for output, tensor in zip(outputs, inputs, strict=True)
+            ]
+
+        return self.start("reduce_scatter", opts, submit, result, inputs, outputs)
+
+    def all_gather_singles(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any, result: Any
+    ) -> OperationWork:
+        """Submit allgathers into tensors, each of which holds the blocks of all ranks."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            if output.dtype != tensor.dtype:
+                raise TypeError("output tensor must have the same type as input tensor")
+            if output.numel() != self._group.world_size * tensor.numel():
+                raise ValueError("output tensor size must be equal to world_size times input tensor size")
+
+        def submit(host: Host) -> list[Work]:
+            pairs = zip(outputs, inputs, strict=True)
+            return [self._group.allgather(host(output), host(tensor)) for output, tensor in pairs]
+
+        return self.start("all_gather", opts, submit, result, inputs, outputs)
+
+
+def _as_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def options_for(opts: Any, kind: Any) -> Any:
+    """Return options for another back end: the given ones, or options of ``kind`` made from a bare reduction."""
+    if hasattr(opts, "timeout"):
+        return opts
+    made = kind()
+    if opts is not None:
+        made.reduceOp = opts
+    return made
+
+
+def reduce_op_of(opts: Any) -> Any:
+    """Return torch's reduction: that of the options, or the one given in their place; SUM by default."""
+    return dist.ReduceOp.SUM if opts is None or isinstance(opts, int) else getattr(opts, "reduceOp", opts)
+
+
+def root_of(opts: Any, named: Mapping[str, int]) -> int:
+    """Return the root's rank in the group: ``root=``, or that of the options, or given in their place; default 0."""
+    if "root" in named:
+        return named["root"]
+    return 0 if opts is None else int(getattr(opts, "rootRank", opts))
+
+
+def single_tensor(tensors: Tensors, what: str) -> torch.Tensor:
+    """Return the tensor, which may be in a list of one."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(f"totalreduce: {what} takes one tensor per rank, not {len(tensors)}")
+    return tensors[0]
+
+
+def one_list(tensors: Any) -> list[torch.Tensor]:
+    """Return the list in ``[[...]]``, or the one given without the outer list."""
+    listed: Iterable[torch.Tensor] = tensors
+    if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor):
+        listed = tensors[0]
+    return list(listed)
+
+
+def split_sizes(tensor: torch.Tensor, sizes: Sequence[int] | None, world_size: int, what: str) -> list[int]:
+    """Return the lengths of the slices along the first dimension, one per rank."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"the {what} of all_to_all_single must be contiguous")
+    rows = tensor.size(0) if tensor.dim() else 0
+    if not sizes:
+        if rows % world_size:
+            raise ValueError(f"the {what}'s dim 0 ({rows}) does not divide equally across group size {world_size}")
+        sizes = [rows // world_size] * world_size
+    if len(sizes) != world_size or sum(sizes) != rows:
+        raise ValueError(f"{what} splits {list(sizes)} must be {world_size} numbers whose sum is dim 0, {rows}")
+    return list(sizes)
