@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from totalreduce.launch.escalation import Escalation
+from totalreduce.launch.ending import Escalation
 from totalreduce.launch.output import LineStream, Printer, Tail
 
 

@@ -24,10 +24,9 @@ from typing import IO
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.emulate import EmulatedNetwork, EmulateOptions
-from totalreduce.launch.escalation import Escalation
-from totalreduce.launch.first_failure import find_first_failure
+from totalreduce.launch.ending import Escalation, find_first_failure
 from totalreduce.launch.guard import Guard
-from totalreduce.launch.relay import Output, Relay, open_relay
+from totalreduce.launch.output import Output, Relay, open_relay
 from totalreduce.launch.workers import RunResult, Worker, WorkerResult, worker_environments
 
 __all__ = ["EmulateOptions", "RunResult", "WorkerResult", "run_workers"]
@@ -68,7 +67,7 @@ def run_workers(
         num_workers: World size, at least 1.
         emulate: Put the workers into emulated hosts; ``num_workers`` must then be hosts times ranks per host.
         environment: What the workers' environment is based on; by default this process's.
-        output: What becomes of the workers' output, see :data:`totalreduce.launch.relay.Output`.
+        output: What becomes of the workers' output, see :data:`totalreduce.launch.output.Output`.
         grace_s: From SIGTERM to SIGKILL.
         linger_s: From the first failure to SIGTERM for the others.
         timeout_s: Stop everything after this long.

@@ -1,40 +1,54 @@
-"""What becomes of the workers' output: cut into lines, marked with the rank, kept, or left alone.
+"""The output of the workers: cut into lines and marked with the rank, left to rank 0, written to files, or captured.
 
-A worker's stream arrives in arbitrary pieces. :class:`LineStream` turns them into lines, carriage-return
-progress bars and overdue unfinished lines; :class:`Printer` puts the lines of many workers onto one terminal
-or file.
+A worker's stream arrives in arbitrary pieces. :class:`LineStream` turns them into lines, carriage-return progress bars
+and unfinished lines; :class:`Printer` writes the lines of several workers to one terminal or file; a :class:`Relay`
+does so for all workers of a run.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import IO
+from pathlib import Path
+from typing import IO, Literal
 
-__all__ = ["LineStream", "Piece", "Printer", "Tail", "rank_prefixes", "same_file"]
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.os_errors import describe_error
+from totalreduce.launch.workers import Target
 
-FLUSH_S = 0.2
-"""An unfinished line (a prompt, "loading ...") is shown after this long."""
+__all__ = ["LineStream", "Output", "Piece", "Printer", "Relay", "Tail", "open_relay"]
 
-UPDATE_S = 10.0
-"""In a file, a progress bar that only ever returns to its line's start leaves one line this often."""
+Output = Literal["all", "rank0", "capture"] | Path
+"""``all``: every line, marked with its rank. ``rank0``: rank 0 writes to the launcher's own streams directly; of the
+other ranks only the last errors are kept. ``capture``: in the result. A path: ``rank<i>.log`` in this folder."""
 
-LINE_BYTES_MAX = 64 * 1024
+_ERROR_TAIL_BYTES = 8 * 1024
+_CAPTURE_BYTES_MAX = 64 * 1024 * 1024
+_LAST_LINES = 10
+#: An unfinished line (a prompt, "loading ...") is shown after this long.
+_FLUSH_S = 0.2
+#: In a file, a progress bar that only returns to the start of its line leaves one line this often.
+_UPDATE_S = 10.0
+_LINE_BYTES_MAX = 64 * 1024
 
 _TOKEN = re.compile(rb"(\r\n|\n|\r)")
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Something to show.
+    """A line, or a part of one, to be shown.
 
     Attributes:
         text: Bytes without line ends.
-        starts: Nothing of this line was shown before.
-        replaces: It overwrites what was shown of this line.
-        ends: The line is complete.
+        starts: Whether no part of this line was shown before.
+        replaces: Whether it overwrites the part of this line that was shown.
+        ends: Whether the line is complete.
     """
 
     text: bytes
@@ -44,14 +58,10 @@ class Piece:
 
 
 class LineStream:
-    """One stream of one worker, cut into pieces. Knows no file and no clock."""
+    """One stream of one worker, cut into pieces. It knows no file and no clock."""
 
     def __init__(self, *, in_place: bool) -> None:
-        """Choose what a carriage return does.
-
-        Args:
-            in_place: It overwrites the line, as on a terminal. Otherwise only a line's last state is shown.
-        """
+        """``in_place``: a carriage return overwrites the line, as on a terminal; otherwise its last state is shown."""
         self._in_place = in_place
         self._pending = b""
         self._return_held = b""
@@ -61,7 +71,7 @@ class LineStream:
         self._shown_at = float("-inf")
 
     def feed(self, data: bytes, now: float) -> Iterator[Piece]:
-        """Take what arrived; yields what can be shown at once."""
+        """Take bytes that arrived; yields the pieces that can be shown at once."""
         data = self._return_held + data
         # Half of a \r\n may still be on its way.
         self._return_held = b"\r" if data.endswith(b"\r") else b""
@@ -73,19 +83,19 @@ class LineStream:
             elif token:
                 self._pending_since = now if self._pending_since is None else self._pending_since
                 self._pending += token
-                if len(self._pending) > LINE_BYTES_MAX:
+                if len(self._pending) > _LINE_BYTES_MAX:
                     yield self._show(now, ends=False)
 
     def overdue(self, now: float) -> Iterator[Piece]:
-        """Yields the unfinished line if it has waited long enough."""
-        if self._pending_since is not None and now - self._pending_since >= FLUSH_S:
+        """Yield the unfinished line if it has waited long enough."""
+        if self._pending_since is not None and now - self._pending_since >= _FLUSH_S:
             if self._in_place or not self._replaces:
                 yield self._show(now, ends=False)
-            elif now - self._shown_at >= UPDATE_S:
+            elif now - self._shown_at >= _UPDATE_S:
                 yield self._show(now, ends=True)
 
     def close(self, now: float) -> Iterator[Piece]:
-        """The stream ended; yields what is left, as a complete line."""
+        """Yield the unfinished line as a complete one, at the end of the stream."""
         if self._pending or self._shown:
             yield self._show(now, ends=True)
 
@@ -93,8 +103,8 @@ class LineStream:
         if self._in_place:
             if self._pending:
                 yield self._show(now, ends=False)
-        # In a file, what was shown of the line cannot be taken back: it is ended instead.
-        elif self._shown or (self._pending and now - self._shown_at >= UPDATE_S):
+        # In a file, the part of the line that was shown cannot be removed: the line is ended instead.
+        elif self._shown or (self._pending and now - self._shown_at >= _UPDATE_S):
             yield self._show(now, ends=True)
         self._pending, self._pending_since = b"", None
         self._replaces = True
@@ -108,10 +118,10 @@ class LineStream:
 
 
 class Printer:
-    """Several streams onto one terminal or file, never two in one line."""
+    """Writes several streams to one terminal or file, never two in one line."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
-        """Take the function that writes bytes; it must write all of them."""
+        """``write`` must write all the bytes that it is called with."""
         self._write = write
         self._open_by: object = None
         self._open_is_update = False
@@ -120,9 +130,9 @@ class Printer:
         """Write a piece.
 
         Args:
-            piece: What to show.
-            prefix: Put before every line.
-            key: Which stream it comes from. A line left open by another is ended, or erased if it is a bar.
+            piece: The piece.
+            prefix: Text before every line.
+            key: The stream of the piece. An unfinished line of another stream is ended, or erased if it is a bar.
         """
         is_continued = self._open_by == key
         if not is_continued and not piece.starts and not piece.text and piece.ends:
@@ -141,7 +151,7 @@ class Printer:
         self._write(b"".join(parts))
 
     def finish(self) -> None:
-        """End a line left open, so that what follows starts on its own."""
+        """End an unfinished line."""
         if self._open_by is not None:
             self._open_by = None
             self._write(b"\n")
@@ -151,25 +161,25 @@ class Tail:
     """The last lines of a stream, within a bound."""
 
     def __init__(self, bytes_max: int) -> None:
-        """Keep at most ``bytes_max`` bytes, the last ones."""
+        """Keep the last ``bytes_max`` bytes."""
         self._bytes_max = bytes_max
         self._content = bytearray()
         self.dropped_bytes = 0
 
     def feed(self, data: bytes) -> None:
-        """Append; the oldest bytes beyond the bound are dropped and counted."""
+        """Append bytes; the oldest bytes beyond the bound are dropped and counted."""
         self._content += data
         # Twice the bound before cutting: each byte is moved once, not once per call.
         if len(self._content) > 2 * self._bytes_max:
             self._cut()
 
     def text(self) -> str:
-        """All that is kept."""
+        """Return the bytes that are kept, as text."""
         self._cut()
         return self._content.decode("utf-8", "replace")
 
     def lines(self, count: int) -> tuple[str, ...]:
-        """The last ``count`` lines that are not empty."""
+        """Return the last ``count`` lines that are not empty."""
         lines = [line.rstrip() for line in re.split(r"[\r\n]+", self.text())]
         return tuple([line for line in lines if line][-count:])
 
@@ -180,8 +190,8 @@ class Tail:
             self.dropped_bytes += surplus
 
 
-def rank_prefixes(num_workers: int, stream: IO[str]) -> list[bytes]:
-    """``[0] `` for every rank, coloured on a terminal that shows colours, unless ``NO_COLOR`` is set."""
+def _rank_prefixes(num_workers: int, stream: IO[str]) -> list[bytes]:
+    """Return ``[0] `` for every rank, coloured on a terminal that shows colours, unless ``NO_COLOR`` is set."""
     from rich.console import Console
     from rich.style import Style
     from rich.text import Text
@@ -200,10 +210,151 @@ def rank_prefixes(num_workers: int, stream: IO[str]) -> list[bytes]:
     return prefixes
 
 
-def same_file(one: IO[str], other: IO[str]) -> bool:
-    """Whether two streams lead to the same terminal or file, so that they share the cursor."""
+def _same_file(one: IO[str], other: IO[str]) -> bool:
+    """Whether two streams write to the same terminal or file, so that they share the cursor."""
     try:
         first, second = os.fstat(one.fileno()), os.fstat(other.fileno())
-    except (OSError, ValueError):  # a stand-in of a test or a notebook
+    except (OSError, ValueError):  # a stream of a test or a notebook
         return False
     return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
+
+
+class Relay:
+    """Keeps the last errors of every rank, and shows nothing: the base of the four relays.
+
+    Attributes:
+        targets: Standard output and standard error for the worker of each rank.
+    """
+
+    def __init__(self, targets: list[tuple[Target, Target]]) -> None:
+        """Prepare for the ranks 0 to ``len(targets) - 1``."""
+        self.targets = targets
+        self._tails = [Tail(_ERROR_TAIL_BYTES) for _ in targets]
+
+    def feed(self, rank: int, data: bytes, *, is_error: bool) -> None:
+        """Take bytes that a worker has written into a pipe."""
+        if is_error:
+            self._tails[rank].feed(data)
+
+    def overdue(self) -> None:
+        """Show unfinished lines that have waited long enough."""
+
+    def close(self) -> None:
+        """Show the rest; no more output will come."""
+
+    def last_errors(self, rank: int) -> tuple[str, ...]:
+        """Return the last lines of a worker's standard error."""
+        return self._tails[rank].lines(_LAST_LINES)
+
+    def captured(self) -> tuple[list[str], list[str]]:
+        """Return standard output and standard error by rank, if they were captured."""
+        return [], []
+
+
+class _Marked(Relay):
+    """Shows every line of every rank on the launcher's own streams, behind the rank."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__([(subprocess.PIPE, subprocess.PIPE)] * num_workers)
+        files = (sys.stdout, sys.stderr)
+        self._printers = [Printer(functools.partial(_write, file)) for file in files]
+        if _same_file(*files):
+            self._printers[1] = self._printers[0]
+        self._prefixes = [_rank_prefixes(num_workers, file) for file in files]
+        # Only one bar can stay in place at the bottom of a terminal: rank 0's.
+        self._streams = [
+            [LineStream(in_place=rank == 0 and file.isatty()) for file in files] for rank in range(num_workers)
+        ]
+
+    def feed(self, rank: int, data: bytes, *, is_error: bool) -> None:
+        super().feed(rank, data, is_error=is_error)
+        for piece in self._streams[rank][is_error].feed(data, time.monotonic()):
+            self._show(rank, is_error, piece)
+
+    def overdue(self) -> None:
+        self._show_all(lambda stream: stream.overdue(time.monotonic()))
+
+    def close(self) -> None:
+        self._show_all(lambda stream: stream.close(time.monotonic()))
+        for printer in self._printers:
+            printer.finish()
+
+    def _show_all(self, pieces_of: Callable[[LineStream], Iterator[Piece]]) -> None:
+        for rank, streams in enumerate(self._streams):
+            for is_error, stream in enumerate(streams):
+                for piece in pieces_of(stream):
+                    self._show(rank, bool(is_error), piece)
+
+    def _show(self, rank: int, is_error: bool, piece: Piece) -> None:
+        self._printers[is_error].show(piece, self._prefixes[is_error][rank], (rank, is_error))
+
+
+class _RankZero(Relay):
+    """Rank 0 inherits the launcher's streams, terminal included: its progress bars work as always."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__([(None, None), *[(subprocess.DEVNULL, subprocess.PIPE)] * (num_workers - 1)])
+
+
+class _Captured(Relay):
+    """Keeps all output in memory, the last 64 MiB of each stream."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__([(subprocess.PIPE, subprocess.PIPE)] * num_workers)
+        self._kept = [[Tail(_CAPTURE_BYTES_MAX) for _ in range(num_workers)] for _ in range(2)]
+
+    def feed(self, rank: int, data: bytes, *, is_error: bool) -> None:
+        super().feed(rank, data, is_error=is_error)
+        self._kept[is_error][rank].feed(data)
+
+    def captured(self) -> tuple[list[str], list[str]]:
+        output, errors = ([tail.text() for tail in tails] for tails in self._kept)
+        return output, errors
+
+
+class _Files(Relay):
+    """Lets each worker write both its streams, in their order, to a file of its own."""
+
+    def __init__(self, num_workers: int, folder: Path) -> None:
+        self._paths = [folder / f"rank{rank}.log" for rank in range(num_workers)]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._files: list[IO[bytes]] = [path.open("wb") for path in self._paths]
+        except OSError as error:
+            raise ConfigurationError(f"cannot write the output to {folder}: {describe_error(error)}") from error
+        super().__init__([(file, subprocess.STDOUT) for file in self._files])
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def last_errors(self, rank: int) -> tuple[str, ...]:
+        tail = Tail(_ERROR_TAIL_BYTES)
+        with self._paths[rank].open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _ERROR_TAIL_BYTES))
+            tail.feed(file.read(_ERROR_TAIL_BYTES))
+        return tail.lines(_LAST_LINES)
+
+
+def open_relay(output: Output, num_workers: int) -> Relay:
+    """Return the relay for an output mode.
+
+    Raises:
+        ConfigurationError: The mode is unknown, or the folder cannot be written.
+    """
+    if isinstance(output, Path):
+        return _Files(num_workers, output)
+    modes = {"all": _Marked, "rank0": _RankZero, "capture": _Captured}
+    if output not in modes:
+        raise ConfigurationError(f"output is 'all', 'rank0', 'capture' or a folder, not {output!r}")
+    return modes[output](num_workers)
+
+
+def _write(file: IO[str], data: bytes) -> None:
+    """Write bytes to a text stream, past its encoding if it has a binary side."""
+    binary = getattr(file, "buffer", None)
+    if binary is None:  # a stream of a notebook or a test
+        file.write(data.decode("utf-8", "replace"))
+    else:
+        binary.write(data)
+    file.flush()

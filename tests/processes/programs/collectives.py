@@ -10,7 +10,7 @@ import torch
 
 import totalreduce as tr
 from totalreduce.foundation.types import DType
-from totalreduce.launch.transports import open_library
+from totalreduce.launch.transports import TRANSPORTS
 from totalreduce.testing.conformance import check_record, run_on
 from totalreduce.testing.conformance_cases import cases_for
 
@@ -97,7 +97,7 @@ def run_others(group, size):
 
 def run_native(group, transport):
     """What the library underneath does by itself."""
-    native, size, compared = open_library(transport, group._runner.transport, 30.0), group.world_size, 0
+    native, size, compared = TRANSPORTS[transport].library(group._runner.transport, 30.0), group.world_size, 0
     assert native is not None
     for dtype in DType:
         for op in (tr.ReduceOp.SUM, tr.ReduceOp.AVG, tr.ReduceOp.MAX, tr.ReduceOp.BXOR):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from totalreduce.launch.first_failure import find_first_failure
+from totalreduce.launch.ending import find_first_failure
 from totalreduce.launch.workers import WorkerResult
 
 
