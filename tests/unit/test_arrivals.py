@@ -48,7 +48,7 @@ def test_a_rank_that_differs_is_named_with_both_values_whatever_the_order(change
 
 
 def test_two_processes_of_one_rank_are_named_in_the_order_in_which_they_came():
-    twin = arrival(1, process="id 7", place="process 7 on host 7")
+    twin = arrival(1, process="id 7", label="process 7 on host 7")
     text = find_conflict([arrival(1), arrival(0), twin])
     assert text.startswith("two processes are rank 1: process 1 on host 1, and process 7 on host 7, which came later. ")
     assert "process 7 on host 7, and process 1" in find_conflict([twin, arrival(1)])
@@ -63,7 +63,7 @@ def test_an_arrival_survives_its_journey():
     world = World(1, 3, 1, 3, "127.0.0.1", 29500, "single", "a job")
     mine = Arrival.of(world)
     assert (mine.rank, mine.world_size, mine.job_id, mine.process) == (1, 3, "a job", this_process())
-    assert mine.place.startswith(f"process {os.getpid()} on ")
+    assert mine.label.startswith(f"process {os.getpid()} on ")
     assert Arrival.from_text(mine.to_text()) == mine
 
 

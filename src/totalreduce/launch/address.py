@@ -1,4 +1,4 @@
-"""Where this process is: which host, and which of its addresses the others should connect to."""
+"""The host of this process, and the address of the host to which the other ranks connect."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from totalreduce.foundation.world import World
 __all__ = ["choose_address", "host_identity", "interface_of"]
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
-#: TEST-NET-1: asking for the route to it names the default route's address; nothing is sent.
+#: TEST-NET-1: the route to it has the default route's address; nothing is sent.
 _ANYWHERE = "192.0.2.1"
 
 
 def choose_address(world: World, settings: Settings) -> tuple[str, str]:
-    """The address to listen on and to advertise, and how it was found (for the log).
+    """Return the address to listen on and to advertise, and how it was found (for the log).
 
-    Order: ``TOTALREDUCE_ADDRESS``, ``TOTALREDUCE_INTERFACE``, the route to rank 0's host, the default route, loopback.
+    The order is: ``TOTALREDUCE_ADDRESS``, ``TOTALREDUCE_INTERFACE``, the route to rank 0's host, the default route,
+    loopback.
 
     Raises:
         ConfigurationError: The interface has no IPv4 address, or rank 0's host has no address.
@@ -45,7 +46,7 @@ def choose_address(world: World, settings: Settings) -> tuple[str, str]:
 
 
 def host_identity() -> str:
-    """Equal for two processes if one kernel runs them in one network namespace, so that they can share memory."""
+    """Return a text that is equal for processes of one kernel and one network namespace: they can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
@@ -67,7 +68,7 @@ def interface_of(address: str) -> str:
 
 
 def _towards(host: str) -> str | None:
-    """The source address the kernel would use towards ``host``; connecting a datagram socket sends nothing."""
+    """Return the kernel's source address for packets to ``host``; connecting a datagram socket sends nothing."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

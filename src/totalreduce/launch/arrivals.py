@@ -1,4 +1,4 @@
-"""Who comes to a rendezvous, and whether these processes can be the ranks of one job. Knows no store."""
+"""The processes that come to a rendezvous, and whether they can be the ranks of one job."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["Arrival", "find_conflict", "this_process"]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a process says of itself when it comes.
+    """The description of a process that comes to a rendezvous.
 
     Attributes:
-        rank: What it was told to be.
-        world_size: How many ranks it was told that there are.
-        job_id: Of the launcher; "" if there is none.
-        version: Of this library.
+        rank: Rank according to its launcher.
+        world_size: Number of ranks according to its launcher.
+        job_id: Id of the job according to its launcher; "" if there is none.
+        version: Version of this library.
         process: Equal for two arrivals of one process, and for no others.
-        place: The process for a reader: its id and its host's name.
+        label: Id of the process and name of its host, for messages.
     """
 
     rank: int
@@ -36,43 +36,39 @@ class Arrival:
     job_id: str
     version: str
     process: str
-    place: str
+    label: str
 
     @classmethod
     def of(cls, world: World) -> Arrival:
-        """What this process says."""
-        place = f"process {os.getpid()} on {socket.gethostname()}"
-        return cls(world.rank, world.world_size, world.job_id, VERSION, this_process(), place)
+        """Return the description of this process."""
+        name = f"process {os.getpid()} on {socket.gethostname()}"
+        return cls(world.rank, world.world_size, world.job_id, VERSION, this_process(), name)
 
     def to_text(self) -> str:
-        """As it travels: JSON."""
+        """Return the JSON for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Arrival:
-        """The inverse of ``to_text``.
-
-        Raises:
-            RendezvousError: It is none.
-        """
+        """Return the arrival of ``to_text``. Raises ``RendezvousError`` if the text is none."""
         try:
             fields: dict[str, Any] = json.loads(text)
             numbers = int(fields["rank"]), int(fields["world_size"])
-            texts = (str(fields[name])[:300] for name in ("job_id", "version", "process", "place"))
+            texts = (str(fields[name])[:300] for name in ("job_id", "version", "process", "label"))
             return cls(*numbers, *texts)
         except (ValueError, KeyError, TypeError) as error:
             raise RendezvousError(f"the store holds what no rank of this library writes: {text[:100]!r}") from error
 
 
 def find_conflict(arrivals: Sequence[Arrival]) -> str | None:
-    """Why these processes cannot be ranks of one job, with both values and what to do; ``None`` if they can.
+    """Return why these processes cannot be ranks of one job, with both values and a remedy; ``None`` if they can.
 
-    Each is compared with the lowest rank, that is rank 0 if it is there. The world size comes first: with different
-    ones, everything that is looked for later is missing or of no meaning.
+    Each process is compared with the lowest rank, which is rank 0 if it has come. The world size is compared first:
+    if it differs, the later comparisons have no meaning.
     """
     if not arrivals:
         return None
-    others = sorted(arrivals, key=lambda arrival: arrival.rank)  # stable: of one rank, the first to come is first
+    others = sorted(arrivals, key=lambda arrival: arrival.rank)  # stable: the first to come of equal ranks
     first = others.pop(0)
     for other in others:
         if other.world_size != first.world_size:
@@ -84,7 +80,7 @@ def find_conflict(arrivals: Sequence[Arrival]) -> str | None:
     for other in others:
         if other.job_id != first.job_id:
             return (
-                f"rank {other.rank} ({other.place}) belongs to job {other.job_id!r}, rank {first.rank} ({first.place}) "
+                f"rank {other.rank} ({other.label}) belongs to job {other.job_id!r}, rank {first.rank} ({first.label}) "
                 f"to job {first.job_id!r}. Give every rank of a job the same TOTALREDUCE_JOB_ID, and two jobs on one "
                 "host different MASTER_PORTs"
             )
@@ -93,7 +89,7 @@ def find_conflict(arrivals: Sequence[Arrival]) -> str | None:
         earlier = seen.setdefault(arrival.rank, arrival)
         if earlier.process != arrival.process:
             return (
-                f"two processes are rank {arrival.rank}: {earlier.place}, and {arrival.place}, which came later. Give "
+                f"two processes are rank {arrival.rank}: {earlier.label}, and {arrival.label}, which came later. Give "
                 "every process a rank of its own; if one was started again, start all of them again"
             )
     for other in others:
@@ -106,7 +102,7 @@ def find_conflict(arrivals: Sequence[Arrival]) -> str | None:
 
 
 def this_process() -> str:
-    """Equal whenever this process asks, and for no other process that shares a store with it."""
+    """Return a text that identifies this process among all processes that share a store with it."""
     # A process id is used again, and two containers may both have a process 1.
     started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     return f"{host_identity()}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getpid()}/{started}"

@@ -1,10 +1,10 @@
 """How ranks find each other: through a ``torch.distributed`` store.
 
-The default process group's own store is used where there is one. A rank first says who it is: rank, world size, job,
-version. While ranks wait for each other they compare what has been said, so that processes that cannot be one job learn
-it as soon as they have met in the store. Then every rank publishes where it listens and the settings that shape the
-wire; every rank reads all of it, so a disagreement is the same error everywhere. Nothing read from the store is
-evaluated; values are bounded JSON.
+The default process group's own store is used where there is one. Every rank first writes an ``Arrival`` into the store:
+rank, world size, job, version. While ranks wait for each other they compare these, so that processes that cannot be one
+job learn it as soon as they have met in the store. Then every rank publishes where it listens and the settings that
+shape the wire; every rank reads all of it, so a disagreement is the same error everywhere. Nothing read from the store
+is evaluated; values are bounded JSON.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ __all__ = ["Meeting", "Member", "StoreRank", "compare_settings", "current_world"
 _log = logging.getLogger(__name__)
 
 _ENTRY_BYTES_MAX = 64 * 1024
-#: How often a rank that has waited for a while looks into the store.
+#: The longest time between two looks into the store.
 _POLL_S = 0.1
-#: A store that fails where fewer files can be opened has failed for want of them.
+#: If fewer files can be opened when a store fails, it has failed for want of them.
 _STORE_DESCRIPTORS = 8
-#: torch keeps to the time-out by itself, a little late, where nothing listens.
+#: Torch notices the end of the time-out by itself, a little late, if nothing listens.
 _GRACE_S = 0.5
-#: The stores this process serves, until it ends: when rank 0 closes a group, others may already be on their way to the
-#: next one. One server per port and process is what torch has too, so several groups do not get in each other's way.
+#: The stores that this process serves until it ends: when rank 0 closes a group, other ranks may already join the next
+#: one. There is one server per port and process, as in torch, so several groups share it.
 _served: dict[tuple[str, int], Store] = {}
 _NO_SHARED_KEY = "none"
-#: Rank 0 serves the store: it gives up a little before the others and stays until they have read why.
+#: Rank 0 serves the store: it gives up a little before the others and stays until they have read the reason.
 _LINGER_S = 1.0
-#: Where the ranks cannot be one job, some may not have come yet; they need longer to read why.
+#: It stays so long if the ranks cannot be one job, because some may not have come yet.
 _CONFLICT_LINGER_S = 2.0
-#: How long a rank 0 whose port is taken asks who has it.
+#: How long a rank 0 whose port is taken asks which process has it.
 _ASK_S = 1.0
-#: Arrivals that are read, beyond the world size: so many contradict each other that more say nothing new.
+#: The number of arrivals that are read beyond the world size. These contradict each other, and more would add nothing.
 _ARRIVALS_MAX = 16
 _SERVER = "totalreduce/server"
 _MEETING = "totalreduce/meeting"
@@ -59,13 +59,13 @@ _MEETING = "totalreduce/meeting"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Where one rank lives and listens.
+    """The host of one rank, and the addresses at which it listens.
 
     Attributes:
         host: Equal for ranks that can share memory (see ``address.host_identity``).
-        address: For TCP; "" if it does not listen.
-        port: For TCP.
-        shared_memory: Address of its Unix socket; ``None`` if it cannot share memory.
+        address: Address for TCP; "" if the rank does not listen.
+        port: Port for TCP.
+        shared_memory: Address of the Unix socket; ``None`` if the rank cannot share memory.
     """
 
     host: str
@@ -94,14 +94,14 @@ class StoreRank:
 
 
 def current_world() -> World:
-    """Who this process is: what ``torch.distributed`` says if it is initialised, else what the launcher says."""
+    """Return this process's world according to ``torch.distributed`` if it is initialised, else to the launcher."""
     if not (dist.is_available() and dist.is_initialized()):
         return environment.read_world()
     return _world_of(dist.get_rank(), dist.get_world_size())
 
 
 def _world_of(rank: int, world_size: int) -> World:
-    """The world of a process whose rank ``torch.distributed`` knows."""
+    """Return the world of a process whose rank ``torch.distributed`` knows."""
     env = environment.current()
     return World(
         rank=rank,
@@ -116,7 +116,7 @@ def _world_of(rank: int, world_size: int) -> World:
 
 
 def open_store(world: World, timeout_s: float) -> Store:
-    """The store all ranks can reach.
+    """Return the store that all ranks can reach.
 
     Raises:
         RendezvousError: It cannot be reached in time.
@@ -138,14 +138,14 @@ def open_store(world: World, timeout_s: float) -> Store:
             multi_tenant=True,
         )
 
-    place = (world.master_address, world.master_port)
+    address = (world.master_address, world.master_port)
     try:
         if not serves:
             return _within(timeout_s, make)
-        if place not in _served:
-            _served[place] = make()
-            _served[place].set(_SERVER, Arrival.of(world).to_text())
-        return _served[place]
+        if address not in _served:
+            _served[address] = make()
+            _served[address].set(_SERVER, Arrival.of(world).to_text())
+        return _served[address]
     except (RuntimeError, ValueError, TimeoutError) as error:
         if serves:
             _refuse_second_server(world, lambda: make(serves=False, timeout_s=_ASK_S))
@@ -161,10 +161,10 @@ def open_store(world: World, timeout_s: float) -> Store:
 
 
 def _refuse_second_server(world: World, ask: Callable[[], Store]) -> None:
-    """Return if a rank 0 that cannot serve the store has not found another rank 0 at its port.
+    """Look for another rank 0 at the port at which this rank 0 cannot serve the store.
 
     Raises:
-        ConfigurationError: There is one. If its ranks have not met yet, they are told, too.
+        ConfigurationError: There is one. Its ranks learn of the conflict too, if they have not met yet.
     """
     mine = Arrival.of(world)
     try:
@@ -181,7 +181,7 @@ def _refuse_second_server(world: World, ask: Callable[[], Store]) -> None:
     conflict = find_conflict([server, mine])
     if conflict is not None:
         raise ConfigurationError(
-            f"rank 0 cannot serve the store at {world.master_address}:{world.master_port}, which {server.place} does: "
+            f"rank 0 cannot serve the store at {world.master_address}:{world.master_port}, which {server.label} does: "
             f"{conflict}"
         )
 
@@ -192,16 +192,12 @@ def _announce(store: Store, prefix: str, arrival: Arrival) -> None:
 
 
 def _is_over(store: Store, prefix: str, world_size: int) -> bool:
-    """Whether a meeting has come to its end, well or not."""
+    """Whether a meeting has ended, with or without an error."""
     return bool(store.check([f"{prefix}/failure"])) or store.add(f"{prefix}/read", 0) >= world_size
 
 
 def _text_of(store: Store, key: str) -> str:
-    """A value that is there.
-
-    Raises:
-        RendezvousError: It is too large.
-    """
+    """Return a value that the store has. Raises ``RendezvousError`` if it is too large."""
     value = store.get(key)
     if len(value) > _ENTRY_BYTES_MAX:
         raise RendezvousError(f"an entry in the store is larger than {_ENTRY_BYTES_MAX} bytes")
@@ -209,10 +205,10 @@ def _text_of(store: Store, key: str) -> str:
 
 
 def _within(timeout_s: float, make: Callable[[], Store]) -> Store:
-    """Call ``make``, but no longer: torch waits for ever for an answer if something else listens at the port.
+    """Call ``make`` with a deadline: torch waits for ever for an answer if something else listens at the port.
 
     Raises:
-        TimeoutError: No answer; the thread that waits for it stays until the process ends.
+        TimeoutError: No answer came. The thread that waits for it stays until the process ends.
     """
     outcome: Future[Store] = Future()
 
@@ -226,12 +222,16 @@ def _within(timeout_s: float, make: Callable[[], Store]) -> Store:
     try:
         return outcome.result(timeout_s + _GRACE_S)
     except FutureTimeoutError:
-        raise TimeoutError(f"what listens there does not answer like a store within {timeout_s:g} s") from None
+        raise TimeoutError(f"the listener there does not answer like a store within {timeout_s:g} s") from None
 
 
 @final
 class Meeting:
-    """One gathering of all ranks under one name; every ``init`` of a process makes the next one."""
+    """A rendezvous of all ranks under one name; every ``init`` of a process joins the next one.
+
+    Attributes:
+        job_id: Name of the job and of the meeting.
+    """
 
     def __init__(self, store: Store, world: World, name: str, timeout_s: float) -> None:
         """Join the meeting ``name``."""
@@ -247,19 +247,19 @@ class Meeting:
         generation = store.add(f"totalreduce/{attempt}/{name}/count/{world.rank}", 1)
         meetings = f"totalreduce/{attempt}/{name}"
         arrival = Arrival.of(world)
-        self._prefix = self._contested(arrival, meetings, generation) or f"{meetings}/{generation}"
+        self._prefix = self._find_contested(arrival, meetings, generation) or f"{meetings}/{generation}"
         self.job_id = f"{world.job_id}/{self._prefix}"
         _announce(store, self._prefix, arrival)
         if world.rank == 0:
             store.set(_MEETING, self._prefix)
 
     def job_key(self) -> bytes:
-        """The key that proves membership: from the environment, else made by rank 0 and shared through the store."""
+        """Return the key that proves membership: from the environment, or made by rank 0 and shared in the store."""
         key = environment.read_job_key()
         self._key_source = "shared through the store" if key is None else "given by the environment"
         if key is not None:
             if self._world.rank == 0:
-                self._store.set(f"{self._prefix}/key", _NO_SHARED_KEY)  # who has none must not wait for it
+                self._store.set(f"{self._prefix}/key", _NO_SHARED_KEY)  # a rank without a key must not wait for one
             return key
         if self._world.rank == 0:
             self._store.set(f"{self._prefix}/key", secrets.token_hex(32))
@@ -270,21 +270,21 @@ class Meeting:
                 self._world.master_port,
             )
         shared = self._read([f"{self._prefix}/key"], "rank 0's key")[0]
-        # With a key on some ranks only, ``gather`` ends the meeting; until then any will do.
+        # With a key on some ranks only, ``gather`` ends the meeting; until then any key will do.
         return secrets.token_bytes(32) if shared == _NO_SHARED_KEY else bytes.fromhex(shared)
 
     def gather(self, member: Member, settings: Mapping[str, Any]) -> list[Member]:
-        """Publish where this rank lives and listens; return where everybody does, by rank.
+        """Publish where this rank listens; return the same of all ranks, by rank.
 
         Raises:
-            RendezvousError: Somebody did not come in time; the message names him.
-            ConfigurationError: The ranks' settings differ, or they are no ranks of one job; on every rank.
+            RendezvousError: A rank did not come in time; the message names it.
+            ConfigurationError: The ranks' settings differ, or they are not ranks of one job; on every rank.
         """
         entry = {"member": asdict(member), "settings": {**settings, "job key": self._key_source}}
         self._store.set(f"{self._prefix}/rank/{self._world.rank}", json.dumps(entry))
         keys = [f"{self._prefix}/rank/{rank}" for rank in range(self._world.world_size)]
         entries = [json.loads(text) for text in self._read(keys, "the other ranks")]
-        self._compare_arrivals()  # every rank whose entry is here has said before who it is
+        self._compare_arrivals()  # every rank has written its arrival before its entry
         self._store.add(f"{self._prefix}/read", 1)
         try:
             compare_settings([entry["settings"] for entry in entries])
@@ -294,27 +294,27 @@ class Meeting:
         return [_member(entry["member"]) for entry in entries]
 
     def _read(self, keys: list[str], what: str) -> list[str]:
-        # Asked again and again, because torch logs every ``wait`` that runs out, and rank 0 may give up meanwhile.
+        # The store is polled, because torch logs every ``wait`` that runs out, and rank 0 may give up meanwhile.
         pause_s = 0.005
         try:
             self._compare_arrivals()
             while not self._store.check(keys):
-                self._check_hope(keys, what)
+                self._check_deadline(keys, what)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _POLL_S)
                 self._compare_arrivals()
             return [_text_of(self._store, key) for key in keys]
-        except TotalReduceError:  # it is a RuntimeError too, but this rank has raised it and not the store
+        except TotalReduceError:  # it is a RuntimeError too, but the store has not raised it
             raise
         except RuntimeError as error:
             raise self._failed(
                 f"the store is gone while waiting for {what} ({_first_line(error)}). Rank 0 serves it: see why it ended"
             ) from error
 
-    def _contested(self, arrival: Arrival, meetings: str, generation: int) -> str | None:
-        """The meeting that still goes on in which another process has this rank, if there is one.
+    def _find_contested(self, arrival: Arrival, meetings: str, generation: int) -> str | None:
+        """Return the meeting in progress in which another process has this rank, if there is one.
 
-        This process joins that one instead of the next, so that all ranks there learn of the two.
+        This process joins it instead of the next meeting, so that all ranks there learn of the two processes.
         """
         for number in range(generation - 1, 0, -1):
             prefix = f"{meetings}/{number}"
@@ -323,12 +323,12 @@ class Meeting:
                 earlier = known[0]
                 if earlier.process == arrival.process:
                     return None
-                self._before = f" {earlier.place} was rank {arrival.rank} before this process: was one started twice?"
+                self._before = f" {earlier.label} was rank {arrival.rank} before this process: was one started twice?"
                 return None if _is_over(self._store, prefix, earlier.world_size) else prefix
         return None
 
     def _read_arrivals(self, prefix: str, num_known: int) -> list[Arrival]:
-        """Those after the first ``num_known``, in the order in which they came."""
+        """Return the arrivals after the first ``num_known``, in their order."""
         found: list[Arrival] = []
         while num_known + len(found) < self._world.world_size + _ARRIVALS_MAX:
             key = f"{prefix}/arrival/{num_known + len(found) + 1}"
@@ -338,11 +338,7 @@ class Meeting:
         return found
 
     def _compare_arrivals(self) -> None:
-        """Return if those who have come so far can be ranks of one job.
-
-        Raises:
-            ConfigurationError: They cannot.
-        """
+        """Raise ``ConfigurationError`` if the processes that have come so far cannot be ranks of one job."""
         new = self._read_arrivals(self._prefix, len(self._arrivals))
         if not new:
             return
@@ -350,13 +346,13 @@ class Meeting:
         conflict = find_conflict(self._arrivals)
         if conflict is None:
             return
-        self._store.add(f"{self._prefix}/told", 1)
+        self._store.add(f"{self._prefix}/informed", 1)
         wanted = max(len(self._arrivals), *(arrival.world_size for arrival in self._arrivals))
-        self._linger(lambda: self._store.add(f"{self._prefix}/told", 0) >= wanted, self._conflict_linger_s)
+        self._linger(lambda: self._store.add(f"{self._prefix}/informed", 0) >= wanted, self._conflict_linger_s)
         raise ConfigurationError(conflict)
 
-    def _check_hope(self, keys: list[str], what: str) -> None:
-        """Return if it makes sense to go on waiting; else say who is missing, here and to the others."""
+    def _check_deadline(self, keys: list[str], what: str) -> None:
+        """Raise ``RendezvousError``, with the missing ranks, at the deadline or if rank 0 has reported one."""
         failure = f"{self._prefix}/failure"
         if self._store.check([failure]):
             raise self._failed(self._store.get(failure).decode()[:2000])
@@ -374,18 +370,14 @@ class Meeting:
         return RendezvousError(f"rank {self._world.rank} of {self._world.world_size}: {reason}")
 
     def _linger(self, all_know: Callable[[], bool], seconds: float | None = None) -> None:
-        """Rank 0 stays a moment where all must fail: with it goes the store, in which the others read why."""
+        """Keep rank 0, which serves the store, alive for a moment, so that the others can read why all fail."""
         until = time.monotonic() + (self._linger_s if seconds is None else seconds)
         while time.monotonic() < until and not all_know():
             time.sleep(0.02)
 
 
 def compare_settings(settings: Sequence[Mapping[str, Any]]) -> None:
-    """Return if all ranks' settings are equal; given by rank.
-
-    Raises:
-        ConfigurationError: They differ; with both values.
-    """
+    """Raise ``ConfigurationError``, with both values, unless the settings of all ranks are equal."""
     for rank, mine in enumerate(settings):
         names = [name for name in {**settings[0], **mine} if settings[0].get(name) != mine.get(name)]
         if names:
