@@ -2,7 +2,7 @@
 
 import pytest
 
-from totalreduce.foundation.environment import read_job_key, read_settings, read_world
+from totalreduce.foundation.environment import is_debugging, read_job_key, read_settings, read_world
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.hostlist import expand_counts, expand_hostlist
 
@@ -204,7 +204,7 @@ def test_job_key_file(tmp_path):
 
 def test_settings():
     settings = read_settings(
-        {
+        env := {
             "TOTALREDUCE_TIMEOUT_S": "2.5",
             "TOTALREDUCE_TIMELINE": "out.json",
             "TOTALREDUCE_ADDRESS": "10.0.0.2",
@@ -219,7 +219,8 @@ def test_settings():
     assert (settings.timeout_s, settings.peer_timeout_s, str(settings.timeline)) == (2.5, 4.0, "out.json")
     assert (settings.address, settings.interface, settings.log_level) == ("10.0.0.2", "eth1", "info")
     assert settings.compute == "inline"
-    assert settings.debug is True
+    assert is_debugging(env) is True
+    assert is_debugging({}) is False
     assert len(settings.warnings) == 1
     assert "TOTALREDUCE_TIMEOUT " in settings.warnings[0]
     assert "Did you mean TOTALREDUCE_TIMEOUT_S?" in settings.warnings[0]

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from totalreduce import __version__
-from totalreduce.foundation.environment import current
+from totalreduce.foundation.environment import is_debugging
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.foundation.extensions import Extensions
 from totalreduce.foundation.os_errors import describe_error, is_out_of_descriptors
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _build_for(words)(words)
     except (TotalReduceError, OSError) as error:
         expected = isinstance(error, TotalReduceError) or is_out_of_descriptors(error)
-        if not expected or current().get("TOTALREDUCE_DEBUG", "0") != "0":
+        if not expected or is_debugging():
             raise
         typer.secho(f"totalreduce: {describe_error(error)}", fg="red", err=True)
         sys.exit(2)

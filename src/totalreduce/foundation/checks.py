@@ -1,6 +1,6 @@
 """Checks of settings and arguments, made once where a user's value enters the library.
 
-Every function returns the value in the type that the rest of the library counts on, or raises a ``ConfigurationError``
+Every function returns the value in the type that the rest of the library expects, or raises a ``ConfigurationError``
 that names the value. ``bool`` is no number here: ``priority=True`` is a mistake. NumPy's and torch's scalars are.
 """
 
@@ -31,16 +31,12 @@ __all__ = [
 
 #: The longest name of an operation, in UTF-8 bytes.
 NAME_BYTES_MAX: Final = 1024
-#: The longest time, some thirty years. The calls of the system and of Python take little more.
+#: The longest time, some thirty years. System calls and Python's functions allow little more.
 SECONDS_MAX: Final = 1e9
 
 
 def whole_number(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None) -> int:
-    """A whole number from ``minimum`` to ``maximum``, both included.
-
-    Raises:
-        ConfigurationError: The value is no whole number (``16.0`` is none), or lies outside the bounds.
-    """
+    """Return an integer from ``minimum`` to ``maximum``, both included; ``16.0`` is none."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -61,16 +57,12 @@ def real_number(
     below: float | None = None,
     unit: str = "",
 ) -> float:
-    """A finite number, from ``minimum`` to ``maximum`` (both included) or between ``above`` and ``below`` (excluded).
-
-    Raises:
-        ConfigurationError: The value is no number, is not finite, or lies outside the bounds.
-    """
+    """Return a finite number from ``minimum`` to ``maximum``, or between ``above`` and ``below``, both excluded."""
     try:
         if isinstance(value, (bool, str, bytes)):
             raise TypeError
         number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one: of a tensor with several elements
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several elements
         number = math.nan
     if not math.isfinite(number):
         raise ConfigurationError(f"{name} must be a finite number{f' of {unit}' if unit else ''}, not {value!r}")
@@ -84,32 +76,20 @@ def real_number(
 
 
 def seconds(name: str, value: Any, *, or_zero: bool = False) -> float:
-    """A time in seconds: positive (or zero, if ``or_zero``), and at most ``SECONDS_MAX``.
-
-    Raises:
-        ConfigurationError: The value is no such time; infinity and NaN are none.
-    """
+    """Return a time in seconds: positive (or zero, if ``or_zero``), and at most ``SECONDS_MAX``."""
     if or_zero:
         return real_number(name, value, minimum=0, maximum=SECONDS_MAX, unit="seconds")
     return real_number(name, value, above=0, maximum=SECONDS_MAX, unit="seconds")
 
 
 def one_of(name: str, value: Any, allowed: Collection[str]) -> None:
-    """Check that a setting has one of the values that it may have.
-
-    Raises:
-        ConfigurationError: The setting has another value.
-    """
+    """Check that a setting has one of the values in ``allowed``."""
     if not isinstance(value, str) or value not in allowed:
         raise ConfigurationError(f"{name} is {' or '.join(map(repr, allowed))}, not {value!r}")
 
 
 def priority(value: Any) -> int:
-    """A priority: 32 bits, signed; smaller is more urgent.
-
-    Raises:
-        ConfigurationError: The value is no whole number, or too large.
-    """
+    """Return a priority: a signed integer of 32 bits; smaller is more urgent."""
     number = whole_number("priority", value)
     if not -(2**31) <= number < 2**31:
         raise ConfigurationError(f"priority {number} does not fit into 32 bits")
@@ -117,11 +97,7 @@ def priority(value: Any) -> int:
 
 
 def operation_name(value: Any) -> str:
-    """The name of an operation: a string that UTF-8 encodes in at most ``NAME_BYTES_MAX`` bytes.
-
-    Raises:
-        ConfigurationError: The value is no such string.
-    """
+    """Return the name of an operation: a string that UTF-8 encodes in at most ``NAME_BYTES_MAX`` bytes."""
     if not isinstance(value, str):
         raise ConfigurationError(f"the name of an operation is a string, not {type(value).__name__} ({value!a:.60})")
     try:
@@ -137,11 +113,7 @@ def operation_name(value: Any) -> str:
 
 
 def rank_in(name: str, value: Any, world_size: int) -> int:
-    """A rank of a group of ``world_size`` ranks.
-
-    Raises:
-        ConfigurationError: The value is no such rank.
-    """
+    """Return a rank of a group of ``world_size`` ranks."""
     rank = whole_number(name, value)
     if not 0 <= rank < world_size:
         raise ConfigurationError(f"{name} {rank} is no rank of a group of {world_size}")
@@ -149,11 +121,7 @@ def rank_in(name: str, value: Any, world_size: int) -> int:
 
 
 def ranks_in(values: Iterable[Any], world_size: int) -> tuple[int, ...]:
-    """Different ranks of a group of ``world_size`` ranks.
-
-    Raises:
-        ConfigurationError: A value is no such rank, or occurs twice.
-    """
+    """Return different ranks of a group of ``world_size`` ranks."""
     ranks = tuple(whole_number("a rank", value) for value in values)
     if len(set(ranks)) != len(ranks) or not all(0 <= rank < world_size for rank in ranks):
         raise ConfigurationError(f"{list(ranks)} are not different ranks of a group of {world_size}")

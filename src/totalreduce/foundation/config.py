@@ -1,4 +1,4 @@
-"""Settings are frozen values. Explicit argument > environment > default; units stand in the names."""
+"""Settings of the engine and of the transports: an explicit argument > the environment > the default."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["EngineConfig", "TcpConfig", "Tls"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """How operations are cut, ordered and watched. The first six shape the wire and must be equal on all ranks."""
+    """How operations are cut, ordered and watched. The first six settings must be equal on all ranks."""
 
     segment_bytes: int = 512 * 1024
-    """Quantum of preemption: the largest body of one message. Measured: 256 KiB costs 20 % on one host, 1 MiB gains
-    nothing, and at 1 Gbit/s 512 KiB is 4 ms of the wire."""
+    """The largest body of one message, which no other message interrupts. Measured: 256 KiB costs 20 % on one host,
+    1 MiB gains nothing, and at 1 Gbit/s 512 KiB is 4 ms of the wire."""
     segment_bytes_min: int = 128 * 1024
     """A chunk is not cut into lanes smaller than this for the sake of pipelining."""
     lanes_min: int = 2
@@ -30,17 +30,17 @@ class EngineConfig:
     """``float32``: partial sums of float16 and bfloat16 travel as float32 (the first hop and the allgather stay
     half), so a result is rounded once. ``native``: rounded at every hop, a quarter to a third fewer bytes."""
     eager_bytes: int = 1024 * 1024
-    """How much of one operation a rank sends to a peer that has not said that it submitted the operation."""
+    """How much of one operation a rank sends to a peer before it knows that the peer has submitted the operation."""
     floating_bytes_max: int = 64 * 1024 * 1024
-    """Bound of the memory that messages for operations not yet submitted here may take, all peers together."""
+    """Bound of the memory for messages, of all peers, whose operations this rank has not submitted yet."""
     scheduling: Literal["priority", "fifo"] = "priority"
-    """``fifo`` ignores priorities and promotion: the ablation for benchmarks."""
+    """``fifo`` ignores priorities and promotion, for comparisons in benchmarks."""
     starvation_limit: int = 64
-    """After this many messages that overtook the oldest one, the oldest one leaves."""
+    """After so many messages have overtaken the oldest message, the oldest one leaves."""
     scratch_segments: int = 16
-    """Received segments waiting to be added, at most; then the transport stops reading."""
+    """The largest number of received segments that wait to be added. At this number the transport stops reading."""
     stall_warning_s: float = 10.0
-    """An operation pending longer than this is reported: who never submitted it. 0 switches the watch off."""
+    """An operation pending longer than this is reported, with the ranks that did not submit it; 0: never."""
     timeout_s: float = 300.0
     """Deadline of a wait that names none."""
     schedules: Mapping[OpKind, str] = field(default_factory=dict)
@@ -79,23 +79,23 @@ class TcpConfig:
     """How the TCP transport treats its sockets and its peers."""
 
     notsent_lowat_bytes: int = 512 * 1024
-    """``TCP_NOTSENT_LOWAT``: what sits unsent in the kernel cannot be overtaken by something more urgent, but a busy
-    host needs time to refill it (it asks at half of it). Measured with 8 ranks on 2 cores at 1 Gbit/s: 128 KiB, half a
-    millisecond of the wire, costs 3 % of the bandwidth."""
+    """``TCP_NOTSENT_LOWAT``: unsent bytes in the kernel cannot be overtaken by a more urgent message, but a busy host
+    needs time to refill them (the kernel asks at half of them). Measured with 8 ranks on 2 cores at 1 Gbit/s: 128 KiB,
+    half a millisecond of the wire, costs 3 % of the bandwidth."""
     congestion: str | None = None
     """Congestion control by name. ``None``: the system's, but ``cubic`` (or ``reno``) where the round trip is shorter
     than 5 ms: BBR's pacing made loopback 1.3x to 1.5x slower, and every ten seconds it empties a link for 0.2 s, for
     which a whole ring waits (64 MiB, 8 hosts at 1 Gbit/s: 94.1 % of the wire instead of 95)."""
     heartbeat_s: float = 0.25
-    """An idle connection says so this often, in both directions."""
+    """The time between two heartbeats of an idle connection, in both directions."""
     silence_s: float = 2.0
-    """A connection silent for longer means that the peer is lost (stopped, cut off). A crash shows at once."""
+    """A peer whose connection is silent for longer is lost (stopped, cut off). A crash is noticed at once."""
     connect_timeout_s: float = 20.0
-    """How long a connection to a peer may take to come about, handshake included."""
+    """How long it may take to connect to a peer, handshake included."""
     handshake_timeout_s: float = 5.0
-    """How long a stranger may take to prove who he is."""
+    """How long a connected process may take to prove its membership."""
     pending_handshakes_max: int = 64
-    """Unauthenticated connections at a time; further ones are refused."""
+    """The largest number of connections without proof of membership; further ones replace the oldest."""
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
@@ -109,15 +109,15 @@ class TcpConfig:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Three PEM files: with them the TCP transport encrypts, and believes no rank without a certificate.
+    """Three PEM files, with which the TCP transport encrypts, and accepts no rank without a certificate.
 
-    Every rank has one of its own, or all share one. Host names in certificates do not count: what counts is who signed
-    them. See ``docs/security.md`` for the commands that make them.
+    Every rank has its own certificate, or all share one. Host names in certificates do not count, only the signature.
+    See ``docs/security.md`` for the commands that make the files.
     """
 
     cert: str | Path
-    """This rank's certificate, followed by intermediate ones if there are any."""
+    """This rank's certificate, followed by intermediate certificates if there are any."""
     key: str | Path
-    """Its private key, not encrypted; readable by you alone."""
+    """The private key of the certificate, not encrypted; readable by its owner only."""
     ca: str | Path
-    """The authority, or several, whose signature makes a certificate one of the job's. The system's do not count."""
+    """The authorities whose signature makes a certificate one of the job's. Those of the system do not count."""

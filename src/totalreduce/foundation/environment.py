@@ -6,34 +6,25 @@ import difflib
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from totalreduce.foundation.config import Tls
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.world import World, world_from
 
-__all__ = ["KNOWN_NAMES", "Settings", "World", "current", "read_job_key", "read_settings", "read_world"]
+__all__ = ["Settings", "World", "current", "is_debugging", "read_job_key", "read_settings", "read_world"]
 
-KNOWN_NAMES = frozenset(
-    "TOTALREDUCE_" + suffix
-    for suffix in (
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDRESS", "MASTER_PORT", "JOB_ID"),
-        *("JOB_KEY", "JOB_KEY_FILE", "TIMEOUT_S", "TIMELINE", "ADDRESS", "INTERFACE", "PEER_TIMEOUT_S", "COMPUTE"),
-        "LINKS",
-        *("LOG", "DEBUG", "TLS_CERT", "TLS_KEY", "TLS_CA"),
-    )
-)
-"""Every variable of the library's own; documented in ``docs/launching.md``."""
-
-COMPUTE_MODES = ("auto", "thread", "inline")
-LOG_LEVELS = ("debug", "info", "warning", "error")
+_COMPUTE_MODES = ("auto", "thread", "inline")
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+_TLS_NAMES = ("TOTALREDUCE_TLS_CERT", "TOTALREDUCE_TLS_KEY", "TOTALREDUCE_TLS_CA")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What the user asked for by ``TOTALREDUCE_*`` variables; ``None`` where nothing was asked for.
+    """The settings in ``TOTALREDUCE_*`` variables; ``None`` where a variable is not set.
 
     Attributes:
         timeout_s: Deadline of a wait that names none.
@@ -41,53 +32,91 @@ class Settings:
         address: Address to advertise to the other ranks.
         interface: Network interface whose address to advertise.
         peer_timeout_s: Silence after which a peer counts as lost.
-        compute: One of ``COMPUTE_MODES``: whether additions have their own thread.
-        links: What messages cost: ``auto``, ``measure``, ``off``, or a file with the numbers (``groups.probe``).
-        log_level: One of ``LOG_LEVELS``.
-        debug: Whether the command line shows tracebacks.
+        compute: Whether additions have their own thread: ``auto``, ``thread`` or ``inline``.
+        links: The cost of messages: ``auto``, ``measure``, ``off``, or a file with the numbers (``groups.probe``).
+        log_level: ``debug``, ``info``, ``warning`` or ``error``.
         tls: Certificate, key and authority of the TCP transport.
         warnings: Sentences to log once: unknown variables, a key that others can read.
     """
 
-    timeout_s: float | None
-    timeline: Path | None
-    address: str | None
-    interface: str | None
-    peer_timeout_s: float | None
-    compute: str | None
-    links: str | None
-    log_level: str | None
-    debug: bool
-    tls: Tls | None
-    warnings: tuple[str, ...]
+    timeout_s: float | None = None
+    timeline: Path | None = None
+    address: str | None = None
+    interface: str | None = None
+    peer_timeout_s: float | None = None
+    compute: str | None = None
+    links: str | None = None
+    log_level: str | None = None
+    tls: Tls | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ConfigurationError(f"{name}={text!r} is not a positive number of seconds")
+    return value
+
+
+def _one_of(*allowed: str) -> Callable[[str, str], str]:
+    def parse(name: str, text: str) -> str:
+        if text.lower() not in allowed:
+            raise ConfigurationError(f"{name}={text!r} is none of {', '.join(allowed)}")
+        return text.lower()
+
+    return parse
+
+
+#: By variable: the field of ``Settings``, and the function that reads its value.
+_SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "TOTALREDUCE_TIMEOUT_S": ("timeout_s", _seconds),
+    "TOTALREDUCE_TIMELINE": ("timeline", lambda _, text: Path(text)),
+    "TOTALREDUCE_ADDRESS": ("address", lambda _, text: text),
+    "TOTALREDUCE_INTERFACE": ("interface", lambda _, text: text),
+    "TOTALREDUCE_PEER_TIMEOUT_S": ("peer_timeout_s", _seconds),
+    "TOTALREDUCE_COMPUTE": ("compute", _one_of(*_COMPUTE_MODES)),
+    "TOTALREDUCE_LINKS": ("links", lambda _, text: text),
+    "TOTALREDUCE_LOG": ("log_level", _one_of(*_LOG_LEVELS)),
+}
+#: Every variable of the library; documented in ``docs/launching.md``. ``world.py`` reads those of ranks and hosts.
+_KNOWN_NAMES = frozenset(
+    (
+        *(*_SETTINGS, *_TLS_NAMES, "TOTALREDUCE_DEBUG"),
+        *(f"TOTALREDUCE_{name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "JOB_ID")),
+        *(f"TOTALREDUCE_{name}" for name in ("MASTER_ADDRESS", "MASTER_PORT", "JOB_KEY", "JOB_KEY_FILE")),
+    )
+)
 
 
 def current() -> dict[str, str]:
-    """A copy of this process's environment."""
+    """Return a copy of this process's environment."""
     return dict(os.environ)
 
 
 def read_world(env: Mapping[str, str] | None = None) -> World:
-    """Find out rank, size and meeting point of this process.
+    """Return the rank of this process, the world size, and the address of rank 0.
 
     Args:
-        env: The variables; by default this process's. An empty one counts as absent.
+        env: The variables; by default those of this process. An empty variable counts as absent.
 
     Raises:
-        ConfigurationError: Variables contradict each other, are no numbers, or half of a pair is missing; or
-            the job spans several hosts and nothing says where rank 0 is.
+        ConfigurationError: Variables contradict each other, are no numbers, or one of a pair is missing; or the job
+            spans several hosts and no variable names the host of rank 0.
     """
     return world_from(_present(env))
 
 
 def read_job_key(env: Mapping[str, str] | None = None) -> bytes | None:
-    """The key by which ranks prove that they belong to one job; ``None`` where none was given.
+    """Return the key by which ranks prove that they belong to one job; ``None`` if there is none.
 
-    ``TOTALREDUCE_JOB_KEY`` wins over ``TOTALREDUCE_JOB_KEY_FILE``. Either holds hexadecimal digits or any
-    text; white space around it does not count.
+    ``TOTALREDUCE_JOB_KEY`` goes before ``TOTALREDUCE_JOB_KEY_FILE``. Either holds hexadecimal digits or any text; white
+    space around it does not count.
 
     Raises:
-        ConfigurationError: The file cannot be read, or holds nothing.
+        ConfigurationError: The file cannot be read, or is empty.
     """
     env = _present(env)
     if "TOTALREDUCE_JOB_KEY" in env:
@@ -107,32 +136,19 @@ def read_job_key(env: Mapping[str, str] | None = None) -> bytes | None:
 
 
 def read_settings(env: Mapping[str, str] | None = None) -> Settings:
-    """The settings that the environment may give; explicit arguments go before them.
+    """Return the settings of the environment; explicit arguments go before them.
 
     Raises:
-        ConfigurationError: A variable has a value that makes no sense.
+        ConfigurationError: A variable has an invalid value.
     """
     env = _present(env)
-    level = env.get("TOTALREDUCE_LOG")
-    if level is not None and level.lower() not in LOG_LEVELS:
-        raise ConfigurationError(f"TOTALREDUCE_LOG={level!r} is none of {', '.join(LOG_LEVELS)}")
-    compute = env.get("TOTALREDUCE_COMPUTE")
-    if compute is not None and compute not in COMPUTE_MODES:
-        raise ConfigurationError(f"TOTALREDUCE_COMPUTE={compute!r} is none of {', '.join(COMPUTE_MODES)}")
-    timeline = env.get("TOTALREDUCE_TIMELINE")
-    return Settings(
-        timeout_s=_seconds(env, "TOTALREDUCE_TIMEOUT_S"),
-        timeline=Path(timeline) if timeline else None,
-        address=env.get("TOTALREDUCE_ADDRESS"),
-        interface=env.get("TOTALREDUCE_INTERFACE"),
-        peer_timeout_s=_seconds(env, "TOTALREDUCE_PEER_TIMEOUT_S"),
-        compute=compute,
-        links=env.get("TOTALREDUCE_LINKS"),
-        log_level=level.lower() if level else None,
-        debug=env.get("TOTALREDUCE_DEBUG", "0").lower() not in ("0", "false", "no"),
-        tls=_tls(env),
-        warnings=(*_unknown_names(env), *_key_warnings(env)),
-    )
+    values = {field: parse(name, env[name]) for name, (field, parse) in _SETTINGS.items() if name in env}
+    return Settings(**values, tls=_tls(env), warnings=(*_unknown_names(env), *_key_warnings(env)))
+
+
+def is_debugging(env: Mapping[str, str] | None = None) -> bool:
+    """Whether ``TOTALREDUCE_DEBUG`` asks for tracebacks on the command line."""
+    return _present(env).get("TOTALREDUCE_DEBUG", "0").lower() not in ("0", "false", "no")
 
 
 def _present(env: Mapping[str, str] | None) -> dict[str, str]:
@@ -140,26 +156,13 @@ def _present(env: Mapping[str, str] | None) -> dict[str, str]:
     return {name: value.strip() for name, value in source.items() if value.strip()}
 
 
-def _seconds(env: Mapping[str, str], name: str) -> float | None:
-    if name not in env:
-        return None
-    try:
-        value = float(env[name])
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise ConfigurationError(f"{name}={env[name]!r} is not a positive number of seconds")
-    return value
-
-
 def _tls(env: Mapping[str, str]) -> Tls | None:
-    names = ("TOTALREDUCE_TLS_CERT", "TOTALREDUCE_TLS_KEY", "TOTALREDUCE_TLS_CA")
-    missing = [name for name in names if name not in env]
-    if len(missing) == len(names):
+    missing = [name for name in _TLS_NAMES if name not in env]
+    if len(missing) == len(_TLS_NAMES):
         return None
     if missing:
-        raise ConfigurationError(f"TLS needs {', '.join(names)}; not set: {' and '.join(missing)}")
-    return Tls(*(Path(env[name]) for name in names))
+        raise ConfigurationError(f"TLS needs {', '.join(_TLS_NAMES)}; not set: {' and '.join(missing)}")
+    return Tls(*(Path(env[name]) for name in _TLS_NAMES))
 
 
 def _decode_key(content: bytes) -> bytes:
@@ -171,8 +174,8 @@ def _decode_key(content: bytes) -> bytes:
 def _unknown_names(env: Mapping[str, str]) -> list[str]:
     sentences = []
     for name in sorted(env):
-        if name.startswith("TOTALREDUCE_") and name not in KNOWN_NAMES:
-            nearest = difflib.get_close_matches(name, sorted(KNOWN_NAMES), n=1)
+        if name.startswith("TOTALREDUCE_") and name not in _KNOWN_NAMES:
+            nearest = difflib.get_close_matches(name, sorted(_KNOWN_NAMES), n=1)
             hint = f" Did you mean {nearest[0]}?" if nearest else ""
             sentences.append(f"{name} is not a variable of this library and is ignored.{hint}")
     return sentences
@@ -185,7 +188,7 @@ def _key_warnings(env: Mapping[str, str]) -> list[str]:
     try:
         mode = Path(name).stat().st_mode
     except OSError:
-        return []  # read_job_key says it better, as an error
+        return []  # read_job_key raises an error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         return [f"the job key {name} can be read by other users: `chmod 600 {name}`."]
     return []

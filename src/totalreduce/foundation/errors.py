@@ -16,7 +16,7 @@
     │   └── AuthenticationError a peer could not prove that it knows the job's key
     └── ProtocolError           bytes that no correct peer sends
 
-Rule of the house: an error says what happened, where (rank, tensor), and what to do about it.
+An error says what happened, where (rank, tensor), and what to do about it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TotalReduceError(RuntimeError):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors travel between processes (multiprocessing, futures), fields and all."""
+        """Let errors travel between processes (multiprocessing, futures) with their fields."""
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
@@ -60,7 +60,7 @@ def _rebuild(kind: type[TotalReduceError], args: tuple[Any, ...], fields: dict[s
 
 
 class ConfigurationError(TotalReduceError, ValueError):
-    """A setting makes no sense. Raised before anything is sent; nothing has changed."""
+    """A setting is invalid. It is raised before anything is sent; nothing has changed."""
 
 
 class UnsupportedError(ConfigurationError):
@@ -77,7 +77,7 @@ class MismatchError(TotalReduceError):
         tensor: Name of the operation.
         ranks: The ranks that were compared: two, or the first one of each of ``sets``.
         values: What each of them submitted, in the same order.
-        sets: Ranks that submitted the same, where all were compared; else those of ``ranks``, each by itself.
+        sets: Sets of ranks that submitted the same, if all were compared; else each of ``ranks`` by itself.
     """
 
     def __init__(self, tensor: str, ranks: tuple[int, ...], values: tuple[str, ...]) -> None:
@@ -89,7 +89,7 @@ class MismatchError(TotalReduceError):
 
     @classmethod
     def between(cls, tensor: str, sets: tuple[tuple[int, ...], ...], values: tuple[str, ...]) -> MismatchError:
-        """The same where all ranks were compared: ``sets`` of ranks that submitted the same, by first rank."""
+        """Return the error for ``sets`` of ranks that submitted the same, after a comparison of all ranks."""
         error = cls(tensor, tuple(ranks[0] for ranks in sets), values)
         said = "; ".join(
             f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} submitted {value}"
@@ -146,13 +146,13 @@ class StallError(TotalReduceError):
 
     Attributes:
         tensor: The operation that waited longest.
-        ranks: Who did not submit it, or did not say.
+        ranks: The ranks that did not submit it, or did not answer.
         waited_s: How long it waited, in seconds.
-        where: Place in the program where it was submitted.
+        where: The line of the program that submitted it.
     """
 
     def __init__(self, tensor: str, ranks: tuple[int, ...], waited_s: float, where: str) -> None:
-        """Say who kept whom waiting."""
+        """Name the operation and the ranks."""
         who = ", ".join(str(rank) for rank in ranks) or "unknown"
         place = f" (submitted at {where})" if where else ""
         super().__init__(
@@ -163,10 +163,10 @@ class StallError(TotalReduceError):
 
 
 class DeadlineExceededError(TotalReduceError, TimeoutError):
-    """A wait ran out of time. The operation itself is still pending and may be waited for again."""
+    """A wait has reached its deadline. The operation is still pending and may be waited for again."""
 
     def __new__(cls, *args: object) -> Self:
-        """The order of the bases would choose ``RuntimeError.__new__``, which refuses to make an ``OSError``."""
+        """Use ``TimeoutError``'s constructor; that of ``RuntimeError`` would refuse to make an ``OSError``."""
         return TimeoutError.__new__(cls, *args)
 
 
@@ -177,12 +177,12 @@ class PeerLost(TotalReduceError):
     operations that had already finished are good.
 
     Attributes:
-        rank: The culprit.
-        reason: How it was noticed.
+        rank: The lost rank.
+        reason: How the loss was noticed.
     """
 
     def __init__(self, rank: int, reason: str) -> None:
-        """Name the culprit and how it was noticed."""
+        """Name the rank and the reason."""
         super().__init__(f"rank {rank} is lost: {reason}")
         self.rank, self.reason = rank, reason
 

@@ -1,8 +1,9 @@
-"""The self-guided header: 64 fixed bytes before every body.
+"""The header: 64 fixed bytes before every body, which say to which part of which operation the body belongs.
 
-A receiver that knows the operation receives the body straight into place; one that does not yet keeps the message as
-*floating*. Source: the Total Reduce design ("isend message head": id, size, state), with the iteration its published
-code had to add, and with the operation's signature so that a disagreement is an error with both values and not a hang.
+A receiver that knows the operation receives the body straight into its destination; otherwise it keeps the message as
+*floating*. Source: the Total Reduce design ("isend message head": id, size, state), with the iteration that its
+published code had to add, and with the operation's signature, so that a disagreement is an error with both values and
+not a hang.
 
 Layout, little endian::
 
@@ -24,7 +25,7 @@ Layout, little endian::
     56     4     priority of the sender (signed)
     60     4     reserved, 0
 
-Nothing here allocates according to a length that came from the network: that is the receiver's decision.
+Nothing here allocates memory by a length that came from the network: the receiver decides about that.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ assert _SIGNATURE.size == 24
 
 
 class Frame(enum.IntEnum):
-    """What the header announces."""
+    """The type of a message."""
 
     DATA = 1
     POSTED = 2  # "I have submitted this operation: send all of it"
@@ -81,8 +82,8 @@ class Flag:
     """Bits of the flags byte; plain integers, because an ``IntFlag`` costs microseconds per message."""
 
     NONE: Final = 0
-    EAGER: Final = 1  # sent without the receiver's word; counts against the sender's allowance
-    URGENT: Final = 2  # somebody is blocked on this operation; promotes it on the receiver too
+    EAGER: Final = 1  # sent before the receiver's permission; counts against the sender's allowance
+    URGENT: Final = 2  # a caller waits for this operation; promotes it on the receiver too
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ class Header:
     priority: int = 0
 
     def pack(self) -> bytes:
-        """Encode."""
+        """Return the 64 bytes."""
         return _LAYOUT.pack(
             MAGIC,
             VERSION,
@@ -130,18 +131,14 @@ class Header:
         signature: bytes,
         priority: int,
     ) -> bytes:
-        """Encode a data header without making an object of it: this is done for every message."""
+        """Return the 64 bytes of a data header without making an object, because every message has one."""
         return _LAYOUT.pack(
             MAGIC, VERSION, _DATA, epoch, key[0], key[1], lane, step, flags, 0, body_bytes, signature, priority, 0
         )
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview) -> Header:
-        """Decode.
-
-        Raises:
-            ProtocolError: Wrong magic, version or frame.
-        """
+        """Decode 64 bytes. Raises ``ProtocolError`` if magic, version or frame is wrong."""
         magic, version, frame, epoch, op, iteration, lane, step, flags, _, body, signature, priority, _ = (
             _LAYOUT.unpack(data)
         )
@@ -198,7 +195,7 @@ def pack_signature(signature: Signature, carried_out_by: str | None = None) -> b
 
 
 def with_count(packed: bytes, num_elements: int) -> bytes:
-    """A packed signature with another number of elements: what two ranks exchange in a pairwise collective."""
+    """Return a packed signature with another number of elements: that of two ranks in a pairwise collective."""
     return packed[:-8] + num_elements.to_bytes(8, "little")
 
 
@@ -209,7 +206,7 @@ def unpack_schedule(data: bytes) -> str:
 
 
 def unpack_signature(data: bytes) -> str:
-    """Describe a packed signature for people, as far as 24 bytes tell (the shape only as a count)."""
+    """Return a description of a packed signature, which has only the number of elements of the shape."""
     kind, dtype, reduction, explicit, root, _, _, count = _SIGNATURE.unpack(data)
     algorithm = unpack_schedule(data) if explicit else Algorithm.AUTO
     try:

@@ -1,6 +1,6 @@
-"""What the engine tells whoever wants to watch: one method per fact, all optional to implement.
+"""The events that the engine reports to observers: one method per event, all optional to implement.
 
-Measurement lives in observers, never in the protocol. Times are seconds of the clock that drives the engine.
+Times are seconds of the clock that drives the engine.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ __all__ = ["Observer"]
 
 
 class Observer:
-    """The null observer: override what you care about. Methods are called under the engine's lock: be quick."""
+    """An observer that does nothing. Methods are called under the engine's lock and must return quickly."""
 
     def submitted(self, name: str, iteration: int, now: float, *, num_bytes: int, priority: int) -> None:
-        """The operation was submitted here."""
+        """The operation was submitted on this rank."""
 
     def first_byte(self, name: str, iteration: int, now: float) -> None:
         """The first message of the operation left or arrived."""
@@ -34,18 +34,18 @@ class Observer:
         """A received segment was added to the local one, which took ``seconds``."""
 
     def promoted(self, name: str, iteration: int, now: float) -> None:
-        """Somebody is blocked on the operation, here or at a peer."""
+        """A caller waits for the operation, on this rank or on a peer."""
 
     def waited(self, name: str, iteration: int, begin: float, end: float) -> None:
         """The caller was blocked in ``wait`` from ``begin`` to ``end``."""
 
     def done(self, name: str, iteration: int, now: float, *, error: BaseException | None) -> None:
-        """The operation finished, well or with an error."""
+        """The operation ended, with or without an error."""
 
     def requested(self, name: str, now: float, *, rank: int) -> None:
-        """Rank 0 has learnt that ``rank`` is ready for an operation that the ranks are to agree on.
+        """Rank 0 has learnt that ``rank`` is ready for an operation on whose order the ranks agree.
 
-        What the ranks remember from earlier steps is agreed on without requests, and is not reported here.
+        Operations in the response cache are agreed on without requests, and are not reported here.
         """
 
     def coordinated(
@@ -65,26 +65,26 @@ class Observer:
         unpacked: float,
         error: BaseException | None,
     ) -> None:
-        """An operation finished, well or not, that a native library carried out in an order agreed by the ranks.
+        """An operation that a native library carried out has ended, with or without an error.
 
-        It is the only fact of its operation besides ``waited``. Where it failed on the way, later times may equal
-        earlier ones.
+        It is the only event of its operation besides ``waited``. If it failed on the way, later times may equal earlier
+        ones.
 
         Args:
-            name: Of the operation.
+            name: Name of the operation.
             iteration: How often the name was submitted before.
-            kind: Of collective, ``"allreduce"`` for instance.
-            num_bytes: Of this operation's tensor.
+            kind: The collective, ``"allreduce"`` for instance.
+            num_bytes: Size of this operation's tensor.
             batch: Number of the native operation, equal on all ranks.
             fused: How many tensors shared the native operation.
-            submitted: When it was submitted here.
+            submitted: When it was submitted on this rank.
             agreed: When the ranks had agreed that it is ready everywhere; ``submitted`` for operations of a plan,
                 which need no agreement.
             begun: When packing into the fusion buffer began.
             packed: When the native operation was started.
             ended: When the native operation had ended.
-            unpacked: When the results were copied out: the operation is done.
-            error: What it failed with.
+            unpacked: When the results were copied out, which ends the operation.
+            error: Its error, if it failed.
         """
 
     def stalled(self, report: Mapping[str, object], now: float) -> None:

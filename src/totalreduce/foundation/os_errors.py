@@ -1,4 +1,4 @@
-"""What the operating system's errors mean, in words that say what to do about them."""
+"""Errors of the operating system, with their limits and remedies."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from totalreduce.foundation.errors import TotalReduceError
 __all__ = ["describe_error", "few_descriptors", "is_out_of_descriptors", "out_of_descriptors"]
 
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-#: For a rank of a job of a thousand ranks, with data loaders.
+#: Enough for a rank of a job of a thousand ranks, with data loaders.
 _ENOUGH_DESCRIPTORS = 65_536
 
 
 def is_out_of_descriptors(error: BaseException) -> bool:
-    """Whether an error says that no more files or sockets may be opened, by this process or on this machine."""
+    """Whether an error means that this process, or this machine, may open no more files or sockets."""
     return isinstance(error, OSError) and error.errno in _OUT_OF_DESCRIPTORS
 
 
 def out_of_descriptors() -> OSError | None:
-    """The error with which no file or socket can be opened now; ``None`` if one can.
+    """Return the error with which no file or socket can be opened now; ``None`` if one can be opened.
 
-    For places where another library failed and its error does not say so, and for system calls that leave descriptors
-    out without an error.
+    It is for errors of other libraries that hide this cause, and for system calls that leave descriptors out without
+    an error.
     """
     try:
         os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
@@ -35,9 +35,9 @@ def out_of_descriptors() -> OSError | None:
 
 
 def few_descriptors(needed: int) -> str | None:
-    """One line that says so if this process cannot open so many more files and sockets; else ``None``.
+    """Return a sentence if this process cannot open so many more files and sockets; otherwise ``None``.
 
-    For use before and after calls of libraries that end the process, or report something else, when they cannot.
+    It is for use before and after calls of libraries that end the process, or report another error, in that case.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -54,9 +54,9 @@ def few_descriptors(needed: int) -> str | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: an ``OSError`` with the name of its number, the limit that was reached, and the remedy.
+    """Return one line about an error: for an ``OSError`` the name of its number, the limit reached, and the remedy.
 
-    Other exceptions: the kind and the text; of this library's own errors, which are sentences, the text alone.
+    For other exceptions it has the kind and the text; for the library's own errors, which are sentences, the text.
     """
     if isinstance(error, TotalReduceError):
         return str(error)

@@ -1,4 +1,4 @@
-"""The vocabulary: what an operation is, how elements are encoded, how they are reduced.
+"""Kinds of operations, element types, reductions, and the signature of an operation.
 
 The numbers of the enumerations travel in headers: add at the end, never renumber.
 """
@@ -13,7 +13,7 @@ __all__ = ["PAIRWISE", "Algorithm", "DType", "OpKind", "ReduceOp", "Signature", 
 
 
 class OpKind(enum.IntEnum):
-    """Which collective."""
+    """Kinds of operations."""
 
     ALLREDUCE = 1
     BROADCAST = 2
@@ -27,7 +27,7 @@ class OpKind(enum.IntEnum):
     SEND_RECV = 10
 
 
-#: Kinds in which only sender and receiver know the size of a message: their headers carry the size of the pair.
+#: Kinds in which only sender and receiver know the size of a message, which its header has.
 PAIRWISE = frozenset({OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND_RECV})
 
 
@@ -51,8 +51,7 @@ class Algorithm(enum.StrEnum):
 class ReduceOp(enum.IntEnum):
     """How elements of different ranks become one.
 
-    ``AVG`` is the sum divided once by the world size; for integers the quotient is rounded towards zero, as NCCL
-    does.
+    ``AVG`` is the sum divided once by the world size; for integers the quotient is rounded towards zero, as NCCL does.
     Integer sums wrap around like torch's. For ``bool``, ``SUM`` and ``MAX`` are *or*, ``PRODUCT`` and ``MIN`` are
     *and*. The bitwise ones are for integers and ``bool``.
     """
@@ -69,7 +68,7 @@ class ReduceOp(enum.IntEnum):
 
     @property
     def is_bitwise(self) -> bool:
-        """Whether it works on bits, so that floating-point elements have no such reduction."""
+        """Whether it combines bits, which floating-point elements do not allow."""
         return self >= ReduceOp.BAND
 
 
@@ -119,7 +118,7 @@ _ITEMSIZE = {
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What must be equal on all ranks for one operation; every data header carries it.
+    """The properties of an operation that must be equal on all ranks; every data header has them.
 
     Attributes:
         kind: The collective.
@@ -151,12 +150,12 @@ class Signature:
 
     @property
     def shape_digest(self) -> int:
-        """32 bits that tell (2, 3) from (3, 2), which the element count cannot."""
+        """Hash of the shape, 32 bits: it differs between (2, 3) and (3, 2), which have equal element counts."""
         text = ",".join(map(str, self.sizes or self.shape)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
 
     def describe(self) -> str:
-        """``allreduce(avg) of float32[3, 4]``: for messages that people read."""
+        """Return a description for messages, such as ``allreduce(avg) of float32[3, 4]``."""
         kind = self.kind.name.lower()
         if self.kind is OpKind.BARRIER:
             return kind
@@ -174,8 +173,8 @@ _ROOTED = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCAT
 
 
 def operation_id(name: str) -> int:
-    """64 bits equal on all ranks without asking anybody: the hash of the operation's name.
+    """Return the hash of an operation's name, 64 bits: all ranks compute the same id without communication.
 
-    Two names of one group colliding (probability n**2 / 2**65) is noticed at submission and refused.
+    A collision of two names of one group (probability n**2 / 2**65) is noticed at submission and refused.
     """
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

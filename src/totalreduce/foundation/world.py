@@ -1,4 +1,4 @@
-"""Who this process is, told by the variables that its launcher left.
+"""Rank, world size and meeting point of this process, from the variables of its launcher.
 
 In order of precedence:
 
@@ -12,7 +12,7 @@ MPICH       ``PMI_RANK``, ``PMI_SIZE`` (Intel MPI too)         ``MPI_LOCALRANKID
 Slurm       ``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS``         ``SLURM_LOCALID``, tasks per node
 ==========  =================================================  ========================================
 
-None of them: a world of one. Pure functions of a mapping, which ``environment.py`` supplies.
+Without any of them it is a world of one. The functions are pure; ``environment.py`` supplies the variables.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from totalreduce.foundation.hostlist import expand_counts, expand_hostlist
 __all__ = ["World", "world_from"]
 
 PORT_FIRST, PORT_COUNT = 20_000, 12_000
-"""Where a port derived from the job's id lies: the ports of outgoing connections begin at 32768."""
+"""The range of ports derived from the job's id: the ports of outgoing connections begin at 32768."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Who this process is among the processes of its job.
+    """The rank of a process among the processes of its job, and their meeting point.
 
     Attributes:
         rank: 0 to ``world_size - 1``.
@@ -43,9 +43,9 @@ class World:
         master_address: Host of rank 0.
         master_port: Port for the rendezvous on it.
         launcher: ``manual``, ``totalreduce``, ``torchrun``, ``openmpi``, ``mpich``, ``slurm`` or ``single``.
-        job_id: Equal on all ranks and different between jobs, as far as the launcher tells; may be "".
-        store_is_served: The launcher already serves a ``TCPStore`` at the master port (torchrun's agent
-            does), so rank 0 must connect like the others and not listen.
+        job_id: Equal on all ranks and different between jobs, as far as the launcher has one; may be "".
+        store_is_served: Whether the launcher serves a ``TCPStore`` at the master port (as torchrun's agent does), so
+            that rank 0 must connect like the others and not listen.
     """
 
     rank: int
@@ -91,13 +91,9 @@ _LAUNCHERS = (
 
 
 def world_from(env: Mapping[str, str]) -> World:
-    """Rank, size and meeting point out of a launcher's variables.
+    """Return the world of this process; see :func:`totalreduce.foundation.environment.read_world`.
 
-    Args:
-        env: The variables, none of them empty.
-
-    Raises:
-        ConfigurationError: See :func:`totalreduce.foundation.environment.read_world`.
+    ``env``: the variables, none of them empty.
     """
     incomplete: _Launcher | None = None
     for launcher in _LAUNCHERS:
