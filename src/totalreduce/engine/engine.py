@@ -402,12 +402,13 @@ class Engine:
         self.stalls.tick(now)
 
     def validate(self) -> None:
-        """Check the invariants; the tests and the simulator call this after every event."""
+        """Check the invariants; the tests and the simulator call this after events."""
+        is_past, done = self.table.names.is_past, State.DONE
         for key, operation in self.table.active.items():
             assert operation.key == key
-            assert not operation.finished
+            assert operation.state < done
             assert operation.lanes_left or operation.unsent, f"{operation.name} is done but active"
-            assert self.table.is_past(key)
+            assert is_past(key)
             for lane in operation.lanes:
                 if lane.arrivals:
                     assert min(lane.arrivals) >= lane.position
