@@ -1,8 +1,8 @@
 """Adasum: a sum of gradients that does not overshoot where they point the same way.
 
 Two gradients are combined to ``(1 - g1.g2 / (2 |g1|**2)) g1 + (1 - g1.g2 / (2 |g2|**2)) g2``, tensor by tensor: the sum
-of orthogonal ones, the average of parallel ones. More are combined along a binary tree. So the learning rate need not
-follow the number of ranks. Maleki et al., "Scaling distributed training with adaptive summation", 2020
+of orthogonal gradients, the average of parallel ones. More gradients are combined along a binary tree. So the learning
+rate need not depend on the number of ranks. Maleki et al., "Scaling distributed training with adaptive summation", 2020
 (arXiv:2006.02924).
 """
 
@@ -31,7 +31,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def adasum_(group: Group, tensors: Sequence[torch.Tensor], *, name: str, timeout_s: float | None = None) -> None:
     """Replace tensors by their Adasum over all ranks, in place. Collective; blocks.
 
-    Args, Raises and the algorithm: see ``Adasum``, which is worth keeping where there are many calls.
+    See ``Adasum`` for the arguments, the errors and the algorithm. Keep an ``Adasum`` for many calls.
     """
     Adasum(group, name).combine_(tensors, timeout_s=timeout_s)
 
@@ -40,10 +40,10 @@ def adasum_(group: Group, tensors: Sequence[torch.Tensor], *, name: str, timeout
 class Adasum:
     """Combines lists of tensors, by vector halving and distance doubling (the paper's AdasumRVH).
 
-    At distance 1, 2, 4, ... a rank exchanges half of what it holds with the rank that far away. Then it holds the same
-    piece of two vectors, and its aligned block of ``2 * distance`` ranks holds all of both. The block sums its parts of
-    the dot products in one small allreduce, and each rank combines its piece. Distances then halve again, to gather. A
-    rank sends about twice the tensors' size, whatever the number of ranks.
+    At distance 1, 2, 4, ... a rank exchanges half of its piece with the rank at that distance. Then it has the same
+    piece of two vectors, and its aligned block of ``2 * distance`` ranks has both vectors completely. The block sums
+    its parts of the dot products in one small allreduce, and each rank combines its piece. Then the distances halve
+    again, and the ranks gather the pieces. A rank sends about twice the tensors' size for any number of ranks.
 
     Where that number is no power of two, with p the largest one below it, rank p + i sends its tensors to rank i first,
     and gets the result from it in the end: the tree's leaves are (0, p), (1, p + 1), ..., and the ranks without a
@@ -53,14 +53,14 @@ class Adasum:
 
     Args:
         group: The ranks.
-        name: Of the operations; equal on all ranks, different for lists of tensors that may be under way at the same
-            time.
+        name: The name of the operations; equal on all ranks, different for lists of tensors that may be in flight at
+            the same time.
     """
 
     def __init__(self, group: Group, name: str) -> None:
-        """Purely local."""
+        """Make subgroups; nothing is sent."""
         self._name = name
-        # Messages have no names: in a subgroup they meet nobody else's.
+        # Messages have no names: in a subgroup they meet no messages of others.
         self._group = group.control.subgroup(range(group.world_size), name=f"{name}.adasum")
         self._power = 1 << (group.world_size.bit_length() - 1)
         self._blocks: list[Group] = []
@@ -72,8 +72,8 @@ class Adasum:
     def agree(self, tensors: Sequence[torch.Tensor]) -> None:
         """Return if all ranks want to combine such tensors. Collective; nothing of ``combine_`` has been sent yet.
 
-        For tensors that nobody has compared before: after it a difference is an error on every rank, and the name is
-        as good as before.
+        For tensors that were not compared before: a difference becomes an error on every rank, and the name can be used
+        again.
 
         Raises:
             UnsupportedError: A tensor that cannot be combined; here, and a ``PlanMismatchError`` on the other ranks.
@@ -91,8 +91,8 @@ class Adasum:
     def combine_(self, tensors: Sequence[torch.Tensor], *, timeout_s: float | None = None) -> None:
         """Replace tensors by their Adasum over all ranks, in place. Collective; blocks.
 
-        Where a tensor's norm is 0 on one side, the other side is taken. Dot products are summed in float64; halves are
-        combined in float32 and rounded once per level of the tree.
+        If a tensor's norm is 0 on one side, the other side is the result. Dot products are summed in float64; halves
+        are combined in float32 and rounded once per level of the tree.
 
         Args:
             tensors: float16, bfloat16, float32 or float64, of any shapes, strides and devices; sizes and dtypes equal
@@ -103,31 +103,31 @@ class Adasum:
             UnsupportedError: A tensor of another dtype, or a sparse one; before anything is sent.
             MismatchError: The tensors of two ranks do not fit together, as far as their messages show it; on these
                 ranks, while others run into their deadline. The tensors are as before.
-            DeadlineExceededError: Some rank did not come in time. The tensors are as before; the name is used up, since
-                what is late may still come.
+            DeadlineExceededError: Some rank did not come in time. The tensors are as before; the name cannot be used
+                again, since late messages may still come.
             PeerLost: A rank is gone. The tensors are as before.
         """
         packs = _pack(tensors)
         rank, partner = self._group.rank, self._group.rank + self._power
         if self._group.world_size == 1 or not packs:
             return
-        whole = [pack.flat for pack in packs]
+        flats = [pack.flat for pack in packs]
         if rank >= self._power:
-            self._exchange(rank - self._power, whole, [], timeout_s)
-            self._exchange(rank - self._power, [], whole, timeout_s)
+            self._exchange(rank - self._power, flats, [], timeout_s)
+            self._exchange(rank - self._power, [], flats, timeout_s)
         elif partner < self._group.world_size:
-            theirs = [torch.empty_like(flat) for flat in whole]
+            theirs = [torch.empty_like(flat) for flat in flats]
             self._exchange(partner, [], theirs, timeout_s)
             _combine(packs, theirs, _products(packs, theirs, len(tensors)))
             self._halve_and_double(packs, len(tensors), timeout_s)
-            self._exchange(partner, whole, [], timeout_s)
+            self._exchange(partner, flats, [], timeout_s)
         else:
             self._halve_and_double(packs, len(tensors), timeout_s)
         for pack in packs:
             pack.unpack(tensors)
 
     def _halve_and_double(self, packs: Sequence[_Pack], num_tensors: int, timeout_s: float | None) -> None:
-        """The tree over a power of two of ranks; ``flat`` is this rank's vector before and the result after."""
+        """Combine over a power of two of ranks; ``flat`` is this rank's vector before and the result afterwards."""
         rank = self._group.rank
         way: list[tuple[int, list[tuple[int, int]]]] = []
         for block in self._blocks:
@@ -138,7 +138,7 @@ class Adasum:
             theirs = [torch.empty_like(pack.piece) for pack in packs]
             self._exchange(peer, sent, theirs, timeout_s)
             products = _products(packs, theirs, num_tensors)
-            # On the right of the tree theirs is the left vector; all ranks must add up the same columns.
+            # On the right of the tree ``theirs`` is the left vector; all ranks must add up the same columns.
             order = [0, 2, 1] if is_right else [0, 1, 2]
             columns = products[:, order]
             block.allreduce(columns, name="products", priority=_PRIORITY, timeout_s=timeout_s).wait()
@@ -163,9 +163,9 @@ class _Pack:
     """All tensors of one dtype, one after the other, and the piece of them that this rank computes.
 
     Attributes:
-        flat: On the CPU.
-        spans: Of each tensor: its index in the list, where it begins and ends in ``flat``.
-        held: Where the piece begins and ends.
+        flat: The tensors, on the CPU.
+        spans: The index of each tensor in the list, and its begin and end in ``flat``.
+        held: The begin and end of the piece.
     """
 
     flat: torch.Tensor
@@ -174,11 +174,11 @@ class _Pack:
 
     @property
     def piece(self) -> torch.Tensor:
-        """What is held: a view of ``flat``."""
+        """The piece: a view of ``flat``."""
         return self.flat[slice(*self.held)]
 
     def halve(self, *, keep_upper: bool) -> torch.Tensor:
-        """Keep one half of the piece; returns the other one."""
+        """Keep one half of the piece; return the other half."""
         begin, end = self.held
         middle = (begin + end) // 2
         lower, upper = (begin, middle), (middle, end)
@@ -186,7 +186,7 @@ class _Pack:
         return self.flat[slice(*other)]
 
     def grow(self, held: tuple[int, int]) -> torch.Tensor:
-        """Go back to the piece that was halved; returns its part that is not held yet."""
+        """Go back to the piece before ``halve``; return the half that this rank did not compute."""
         (begin, end), self.held = self.held, held
         return self.flat[held[0] : begin] if begin > held[0] else self.flat[end : held[1]]
 
@@ -204,12 +204,12 @@ class _Pack:
             self.piece[part] = self.piece[part].to(dtype) * own + theirs[part].to(dtype) * other
 
     def unpack(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy all of ``flat`` to where it came from."""
+        """Copy ``flat`` back to the tensors."""
         for index, begin, end in self.spans:
             tensors[index].copy_(self.flat[begin:end].view(tensors[index].shape))
 
     def _parts(self) -> Iterator[tuple[int, slice]]:
-        """The tensors that the piece has a part of, and where that is in the piece."""
+        """Yield the tensors of which the piece has a part, and the slice of the piece."""
         first, last = self.held
         for index, begin, end in self.spans:
             if begin < last and end > first:
@@ -217,7 +217,7 @@ class _Pack:
 
 
 def _products(packs: Sequence[_Pack], theirs: Sequence[torch.Tensor], num_tensors: int) -> torch.Tensor:
-    """Of every tensor, this rank's part of (mine.theirs, mine.mine, theirs.theirs); shape (tensors, 3), float64."""
+    """Return this rank's part of (mine.theirs, mine.mine, theirs.theirs) for every tensor; shape (tensors, 3)."""
     products = torch.zeros(num_tensors, 3, dtype=torch.float64)
     for pack, other in zip(packs, theirs, strict=True):
         pack.add_products(products, other)
@@ -243,7 +243,7 @@ def _refuse_unsupported(name: object, tensor: torch.Tensor) -> None:
 
 
 def _pack(tensors: Sequence[torch.Tensor]) -> list[_Pack]:
-    """One pack per dtype, in the order in which the dtypes first appear."""
+    """Return one pack per dtype, in the order in which the dtypes first appear."""
     members: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
         _refuse_unsupported(index, tensor)
@@ -295,7 +295,7 @@ class AdasumOptimizer(OptimizerWrapper):
 
     def _agree(self) -> list[torch.nn.Parameter]:
         def describe(named: Mapping[str, torch.nn.Parameter]) -> dict[str, Any]:
-            # A list, for the order is that of the tensors in memory.
+            # A list, because the order of the parameters must be equal, too.
             shown = [[name, str(each.dtype), *each.shape] for name, each in named.items()]
             return {"optimizer": self.kind, "parameters": shown}
 
@@ -304,7 +304,7 @@ class AdasumOptimizer(OptimizerWrapper):
         )
 
     def _named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The optimizer's parameters, in the model's order."""
+        """Return the optimizer's parameters, in the model's order."""
         held = {parameter for group in self._inner.param_groups for parameter in group["params"]}
         named = {name: parameter for name, parameter in self._model.named_parameters() if parameter in held}
         if len(named) != len(held):
@@ -320,14 +320,14 @@ class AdasumOptimizer(OptimizerWrapper):
         """Update on this rank, and replace the update by the Adasum of all ranks' updates. Collective.
 
         Args:
-            closure: Evaluates the model on this rank's batch and returns the loss. The torch optimizer may call it as
-                often as it likes: it is not collective.
+            closure: Evaluates the model on this rank's batch and returns the loss. It is not collective, so the torch
+                optimizer may call it any number of times.
 
         Returns:
             The closure's loss on this rank; ``None`` without a closure.
 
         Raises:
-            ConfigurationError: Parameters were added to the torch optimizer behind this one's back.
+            ConfigurationError: Parameters were added to the torch optimizer itself.
             DeadlineExceededError: Some rank did not come in time. The parameters have this rank's own update.
             PeerLost: A rank is gone. The parameters have this rank's own update.
         """
@@ -345,10 +345,10 @@ class AdasumOptimizer(OptimizerWrapper):
         return loss
 
     def flush(self) -> None:
-        """Nothing is deferred."""
+        """Do nothing: no update is deferred."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The torch optimizer's."""
+        """Reset the gradients, as torch does."""
         self._inner.zero_grad(set_to_none)
 
     @property

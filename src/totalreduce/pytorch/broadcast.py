@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
-#: Bytes of one piece. Large enough that latency does not count, small enough that memory does not.
+#: Bytes of one piece: large enough to hide the latency, and small enough to need little memory.
 _PIECE_BYTES = 16 * 1024 * 1024
 _PIECES_IN_FLIGHT = 2
 #: Every dtype's items stay aligned within a piece.
@@ -35,9 +35,9 @@ def broadcast_parameters(model: torch.nn.Module | Mapping[str, torch.Tensor], gr
     """Copy the root's parameters and buffers to all ranks, in place. Collective.
 
     Args:
-        model: A module (all its parameters and buffers, also non-persistent ones), or named tensors.
+        model: A module, with all its parameters and buffers, also non-persistent ones; or named tensors.
         group: The ranks.
-        root: Whose values count.
+        root: The rank whose values are copied.
 
     Raises:
         PlanMismatchError: Names, shapes or dtypes differ between ranks; on every rank, before any is written.
@@ -57,17 +57,17 @@ def broadcast_parameters(model: torch.nn.Module | Mapping[str, torch.Tensor], gr
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: Group, root: int = 0) -> None:
     """Copy the root's optimizer state and hyper-parameters to all ranks. Collective.
 
-    The other ranks may have no state yet, or another one. State may be made of what the object collectives send (see
-    ``docs/collectives.md``); it is never pickled.
+    The other ranks may have no state yet, or another one. The state consists of values that the object collectives send
+    (see ``docs/collectives.md``); it is never pickled.
 
     Args:
         optimizer: A torch optimizer or a ``DistributedOptimizer``.
         group: The ranks.
-        root: Whose values count.
+        root: The rank whose values are copied.
 
     Raises:
         PlanMismatchError: Kind of optimizer or parameter shapes differ between ranks; on every rank.
-        ConfigurationError: The root's state holds something else; on every rank. Or this is no optimizer.
+        ConfigurationError: The root's state holds other values; on every rank. Or this is no optimizer.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"the optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__name__}")
@@ -88,7 +88,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: Group, ro
     if group.rank != root:
         tensors = empty_tensors(message["document"])
     _broadcast_tensors(tensors, group, root, "broadcast_optimizer_state")
-    # The root loads, too: load_state_dict converts tensors to the parameters' dtype, so all ranks end equal.
+    # The root loads, too: load_state_dict converts tensors to the parameters' dtype, so the ranks end with equal state.
     optimizer.load_state_dict(decode(message["document"], [tensor.clone() for tensor in tensors]))
 
 
@@ -161,7 +161,7 @@ def _room(tensor: torch.Tensor) -> int:
 
 
 def _slots(buffer: torch.Tensor, piece: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of the buffer, one like each tensor."""
+    """Return views of the buffer with the tensors' shapes and dtypes."""
     slots = []
     offset = 0
     for tensor in piece:

@@ -1,6 +1,7 @@
-"""Which gradients are compressed, and what is kept back of them.
+"""Error feedback: its settings, the buckets of compressed gradients, and their residuals.
 
-Nothing here communicates: ``compressed`` does, for ``DistributedOptimizer``, and ``ddp_hook`` for torch's DDP.
+``compressed`` exchanges the buckets for ``DistributedOptimizer``, and ``ddp_hook`` those of torch's DDP; both share the
+settings and the residuals.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ __all__ = ["CompressedPlan", "ErrorFeedback", "Part", "Residuals", "flattened", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorFeedback:
-    """What happens to gradients around a sparse method. Equal on all ranks.
+    """The settings of error feedback around a sparse method. Equal on all ranks.
 
     Attributes:
         momentum: Momentum correction (Lin et al., "Deep Gradient Compression", ICLR 2018): velocities are accumulated
-            instead of gradients, and forgotten where they were applied (factor masking). For SGD *without* momentum of
-            its own; costs one more float32 for each element.
+            instead of gradients, and set to zero where they were applied (factor masking). For SGD *without* momentum
+            of its own; costs one more float32 for each element.
         clip_norm: Each rank's gradient is clipped to this norm over the square root of the number of ranks before it is
             accumulated. The norm is that of all compressed gradients, so nothing leaves before backward has ended.
-        elements_min: Parameters with fewer elements, or one dimension, are reduced whole.
-        bucket_elements: So many elements are selected and sent together, at most; larger parameters are cut. Default: a
-            quarter of all, so that selecting, sending and backward overlap; of fewer than twelve millions a third, a
-            half, or all, since a bucket has a fixed cost.
-        report_every: Every so many steps rank 0 logs a line for each bucket; 0: never.
-        xi_every: Every so many steps the distance from the best k elements is measured, the paper's xi, which sends
-            everything twice in that step; 0: never. It is in ``reports``.
+        elements_min: Parameters with fewer elements, or one dimension, are not compressed.
+        bucket_elements: The size limit of a bucket, whose elements are selected and sent together; larger parameters
+            are cut. Default: a quarter of all elements, so that selecting, sending and backward overlap. Of fewer than
+            twelve million elements a third, a half, or all, because a bucket has a fixed cost.
+        report_every: The number of steps after which rank 0 logs a line for each bucket; 0: never.
+        xi_every: The number of steps after which the distance from the best k elements is measured, the paper's xi. It
+            is in ``reports``, and the step sends everything twice; 0: never.
 
     Raises:
         ConfigurationError: A value makes no sense.
@@ -51,7 +52,7 @@ class ErrorFeedback:
     xi_every: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
+        """Check the values."""
         checks.real_field(self, "momentum", minimum=0, below=1)
         if self.clip_norm is not None:
             checks.real_field(self, "clip_norm", above=0)
@@ -60,14 +61,14 @@ class ErrorFeedback:
         checks.whole_fields(self, "elements_min", "report_every", "xi_every", minimum=0)
 
     def clip_factor(self, norm: float, world_size: int) -> float:
-        """Return the factor with which a rank's gradients are clipped before they are accumulated.
+        """Return the factor by which a rank's gradients are clipped before they are accumulated.
 
-        Each rank clips to ``clip_norm`` over the square root of the number of ranks, because the norm of a sum of so
-        many independent gradients is larger by that root (Lin et al., 2018).
+        Each rank clips to ``clip_norm`` over the square root of the number of ranks, because the norm of a sum of
+        independent gradients is larger by that root (Lin et al., 2018).
 
         Args:
-            norm: The norm of all compressed gradients of this rank, unscaled. If it is not a number, nothing is clipped
-                here, and the selection finds out that the gradients are not finite.
+            norm: The norm of all compressed gradients of this rank, unscaled. If it is NaN, the factor is 1.0, and the
+                selection finds that the gradients are not finite.
             world_size: The number of ranks.
         """
         if self.clip_norm is None or not norm:
@@ -79,13 +80,12 @@ class ErrorFeedback:
         return len(shape) >= 2 and math.prod(shape) >= max(1, self.elements_min)
 
     def param_groups(self, parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
-        """Parameter groups for SGD in which every parameter has this momentum exactly once.
+        """Return parameter groups for SGD in which every parameter has this momentum exactly once.
+
+        The group of compressed parameters has ``momentum=0``, because momentum correction applies it.
 
         Args:
-            parameters: The model's.
-
-        Returns:
-            Those that are compressed with ``momentum=0``, because it is applied here, and all others with ``momentum``.
+            parameters: The model's parameters.
         """
         by_kind: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
         for parameter in parameters:
@@ -96,7 +96,7 @@ class ErrorFeedback:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of one parameter, in the order of its memory."""
+    """A part of one parameter, in the order of its memory."""
 
     member: int
     begin: int
@@ -105,12 +105,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class CompressedPlan:
-    """Which gradients are compressed, and in which buckets.
+    """The compressed parameters of a plan, and their buckets.
 
     Attributes:
-        parameters: In registration order.
+        parameters: The parameters, in registration order.
         specs: Their descriptions.
-        buckets: The parts in each, last registered first.
+        buckets: The parts in each bucket, last registered first.
     """
 
     parameters: tuple[torch.nn.Parameter, ...]
@@ -126,20 +126,20 @@ class CompressedPlan:
         *,
         whole: bool,
     ) -> CompressedPlan:
-        """Cut them into buckets; see ``plan_parts``."""
+        """Cut parameters into buckets; see ``plan_parts``."""
         size = feedback.bucket_elements or even_bucket_elements(sum(spec.num_elements for spec in specs))
         return cls(tuple(parameters), tuple(specs), plan_parts(specs, size, whole=whole))
 
     def document(self) -> list[list[list[object]]]:
-        """JSON-ready: names and ranges by bucket."""
+        """Return names and ranges by bucket, as JSON values."""
         return [[[self.specs[part.member].name, part.begin, part.end] for part in bucket] for bucket in self.buckets]
 
     def described(self) -> Iterator[tuple[torch.nn.Parameter, ParameterSpec]]:
-        """Parameters and their descriptions."""
+        """Yield parameters and their descriptions."""
         yield from zip(self.parameters, self.specs, strict=True)
 
     def shapes(self) -> list[BucketShape]:
-        """Of the buckets; a part of a parameter is one-dimensional."""
+        """Return the shapes of the buckets; a part of a parameter is one-dimensional."""
         return [BucketShape(tuple(self._shape(part) for part in bucket)) for bucket in self.buckets]
 
     def _shape(self, part: Part) -> tuple[int, ...]:
@@ -151,11 +151,11 @@ class CompressedPlan:
 def plan_parts(specs: Sequence[ParameterSpec], bucket_elements: int, *, whole: bool) -> tuple[tuple[Part, ...], ...]:
     """Cut parameters into buckets, last registered first: the order in which backward makes gradients.
 
-    What is in a bucket is on one kind of device.
+    All parts of a bucket are on one kind of device.
 
     Args:
-        specs: In registration order.
-        bucket_elements: Elements of a bucket, at most.
+        specs: The parameters' descriptions, in registration order.
+        bucket_elements: The largest number of elements in a bucket.
         whole: Do not cut parameters; a larger one has a bucket of its own.
     """
     buckets: list[tuple[Part, ...]] = []
@@ -181,7 +181,7 @@ def plan_parts(specs: Sequence[ParameterSpec], bucket_elements: int, *, whole: b
 
 
 class Residuals:
-    """What was not applied yet, by parameter: float32, one-dimensional, in the order and place of its memory.
+    """The residuals by parameter: float32, one-dimensional, in the order of the parameter's memory, on its device.
 
     Attributes:
         kept: The residuals.
@@ -196,13 +196,13 @@ class Residuals:
         self.spare_velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The residual; zeros at first."""
+        """Return the residual of a parameter; zeros at first."""
         if parameter not in self.kept:
             self.kept[parameter] = torch.zeros(parameter.numel(), device=parameter.device)
         return self.kept[parameter]
 
     def state(self, plan: CompressedPlan) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies, by name, in the parameters' shapes."""
+        """Return copies of residuals and velocities by name, in the parameters' shapes."""
         return {
             "residuals": {spec.name: shaped(self.of(p), spec).clone() for p, spec in plan.described()},
             "velocities": {
@@ -213,10 +213,10 @@ class Residuals:
         }
 
     def load(self, plan: CompressedPlan, states: Sequence[Mapping[str, Mapping[str, torch.Tensor]]]) -> None:
-        """Become the sum of some ranks' states: nothing, if there is none.
+        """Set residuals and velocities to the sums of some ranks' states, or to nothing without states.
 
         Raises:
-            ConfigurationError: They are of another model.
+            ConfigurationError: The states are of another model.
         """
         for state in states:
             shapes = {name: tuple(kept.shape) for name, kept in state["residuals"].items()}
@@ -237,7 +237,7 @@ class Residuals:
                         shaped(mine[parameter], spec).add_(state[key][spec.name].to(parameter.device))
 
     def norm(self) -> float:
-        """Of all residuals together."""
+        """Return the norm of all residuals together."""
         norms = [float(torch.linalg.vector_norm(kept, dtype=torch.float64)) for kept in self.kept.values()]
         return math.hypot(*norms)
 
@@ -245,16 +245,16 @@ class Residuals:
 def states_for(
     states: Sequence[Mapping[str, Any]], rank: int, world_size: int
 ) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
-    """Share out saved states among the ranks.
+    """Distribute saved states among the ranks.
 
     Args:
-        states: This rank's own, or those of all ranks there were; each with its ``rank`` and ``world_size``.
+        states: This rank's own state, or those of all ranks of the saved job; each with ``rank`` and ``world_size``.
         rank: This rank.
         world_size: Number of ranks now.
 
     Returns:
-        Those whose residuals this rank takes over, so that the sum of all residuals stays what it was; and one for what
-        is equal on all ranks, or was this rank's own.
+        The states whose residuals this rank takes over, so that the sum of all residuals stays the same; and the state
+        from which it takes everything else: its own, or any if it has none.
 
     Raises:
         ConfigurationError: States are missing.
@@ -271,12 +271,12 @@ def states_for(
 
 
 def shaped(flat: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    """The flat tensor in the parameter's shape and order of memory."""
+    """Return a view of the flat tensor with the parameter's shape and order of memory."""
     return flat.as_strided(spec.shape, spec.stride)
 
 
 def flattened(gradient: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    """The gradient as float32, flat, in the order of the parameter's memory; its own memory where that is possible."""
+    """Return the gradient as float32, flat, in the order of the parameter's memory; without a copy if possible."""
     gradient = gradient.detach()
     alone = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
     if gradient.dtype is not torch.float32 or gradient.stride() != spec.stride or not alone:

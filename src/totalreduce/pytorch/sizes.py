@@ -4,10 +4,11 @@ from __future__ import annotations
 
 __all__ = ["BUCKET_BYTES", "NATIVE_BUCKET_BYTES", "even_bucket_elements"]
 
-#: Gradients that travel as one operation of the engine.
+#: The default size of a bucket, which travels as one operation of the engine.
 BUCKET_BYTES = 4 * 1024 * 1024
-#: Every native operation has a fixed cost that is that of a megabyte or more (gloo with 4 ranks on one host: 5 ms), and
-#: the first one should begin early. Measured with 58 MB of gradients and gloo, against DDP: 25 MiB 1.13x, 6 MiB 0.99x.
+#: The same for a native library. Every native operation has a fixed cost, as high as that of a megabyte or more (gloo
+#: with 4 ranks on one host: 5 ms), and the first one should begin early. Measured with 58 MB of gradients and gloo,
+#: against DDP: 25 MiB 1.13x, 6 MiB 0.99x.
 NATIVE_BUCKET_BYTES = 8 * 1024 * 1024
 
 _BUCKETS = 4
@@ -16,13 +17,14 @@ _BUCKET_ELEMENTS_MAX = 2**31 - 1
 
 
 def even_bucket_elements(num_elements: int) -> int:
-    """Elements in each bucket of a sparse method, where the user gave no number.
+    """Return the default number of elements in each bucket of a sparse method.
 
-    A quarter of all, so that selecting, sending and backward overlap; with fewer than twelve millions a third, a half,
-    or all, because a bucket has a fixed cost. All buckets are of one size, because a small last one has that cost too.
+    It is a quarter of all elements, so that selecting, sending and backward overlap; of fewer than twelve million a
+    third, a half, or all, because a bucket has a fixed cost. All buckets have one size, because a small last bucket has
+    that cost too.
 
     Args:
-        num_elements: Elements of all compressed gradients together.
+        num_elements: The number of elements of all compressed gradients.
     """
     num_buckets = max(1, min(_BUCKETS, num_elements // _BUCKET_ELEMENTS_MIN))
     return max(1, min(-(-num_elements // num_buckets), _BUCKET_ELEMENTS_MAX))

@@ -1,8 +1,8 @@
 """Batch normalisation over the joint batch of all ranks.
 
-In training a layer costs one small collective in forward and one in backward, both blocking: the next layer cannot
-begin without them. Each packs all it needs, and nothing is more urgent. The operations are named after the layer, so
-that layers of different widths never meet under one name.
+In training a layer costs one small collective in forward and one in backward. Both block, because the next layer needs
+the result, so they have the most urgent priority. The operations are named after the layer, so that layers of different
+widths never meet under one name.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
 _PRIORITY = -1
-#: What a rank will do in backward, from the forward pass on.
+#: The use of the layer in the backward pass, as the rank knows it in the forward pass.
 _NO_BACKWARD, _PARAMETERS_ONLY, _INPUT_TOO = 0.0, 1.0, 2.0
-#: Subclasses are not among them: what they add to these would be lost.
+#: Classes whose layers can be replaced. A subclass may do more, which would be lost.
 _CONVERTIBLE = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
 
@@ -39,20 +39,20 @@ class SyncBatchNorm(_BatchNorm):
 
     Every rank describes its values by their count, mean and sum of squared deviations (M2), which are combined as in
     Chan, Golub, LeVeque, "Algorithms for computing the sample variance" (The American Statistician, 1983). A sum of
-    squares would lose the variance where the mean is large. They travel and are combined in float64: float32
-    cannot count beyond 2**24, and for so few numbers it costs nothing.
+    squares would lose the variance where the mean is large. The statistics are sent and combined in float64, because
+    float32 cannot count beyond 2**24.
 
     In evaluation mode, and in a group of one, it is torch's layer and does not communicate.
 
     Args:
-        num_features: C.
+        num_features: The number of channels C.
         eps: Added to the variance.
-        momentum: Weight of a batch in the running statistics; ``None``: all batches weigh the same.
+        momentum: Weight of a batch in the running statistics; ``None``: all batches have the same weight.
         affine: Whether there are weight and bias.
         track_running_stats: Whether there are running statistics. Without them evaluation uses its own batch.
-        device: Of parameters and buffers. Any: the statistics are copied to the CPU, where they travel.
-        dtype: Of parameters and buffers. Inputs may be float16, bfloat16, float32 or float64; halves are computed in
-            float32.
+        device: The device of parameters and buffers. The statistics are copied to the CPU to be sent.
+        dtype: The dtype of parameters and buffers. Inputs may be float16, bfloat16, float32 or float64; half types are
+            computed in float32.
         group: The ranks.
         name: Prefix of the operations' names; equal on all ranks, different for each layer.
     """
@@ -91,7 +91,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or self.group.world_size == 1:
             return super().forward(inputs)
         self._check_input_dim(inputs)
-        mean, squares, count, reduce = self._gather_statistics(inputs, self._stake(inputs))
+        mean, squares, count, reduce = self._gather_statistics(inputs, self._use(inputs))
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if count > 0:
@@ -114,17 +114,17 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _gather_statistics(
-        self, inputs: torch.Tensor, stake: float
+        self, inputs: torch.Tensor, use: float
     ) -> tuple[torch.Tensor, torch.Tensor, float, Callable[[torch.Tensor], torch.Tensor] | None]:
-        """Mean, M2 (both float64 on the CPU) and count of all ranks' values; how to sum over the ranks in backward."""
+        """Return mean and M2 (float64 on the CPU) and count of all values, and the sum over ranks for backward."""
         count = inputs.numel() // self.num_features
         packed = torch.zeros(2 + 2 * self.num_features, dtype=torch.float64)
-        packed[0], packed[1] = count, stake
+        packed[0], packed[1] = count, use
         if count:
             packed[2:] = torch.cat(_mean_and_squares(inputs, count)).cpu()
         gathered = torch.empty(self.group.world_size, packed.numel(), dtype=torch.float64)
         self.group.control.allgather(gathered, packed, name=f"{self.name}.statistics", priority=_PRIORITY).wait()
-        counts, stakes = gathered[:, :1], gathered[:, 1]
+        counts, uses = gathered[:, :1], gathered[:, 1]
         means, squares = gathered[:, 2:].chunk(2, dim=1)
         total = float(counts.sum())
         if total == 1:
@@ -134,20 +134,20 @@ class SyncBatchNorm(_BatchNorm):
             )
         mean = (counts * means).sum(0) / max(total, 1.0)
         squares = (squares + counts * (means - mean).square()).sum(0)
-        return mean, squares, total, self._sum_over_ranks if self._backward_communicates(stakes.tolist()) else None
+        return mean, squares, total, self._sum_over_ranks if self._backward_communicates(uses.tolist()) else None
 
-    def _stake(self, inputs: torch.Tensor) -> float:
+    def _use(self, inputs: torch.Tensor) -> float:
         if not torch.is_grad_enabled():
             return _NO_BACKWARD
         if inputs.requires_grad:
             return _INPUT_TOO
         return _PARAMETERS_ONLY if any(each.requires_grad for each in self.parameters()) else _NO_BACKWARD
 
-    def _backward_communicates(self, stakes: list[float]) -> bool:
-        """Only gradients of inputs depend on other ranks' gradients. The ranks decide alike, whatever each has."""
-        if max(stakes) < _INPUT_TOO:
+    def _backward_communicates(self, uses: list[float]) -> bool:
+        """Whether backward communicates: only gradients of inputs depend on other ranks. All ranks decide alike."""
+        if max(uses) < _INPUT_TOO:
             return False
-        absent = [rank for rank, stake in enumerate(stakes) if stake == _NO_BACKWARD]
+        absent = [rank for rank, use in enumerate(uses) if use == _NO_BACKWARD]
         if absent:
             raise ConfigurationError(
                 f"layer {self.name!r} runs without gradients on rank(s) {absent}, while others need its input's "
@@ -156,7 +156,9 @@ class SyncBatchNorm(_BatchNorm):
         return True
 
     def _sum_over_ranks(self, packed: torch.Tensor) -> torch.Tensor:
-        on_cpu = packed.to("cpu", torch.float64, copy=True)  # the rank's own sums are weight's and bias's gradients
+        on_cpu = packed.to(
+            "cpu", torch.float64, copy=True
+        )  # a copy: the rank's own sums are the gradients of weight and bias
         self.group.control.allreduce(on_cpu, name=f"{self.name}.gradients", priority=_PRIORITY).wait()
         return on_cpu
 
@@ -169,7 +171,7 @@ class SyncBatchNorm(_BatchNorm):
             running.mul_(1.0 - weight).add_(value.to(running), alpha=weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """Copies share the group: averages of a model's weights are made of copies."""
+        """Copy the layer, which shares the group with the copy: averages of a model's weights are made of copies."""
         memo[id(self.group)] = self.group
         made = memo[id(self)] = type(self).__new__(type(self))
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -201,13 +203,13 @@ class _Normalise(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight, mean, (variance + eps).rsqrt())
         ctx.count, ctx.reduce = count, reduce
         weight, bias = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
-        # With given statistics torch's own kernel does it in one pass, also for halves with statistics in float32.
+        # With given statistics torch's own kernel needs one pass, also for half types with statistics in float32.
         return functional.batch_norm(inputs, mean, variance, weight, bias, training=False, eps=eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of inputs, weight and bias; the engine casts them to their tensors' dtypes."""
+        """Return the gradients of inputs, weight and bias; autograd casts them to their tensors' dtypes."""
         inputs, weight, mean, inverse_std = ctx.saved_tensors
         shape = (1, -1) + (1,) * (inputs.dim() - 2)
         dims = _all_but_channels(inputs)
@@ -242,8 +244,8 @@ def convert_sync_batchnorm(module: torch.nn.Module, group: Group, *, name: str =
         The module; or the new layer, if the module is a batch norm itself.
 
     Raises:
-        ConfigurationError: A layer is a batch norm of another class, which may do more than normalise, or a lazy one
-            that is not initialised yet. Nothing is replaced then.
+        ConfigurationError: A layer is a batch norm of another class, which may do more than normalise, or a lazy layer
+            that is not initialised yet. Then no layer is replaced.
     """
     replacements: dict[torch.nn.Module, SyncBatchNorm] = {}
     for path, layer in module.named_modules():
@@ -280,7 +282,7 @@ def _converted(layer: _BatchNorm, group: Group, name: str) -> SyncBatchNorm:
 
 
 def _mean_and_squares(inputs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and M2 of every channel, in float32 at least, by the corrected two-pass algorithm (same paper).
+    """Return mean and M2 of every channel, in float32 or float64, by the corrected two-pass algorithm (same paper).
 
     ``torch.var_mean`` is as exact, but over these dimensions it takes a CPU four to eight times as long.
     """

@@ -1,12 +1,12 @@
-"""The tail of a bucket: what the ranks tell each other about their gradients, in the memory that holds these.
+"""The tail of a bucket: flags about the gradients of the ranks, in the memory behind the gradients.
 
 The tail is reduced together with the gradients and costs no message of its own. So it is summed or averaged in the
 bucket's dtype, in an order and with intermediate roundings that depend on the library that carries the operation out.
-Numbers of ranks do not survive that: in bfloat16 256 + 1 is 256, and the average of 511 ones and a zero is 1.
+Counts of ranks do not survive that: in bfloat16 256 + 1 is 256, and the average of 511 ones and a zero is 1.
 
-Therefore the tail has flags only. A flag is an element that is 1 on the ranks where something holds and 0 on the other
-ranks, and after the reduction only one question is asked: is it zero? A rounded sum of numbers that are not negative is
-zero if all of them are, and never smaller than the largest of them, so the answer is exact for every dtype, number of
+Therefore the tail has flags only. A flag is an element that is 1 on the ranks where a condition holds and 0 on the
+other ranks. After the reduction it is only compared with zero. A rounded sum of numbers that are not negative is zero
+if all of them are, and never smaller than the largest of them, so the comparison is exact for every dtype, number of
 ranks and order. It is exact for averages, too, as long as 1 / (number of ranks) is not rounded to zero, which takes
 more than 2**24 ranks in float16 and more than 2**100 in bfloat16 and float32.
 
@@ -18,9 +18,9 @@ The flags are these:
   no gradient. A gradient is missing where both flags are set.
 * *changed*, in the last bucket, for every bucket: gradients changed on the rank after the bucket had left (see
   ``reducer``).
-* *joined*, in the last bucket, for every rank: it has no data any more. Their number is exact because each rank has a
-  flag of its own. Counters for blocks of ranks would be fewer elements, but their sums are exact in some orders only if
-  a library divides before it adds.
+* *joined*, in the last bucket, for every rank: it has no data any more. The number of such ranks is exact because each
+  rank has a flag of its own. Counters for blocks of ranks would be fewer elements, but if a library divides before it
+  adds, their sums are exact in some orders only.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["Tail", "TailLayout"]
 
 @dataclass(frozen=True, slots=True)
 class TailLayout:
-    """Which flags the tail of one bucket has. Equal on all ranks.
+    """The numbers of flags in the tail of one bucket. Equal on all ranks.
 
     Attributes:
-        num_parameters: Of the bucket.
+        num_parameters: Number of parameters of the bucket.
         reports_absence: Whether there are *absent* flags.
-        num_buckets: Number of *changed* flags: that of the plan's buckets in the last bucket, 0 in the others.
+        num_buckets: Number of *changed* flags: the number of buckets in the last bucket, 0 in the others.
         num_ranks: Number of *joined* flags: the world size in the last bucket, 0 in the others.
     """
 
@@ -58,7 +58,7 @@ class TailLayout:
 
     @property
     def num_elements(self) -> int:
-        """Of the whole tail."""
+        """The number of elements of the tail."""
         return sum(self.sizes)
 
 
@@ -68,11 +68,10 @@ class Tail:
 
     Args:
         memory: Shape ``(layout.num_elements,)``, of any floating dtype on any device.
-        layout: What lies where.
+        layout: The numbers of flags.
     """
 
     def __init__(self, memory: torch.Tensor, layout: TailLayout) -> None:
-        """See the class."""
         self._memory, self._layout = memory, layout
         self._present, self._absent, self._changed, self._joined = memory.split_with_sizes(layout.sizes)
 
@@ -87,7 +86,7 @@ class Tail:
             rank: This rank.
             joined: This rank takes part without data. Its gradients are not expected, so none of them is absent.
         """
-        # An index or a value from the host makes an accelerator's queue run empty: only where it is needed.
+        # An index or a value from the host empties an accelerator's queue, so they are used only where necessary.
         self._memory.zero_()
         self._present.fill_(1)
         if missing:
@@ -100,11 +99,11 @@ class Tail:
             self._joined[rank].fill_(1)
 
     def present(self) -> list[bool]:
-        """After the reduction, for every parameter: whether some rank had a gradient."""
+        """Return, after the reduction, for every parameter whether some rank had a gradient."""
         return _are_set(self._present).tolist()
 
     def missing(self) -> list[bool]:
-        """After the reduction, for every parameter: whether some, but not all, of the ranks with data had a gradient.
+        """Return, after the reduction, for every parameter whether some but not all ranks with data had a gradient.
 
         All are ``False`` if the layout does not report absence.
         """
@@ -113,11 +112,11 @@ class Tail:
         return (_are_set(self._present) & _are_set(self._absent)).tolist()
 
     def changed(self) -> list[int]:
-        """After the reduction, in the last bucket: the buckets that changed on some rank, in ascending order."""
+        """Return, after the reduction of the last bucket, the buckets that changed on some rank, in ascending order."""
         return _are_set(self._changed).nonzero().flatten().tolist()
 
     def num_joined(self) -> int:
-        """After the reduction, in the last bucket: how many ranks took part without data."""
+        """Return, after the reduction of the last bucket, the number of ranks that took part without data."""
         return int(_are_set(self._joined).sum())
 
 

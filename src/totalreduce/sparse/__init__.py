@@ -1,7 +1,7 @@
-"""What to send when not everything: methods that choose, code and exchange gradients, and give back what they kept.
+"""Sparse methods: they select, encode and exchange a part of the gradients, and keep the rest as residuals.
 
-A *method* is a set of settings (``OkTopk``). Its *session* is one bucket's state on one rank: it accumulates a gradient
-onto a residual, and its ``exchange`` is a generator that yields ``actions`` and is given their replies. It knows no
-group, thread or clock: ``group_driver`` carries the actions out on a ``Group``, ``c10d_driver`` on any process group of
-torch, and ``totalreduce.testing`` on ranks of its own, up to a thousand of them.
+A *method* is a set of settings (``OkTopk``). Its *session* is the state of one bucket on one rank: it adds the residual
+to a gradient and selects elements, and its ``exchange`` is a generator that yields ``actions`` and is sent their
+replies. A session knows no group, thread or clock: ``group_driver`` carries the actions out on a ``Group``,
+``c10d_driver`` on any process group of torch, and ``totalreduce.testing`` on up to a thousand ranks in one process.
 """

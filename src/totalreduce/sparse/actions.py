@@ -1,6 +1,7 @@
-"""What a method's exchange asks for. All blocks are uint8 arrays; ranks ask for the same kinds in the same order.
+"""The actions of exchanges: collectives and messages that a session asks its carrier for.
 
-Who carries them out calls ``meanwhile`` once, when an action is under way: local work that needs no reply.
+All blocks are uint8 arrays; all ranks ask for the same kinds of actions in the same order. The carrier calls
+``meanwhile`` once, when the action has begun: local work that does not need the reply.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Allgather:
-    """Reply: everybody's block, by rank. ``sizes``: in bytes, by rank; equal on all ranks."""
+    """Reply: the blocks of all ranks, by rank. ``sizes``: in bytes, by rank; equal on all ranks."""
 
     block: Array
     sizes: Sequence[int]
@@ -27,7 +28,7 @@ class Allgather:
 
 @dataclass(frozen=True, slots=True)
 class Alltoall:
-    """Block r goes to rank r. Reply: the blocks for this rank, by source. ``sizes``: theirs, in bytes."""
+    """Send block r to rank r. Reply: the blocks for this rank, by source. ``sizes``: of these blocks, in bytes."""
 
     blocks: Sequence[Array]
     sizes: Sequence[int]
@@ -42,7 +43,7 @@ class Allreduce:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Reply: the root's block. ``size``: in bytes, known to all; the others' ``block`` is ignored."""
+    """Reply: the root's block. ``size``: in bytes, known to all ranks. The other ranks' ``block`` is ignored."""
 
     block: Array
     size: int
@@ -51,11 +52,11 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Messages between pairs of ranks. Reply: what came, by source.
+    """Messages between pairs of ranks. Reply: the received blocks, by source.
 
     Attributes:
         sends: Blocks by destination.
-        receives: Sizes in bytes by source; what these ranks send in the same action.
+        receives: Sizes in bytes, by source, of the blocks that these ranks send in the same action.
     """
 
     sends: Mapping[int, Array]
@@ -63,5 +64,5 @@ class Messages:
 
 
 Action = Allgather | Alltoall | Allreduce | Broadcast | Messages
-#: What a session's ``exchange`` is: it yields an action and is sent the reply.
+#: A session's ``exchange``: it yields actions and is sent their replies.
 Exchange = Generator[Action, Any, Any]

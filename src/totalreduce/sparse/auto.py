@@ -1,9 +1,9 @@
-"""Which buckets are worth compressing, and how: measured at start on the ranks, cores and links that will do it.
+"""``tr.Auto``: measure at start which buckets are worth compressing, and by which method.
 
-A model of costs would have to know what else the cores do and what the wire really carries. So a bucket of each size is
-sent both ways a few times: whole, and by each candidate method, with gradients of normal distribution. A bucket is
-compressed where that takes at most nine tenths of the time; what is sent whole goes the usual way and costs nothing
-more. The ranks' times are averaged, so that all decide alike, and nothing changes during training.
+A model of costs would have to know the other work of the cores and the real speed of the links. So a bucket of each
+size is exchanged a few times as a dense allreduce and by each candidate method, with gradients of normal distribution.
+A bucket is compressed if that takes at most nine tenths of the time; otherwise it is reduced like any dense bucket. The
+ranks' times are averaged, so that all ranks decide alike, and nothing changes during training.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["Auto", "Choice", "choose"]
 _ROUNDS = 5
 _WARMUP = 2
 _TIMEOUT_S = 120.0
-#: Compression has to be worth its trouble, and a measurement is not exact.
+#: The share of the dense time that compression may take: a measurement is not exact.
 _WORTHWHILE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Auto(DensitySettings):
-    """Compress the buckets for which that is measured to be faster; see ``DensitySettings``.
+    """Compress the buckets for which measurements show that it is faster; see ``DensitySettings``.
 
     Attributes:
         methods: Names of the methods that are tried.
@@ -56,7 +56,7 @@ class Auto(DensitySettings):
                 raise ConfigurationError(f"{name!r} is no method that tr.Auto can try; there are {', '.join(METHODS)}")
 
     def candidates(self) -> list[Method]:
-        """The methods, with this density."""
+        """Return the methods, with this density."""
         settings = {
             "density": self.density,
             "warmup_steps": self.warmup_steps,
@@ -65,19 +65,19 @@ class Auto(DensitySettings):
         return [METHODS[name](**settings) for name in self.methods]
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> Session:  # noqa: ARG002
-        """Not before something was chosen: see ``choose``."""
+        """Refuse: ``choose`` decides on a method first."""
         raise ConfigurationError("tr.Auto has to be resolved by measurement first: see totalreduce.sparse.auto.choose")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was measured for buckets of one size, and decided.
+    """The measurement of buckets of one size, and the decision.
 
     Attributes:
-        num_elements: Of the bucket.
-        method: How to compress it; ``None``: send it whole.
-        dense_s: Seconds to send it whole.
-        sparse_s: Seconds by each candidate, by name.
+        num_elements: The number of elements of the bucket.
+        method: The method that compresses the bucket; ``None``: it is not compressed.
+        dense_s: Seconds of a dense allreduce.
+        sparse_s: Seconds of each candidate, by name.
     """
 
     num_elements: int
@@ -86,7 +86,7 @@ class Choice:
     sparse_s: dict[str, float]
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for a log."""
         tried = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in self.sparse_s.items())
         decided = "sent whole" if self.method is None else f"compressed by {self.method.name}"
         return f"{self.num_elements:,} elements: {decided} (whole {self.dense_s * 1e3:.1f} ms, {tried})"
@@ -102,14 +102,14 @@ def choose(
     """Measure and decide, for each bucket. Collective.
 
     Args:
-        settings: What to try.
-        shapes: Of the buckets, equal on all ranks.
-        carrier: The ranks.
-        dense: Reduces so many float32 over the ranks and returns how many seconds that took. Collective.
+        settings: The candidates.
+        shapes: The shapes of the buckets, equal on all ranks.
+        carrier: Carries out the exchanges.
+        dense: Reduces this number of float32 over the ranks and returns the seconds that it took. Collective.
         average: Averages numbers over the ranks. Collective.
 
     Returns:
-        By bucket; buckets of about the same size share a measurement.
+        The decision for each bucket; buckets of about the same size share a measurement.
     """
     measured: dict[int, Choice] = {}
     choices = []
@@ -134,7 +134,7 @@ def _measure(
     shape = BucketShape(((size,),))
     runs = [_Trial(method, shape, carrier) for method in methods]
     try:
-        for number in range(_WARMUP + _ROUNDS):  # in turns, so that a slow moment meets all of them
+        for number in range(_WARMUP + _ROUNDS):  # in turns, so that a slow moment hits all candidates
             taken = [dense(size), *(run.seconds() for run in runs)]
             if number >= _WARMUP:
                 for sample, seconds in zip(samples, taken, strict=True):
@@ -142,15 +142,15 @@ def _measure(
     finally:
         for run in runs:
             run.rounds.close()
-    whole, *sparse = average([median(sample) for sample in samples])
+    dense_s, *sparse = average([median(sample) for sample in samples])
     best = min(range(len(methods)), key=sparse.__getitem__)
-    worthwhile = sparse[best] <= _WORTHWHILE * whole
+    worthwhile = sparse[best] <= _WORTHWHILE * dense_s
     names = [method.name for method in methods]
-    return Choice(size, methods[best] if worthwhile else None, whole, dict(zip(names, sparse, strict=True)))
+    return Choice(size, methods[best] if worthwhile else None, dense_s, dict(zip(names, sparse, strict=True)))
 
 
 class _Trial:
-    """One method on made-up gradients."""
+    """Exchanges of one method with artificial gradients."""
 
     def __init__(self, method: Method, shape: BucketShape, carrier: Carrier) -> None:
         self.rounds = SparseRounds([method], [shape], carrier)
@@ -165,7 +165,7 @@ class _Trial:
         begin = time.monotonic()
         self.rounds.start(0, HostAccumulator([gradient]), HostAccumulator([self._residual]), present=[True])
         updates = self.rounds.finish(_TIMEOUT_S)
-        assert updates is not None, "made-up gradients are finite"
+        assert updates is not None, "artificial gradients are finite"
         updates[0].write_to(HostAccumulator([self._residual]), 1.0)
         seconds = time.monotonic() - begin
         self._residual = gradient

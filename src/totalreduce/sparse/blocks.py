@@ -1,7 +1,7 @@
-"""A list of indices and values as one block of bytes: what travels.
+"""Blocks: lists of indices and values, encoded as bytes for a message.
 
-Layout: count (uint32) and kind of values (uint8); the gaps, Rice-coded; the values. No elements: no bytes. A block may
-be longer than it need be, with zeros at its end; see ``pack``.
+A block has the count (uint32) and the kind of values (uint8), then the gaps between indices, Rice-coded, and then the
+values. A list without elements has no bytes. A block may be longer than necessary, with zeros at its end; see ``pack``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
     "value_bytes",
 ]
 
-#: ``none``: there are indices only.
+#: The encoding of values; ``none``: the block has indices only.
 ValueKind = Literal["bfloat16", "float32", "none"]
 
 _HEADER = struct.Struct("<IB")
@@ -38,7 +38,7 @@ _KINDS: tuple[ValueKind, ...] = ("bfloat16", "float32", "none")
 
 
 def rounded(values: Array, kind: ValueKind) -> Array:
-    """A copy of the values as they will arrive."""
+    """Return a copy of the values, rounded as the receiver will get them."""
     copy = values.copy()
     if kind == "bfloat16":
         coding.round_values(copy)
@@ -46,17 +46,17 @@ def rounded(values: Array, kind: ValueKind) -> Array:
 
 
 def block_bytes_max(count: int, span: int, kind: ValueKind) -> int:
-    """No block of so many elements, whose indices differ by less than ``span``, is longer."""
+    """Return the largest size of a block of ``count`` elements whose indices differ by less than ``span``."""
     return _HEADER.size + coding.coded_bytes_max(count, span) + value_bytes(count, kind) if count else 0
 
 
 def value_bytes(count: int, kind: ValueKind) -> int:
-    """So many values take so many bytes."""
+    """Return the number of bytes of ``count`` values."""
     return count * _WIDTH[kind]
 
 
 def pack_values(values: Array, kind: ValueKind) -> Array:
-    """Values that were rounded to the kind (see ``rounded``), as bytes."""
+    """Encode values that were rounded to the kind (see ``rounded``)."""
     raw = coding.narrow(values) if kind == "bfloat16" else values
     return np.ascontiguousarray(raw).view(np.uint8)
 
@@ -70,7 +70,7 @@ def unpack_values(raw: Array, kind: ValueKind) -> Array:
 
 def _read_values(raw: Array, kind: ValueKind, out: Array) -> None:
     if kind == "bfloat16":
-        coding.widen(raw.copy().view(np.uint16), out)  # a copy lies where two bytes are read at a time
+        coding.widen(raw.copy().view(np.uint16), out)  # a copy, because the values must be aligned
     else:
         out.view(np.uint8)[...] = raw
 
@@ -81,10 +81,10 @@ def pack(indices: Array, values: Array, begin: int, end: int, kind: ValueKind, *
     Args:
         indices: int32, ascending, in [begin, end).
         values: float32, rounded to the kind (see ``rounded``); for ``none`` an empty array.
-        begin: Where the indices begin.
-        end: Where they end.
-        kind: How values travel.
-        size: Make it so many bytes long: ``block_bytes_max`` of as many elements or more.
+        begin: The smallest possible index.
+        end: The end of the range of indices.
+        kind: The encoding of the values.
+        size: The size of the block in bytes: ``block_bytes_max`` of as many elements or more.
     """
     count = indices.size
     block = np.zeros(block_bytes_max(count, end - begin, kind) if size is None else size, np.uint8)
@@ -103,8 +103,8 @@ class Lists(NamedTuple):
 
     Attributes:
         indices: int32.
-        values: float32, as many, or none.
-        bounds: int64: where each list begins, and where the last one ends.
+        values: float32: a value for each index, or none.
+        bounds: int64: the beginning of each list, and the end of the last one.
     """
 
     indices: Array
@@ -113,24 +113,24 @@ class Lists(NamedTuple):
 
 
 def unpack(block: Array, begin: int, end: int) -> tuple[Array, Array]:
-    """The indices and values of a block.
+    """Decode the indices and values of a block.
 
     Raises:
-        ProtocolError: It is not one, or has indices outside [begin, end).
+        ProtocolError: The bytes are no block, or have indices outside [begin, end).
     """
     lists = unpack_all([block], [(begin, end)])
     return lists.indices, lists.values
 
 
 def unpack_all(blocks: Sequence[Array | tuple[Array, Array]], spans: Sequence[tuple[int, int]]) -> Lists:
-    """The indices and values of several blocks, one after the other.
+    """Decode the indices and values of several blocks, one after the other.
 
     Args:
-        blocks: With values of one kind; or indices and values that need not be unpacked.
-        spans: By block: where its indices begin and end.
+        blocks: Blocks with values of one kind; or pairs of indices and values, which are copied.
+        spans: The range of indices of each block.
 
     Raises:
-        ProtocolError: One of them is no block, has indices outside its span, or values of another kind.
+        ProtocolError: A block is damaged, has indices outside its range, or values of another kind.
     """
     headers = [
         (block[0].size, None) if isinstance(block, tuple) else _header(block, end - begin)
@@ -153,7 +153,7 @@ def unpack_all(blocks: Sequence[Array | tuple[Array, Array]], spans: Sequence[tu
 
 
 def _header(block: Array, span: int) -> tuple[int, ValueKind | None]:
-    """How many elements a block claims to have, no more than can be in it, and of which kind, if there are any."""
+    """Return the number of elements in a block's header, which is checked, and their kind if there are any."""
     if not block.size:
         return 0, None
     if block.size < _HEADER.size:
@@ -161,7 +161,7 @@ def _header(block: Array, span: int) -> tuple[int, ValueKind | None]:
     count, number = _HEADER.unpack_from(block.data)
     if number >= len(_KINDS) or count > span:
         raise ProtocolError(f"a block claims {count} elements of kind {number} out of {span}")
-    if count > 8 * (block.size - _HEADER.size):  # a gap takes a bit at least: no memory for what cannot have come
+    if count > 8 * (block.size - _HEADER.size):  # a gap takes one bit at least
         raise ProtocolError(f"a block of {block.size} bytes claims {count} elements")
     return count, _KINDS[number] if count else None
 

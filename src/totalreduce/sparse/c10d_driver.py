@@ -1,10 +1,10 @@
 """Exchanges over any process group of torch: gloo, NCCL, or the back end that is called "totalreduce".
 
-What ranks have for each other goes as messages between pairs. That is not what torch offers first: a gather of lists
-takes blocks of one size only with gloo, which has no all-to-all of lists either; a gather of padded blocks sends the
-padding, and an all-to-all of slices wants a copy of the block for every rank. Between two and four processes on gloo
-messages took half to nine tenths of the time of either at 1 kB, and half at 2 MB; and a block that is empty is not sent
-at all.
+Allgathers and all-to-alls are carried out by messages between pairs of ranks, because torch's collectives fit badly:
+with gloo, an allgather of lists takes blocks of one size only, and there is no all-to-all of lists; a gather of padded
+blocks sends the padding, and an all-to-all of slices needs a copy of the block for every rank. Between two and four
+processes on gloo, messages took half to nine tenths of the time of either at 1 kB, and half at 2 MB; and empty blocks
+are not sent at all.
 
 The messages of one action begin in the order of their distance, which is (destination - source) modulo the number of
 ranks, so at every moment each rank receives from another one. They begin in batches of ``_BATCH_DISTANCES`` distances,
@@ -13,9 +13,9 @@ not grow with the number of ranks. In a batch the receives begin first: with 16 
 alternated between sends and receives were 14 to 21 % slower than all messages at once, and these batches are as fast.
 NCCL makes one group of each batch.
 
-No rank can wait forever, because a message has the same distance for its sender and for its receiver. Of the messages
-that have not ended take one with the smallest distance: everything that either of its ranks has begun before it has
-ended, so both of them have begun it, and it goes on.
+No rank can wait for ever, because a message has the same distance for its sender and for its receiver. Consider an
+unfinished message with the smallest distance: all earlier messages of its two ranks have ended, so both ranks have
+begun it, and it makes progress.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ _BATCHES_IN_FLIGHT = 2
 
 @final
 class C10dDriver:
-    """A ``Carrier`` by a process group, which nobody else may use: actions begin in the same order on all ranks.
+    """A ``Carrier`` over a process group of its own, in which actions begin in the same order on all ranks.
 
-    So exchanges have to run one after the other (``in_order``). After an action that failed no other begins: what the
-    ranks send each other would not fit together any more.
+    So exchanges have to run one after the other (``in_order``). After an action that failed no other begins, because
+    the messages of the ranks would not match any more.
 
     Args:
         group: The ranks.
-        device: Where the group's tensors are: ``cpu``, or this rank's GPU if it has a back end for GPUs only.
+        device: The device of the group's tensors: ``cpu``, or this rank's GPU if it has a back end for GPUs only.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """See the class."""
+        """Begin without actions."""
         self._group, self._device = group, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        #: Beside the kernels of backward: on their stream a copy would wait for all that are queued.
+        #: A side stream: on the stream of backward a copy would wait for all kernels that are queued there.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._failed: Exception | None = None
         self._unfinished: Any = None
 
     def start(self, action: Action, *, channel: int, step: int, priority: int) -> _Started:  # noqa: ARG002
-        """See ``Carrier``.
+        """Begin an action; return at once.
 
         Raises:
             torch.distributed.DistBackendError: This action cannot begin, or an earlier one failed.
@@ -76,10 +76,10 @@ class C10dDriver:
 
     @contextlib.contextmanager
     def guarded(self, works: Collection[Any] = ()) -> Iterator[None]:
-        """For what is done with torch: beside the model's kernels, and its errors are ``DistBackendError``.
+        """Run torch's operations on the side stream, and make their errors a ``DistBackendError``.
 
         Args:
-            works: What is under way. If it fails something may still arrive for it, so its memory is kept.
+            works: The operations in flight. If they fail, messages may still arrive, so their memory is kept.
         """
         try:
             with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -128,7 +128,7 @@ class C10dDriver:
     def _batches(
         self, sends: Mapping[int, Array], receives: Mapping[int, int], came: dict[int, Array]
     ) -> Iterator[_Batch]:
-        """Begin one batch after the other; ``came`` is where they put what they receive."""
+        """Begin one batch after the other; they put the received blocks into ``came``."""
         targets = {(target - self.rank) % self.world_size: target for target, block in sends.items() if block.size}
         sources = {(self.rank - source) % self.world_size: source for source, size in receives.items() if size}
         distances = sorted({*targets, *sources})
@@ -160,8 +160,8 @@ class _Batch:
 
     Attributes:
         works: Their handles, each of which may be waited for once.
-        arriving: Where their messages go, by source.
-        came: Where these go in the end, in host memory.
+        arriving: The tensors that receive messages, by source.
+        came: Gets the received blocks in host memory.
     """
 
     works: Sequence[Any]
@@ -180,7 +180,7 @@ class _Started:
     """An action under way."""
 
     def __init__(self, driver: C10dDriver, batches: Iterator[_Batch], result: Callable[[], Any]) -> None:
-        """Begin as many batches as may be in flight; ``reply`` begins the others."""
+        """Begin the batches that may be in flight at once; ``reply`` begins the others."""
         self._driver, self._batches, self._result = driver, batches, result
         self._in_flight = deque(itertools.islice(batches, _BATCHES_IN_FLIGHT))
         self._reply: Any = None
@@ -188,16 +188,16 @@ class _Started:
         self._ended = False
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Wait, and call: no other action could begin before."""
+        """Wait, and call ``callback``: no other action could begin before."""
         with contextlib.suppress(dist.DistError):
             self.reply()
         callback()
 
     def push(self, timeout_s: float) -> None:
-        """Nothing: torch has threads that move messages, and gloo ends a connection that is waited for in vain."""
+        """Do nothing: torch's threads move messages, and gloo closes a connection after a time-out."""
 
     def reply(self) -> Any:
-        """See ``Carried``; what it raises is ``torch.distributed.DistBackendError``."""
+        """Wait until the action has ended, and return the reply; raise only ``torch.distributed.DistBackendError``."""
         if not self._ended:
             self._ended = True  # torch's works may be waited for once
             try:
@@ -223,7 +223,7 @@ def _array(tensor: torch.Tensor) -> Array:
 
 
 def _copied(tensor: torch.Tensor, values: Array) -> Array:
-    """The values as an allreduce of the tensor has left them; it has the same memory, if that is possible."""
+    """Copy a reduced tensor to the values, unless both have the same memory."""
     result = _array(tensor)
     if not np.may_share_memory(result, values):
         np.copyto(values, result)

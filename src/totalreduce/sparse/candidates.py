@@ -1,4 +1,4 @@
-"""Lists of elements that reach a bound: what one pass over the memory leaves for exact selection."""
+"""Candidates: the elements that one pass over the memory lists for exact selection, because they reach a bound."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Array", "Candidates", "Workspace"]
 
 Array = np.ndarray[Any, Any]
 
-#: What ``selection`` needs beyond the last element listed.
+#: The room that the kernels of ``selection`` need beyond the last listed element.
 _SLACK = 4096
 
 
@@ -19,19 +19,19 @@ class Candidates:
     """Lists of indices and values.
 
     Args:
-        room: So many are wanted at most.
-        index: Memory for that and 4,096 more, int32; new memory where there is none.
-        value: float32, as long.
+        room: The largest number of elements to list.
+        index: Memory for this number and 4,096 more indices, int32; ``None``: new memory.
+        value: Memory for as many values, float32.
 
     Attributes:
         index: int32.
         value: float32.
-        count: How many there are.
-        complete: Whether all are listed; else those up to some element are, as many as there was to be room for.
+        count: The number of listed elements.
+        complete: Whether all elements that reach the bound are listed; otherwise only the first ones are.
     """
 
     def __init__(self, room: int, index: Array | None = None, value: Array | None = None) -> None:
-        """Nothing is listed yet."""
+        """Begin with empty lists."""
         size = room + _SLACK
         self.index = np.empty(size, np.int32) if index is None else index[:size]
         self.value = np.empty(size, np.float32) if value is None else value[:size]
@@ -39,16 +39,16 @@ class Candidates:
 
     @property
     def room(self) -> int:
-        """For how many more there is room."""
+        """The number of elements that can still be listed."""
         return self.index.size - _SLACK - self.count
 
     def add(self, count: int) -> None:
-        """Take what a function of ``selection`` has returned, which was given these lists."""
+        """Take the result of a kernel of ``selection`` that has appended to these lists."""
         self.count = count if count >= 0 else -1 - count
         self.complete &= count >= 0
 
     def append(self, indices: Array, values: Array, *, complete: bool) -> None:
-        """Take a list of no more elements than there is room for; it may be all of those, or the first ones."""
+        """Append elements, for which there is room; ``complete``: they are all that reach the bound."""
         end = self.count + indices.size
         self.index[self.count : end], self.value[self.count : end] = indices, values
         self.count = end
@@ -57,18 +57,18 @@ class Candidates:
 
 @final
 class Workspace:
-    """Memory for the candidates of several buckets, which are chosen from one after the other.
+    """Memory for the candidates of several buckets, from which elements are selected one bucket after the other.
 
-    Kept from step to step, because new memory is a page fault for every 512 candidates; by one workspace and not by
-    each bucket, because that would be some per cent of all gradients.
+    The memory is kept from step to step, because new memory costs a page fault for every 512 candidates. The buckets
+    share one workspace, because memory for each would be some per cent of all gradients.
     """
 
     def __init__(self) -> None:
-        """No memory yet."""
+        """Begin without memory."""
         self._kept = Candidates(0)
 
     def candidates(self, room: int) -> Candidates:
-        """Empty lists, in the memory of those that were handed out before."""
+        """Return empty lists, in the memory of the lists that were returned before."""
         if self._kept.room < room:
             self._kept = Candidates(room)
         return Candidates(room, self._kept.index, self._kept.value)

@@ -1,4 +1,4 @@
-"""Who carries out what exchanges ask for."""
+"""The interface of the objects that carry out the actions of exchanges."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Carried(Protocol):
     """An action under way."""
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called once when it has ended, well or not; at once if it has."""
+        """Have ``callback`` called once when the action has ended, with or without an error; at once if it has."""
 
     def push(self, timeout_s: float) -> None:
-        """Help it along for so long at most, if there is a way to; errors are for ``reply``."""
+        """Move messages in this thread for ``timeout_s`` at most, if that is possible; ``reply`` raises errors."""
 
     def reply(self) -> Any:
-        """What the exchange is sent. Only after it has ended, or it waits.
+        """Wait until the action has ended, and return the reply for the exchange.
 
         Raises:
-            TotalReduceError: What went wrong.
+            TotalReduceError: The action failed.
         """
 
 
@@ -34,11 +34,11 @@ class Carrier(Protocol):
     world_size: int
 
     def start(self, action: Action, *, channel: int, step: int, priority: int) -> Carried:
-        """Begin an action; returns at once.
+        """Begin an action; return at once.
 
         Args:
-            action: What to do.
-            channel: Which exchange it belongs to; exchanges of different channels may run at the same time.
-            step: How many actions of this exchange came before.
+            action: The action.
+            channel: The number of its exchange; exchanges of different channels may run at the same time.
+            step: The number of actions of this exchange that came before.
             priority: Smaller is more urgent.
         """

@@ -1,4 +1,4 @@
-"""What the sessions of several methods have in common: the frame of a round, the bytes counted."""
+"""Base classes of sessions, which have the frame of a round and count its bytes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ S = TypeVar("S", bound=DensitySettings)
 
 
 class BaseSession(ABC):
-    """The frame of a round. ``_exchange`` is the method's own; what is local may be, see ``_count`` and ``_select``."""
+    """The frame of a round. A method overrides ``_exchange``, and may override ``_count`` and ``_select``."""
 
     def __init__(self, name: str, shape: BucketShape, rank: int, world_size: int) -> None:
-        """Nothing was exchanged yet."""
+        """Begin with step 0."""
         self._name, self._rank, self._world_size = name, rank, world_size
         self._num_elements = shape.num_elements
         self._selector = Selector(world_size)
@@ -35,11 +35,11 @@ class BaseSession(ABC):
         self.report = Report(name)
 
     def share(self, workspace: Workspace) -> None:
-        """See ``Session``."""
+        """Use the workspace for candidates."""
         self._selector.workspace = workspace
 
     def accumulate(self, gradients: Accumulator, residuals: Accumulator, scale: float) -> None:
-        """See ``Session``."""
+        """Add the residuals to the gradients, and select elements."""
         k = self._count()
         self._gradients = gradients
         self._selection = self._select(gradients, residuals, scale, k)
@@ -52,7 +52,7 @@ class BaseSession(ABC):
         )
 
     def exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
-        """See ``Session``."""
+        """Exchange the selection, count the bytes, and complete the report."""
         update = yield from counted(self._exchange(present), self._rank, self._world_size, self.report)
         del self._selection, self._gradients  # a session outlives its round, and memory is scarce
         if update is None:
@@ -65,15 +65,15 @@ class BaseSession(ABC):
         return update
 
     def state(self) -> Mapping[str, Any]:
-        """See ``Session``."""
+        """Return the number of steps."""
         return {"steps": self._steps}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """See ``Session``."""
+        """Take over the number of steps."""
         self._steps = state["steps"]
 
     def _count(self) -> int:
-        """How many elements are to be chosen. None: then the pass does nothing but add and see what is not finite."""
+        """Return the number of elements to select; with 0 the pass only adds, and looks for elements not finite."""
         return 0
 
     def _select(self, gradients: Accumulator, residuals: Accumulator, scale: float, k: int) -> Selection:
@@ -82,7 +82,7 @@ class BaseSession(ABC):
     def _greet(
         self, present: Array, numbers: Sequence[Sequence[int]] | None = None
     ) -> Generator[Action, Any, Greetings]:
-        """Tell every rank its numbers, if there are any; see ``greet``."""
+        """Exchange flags and, if there are any, one row of numbers for each rank; see ``greet``."""
         numbers = [()] * self._world_size if numbers is None else numbers
         return (yield from greet(self._rank, finite=self._selection.finite, present=present, numbers=numbers))
 
@@ -91,10 +91,10 @@ class BaseSession(ABC):
 
 
 class TopkSession(BaseSession, Generic[S]):
-    """Of a method that sends a share of the elements."""
+    """The session of a method that sends a share of the elements."""
 
     def __init__(self, settings: S, shape: BucketShape, rank: int, world_size: int) -> None:
-        """Nothing was exchanged yet."""
+        """Begin with step 0."""
         super().__init__(settings.name, shape, rank, world_size)
         self._settings = settings
 
@@ -105,7 +105,7 @@ class TopkSession(BaseSession, Generic[S]):
 def counted(
     exchange: Generator[Action, Any, T], rank: int, world_size: int, report: Report
 ) -> Generator[Action, Any, T]:
-    """The same exchange; the report adds up its bytes."""
+    """Run an exchange, and add its bytes to the report."""
     reply = None
     while True:
         try:
@@ -120,7 +120,7 @@ def counted(
 
 
 def _payload(action: Action, rank: int, world_size: int) -> tuple[int, int]:
-    """Bytes that leave this rank, and that come."""
+    """Return the bytes of an action that this rank sends and receives."""
     others = world_size - 1
     match action:
         case Allgather():

@@ -1,4 +1,4 @@
-"""Dense: the sum of everything, as a method. What the others are compared with, and what empties residuals."""
+"""Dense: a method that sends all elements. It is the reference of the others, and leaves no residuals."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["Dense", "DenseSession"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dense:
-    """There is nothing to set."""
+    """A method without settings."""
 
     name: ClassVar[str] = "dense"
     whole: ClassVar[bool] = False
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> DenseSession:
-        """The state of one bucket on one rank."""
+        """Return the session of one bucket on one rank."""
         return DenseSession(self.name, shape, rank, world_size)
 
 
 @final
 class DenseSession(BaseSession):
-    """See ``session.Session``."""
+    """The session of Dense."""
 
     def _exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
         self.report.k = self.report.selected = self._num_elements

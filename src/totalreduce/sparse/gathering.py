@@ -1,4 +1,4 @@
-"""Everybody's selection goes to everybody: the exchange of the methods that differ in how they select only."""
+"""The exchange of methods in which every rank sends its selection to all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ S = TypeVar("S", bound=TopkSettings)
 
 
 class GatheringSession(TopkSession[S]):
-    """All that was chosen anywhere is applied: a rank keeps what it did not choose, and what rounding cut off."""
+    """All ranks apply the sum of all selections; a rank keeps its unselected elements and its rounding errors."""
 
     def _exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
         selection, kind, n = self._selection, self._settings.values, self._num_elements
@@ -38,7 +38,7 @@ class GatheringSession(TopkSession[S]):
     def _gather(
         self, present: Array, block: Array, meanwhile: Callable[[], None]
     ) -> Generator[Action, Any, tuple[Greetings, list[Array]]]:
-        """What everybody says, and everybody's block."""
+        """Return the greetings and the blocks of all ranks."""
         greetings = yield from self._greet(present, [[block.size]] * self._world_size)
         gathered = (yield Allgather(block, greetings.numbers[:, 0].tolist(), meanwhile)) if greetings.finite else []
         return greetings, gathered

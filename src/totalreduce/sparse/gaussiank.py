@@ -1,10 +1,11 @@
-"""GaussianK: the threshold that k elements would reach if they were normally distributed, corrected until it is near.
+"""GaussianK: select by a threshold that about k elements would reach if they were normally distributed.
 
 Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning", arXiv:1911.08772. The mean and the
-standard deviation give a first threshold; gradients have heavier tails than that, so that it is adjusted until from
-3/4 k to 5/4 k elements reach it. Each try is another pass over the bucket, where ``selector`` needs one in all.
+standard deviation give a first threshold. Gradients have heavier tails than a normal distribution, so the threshold is
+adjusted until from 3/4 k to 5/4 k elements reach it. Each trial is another pass over the bucket; ``selector`` needs one
+pass in all.
 
-There, a threshold is multiplied by 1.02 up to twenty times, which corrects a factor of 1.5 at most; here it is
+The paper multiplies the threshold by 1.02 up to twenty times, which corrects a factor of 1.5 at most. Here it is
 bracketed, octave by octave, and then bisected in the bits of the magnitude.
 """
 
@@ -27,8 +28,8 @@ from totalreduce.sparse.settings import TopkSettings
 
 __all__ = ["GaussianK", "GaussianKSession"]
 
-#: The first correction of a threshold, in the bits of its magnitude: half an octave. It is doubled until there is a
-#: bracket.
+#: The first correction of a threshold, in the bits of its magnitude: half an octave. It doubles until the threshold is
+#: bracketed.
 _STRIDE = 1 << 22
 
 
@@ -37,7 +38,7 @@ class GaussianK(TopkSettings):
     """Settings of GaussianK; see ``TopkSettings`` for the others.
 
     Attributes:
-        passes: A threshold is tried so many times, at most.
+        passes: The largest number of thresholds that are tried.
 
     Raises:
         ConfigurationError: A value makes no sense.
@@ -48,25 +49,25 @@ class GaussianK(TopkSettings):
     passes: int = 20
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
+        """Check the values."""
         TopkSettings.__post_init__(self)
         checks.whole_fields(self, "passes", minimum=1)
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> GaussianKSession:
-        """The state of one bucket on one rank."""
+        """Return the session of one bucket on one rank."""
         return GaussianKSession(self, shape, rank, world_size)
 
 
 @final
 class GaussianKSession(GatheringSession[GaussianK]):
-    """See ``session.Session``."""
+    """The session of GaussianK."""
 
     def _select(self, gradients: Accumulator, residuals: Accumulator, scale: float, k: int) -> Selection:
         checked = super()._select(gradients, residuals, scale, 0)
         if k == 0 or not checked.finite:
             return checked
         least, most = k - k // 4, k + k // 4
-        # Too many reach ``low``, or it is 0; too few reach ``high``.
+        # Too many elements reach ``low``, or it is 0; too few reach ``high``.
         low, high = 0, self._selector.limit
         bound, stride = min(_normal_bound(gradients, k), high - 1), _STRIDE
         for _ in range(self._settings.passes):
@@ -74,8 +75,8 @@ class GaussianKSession(GatheringSession[GaussianK]):
             if found.complete and least <= found.count <= most:
                 return _first(found, most)
             self._selector.rescans += 1
-            few = found.complete and found.count < least
-            low, high, towards = (low, bound, -stride) if few else (bound, high, stride)
+            too_high = found.complete and found.count < least
+            low, high, towards = (low, bound, -stride) if too_high else (bound, high, stride)
             if high - low == 1:
                 break
             bracketed = low > 0 and high < self._selector.limit
@@ -83,7 +84,7 @@ class GaussianKSession(GatheringSession[GaussianK]):
             if bracketed or not low < bound < high:
                 bound = (low + high) // 2
             stride *= 2
-        # Many are equal, or there were not tries enough: rather too few, but some.
+        # Many magnitudes are equal, or there were not enough trials: select too few elements, but some.
         found = self._find(gradients, high, most)
         if not found.count:
             found = self._find(gradients, max(low, 1), most)
@@ -104,7 +105,7 @@ def _first(found: Candidates, count: int) -> Selection:
 
 
 def _normal_bound(values: Accumulator, k: int) -> int:
-    """Bits of the magnitude that k of so many normally distributed elements with that mean and deviation reach."""
+    """Return the bits of the magnitude that k normally distributed elements with the same mean and deviation reach."""
     mean, variance = values.moments()
     threshold = abs(mean) - math.sqrt(variance) * NormalDist().inv_cdf(k / (2 * values.num_elements))
     return max(1, int(np.float32(min(threshold, float(np.finfo(np.float32).max))).view(np.int32)))

@@ -1,4 +1,4 @@
-"""What ranks tell each other about a bucket first: is it finite, who has gradients, and the method's numbers."""
+"""Greetings: the first exchange of a bucket, with flags (finite, gradients present) and the method's numbers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Greetings", "greet", "greet_with_block"]
 
 @dataclass(frozen=True, slots=True)
 class Greetings:
-    """What everybody said to this rank.
+    """The greetings of all ranks to this rank.
 
     Attributes:
-        finite: Whether everybody's gradients are.
+        finite: Whether the gradients of all ranks are finite.
         present: For each segment whether some rank had a gradient.
-        numbers: uint32, shape (world size, so many numbers): by source. None with a block.
+        numbers: uint32, shape (world size, numbers per rank): by source. No numbers with ``greet_with_block``.
     """
 
     finite: bool
@@ -31,48 +31,48 @@ class Greetings:
 def greet(
     rank: int, *, finite: bool, present: Array, numbers: Sequence[Sequence[int] | Array]
 ) -> Generator[Action, Any, Greetings]:
-    """Tell and be told: a few bytes for each rank, so that a thousand ranks cost kilobytes.
+    """Exchange greetings: a few bytes for each rank, so that a thousand ranks cost kilobytes.
 
     Args:
-        rank: This one's.
-        finite: Whether this rank's gradients are.
+        rank: This rank.
+        finite: Whether this rank's gradients are finite.
         present: For each segment whether this rank has a gradient.
-        numbers: By destination, from 0 to 2^32 - 1; equally many for all, on all ranks.
+        numbers: A row of numbers from 0 to 2^32 - 1 for each destination; the rows of all ranks are equally long.
     """
     flags = _flags(finite=finite, present=present)
     blocks = [np.concatenate([flags, np.asarray(row, np.uint32).view(np.uint8)]) for row in numbers]
     size = blocks[rank].size
-    told = yield Alltoall(blocks, [size] * len(blocks))
-    told[rank] = blocks[rank]
-    table = np.stack(told)
-    heard = np.ascontiguousarray(table[:, flags.size :]).view(np.uint32).reshape(len(blocks), -1)
-    return _greetings(table[:, : flags.size], present.size, heard)
+    received = yield Alltoall(blocks, [size] * len(blocks))
+    received[rank] = blocks[rank]
+    table = np.stack(received)
+    rows = np.ascontiguousarray(table[:, flags.size :]).view(np.uint32).reshape(len(blocks), -1)
+    return _greetings(table[:, : flags.size], present.size, rows)
 
 
 def greet_with_block(
     world_size: int, *, finite: bool, present: Array, block: Array, size: int, meanwhile: Callable[[], None]
 ) -> Generator[Action, Any, tuple[Greetings, list[Array]]]:
-    """Tell everybody, and send a block along: one exchange instead of two where all know how long a block can be.
+    """Exchange greetings together with a block: one exchange instead of two if the largest size of a block is known.
 
     Args:
         world_size: Number of ranks.
-        finite: Whether this rank's gradients are.
+        finite: Whether this rank's gradients are finite.
         present: For each segment whether this rank has a gradient.
-        block: To all.
-        size: Bytes that no rank's block exceeds; equal on all ranks.
+        block: The block for all ranks.
+        size: The largest size of a block in bytes; equal on all ranks.
         meanwhile: See ``Allgather``.
 
     Returns:
-        What everybody said, and everybody's block with zeros behind it.
+        The greetings, and the block of each rank with zeros at its end.
     """
     flags = _flags(finite=finite, present=present)
     message = np.zeros(flags.size + size, np.uint8)
     message[: flags.size] = flags
     message[flags.size : flags.size + block.size] = block
-    told = yield Allgather(message, [message.size] * world_size, meanwhile)
-    nothing = np.empty((world_size, 0), np.uint32)
-    greetings = _greetings(np.stack([other[: flags.size] for other in told]), present.size, nothing)
-    return greetings, [other[flags.size :] for other in told]
+    received = yield Allgather(message, [message.size] * world_size, meanwhile)
+    no_numbers = np.empty((world_size, 0), np.uint32)
+    greetings = _greetings(np.stack([other[: flags.size] for other in received]), present.size, no_numbers)
+    return greetings, [other[flags.size :] for other in received]
 
 
 def _flags(*, finite: bool, present: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Exchanges over a ``Group``: every action is an operation with a name of its own, so buckets may be in any order."""
+"""Exchanges over a ``Group``: every action is an operation with its own name, so buckets may come in any order."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NOTHING = memoryview(bytearray(0))
 
 @final
 class GroupDriver:
-    """A ``Carrier`` by a group.
+    """A ``Carrier`` over a group.
 
     Args:
-        group: The ranks. A subgroup of them is made, so that nobody else's names are met. Collective in the sense of
-            ``Group.subgroup``: every rank does it.
+        group: The ranks. A subgroup of them is made (on every rank; see ``Group.subgroup``), so that the operations'
+            names are different from all others.
         name: Different for each driver of a group.
     """
 
@@ -37,11 +37,11 @@ class GroupDriver:
         self.rank, self.world_size = group.rank, group.world_size
 
     def start(self, action: Action, *, channel: int, step: int, priority: int) -> _Started:
-        """See ``Carrier``."""
+        """Begin an action; return at once."""
         name = f"{channel}.{step}"
         group, rank = self._group, self.rank
-        # Without tensors: torch gives the interpreter's lock away in each of its calls, and the communication thread,
-        # which the last action has woken, takes it.
+        # Blocks are no tensors here: torch releases the GIL in each call, and the communication thread, which the last
+        # action has woken, would take it.
         if isinstance(action, Allgather):
             gathered = _blocks(action.sizes, rank, np.ascontiguousarray(action.block))
             work = group.submit(checked.allgather_bytes([block.data for block in gathered]), name, priority)
@@ -75,13 +75,13 @@ class GroupDriver:
 
 @final
 class _Started:
-    """Operations that together are one action."""
+    """The operations of one action."""
 
     def __init__(self, works: Sequence[Work], reply: Callable[[], Any]) -> None:
         self._works, self._reply = works, reply
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """See ``Carried``."""
+        """Have ``callback`` called when the last operation has ended."""
         if not self._works:
             callback()
             return
@@ -99,13 +99,13 @@ class _Started:
             work.on_done(one_done)
 
     def push(self, timeout_s: float) -> None:
-        """See ``Carried``. Who waits for an operation moves its messages, and makes it urgent."""
+        """Wait: a thread that waits for an operation moves messages, and makes the operation urgent."""
         with suppress(TotalReduceError):
             for work in self._works:
                 work.wait(timeout_s)
 
     def reply(self) -> Any:
-        """See ``Carried``."""
+        """Wait for the operations and return the reply."""
         for work in self._works:
             work.wait()
         return self._reply()
@@ -116,5 +116,5 @@ def _tensor(block: Array) -> torch.Tensor:
 
 
 def _blocks(sizes: Sequence[int], rank: int, own: Array) -> list[Array]:
-    """Memory for what comes; this rank's block is there already."""
+    """Return memory for the blocks of all ranks; this rank's block is its own."""
     return [own if source == rank else np.empty(size, np.uint8) for source, size in enumerate(sizes)]

@@ -1,14 +1,14 @@
-"""gTopk: the k largest of sums, up a tree and down again.
+"""gTopk: select the k largest sums along a tree of ranks.
 
 Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth Networks", ICDCS
-2019. A rank adds the k elements that come from below to its own and hands the k largest sums on, along a binomial tree
-for any number of ranks; rank 0 broadcasts what arrives. The bytes grow as the logarithm of the number of ranks.
+2019. A rank adds the k elements that it receives to its own and sends the k largest sums on, along a binomial tree for
+any number of ranks; rank 0 broadcasts the result. The bytes grow as the logarithm of the number of ranks.
 
-There, what a rank drops on the way is lost where another subtree brings the same element to the top: its contributors
-take it for applied. Here contributors clear all they have sent, and a rank that merges keeps what it drops, and what
-rounding cuts off, in its own residual: every element is in exactly one place.
+In the paper a contribution that a rank drops is lost if another subtree brings the same element to the root: the ranks
+that contributed assume that it was applied. Here these ranks clear all elements that they have sent, and a rank that
+merges keeps dropped sums and rounding errors in its own residual. So every contribution is in exactly one place.
 
-All blocks are as long as k elements can be, so that no sizes travel.
+All blocks have the largest size of k elements, so that no sizes are exchanged.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class GTopk(TopkSettings):
     name: ClassVar[str] = "gtopk"
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> GTopkSession:
-        """The state of one bucket on one rank."""
+        """Return the session of one bucket on one rank."""
         return GTopkSession(self, shape, rank, world_size)
 
 
 @final
 class GTopkSession(TopkSession[GTopk]):
-    """See ``session.Session``."""
+    """The session of GTopk."""
 
     def _exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
         greetings = yield from self._greet(present)
@@ -54,7 +54,7 @@ class GTopkSession(TopkSession[GTopk]):
         return Update(greetings.present, *blocks.unpack(block, 0, self._num_elements))
 
     def _climb(self, size: int) -> Generator[Action, Any, Array]:
-        """Merge up to the root; the block that this rank has made of what came to it."""
+        """Merge the blocks that come and send the result on; return the block that this rank has made."""
         rank, distance = self._rank, 1
         indices, values = self._selection.indices, self._selection.values
         self._gradients.erase(indices)
@@ -73,7 +73,7 @@ class GTopkSession(TopkSession[GTopk]):
         return self._leave(indices, values, size) if rank == 0 else block
 
     def _merge(self, lists: blocks.Lists) -> tuple[Array, Array]:
-        """The k largest sums; the others become residual."""
+        """Return the k largest sums; the others become residual."""
         indices, values = merging.add_up(*lists)
         k = min(self.report.k, indices.size)
         if k < indices.size:
@@ -86,7 +86,7 @@ class GTopkSession(TopkSession[GTopk]):
         return indices, values
 
     def _leave(self, indices: Array, values: Array, size: int) -> Array:
-        """The block; what rounding cuts off becomes residual."""
+        """Return a block of the sums; the rounding errors become residual."""
         sent = blocks.rounded(values, self._settings.values)
         self._gradients.add(indices, values - sent)
         return blocks.pack(indices, sent, 0, self._num_elements, self._settings.values, size=size)

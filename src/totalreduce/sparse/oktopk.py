@@ -1,20 +1,21 @@
-"""Ok-Topk: a sparse allreduce that sends O(k) bytes per rank, whatever the number of ranks.
+"""Ok-Topk: a sparse allreduce that sends O(k) bytes per rank for any number of ranks.
 
-Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, after its description; what
-is done otherwise, and why, is in docs/design/0007-sparse.md. Its five phases:
+Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, after its description;
+docs/design/0007-sparse.md lists the differences and their reasons. The method has five phases:
 
 1. *Local selection.* The k largest elements of residual plus gradient (``selector``).
-2. *Partition.* The bucket is cut into one region per rank, so that all ranks' selections together take equally many
-   bytes in each. Every rank contributes evenly spaced samples of its indices; their weighted quantiles are the cuts.
-   It is done again after ``partition_interval`` steps, or when a rank would receive a tenth more than the mean.
-3. *Split and reduce.* Each rank sends every region's elements to the region's owner, who adds them in the order of
+2. *Partition.* The bucket is cut into one region per rank, so that the selections of all ranks have equally many bytes
+   in each region. Every rank contributes evenly spaced samples of its indices; their weighted quantiles are the cuts.
+   The partition is computed again after ``partition_interval`` steps, or when a rank would receive a tenth more than
+   the mean.
+3. *Split and reduce.* Each rank sends every region's elements to the region's owner, which adds them in the order of
    the ranks.
-4. *Global selection.* Histograms of the reduced magnitudes, gathered, say which magnitude k elements reach over all
-   regions, and how many there are in each.
-5. *Balance and gather.* Owners with more than their share of those hand some on (``balance``), and everybody gathers
-   all.
+4. *Global selection.* Gathered histograms of the reduced magnitudes give the magnitude that k elements of all regions
+   reach, and the number of these elements in each region.
+5. *Balance and gather.* Owners with more than their share of these elements send some to other ranks (``balance``), and
+   all ranks gather all elements.
 
-What was chosen here and is not in the result stays in the residual, like what rounding cut off.
+Elements that were selected on a rank and are not in the result stay in its residual, and so do rounding errors.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from totalreduce.sparse.threshold import GlobalThreshold
 
 __all__ = ["OkTopk", "OkTopkSession"]
 
-#: So many samples of every rank's indices: a cut is off by a rank's share over this, at most.
+#: The number of samples of every rank's indices: the error of a cut is at most a rank's share over this number.
 _SAMPLES = 256
-#: Partition again where a rank would receive so many times the mean, and so much more than after the last partition;
-#: but not for a few bytes.
+#: Partition again if a rank would receive this multiple of the mean, and also this multiple of the imbalance after the
+#: last partition, unless the mean is only a few bytes.
 _IMBALANCE_MAX = 1.1
 _WORSE = 1.05
 _FEW_BYTES = 2048
-#: Up to so many ranks tell each other all sizes, and partition again before anything is sent. More ranks do so in the
-#: step after the next one, and not within so many steps of the last time.
-_TOLD_RANKS = 32
-_PATIENCE = 2
+#: Up to this number of ranks exchange all sizes, and partition again before anything is sent. More ranks do so in a
+#: later step, at least ``_PARTITION_STEPS_MIN`` steps after the last partition.
+_RANKS_WITH_ALL_SIZES = 32
+_PARTITION_STEPS_MIN = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +57,11 @@ class OkTopk(TopkSettings):
     """Settings of Ok-Topk; see ``TopkSettings`` for the others.
 
     Attributes:
-        threshold_interval: The global threshold is found anew every so many steps. In between the last one is used,
-            which saves a small exchange for each bucket, and as many elements are applied as reach it.
-        partition_interval: The partition is found anew after so many steps, at the latest.
-        balance: Hand elements on before they are gathered where an owner has more than this times its share.
+        threshold_interval: The number of steps after which the global threshold is computed again. In the steps
+            between, the last one is used, which saves a small exchange for each bucket; all elements that reach it are
+            applied.
+        partition_interval: The largest number of steps after which the partition is computed again.
+        balance: Balance before elements are gathered if an owner has more than this multiple of its share.
 
     Raises:
         ConfigurationError: A value makes no sense.
@@ -72,25 +74,25 @@ class OkTopk(TopkSettings):
     balance: float = 1.5
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
+        """Check the values."""
         TopkSettings.__post_init__(self)
         checks.whole_fields(self, "threshold_interval", "partition_interval", minimum=1)
         checks.real_field(self, "balance", minimum=1)
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> OkTopkSession:
-        """The state of one bucket on one rank."""
+        """Return the session of one bucket on one rank."""
         return OkTopkSession(self, shape, rank, world_size)
 
 
 @final
 class OkTopkSession(RegionSession[OkTopk]):
-    """See ``session.Session``."""
+    """The session of Ok-Topk."""
 
     def __init__(self, settings: OkTopk, shape: BucketShape, rank: int, world_size: int) -> None:
-        """Nothing was exchanged yet."""
+        """Begin with step 0."""
         super().__init__(settings, shape, rank, world_size)
         self._threshold = GlobalThreshold()
-        #: Where the regions begin, and where the last one ends; ``None``: to be agreed on.
+        #: The first index of each region, and the end of the last one; ``None``: the next step computes them.
         self._cuts: list[int] | None = None
         self._partitioned_at = 0
         self._received = 0
@@ -105,17 +107,17 @@ class OkTopkSession(RegionSession[OkTopk]):
                 sampled = yield Allgather(self._samples(selection).view(np.uint8), [4 * _SAMPLES] * size)
                 cuts, fresh = self._cut(np.concatenate(sampled).view(np.int32)), True
             parts = to_owners(selection.indices, sent, cuts, self._rank, kind)
-            greetings = yield from self._greet(present, self._told(parts))
+            greetings = yield from self._greet(present, self._sizes_to_send(parts))
             if not greetings.finite:
                 return None
-            sizes, burdens = self._heard(greetings.numbers)
-            uneven = self._uneven(burdens, fresh=fresh)
-            if fresh or not uneven or size > _TOLD_RANKS:
+            sizes, loads = self._received_sizes(greetings.numbers)
+            uneven = self._uneven(loads, fresh=fresh)
+            if fresh or not uneven or size > _RANKS_WITH_ALL_SIZES:
                 break
             cuts = None
         received = yield Alltoall(parts, sizes.tolist())
         indices, values = reduce_region(received, selection.indices, sent, cuts, self._rank)
-        del parts, received, sent  # other buckets are under way, too, and all these lists are not small
+        del parts, received, sent  # other buckets are in flight, too, and these lists are large
         bound, counts = yield from self._agree(values)
         kept = selecting.keep_largest(indices, values, bound - 1, 0)
         indices, exact = indices[:kept], values[:kept]
@@ -127,7 +129,7 @@ class OkTopkSession(RegionSession[OkTopk]):
         return Update(greetings.present, all_indices, all_values)
 
     def state(self) -> Mapping[str, Any]:
-        """See ``Session``."""
+        """Return the number of steps, the partition and the threshold."""
         return {
             **super().state(),
             "partitioned_at": self._partitioned_at,
@@ -138,7 +140,7 @@ class OkTopkSession(RegionSession[OkTopk]):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """See ``Session``."""
+        """Take over the number of steps, the partition and the threshold."""
         super().load_state(state)
         self._partitioned_at = state["partitioned_at"]
         cuts = list(state["cuts"])
@@ -169,7 +171,7 @@ class OkTopkSession(RegionSession[OkTopk]):
         return blocks.unpack_all(lists, list(zip(begins, ends, strict=True)))[:2]
 
     def _balance(self, indices: Array, values: Array, counts: Array) -> Generator[Action, Any, tuple[Array, Array]]:
-        """Hand on, so that every rank has an equal share of all that is to be gathered, in the order of indices."""
+        """Exchange elements, so that every rank has an equal share of all of them, in the order of indices."""
         size, rank, n, kind = self._world_size, self._rank, self._num_elements, self._settings.values
         ends = np.concatenate([[0], np.cumsum(counts)])
         shares = _shares(int(counts.sum()), size)
@@ -194,9 +196,9 @@ class OkTopkSession(RegionSession[OkTopk]):
         return blocks.unpack_all(lists, [(0, n)] * size)[:2]
 
     def _samples(self, selection: Selection) -> Array:
-        """Evenly spaced ones of the chosen indices; -1 where there are fewer.
+        """Return evenly spaced samples of the selected indices; -1 if there are fewer.
 
-        Each rank takes other places, so that the samples of a thousand ranks do not lie in heaps.
+        Each rank takes other positions, so that the samples of a thousand ranks do not cluster.
         """
         chosen = selection.indices
         samples = np.full(_SAMPLES, -1, np.int32)
@@ -210,54 +212,54 @@ class OkTopkSession(RegionSession[OkTopk]):
         value_bits = 8 * blocks.value_bytes(1, self._settings.values)
         return _quantiles(samples, self._num_elements, self._world_size, per_sample, value_bits)
 
-    def _told(self, parts: Sequence[Array]) -> list[list[int]]:
-        """What each rank is told: the sizes of all parts; of many ranks its own, and what came in the last step."""
-        told = [part.size for part in parts]
-        if self._world_size <= _TOLD_RANKS:
-            return [told] * self._world_size
-        return [[length, self._received] for length in told]
+    def _sizes_to_send(self, parts: Sequence[Array]) -> list[list[int]]:
+        """Return the sizes of all parts for each rank; with many ranks only its part's, and the bytes received last."""
+        sizes = [part.size for part in parts]
+        if self._world_size <= _RANKS_WITH_ALL_SIZES:
+            return [sizes] * self._world_size
+        return [[length, self._received] for length in sizes]
 
-    def _heard(self, numbers: Array) -> tuple[Array, Array]:
-        """The sizes of what comes here, by source, and the bytes that every rank receives (or did in the last step)."""
+    def _received_sizes(self, numbers: Array) -> tuple[Array, Array]:
+        """Return the sizes of the parts for this rank, and the bytes that each rank receives or received last."""
         table = numbers.astype(np.int64)
-        if self._world_size <= _TOLD_RANKS:
+        if self._world_size <= _RANKS_WITH_ALL_SIZES:
             return table[:, self._rank], table.sum(axis=0)
         return table[:, 0], table[:, 1]
 
-    def _uneven(self, burdens: Array, *, fresh: bool) -> bool:
-        """Whether the regions should be cut anew: decided by what all ranks know."""
-        mean = float(burdens.mean())
-        imbalance = self.report.imbalance = float(burdens.max()) / mean if mean else 1.0
+    def _uneven(self, loads: Array, *, fresh: bool) -> bool:
+        """Whether the regions should be cut again; all ranks decide alike."""
+        mean = float(loads.mean())
+        imbalance = self.report.imbalance = float(loads.max()) / mean if mean else 1.0
         if fresh:
             self._best = imbalance
         return mean > _FEW_BYTES and imbalance > max(_IMBALANCE_MAX, _WORSE * self._best)
 
     def _look_ahead(self, cuts: list[int], received: int, *, fresh: bool, uneven: bool) -> None:
-        """Decide whether the next step cuts anew."""
+        """Decide whether the next step cuts the regions again."""
         self._received = received
         if fresh:
             self._cuts, self._partitioned_at = cuts, self._steps
         age = self._steps + 1 - self._partitioned_at
-        late = self._world_size > _TOLD_RANKS and uneven and age >= _PATIENCE
+        late = self._world_size > _RANKS_WITH_ALL_SIZES and uneven and age >= _PARTITION_STEPS_MIN
         if age >= self._settings.partition_interval or late:
             self._cuts = None
 
 
 def _quantiles(samples: Array, num_elements: int, world_size: int, per_sample: float, value_bits: int) -> list[int]:
-    """Cut where equal shares of the bits are: an index takes fewer where more are chosen.
+    """Cut the bucket into regions with equal numbers of bits: an index has fewer bits where more are selected.
 
     Args:
-        samples: Of all ranks.
-        num_elements: Of the bucket.
+        samples: The samples of all ranks.
+        num_elements: The number of elements of the bucket.
         world_size: Number of ranks.
-        per_sample: How many chosen elements of its rank a sample stands for.
-        value_bits: Of one value.
+        per_sample: The number of selected elements of its rank that a sample stands for.
+        value_bits: The number of bits of one value.
     """
     pooled = np.sort(samples[samples >= 0], axis=None)
     last = pooled.size - 1
     if last < 0:
         return [num_elements * rank // world_size for rank in range(world_size + 1)]
-    # How far apart the elements of one rank are, around each sample. The ranks' samples may lie in heaps.
+    # The distance between elements of one rank, around each sample. The ranks' samples may cluster.
     places = np.arange(pooled.size)
     low, high = np.maximum(places - world_size, 0), np.minimum(places + world_size, last)
     spacing = (pooled[high] - pooled[low]) / np.maximum(high - low, 1) * (world_size / per_sample)

@@ -3,12 +3,12 @@
 Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019. One step of a power iteration for each matrix M, the sum of all ranks' matrices: the left factor is an
 orthonormal basis of M Q, the right one is M' times that, and their product is a projection of M. Both are linear in M,
-so that two allreduces do it; Q is the right factor of the step before. What the projection leaves of the sum stays with
-the ranks: each one keeps its own matrix without an equal share of what was applied.
+so that two allreduces compute them; Q is the right factor of the step before. The residual of each rank is its own
+matrix without an equal share of the product that was applied.
 
-A bucket's matrices travel together. Segments of one dimension, and those that would not become shorter, go with the
-left factors as they are. What a rank computes after an allreduce is made of single multiplications and additions and of
-sums in a fixed order, without BLAS: it gives the same bits on different machines.
+The matrices of a bucket travel together. Segments of one dimension, and those whose factors would be no smaller, travel
+uncompressed with the left factors. After an allreduce a rank computes with single multiplications and additions and
+with sums in a fixed order, without BLAS: the results have the same bits on different machines.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from totalreduce.sparse.session import BucketShape, Update
 
 __all__ = ["PowerSGD", "PowerSGDSession"]
 
-#: A vector of which projection leaves no more than this, relatively, depends on those before it.
+#: A vector counts as dependent on those before it if the projection leaves no more than this share of its norm.
 _EPSILON = 1e-10
-#: Elements that are multiplied at a time: they stay in the second cache.
+#: The number of elements that are multiplied at a time, so that they stay in the second-level cache.
 _BLOCK = 1 << 15
 
 
@@ -38,8 +38,8 @@ class PowerSGD:
     """Settings of PowerSGD.
 
     Attributes:
-        rank: Of the approximation of every matrix.
-        seed: Of the first right factors.
+        rank: The rank of the approximation of every matrix.
+        seed: The seed of the first right factors.
 
     Raises:
         ConfigurationError: A value makes no sense.
@@ -52,42 +52,42 @@ class PowerSGD:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
+        """Check the values."""
         checks.whole_fields(self, "rank", minimum=1)
         checks.whole_fields(self, "seed", minimum=0)
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> PowerSGDSession:
-        """The state of one bucket on one rank."""
+        """Return the session of one bucket on one rank."""
         return PowerSGDSession(self, shape, rank, world_size)
 
 
 @final
 class PowerSGDSession(BaseSession):
-    """See ``session.Session``. Factors are kept transposed: their vectors are rows."""
+    """The session of PowerSGD. Factors are kept transposed: their vectors are rows."""
 
     def __init__(self, settings: PowerSGD, shape: BucketShape, rank: int, world_size: int) -> None:
-        """Nothing was exchanged yet."""
+        """Begin with step 0."""
         super().__init__(settings.name, shape, rank, world_size)
-        #: Rows and columns of the segments that travel as factors, by their numbers.
+        #: The rows and columns of the segments that are compressed, by the segments' numbers.
         self._shapes = _matrices(shape, settings.rank)
         self._fresh = [
             _start(settings.seed, number, min(settings.rank, *sides), sides[1])
             for number, sides in self._shapes.items()
         ]
-        #: What matrices are multiplied with first.
+        #: The right factors with which matrices are multiplied first.
         self._starts = self._fresh
-        #: No factor is larger: their products, sums of ``rank`` products with numbers up to 1, do not overflow.
+        #: The largest element of a factor: products, sums of ``rank`` products with numbers up to 1, do not overflow.
         self._limit = np.finfo(np.float32).max / (2 * settings.rank)
 
     def state(self) -> Mapping[str, Any]:
-        """See ``Session``."""
+        """Return the number of steps and the right factors."""
         return {**super().state(), "factors": _joined(self._starts)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """See ``Session``."""
+        """Take over the number of steps and the right factors."""
         super().load_state(state)
         factors = np.array(state["factors"], np.float32)
-        if factors.size == _joined(self._fresh).size:  # else they are of another setting
+        if factors.size == _joined(self._fresh).size:  # otherwise the settings were others
             self._starts = _parted(factors, self._fresh)
 
     def _exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
@@ -123,7 +123,7 @@ class PowerSGDSession(BaseSession):
         return Update(greetings.present, None, _joined(applied))
 
     def _sum(self, parts: Sequence[Array]) -> Generator[Action, Any, list[Array] | None]:
-        """Add up over all ranks; ``None``, on all ranks, if there is an overflow."""
+        """Return the sums over all ranks; ``None`` on all ranks if a sum overflows."""
         if not parts:
             return []
         total = yield Allreduce(_joined(parts))
@@ -147,15 +147,15 @@ def _start(seed: int, number: int, rank: int, columns: int) -> Array:
 
 
 def _next_start(right: Array, fresh: Array) -> Array:
-    """A basis of what was found; where nothing was, as of a matrix that was zero, it begins anew."""
+    """Return a basis of the right factor; vectors that are zero, as those of a zero matrix, begin again."""
     basis = _orthonormal(right)
     return np.where(basis.any(axis=1, keepdims=True), basis, fresh)
 
 
 def _orthonormal(vectors: Array) -> Array:
-    """An orthonormal basis of what the rows span, float32; a row that depends on those before it becomes zero.
+    """Return an orthonormal basis of the rows, float32; a row that depends on those before it becomes zero.
 
-    By modified Gram-Schmidt, twice for each row, in float64.
+    Computed by modified Gram-Schmidt, twice for each row, in float64.
     """
     basis = vectors.astype(np.float64)
     for number in range(len(basis)):
@@ -172,7 +172,7 @@ def _norm(vector: Array) -> float:
 
 
 def _product(left: Array, right: Array) -> Array:
-    """The matrix that two factors make, as one row."""
+    """Return the product of two factors as one row."""
     out = np.empty((left.shape[1], right.shape[1]), np.float32)
     height = max(1, _BLOCK // right.shape[1])
     for begin in range(0, len(out), height):

@@ -1,4 +1,4 @@
-"""A bucket cut into one region per rank, which adds up what the others have chosen there."""
+"""Regions: a bucket is cut into one region per rank, which adds up the selected elements of all ranks there."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ S = TypeVar("S", bound=TopkSettings)
 
 
 class RegionSession(TopkSession[S]):
-    """Of a method that reduces regions. What is applied in them is known to the owner first, and to all in the end."""
+    """The session of a method that reduces regions. A region's owner knows its applied elements before the others."""
 
     def _keep_own(self, cuts: Sequence[int], applied: Array, cut_off: Array) -> None:
-        """Leave in the gradients, in this rank's region, all but what is applied.
+        """Make the gradients in this rank's region the residual.
 
         Args:
-            cuts: Where the regions begin, and where the last one ends.
-            applied: Indices in this rank's region.
-            cut_off: What rounding has cut off from their sums.
+            cuts: The first index of each region, and the end of the last one.
+            applied: The indices that are applied in this rank's region.
+            cut_off: The rounding errors of their sums.
         """
         self._keep_rest(cuts[self._rank], cuts[self._rank + 1], applied)
         self._gradients.add(applied, cut_off)
 
     def _keep_others(self, cuts: Sequence[int], applied: Array) -> None:
-        """The same in the other ranks' regions."""
+        """Make the gradients in the other ranks' regions the residual."""
         self._keep_rest(0, cuts[self._rank], applied)
         self._keep_rest(cuts[self._rank + 1], self._num_elements, applied)
 
     def _keep_rest(self, begin: int, end: int, applied: Array) -> None:
-        """Leave, of what was selected here and applied, what did not travel, between two indices."""
+        """Between two indices, leave only the rounding errors of elements that were selected here and applied."""
         low, high = np.searchsorted(self._selection.indices, np.array((begin, end), np.int32))
         first, last = np.searchsorted(applied, np.array((begin, end), np.int32))
         values = self._selection.values[low:high]
@@ -47,14 +47,14 @@ class RegionSession(TopkSession[S]):
 
 
 def to_owners(indices: Array, values: Array, cuts: Sequence[int], rank: int, kind: blocks.ValueKind) -> list[Array]:
-    """Cut a list into one block for each region's owner; nothing for oneself.
+    """Cut a list into one block for each region's owner; the block for this rank is empty.
 
     Args:
         indices: int32, ascending.
         values: Rounded to the kind.
-        cuts: Where the regions begin, and where the last one ends.
-        rank: This one's.
-        kind: How values travel.
+        cuts: The first index of each region, and the end of the last one.
+        rank: This rank.
+        kind: The encoding of the values.
     """
     edges = np.searchsorted(indices, np.array(cuts, np.int32)).tolist()
     parts = []
@@ -70,7 +70,7 @@ def to_owners(indices: Array, values: Array, cuts: Sequence[int], rank: int, kin
 def reduce_region(
     received: Sequence[Array], indices: Array, values: Array, cuts: Sequence[int], rank: int
 ) -> tuple[Array, Array]:
-    """Add up, in the order of ranks, what ``to_owners`` made everywhere; the own part is taken from the own list."""
+    """Add up the blocks that ``to_owners`` has made on all ranks, in the order of the ranks; the own part is a list."""
     begin, end = cuts[rank], cuts[rank + 1]
     low, high = np.searchsorted(indices, np.array((begin, end), np.int32)).tolist()
     own = indices[low:high], values[low:high]

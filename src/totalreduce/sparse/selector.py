@@ -1,9 +1,9 @@
-"""Choosing exactly the k largest elements of residual plus gradient, in one pass over them.
+"""Select exactly the k largest elements of residual plus gradient, in one pass over them.
 
-A pass lists the *candidates*: everything that reaches a bound, which the step before has set for 1.3 k of them. The k
-largest of these are then found by radix selection. Where the gradient has jumped and the candidates are too few or too
-many, a bound is estimated from a sample, and they are listed again; exact selection over everything is the last resort
-(many equal magnitudes).
+The pass lists the *candidates*: all elements that reach a bound, which the step before has chosen so that about 1.3 k
+elements reach it. Radix selection finds the k largest of them. If the gradient has changed so much that there are too
+few or too many candidates, a bound is estimated from a sample, and the candidates are listed again. Exact selection
+over all elements is the last resort (many equal magnitudes).
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from totalreduce.sparse.threshold import bits_of, magnitude
 
 __all__ = ["NOTHING", "NOT_FINITE", "Selection", "Selector", "sample_bound"]
 
-#: So many times k are candidates, and so many times k have room.
+#: The wanted number of candidates, and the room for them, as multiples of k.
 _CANDIDATES = 1.3
 _ROOM = 3.0
-#: A sample has so many elements above its bound, if there are as many.
+#: The number of elements of a sample that reach its bound, if there are as many.
 _SAMPLED = 1000
 _MAGNITUDE = 0x7FFFFFFF
-#: With fewer times k the slope of the tail is not known; then it is that of a normal distribution at some 1 %.
+#: With fewer candidates than this multiple of k the slope of the distribution's tail is unknown; then it is taken to be
+#: that of a normal distribution at a density of 1 %.
 _CERTAIN = 1.02
 _STEEP = 8.0
-#: What the threshold is believed to change by from step to step.
+#: Limits of the assumed change of the threshold from step to step.
 _DRIFT = (0.8, 1.25)
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What was chosen.
+    """The selected elements.
 
     Attributes:
         indices: int32, ascending.
         values: float32, as accumulated.
-        bound: Bits of the smallest magnitude among them; 0 where nothing was.
-        finite: Whether all elements, chosen or not, are finite, and so small that no sum over the ranks overflows;
-            nothing is chosen otherwise.
+        bound: Bits of the smallest magnitude among them; 0 without elements.
+        finite: Whether all elements, selected or not, are finite, and so small that no sum over the ranks overflows;
+            otherwise nothing is selected.
     """
 
     indices: Array
@@ -62,14 +63,14 @@ class Selector:
     """The threshold of one bucket, from step to step.
 
     Attributes:
-        bound: What the next pass lists; ``None`` before the first one.
+        bound: The bound of the next pass; ``None`` before the first one.
         limit: Bits of the smallest magnitude that counts as not finite.
-        rescans: How often the candidates had to be listed again.
-        workspace: Where candidates are listed; it may be shared with selectors that are never at work together.
+        rescans: The number of times that candidates were listed again.
+        workspace: Memory for candidates; selectors that never work at the same time may share it.
     """
 
     def __init__(self, world_size: int = 1) -> None:
-        """Nothing is known yet. A sum over so many ranks must not overflow, after rounding to bfloat16 either."""
+        """Begin without a bound. A sum over ``world_size`` ranks must not overflow, even after rounding to bfloat16."""
         self.bound: int | None = None
         self.limit = int((np.finfo(np.float32).max / np.float32(2 * world_size)).view(np.int32))
         self.rescans = 0
@@ -77,9 +78,9 @@ class Selector:
         self._last = 0.0
 
     def accumulate(self, gradients: Accumulator, residuals: Accumulator, scale: float, k: int) -> Selection:
-        """``gradients = gradients * scale + residuals`` in place, and choose the k largest that are not zero.
+        """Compute ``gradients = gradients * scale + residuals`` in place, and select the k largest that are not zero.
 
-        Of equal magnitudes the first ones are chosen.
+        Of equal magnitudes the first ones are selected.
         """
         bound = self.bound
         if k == 0:
@@ -120,15 +121,16 @@ class Selector:
         return Selection(index[:kept].copy(), value[:kept].copy(), chosen.bits, finite=True)
 
     def _next_bound(self, bound: int, chosen: int, surplus: float) -> int:
-        """Guess what ``_CANDIDATES`` times k elements will reach in the next step.
+        """Estimate the bound that ``_CANDIDATES`` times k elements will reach in the next step.
 
-        Two points of this step's tail are known: so many elements reach the bound and k reach the chosen magnitude. In
-        between the count falls as a power of the magnitude. And the tail moves as it did since the last step.
+        Two points of the distribution's tail are known: the numbers of elements that reach the bound, and the k-th
+        magnitude. Between them the number falls as a power of the magnitude. The tail is assumed to move as much as it
+        did since the last step.
 
         Args:
-            bound: What was listed.
+            bound: The bound of this step.
             chosen: Bits of the k-th largest magnitude.
-            surplus: How many times k were listed.
+            surplus: The number of candidates divided by k.
         """
         low, high = magnitude(bound), magnitude(chosen)
         drift, self._last = high / self._last if self._last else 1.0, high
@@ -138,16 +140,16 @@ class Selector:
 
 
 def sample_bound(terms: Sequence[Accumulator], scale: float, k: int) -> int:
-    """Estimate the bits of a magnitude that a quarter more than the k largest elements reach.
+    """Estimate from a sample the bits of a magnitude that ``_CANDIDATES`` times k elements reach.
 
     Args:
-        terms: What is to be added up: ``terms[0] * scale`` and the others.
+        terms: The terms of the sum: ``terms[0] * scale`` and the others.
         scale: Factor of the first term.
         k: From 1.
     """
     n = terms[0].num_elements
     stride = max(1, min(k // _SAMPLED, n // _SAMPLED))
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found when it is listed
+    with np.errstate(over="ignore", invalid="ignore"):  # the pass finds elements that are not finite
         sample = terms[0].sample(stride) * np.float32(scale)
         for term in terms[1:]:
             sample += term.sample(stride)

@@ -1,4 +1,4 @@
-"""What a method is to those who use it."""
+"""The interfaces of sparse methods and their sessions."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ __all__ = ["BucketShape", "Method", "Report", "Session", "Update"]
 
 @dataclass(frozen=True, slots=True)
 class BucketShape:
-    """What a bucket holds; equal on all ranks.
+    """The shapes of a bucket's segments; equal on all ranks.
 
     Attributes:
-        shapes: Of its segments, in order. A segment that is a part of a parameter is one-dimensional.
+        shapes: The shape of each segment. A segment that is a part of a parameter is one-dimensional.
     """
 
     shapes: tuple[tuple[int, ...], ...]
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of each segment."""
+        """The number of elements of each segment."""
         return [int(np.prod(shape, dtype=np.int64)) for shape in self.shapes]
 
     @property
     def num_elements(self) -> int:
-        """Of all segments."""
+        """The number of elements of all segments."""
         return sum(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The sum over all ranks of what was applied; the same bits on every rank.
+    """The sums over all ranks that are applied; the same bits on every rank.
 
     Attributes:
         present: For each segment whether some rank had a gradient for it.
-        indices: int32, ascending: which elements; ``None``: all.
-        values: float32: their sums.
+        indices: int32, ascending: the indices of the elements; ``None``: all elements.
+        values: float32: the sums.
     """
 
     present: Array
@@ -53,14 +53,14 @@ class Update:
     values: Array
 
     def write_to(self, target: Accumulator, factor: float) -> None:
-        """Make the target this, times a factor."""
+        """Set the target to this update times a factor."""
         if self.indices is None:
             target.assign(self.values, factor)
         else:
             target.assign_sparse(self.indices, self.values, factor)
 
     def add_to(self, target: Accumulator, factor: float) -> None:
-        """Add this, times a factor, to the target."""
+        """Add this update times a factor to the target."""
         if self.indices is None:
             target.add_all(self.values, factor)
         else:
@@ -69,22 +69,22 @@ class Update:
 
 @dataclass(slots=True)
 class Report:
-    """What happened to one bucket in one step, on this rank.
+    """The numbers of one bucket in one step on this rank.
 
     Attributes:
         method: Name of the method that was used.
-        k: How many elements were to be sent.
-        selected: How many were chosen on this rank.
-        applied: How many elements were updated.
-        sent_bytes: Payload that left this rank; collectives are counted as direct exchanges, an allreduce as a ring.
-        received_bytes: Payload that came.
-        imbalance: Largest over mean of the bytes that ranks receive for their regions, 1 being even (of more than 32
-            ranks: in the step before).
-        local_threshold: Smallest magnitude chosen on this rank.
+        k: The number of elements to send.
+        selected: The number of elements selected on this rank.
+        applied: The number of elements updated.
+        sent_bytes: Payload sent by this rank; collectives are counted as direct exchanges, an allreduce as a ring.
+        received_bytes: Payload received.
+        imbalance: The largest number of bytes that a rank receives for its region, divided by the mean; 1 is even. With
+            more than 32 ranks it is that of the step before.
+        local_threshold: Smallest magnitude selected on this rank.
         global_threshold: Smallest magnitude applied.
-        rescans: How often the candidates had to be listed again, since the beginning.
+        rescans: The number of times that candidates were listed again, since the beginning.
         skipped: Whether some rank's gradients were not finite.
-        extra: What was asked for, such as ``xi``.
+        extra: Numbers that were asked for, such as ``xi``.
     """
 
     method: str = ""
@@ -101,7 +101,7 @@ class Report:
     extra: dict[str, float] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for a log."""
         if self.skipped:
             return f"{self.method}: skipped, because some rank's gradients were not finite"
         further = "".join(f", {name} {value:.3g}" for name, value in self.extra.items())
@@ -113,44 +113,44 @@ class Report:
 
 
 class Session(Protocol):
-    """One bucket's state on one rank. A round is ``accumulate`` and then ``exchange``, to its end."""
+    """The state of one bucket on one rank. A round is ``accumulate``, and then ``exchange`` until it ends."""
 
     report: Report
 
     def share(self, workspace: Workspace) -> None:
-        """List candidates there from now on, as other sessions do that are not at work at the same time."""
+        """Use a workspace that is shared with sessions which do not accumulate at the same time."""
 
     def accumulate(self, gradients: Accumulator, residuals: Accumulator, scale: float) -> None:
-        """Make the gradients ``gradients * scale + residuals``, in place, and choose. Local; no GIL while it works."""
+        """Compute ``gradients * scale + residuals`` in the gradients' memory, and select. Local; releases the GIL."""
 
     def exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
-        """Agree with the other ranks on the sum, and leave in the gradients what was not applied: the new residual.
+        """Exchange the selection with the other ranks, and leave the new residual in the gradients' memory.
 
         Args:
-            present: For each segment whether this rank had a gradient; those without are zero.
+            present: For each segment whether this rank had a gradient; segments without one are zero.
 
         Returns:
-            ``None`` where some rank's gradients are not finite: then the gradients' memory is worthless, and neither
-            the residuals nor this object have changed.
+            The sums to apply. ``None`` if some rank's gradients are not finite: then the contents of the gradients'
+            memory are undefined, and neither the residuals nor this object have changed.
         """
 
     def state(self) -> Mapping[str, Any]:
-        """What has to be kept, beside the residuals, to go on with the same bits: numbers and arrays."""
+        """Return the numbers and arrays that are needed, beside the residuals, to go on with the same bits."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from a state."""
 
 
 class Method(Protocol):
-    """Settings, as a frozen dataclass; equal on all ranks.
+    """The settings of a sparse method, as a frozen dataclass; equal on all ranks.
 
     Attributes:
-        name: What users call it.
-        whole: Whether it has to see parameters whole, however large they are.
+        name: The method's name.
+        whole: Whether parameters must not be cut into parts, however large they are.
     """
 
     name: ClassVar[str]
     whole: ClassVar[bool]
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> Session:
-        """The state of one bucket on one rank."""
+        """Return the session of one bucket on one rank."""

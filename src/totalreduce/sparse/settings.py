@@ -1,4 +1,4 @@
-"""Settings that the top-k methods share."""
+"""The settings that several methods share."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["DensitySettings", "TopkSettings"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DensitySettings:
-    """How many elements are sent.
+    """The number of elements that are sent.
 
     Attributes:
-        name: Of the method, which inherits from this.
+        name: The name of the method, whose class inherits from this one.
         density: Share of a bucket's elements that is sent, from 0 to 1.
-        warmup_steps: For so many steps the density falls, geometrically, from ``warmup_density``.
-        warmup_density: Where it begins.
+        warmup_steps: The number of steps in which the density falls geometrically from ``warmup_density``.
+        warmup_density: The density of the first of these steps.
 
     Raises:
         ConfigurationError: A value makes no sense.
@@ -33,7 +33,7 @@ class DensitySettings:
     warmup_density: float = 0.25
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
+        """Check the values."""
         for name in ("density", "warmup_density"):
             checks.real_field(self, name, minimum=0, maximum=1)
         checks.whole_fields(self, "warmup_steps", minimum=0)
@@ -41,7 +41,7 @@ class DensitySettings:
             raise ConfigurationError(f"warmup_steps cannot be {self.warmup_steps} with a density of {self.density}")
 
     def count(self, num_elements: int, step: int) -> int:
-        """How many of so many elements are sent in a step (from 0); one at least, unless the density is 0."""
+        """Return the number of elements to send in a step (from 0): at least one, unless the density is 0."""
         density = self.density
         if step < self.warmup_steps and self.warmup_density > density:
             density = self.warmup_density * (density / self.warmup_density) ** (step / self.warmup_steps)
@@ -52,10 +52,10 @@ class DensitySettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopkSettings(DensitySettings):
-    """How many elements are sent, and as what; see ``DensitySettings`` for how many.
+    """The number of elements that are sent (see ``DensitySettings``), and the encoding of their values.
 
     Attributes:
-        values: ``"bfloat16"``: values are rounded, and the residual keeps what is cut off; or ``"float32"``.
+        values: ``"bfloat16"``: values are rounded, and the residual keeps the rounding errors; or ``"float32"``.
 
     Raises:
         ConfigurationError: A value makes no sense.
@@ -64,6 +64,6 @@ class TopkSettings(DensitySettings):
     values: Literal["bfloat16", "float32"] = "bfloat16"
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
+        """Check the values."""
         DensitySettings.__post_init__(self)  # super() would look for the class that dataclass(slots=True) has replaced
         checks.one_of("values", self.values, ("bfloat16", "float32"))

@@ -1,9 +1,9 @@
-"""Shared top-k: one rank chooses for all, so that what travels needs no indices and can be added like a dense bucket.
+"""Shared top-k: one rank selects for all, so that the values need no indices and are added by a dense allreduce.
 
-CLT-k of Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression", NeurIPS 2020. The leader, another rank every
-step, broadcasts the indices of its k largest elements, 1 byte each at a density of 1 %; then everybody's elements there
-are added by a plain allreduce. The ranks' residuals resemble each other, so that the leader's choice is a good one for
-all. Nothing is selected among sums and nothing rounded: all residuals are exactly zero where the update is.
+CLT-k of Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression", NeurIPS 2020. The leader, another rank in
+every step, broadcasts the indices of its k largest elements, 1 byte each at a density of 1 %; then an allreduce adds
+the elements of all ranks at these indices. The ranks' residuals resemble each other, so the leader's selection suits
+all ranks. Sums are neither selected nor rounded: the residuals are exactly zero at the indices of the update.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class SharedTopk(DensitySettings):
     name: ClassVar[str] = "shared"
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> SharedTopkSession:
-        """The state of one bucket on one rank."""
+        """Return the session of one bucket on one rank."""
         return SharedTopkSession(self, shape, rank, world_size)
 
 
 @final
 class SharedTopkSession(TopkSession[SharedTopk]):
-    """See ``session.Session``."""
+    """The session of SharedTopk."""
 
     def _count(self) -> int:
         return super()._count() if self._rank == self._leader else 0

@@ -1,4 +1,4 @@
-"""Which magnitude k elements reach, over the lists of all ranks: a radix search with one small allgather per digit."""
+"""The magnitude that k elements of all ranks reach: a radix search with one small allgather per digit."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from totalreduce.sparse.actions import Action, Allgather, Allreduce, Array
 
 __all__ = ["GlobalThreshold", "bits_of", "magnitude"]
 
-#: Bins of a histogram: 128 of 2^16 are an octave, and each of them 0.5 % of a magnitude, which is some 2 % of a count;
-#: 256 of 2^23 are all octaves.
+#: Number of bins of a histogram, and the binary logarithm of their width. 128 bins of 2^16 are an octave, and each is
+#: 0.5 % of a magnitude, or about 2 % of a count; 256 bins of 2^23 are all octaves.
 _FINE = (128, 16)
 _COARSE = (256, 23)
-#: For up to so many ranks everybody's histogram is gathered, which says how many elements each rank has as well.
+#: The histograms of up to this number of ranks are gathered, which also gives the number of elements of each rank.
 _GATHERED_RANKS = 8
 _MAGNITUDE = 0x7FFFFFFF
 
 
 def magnitude(bits: int) -> float:
-    """The float32 that has these bits."""
+    """Return the float32 with these bits."""
     return float(np.array(bits, np.int32).view(np.float32))
 
 
 def bits_of(value: float) -> int:
-    """The bits of a float32, rounded."""
+    """Return the bits of a number, rounded to float32."""
     return int(np.array(value, np.float32).view(np.int32))
 
 
@@ -36,26 +36,26 @@ class GlobalThreshold:
     """The threshold of one bucket, equal on all ranks, from step to step.
 
     Attributes:
-        bound: The last one found; 0 at the beginning. It is where the next search looks first.
+        bound: The last threshold; 0 at the beginning. The next search begins there.
     """
 
     def __init__(self) -> None:
-        """Nothing is known."""
+        """Begin without a threshold."""
         self.bound = 0
 
     def agree(
         self, values: Array, k: int, world_size: int, *, fresh: bool
     ) -> Generator[Action, Any, tuple[int, Array]]:
-        """Find the bound that as near to k elements as possible reach, over all ranks.
+        """Find the bound which a number of elements of all ranks reach that is as near to k as possible.
 
         Args:
-            values: float32, finite: this rank's.
-            k: How many are wanted, equal on all ranks.
+            values: This rank's elements: float32, finite.
+            k: The wanted number of elements, equal on all ranks.
             world_size: Number of ranks.
-            fresh: Look for it; else take the last one if there is one, and only count.
+            fresh: Search; otherwise use the last bound, if there is one, and only count.
 
         Returns:
-            The bound, and how many elements of each rank reach it.
+            The bound, and the number of elements of each rank that reach it.
         """
         if k == 0:
             return _MAGNITUDE, np.zeros(world_size, np.int64)
@@ -66,13 +66,13 @@ class GlobalThreshold:
             low = max(1, self.bound - (_FINE[0] // 2 << _FINE[1]))
             reached, counts = yield from _reached(values, low, _FINE, world_size)
         if not reached.size or not reached[-1] < k <= reached[0]:
-            # From the beginning: the octave, and then within it.
+            # Search from the beginning: first the octave, and then within it.
             octaves, _ = yield from _reached(values, 1, _COARSE, world_size)
             low = 1 + (max(0, int((octaves >= k).sum()) - 1) << _COARSE[1])
             reached, counts = yield from _reached(values, low, _FINE, world_size)
-        # Never one that none reach: where more than 2 k are equal, nothing would be applied, in this step and the next.
+        # Never a bound that no element reaches: if more than 2 k are equal, this step and the next would apply nothing.
         best = int(np.abs(reached[: max(1, np.count_nonzero(reached))] - k).argmin())
-        # Of bounds that as many elements reach, the highest.
+        # Of bounds with the same count, take the highest.
         best += int((reached[best:] == reached[best]).sum()) - 1
         self.bound = low + (best << _FINE[1])
         if counts is None:
@@ -85,14 +85,14 @@ _NOTHING = np.empty(0, np.int64)
 
 def _counted(values: Array, bound: int, world_size: int) -> Generator[Action, Any, Array]:
     count = np.array([((values.view(np.int32) & _MAGNITUDE) >= bound).sum()], np.uint32)
-    told = yield Allgather(count.view(np.uint8), [count.nbytes] * world_size)
-    return np.concatenate(told).view(np.uint32).astype(np.int64)
+    gathered = yield Allgather(count.view(np.uint8), [count.nbytes] * world_size)
+    return np.concatenate(gathered).view(np.uint32).astype(np.int64)
 
 
 def _reached(
     values: Array, low: int, window: tuple[int, int], world_size: int
 ) -> Generator[Action, Any, tuple[Array, Array | None]]:
-    """How many elements reach each bound ``low + (bin << shift)``: of all ranks, and of each one if gathered."""
+    """Return the number of elements that reach each bound ``low + (bin << shift)``: of all ranks, and of each."""
     num_bins, shift = window
     counts = np.zeros(num_bins, np.int64)
     selection.count_bins(values, low, shift, counts)
@@ -101,6 +101,6 @@ def _reached(
         total = yield Allreduce(np.ascontiguousarray(counts, np.int64))
         return total, None
     own = counts.astype(np.uint32)
-    told = yield Allgather(own.view(np.uint8), [own.nbytes] * world_size)
-    by_rank = np.stack(told).view(np.uint32).astype(np.int64)
+    gathered = yield Allgather(own.view(np.uint8), [own.nbytes] * world_size)
+    by_rank = np.stack(gathered).view(np.uint32).astype(np.int64)
     return by_rank.sum(axis=0), by_rank

@@ -1,7 +1,7 @@
-"""TopkA: everybody's k largest go to everybody, who adds them up in the order of ranks.
+"""TopkA: all ranks exchange their k largest elements and add them up in the order of the ranks.
 
-Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017. One exchange and the least delay,
-but a rank receives k elements from each of the others: the bytes grow as the number of ranks does.
+Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017. It has one exchange and the least
+delay, but a rank receives k elements from each of the others: the bytes are proportional to the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class TopkA(TopkSettings):
     name: ClassVar[str] = "topka"
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> TopkASession:
-        """The state of one bucket on one rank."""
+        """Return the session of one bucket on one rank."""
         return TopkASession(self, shape, rank, world_size)
 
 
 @final
 class TopkASession(GatheringSession[TopkA]):
-    """See ``session.Session``: the k largest by ``Selector``, exchanged as ``gathering`` does.
+    """The session of TopkA.
 
-    No rank has more than k, so no sizes are told: with the index coding's bound a block is 2 % longer than it would be,
-    and one exchange is saved.
+    No rank has more than k elements, so sizes are not exchanged: a block has the largest size of k elements, which is
+    2 % more, and that saves one exchange.
     """
 
     def _gather(

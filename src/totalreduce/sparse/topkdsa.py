@@ -1,10 +1,10 @@
-"""TopkDSA: split, reduce and gather all sums, each region sparse or dense, whichever is shorter.
+"""TopkDSA: split, reduce and gather all sums, with each region sparse or dense, whichever is shorter.
 
 Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning", SC 2019, in its form of
 split-allgather. The bucket is cut into equal regions, one per rank; each rank sends every region's elements to the
-owner, who adds them and sends all sums to everybody. Nothing is selected among the sums, so what is gathered grows with
-the number of ranks, up to the dense size: at 1 %, a region of 32 ranks is a quarter full. A region travels as plain
-values where that is shorter.
+owner, which adds them and sends all sums to all ranks. Sums are not selected, so the gathered blocks grow with the
+number of ranks, up to the dense size: at a density of 1 %, a region of 32 ranks is a quarter full. A region travels as
+plain values if that is shorter.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class TopkDSA(TopkSettings):
     name: ClassVar[str] = "topkdsa"
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> TopkDSASession:
-        """The state of one bucket on one rank."""
+        """Return the session of one bucket on one rank."""
         return TopkDSASession(self, shape, rank, world_size)
 
 
 @final
 class TopkDSASession(RegionSession[TopkDSA]):
-    """See ``session.Session``."""
+    """The session of TopkDSA."""
 
     def _exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
         selection, kind, size = self._selection, self._settings.values, self._world_size
@@ -52,11 +52,11 @@ class TopkDSASession(RegionSession[TopkDSA]):
         received = yield Alltoall(parts, greetings.numbers[:, 0].tolist())
         indices, exact = reduce_region(received, selection.indices, sent, cuts, self._rank)
         applied = blocks.rounded(exact, kind)
-        some = np.flatnonzero(applied)  # plain values do not say where a sum is zero
+        some = np.flatnonzero(applied)  # plain values do not tell that a sum is zero
         indices, exact, applied = indices[some], exact[some], applied[some]
         block = _pack(indices, applied, cuts[self._rank], cuts[self._rank + 1], kind)
-        told = yield Allgather(np.array([block.size], np.uint32).view(np.uint8), [4] * size)
-        lengths = np.concatenate(told).view(np.uint32).tolist()
+        sizes = yield Allgather(np.array([block.size], np.uint32).view(np.uint8), [4] * size)
+        lengths = np.concatenate(sizes).view(np.uint32).tolist()
         gathered = yield Allgather(block, lengths, functools.partial(self._keep_own, cuts, indices, exact - applied))
         spans = list(pairwise(cuts))
         lists = [_sparse(block, begin, end, kind) for block, (begin, end) in zip(gathered, spans, strict=True)]
@@ -67,7 +67,7 @@ class TopkDSASession(RegionSession[TopkDSA]):
 
 
 def _pack(indices: Array, values: Array, begin: int, end: int, kind: blocks.ValueKind) -> Array:
-    """A region's sums; one that is as long as all of its values are is those values."""
+    """Encode a region's sums: as a block, or as plain values if the block would not be shorter."""
     block = blocks.pack(indices, values, begin, end, kind)
     if block.size < blocks.value_bytes(end - begin, kind):
         return block
@@ -77,7 +77,7 @@ def _pack(indices: Array, values: Array, begin: int, end: int, kind: blocks.Valu
 
 
 def _sparse(block: Array, begin: int, end: int, kind: blocks.ValueKind) -> Array | tuple[Array, Array]:
-    """A block as it is; of plain values those that are not zero."""
+    """Return a block unchanged, and the nonzero elements of plain values."""
     if block.size != blocks.value_bytes(end - begin, kind):
         return block
     dense = blocks.unpack_values(block, kind)

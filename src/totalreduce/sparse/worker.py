@@ -1,7 +1,7 @@
-"""The thread in which buckets are selected and their exchanges go on, beside backward.
+"""The thread that selects from buckets and runs their exchanges during backward.
 
-What is nearly done goes first: a reply that has come is worked on before another bucket is selected. When somebody
-waits for all jobs and there is nothing to compute, this thread moves messages itself: one wake-up less for each action.
+Exchanges go before selections: the thread continues with a reply before it selects from another bucket. When a caller
+waits for all jobs and there is nothing to compute, this thread moves messages itself, which saves a wake-up per action.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from totalreduce.sparse.carrier import Carried, Carrier
 
 __all__ = ["ExchangeWorker", "Job"]
 
-#: So long one action is helped along before this thread looks whether there is something else to do.
+#: Seconds for which this thread moves messages of one action before it looks for other work.
 _PUSH_S = 0.02
 
 
 @final
 class Job:
-    """One bucket's round.
+    """The selection and exchange of one bucket in one round.
 
     Args:
-        channel: Number of the bucket.
-        prepare: Local work, done first.
-        exchange: Makes the generator when that is done.
-        priority: Of its messages.
+        channel: The bucket's number.
+        prepare: Selects; called first.
+        exchange: Returns the generator of the exchange; called afterwards.
+        priority: The priority of its messages.
 
     Attributes:
-        result: What the exchange returns.
-        span: When its first message could leave and when it ended; ``time.monotonic``.
+        result: The result of the exchange.
+        span: The times at which the exchange began and ended (``time.monotonic``).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Job:
         exchange: Callable[[], Generator[Action, Any, Any]],
         priority: int,
     ) -> None:
-        """See the class."""
+        """Make a job; ``ExchangeWorker.start`` starts it."""
         self.channel, self.prepare, self.exchange, self.priority = channel, prepare, exchange, priority
         self.result: Future[Any] = Future()
         self.running: Generator[Action, Any, Any] | None = None
@@ -62,12 +62,12 @@ class ExchangeWorker:
 
     Args:
         carrier: Carries out their actions.
-        in_order: Whether the actions of one job must all have begun before those of the next: for libraries that need
-            the same order on all ranks.
+        in_order: Whether all actions of one job must begin before those of the next, because a library needs the same
+            order on all ranks.
     """
 
     def __init__(self, carrier: Carrier, *, in_order: bool = False) -> None:
-        """Starts the thread with the first job."""
+        """Start no thread before the first job comes."""
         self._carrier, self._in_order = carrier, in_order
         self._home = HomeProcess("the sparse exchange")
         self._events: queue.PriorityQueue[tuple[int, int, Job | None]] = queue.PriorityQueue()
@@ -79,7 +79,7 @@ class ExchangeWorker:
         self._waiting: dict[int, Job] = {}
 
     def start(self, job: Job) -> None:
-        """Run it; returns at once. ``job.result`` says when it is done.
+        """Run a job; return at once.
 
         Raises:
             GroupClosed: The worker was closed, or this is a forked child.
@@ -95,7 +95,7 @@ class ExchangeWorker:
         self._put(1, job)
 
     def hurry(self) -> None:
-        """Somebody waits, and starts nothing before the jobs that there are have ended."""
+        """Have the thread move messages itself: a caller waits, and starts no job until the present ones have ended."""
         self._hurried = True
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class ExchangeWorker:
             except BaseException as error:
                 job.running = None
                 job.result.set_exception(error)
-            del job  # and with it a bucket's memory, however long the next one takes to come
+            del job  # else a bucket's memory would be kept until the next job comes
 
     def _advance(self, job: Job) -> None:
         reply = None
@@ -148,13 +148,13 @@ class ExchangeWorker:
                 action = job.running.send(reply)
             except StopIteration as stop:
                 job.span = (job.span[0], time.monotonic())
-                job.under_way = None  # what it has received is a part of the memory that other buckets need
+                job.under_way = None  # frees the memory that it has received
                 job.result.set_result(stop.value)
                 return
             job.under_way = self._carrier.start(action, channel=job.channel, step=job.steps, priority=job.priority)
             job.steps += 1
             if isinstance(action, Allgather) and action.meanwhile is not None:
-                job.under_way.push(0.0)  # else it might wait for this thread, which has moved the last messages
+                job.under_way.push(0.0)  # else the action might wait for this thread, which has moved the last messages
                 action.meanwhile()
             if not self._in_order:
                 self._waiting[job.channel] = job

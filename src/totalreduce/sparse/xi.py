@@ -1,4 +1,4 @@
-"""How far a method's result is from the best k elements: the quantity on which the convergence of Ok-Topk rests.
+"""xi: the distance of a method's result from the best k elements, on which the convergence of Ok-Topk depends.
 
 Li and Hoefler (PPoPP 2022), assumption 1: with G the ranks' gradients and e their residuals, the difference between
 the k largest elements of the mean of G + e and what the method applies is at most xi times the norm of the mean
@@ -23,17 +23,17 @@ __all__ = ["with_xi"]
 def with_xi(
     session: Session, present: Array, gradients: Accumulator, residuals: Accumulator, world_size: int
 ) -> Generator[Action, Any, Update | None]:
-    """The session's exchange; afterwards its report has ``extra["xi"]``, or none where the step was skipped.
+    """Run a session's exchange, and add ``extra["xi"]`` to its report unless the step is skipped.
 
     Args:
-        session: Has accumulated.
+        session: The session, which has accumulated.
         present: See ``Session.exchange``.
-        gradients: What it has accumulated.
-        residuals: What was added to the gradients.
+        gradients: The accumulated gradients.
+        residuals: The residuals that were added to them.
         world_size: Number of ranks.
     """
     total = gradients.flat()
-    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite ends as a skipped step
+    with np.errstate(invalid="ignore", over="ignore"):  # a step that is not finite is skipped
         mean_gradient = yield Allreduce(total - residuals.flat())
         total = yield Allreduce(total)
         norm = float(np.linalg.norm(mean_gradient.astype(np.float64))) / world_size
