@@ -653,7 +653,7 @@ def test_auto_takes_what_is_faster(world_size: int, faster: str, monkeypatch: py
         return 0.5 if trial.rounds.sessions[0].report.method == faster else 2.0
 
     monkeypatch.setattr(auto._Trial, "seconds", seconds)
-    monkeypatch.setattr("totalreduce.pytorch.auto.time", _Clock(0.5 if faster == "dense" else 1.0))
+    monkeypatch.setattr("totalreduce.pytorch.compression.time", _Clock(0.5 if faster == "dense" else 1.0))
 
     def body(group: Group) -> torch.Tensor:
         model = Net(FLOAT)

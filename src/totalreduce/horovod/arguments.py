@@ -1,4 +1,4 @@
-"""Checks of the arguments of collectives, made before anything is sent: wrong types raise ``ConfigurationError``."""
+"""Checks of the arguments of collectives before anything is sent; wrong types raise ``ConfigurationError``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ __all__ = ["checked_compression", "checked_factor", "checked_splits", "checked_t
 
 
 def checked_tensor(value: Any, what: str) -> torch.Tensor:
-    """A dense tensor.
-
-    Args:
-        value: What was passed.
-        what: The operation, for the message.
+    """Return the value, which must be a dense tensor; ``what`` names the operation in messages.
 
     Raises:
         ConfigurationError: It is no tensor.
-        UnsupportedError: It is a sparse one.
+        UnsupportedError: It is a sparse tensor.
     """
     if value is None:
         raise ConfigurationError(
@@ -43,11 +39,11 @@ def checked_tensor(value: Any, what: str) -> torch.Tensor:
 
 
 def checked_tensors(values: Any, what: str) -> list[torch.Tensor]:
-    """Dense tensors, of a list or another iterable.
+    """Return the values of an iterable, which must be dense tensors.
 
     Raises:
-        ConfigurationError: It is no iterable, or one tensor, or holds something else.
-        UnsupportedError: One of them is sparse.
+        ConfigurationError: The values are no iterable, or one tensor, or not all of them are tensors.
+        UnsupportedError: A tensor is sparse.
     """
     if isinstance(values, torch.Tensor) or not isinstance(values, Iterable):
         raise ConfigurationError(f"{what} needs a list of tensors, not a {type(values).__name__}")
@@ -59,21 +55,21 @@ def checked_tensors(values: Any, what: str) -> list[torch.Tensor]:
 
 
 def checked_factor(name: str, value: Any) -> float:
-    """A number; infinity and not-a-number are allowed.
+    """Return the value as a float; infinity and NaN are allowed.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: It is no number.
     """
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
         return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one of a tensor with several elements
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several elements
         raise ConfigurationError(f"{name} must be a number, not {value!r:.60}") from None
 
 
 def checked_splits(splits: Sequence[int] | torch.Tensor | None) -> list[int] | None:
-    """How many rows there are for each rank.
+    """Return the number of rows for each rank.
 
     Raises:
         ConfigurationError: They are no whole numbers.
@@ -91,10 +87,10 @@ def checked_splits(splits: Sequence[int] | torch.Tensor | None) -> list[int] | N
 
 
 def checked_compression(compression: Any) -> type[Compressor]:
-    """A compressor.
+    """Return the value, which must be a compressor.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: It is no compressor.
     """
     if not all(callable(getattr(compression, method, None)) for method in ("compress", "decompress")):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Beginning and end, who this process is, what there is underneath."""
+"""Joining and leaving the job, the ranks of this process, process sets, timelines, and the libraries in use."""
 
 from __future__ import annotations
 
@@ -15,34 +15,6 @@ from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.horovod.context import context
 from totalreduce.horovod.process_sets import ProcessSet
 
-__all__ = [
-    "add_process_set",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "process_set_by_id",
-    "rank",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-]
-
 
 def init(
     comm: Any = None,
@@ -55,18 +27,18 @@ def init(
 ) -> None:
     """Join the job this process was started for. Collective; harmless when called again.
 
-    After a failure that ended the job (``PeerLost``, ``StallError``) it leaves that job and joins anew; every rank must
-    call it then. The arguments that Horovod does not have are those of ``totalreduce.init``.
+    After a failure that ended the job (``PeerLost``, ``StallError``) every rank must call it again, to leave that job
+    and to join a new one. The arguments that Horovod does not have are those of ``totalreduce.init``.
 
     Args:
         comm: All ranks of the job, as a list or an mpi4py communicator; or left out.
-        process_sets: Sets of ranks to make known at once. ``"dynamic"`` adds nothing: sets may always be added.
+        process_sets: Process sets to register at once. ``"dynamic"`` adds none, because sets may always be added.
         transport: By default ``"torch"`` if ``torch.distributed`` is initialised with NCCL or another accelerator's
-            library, which then carries everything out, else ``"auto"``.
+            library, which then carries out all operations; otherwise ``"auto"``.
         timeout_s: Seconds for which ranks wait for each other.
-        timeline: Where to write a trace at the end.
-        coordination: Settings of the agreement on what is carried out when. By default an operation that some rank
-            never submits ends the job after ``timeout_s``.
+        timeline: The file for a trace, written at the end.
+        coordination: Settings of the agreement on the order of operations. By default an operation that some rank never
+            submits ends the job after ``timeout_s``.
 
     Raises:
         ConfigurationError: Contradictory variables or settings; or ``comm`` leaves ranks out.
@@ -77,7 +49,7 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the job; what is pending fails. Happens by itself when the interpreter ends. ``init`` may follow."""
+    """Leave the job; pending operations fail. Called at the interpreter's end, too. ``init`` may follow."""
     context.stop()
 
 
@@ -90,32 +62,32 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """This process's number in the job, from 0."""
+    """Return the rank of this process in the job."""
     return context.group.rank
 
 
 def size() -> int:
-    """Number of processes of the job."""
+    """Return the number of processes of the job."""
     return context.group.world_size
 
 
 def local_rank() -> int:
-    """This process's number among those of its host, from 0."""
+    """Return the rank of this process among those of its host."""
     return context.locality.local_rank
 
 
 def local_size() -> int:
-    """Number of the job's processes on this host."""
+    """Return the number of the job's processes on this host."""
     return context.locality.local_size
 
 
 def cross_rank() -> int:
-    """This host's number among those that have a process with this local rank, from 0."""
+    """Return the rank of this host among those that have a process with this local rank."""
     return context.locality.cross_rank
 
 
 def cross_size() -> int:
-    """Number of hosts that have a process with this local rank."""
+    """Return the number of hosts that have a process with this local rank."""
     return context.locality.cross_size
 
 
@@ -124,15 +96,12 @@ def is_homogeneous() -> bool:
     return context.locality.is_homogeneous
 
 
-# ------------------------------------------------------------------------------------------------------- process sets
-
-
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Make a process set known. Collective among all ranks of the job, members or not.
+    """Register a process set. Collective among all ranks of the job, members or not.
 
     Raises:
-        ConfigurationError: It has ranks that do not exist, or there is such a set already.
-        PlanMismatchError: The ranks add different ones; on every rank.
+        ConfigurationError: It has ranks that do not exist, or a set with the same ranks is registered.
+        PlanMismatchError: The ranks add different sets; on every rank.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     context.add(added)
@@ -140,39 +109,36 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set. Collective among all ranks of the job.
+    """Remove a process set. Collective among all ranks of the job.
 
     Returns:
-        Whether that was possible; that of all ranks stays.
+        Whether it was removed; the set of all ranks stays.
 
     Raises:
-        ConfigurationError: It is not known.
+        ConfigurationError: It is not registered.
     """
     return context.remove(process_set)
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
-    """The process set with this id.
+    """Return the process set with this id.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: No set has this id.
     """
     return context.by_id(process_set_id)
 
 
-# ----------------------------------------------------------------------------------------------------------- timeline
-
-
-def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:  # noqa: ARG001  (there is no clock here)
+def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:  # noqa: ARG001
     """Record a trace from now on, on this rank.
 
     Args:
         file_path: Rank 0 writes this file; rank r writes ``<name>.rank<r>.json`` beside it. ``totalreduce timeline``
             merges them.
-        mark_cycles: Accepted, without effect: nothing here goes by the clock.
+        mark_cycles: Accepted, without effect: there are no cycles of a fixed length.
 
     Raises:
-        ConfigurationError: One is being recorded already, or the file cannot be written.
+        ConfigurationError: A trace is being recorded already, or the file cannot be written.
     """
     context.start_timeline(file_path)
 
@@ -182,21 +148,18 @@ def stop_timeline() -> None:
     context.stop_timeline()
 
 
-# --------------------------------------------------------------------------------------------- what there is underneath
-
-
 def mpi_built() -> bool:
-    """Whether the MPI transport can be used: mpi4py is there."""
+    """Whether the MPI transport can be used: mpi4py is installed."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def mpi_enabled() -> bool:
-    """Whether this job's messages are MPI's."""
+    """Whether MPI sends this job's messages."""
     return context.transport == "mpi"
 
 
 def mpi_threads_supported() -> bool:
-    """Whether the program may call MPI beside this library, from any thread that MPI allows."""
+    """Whether the program may call MPI itself, from any thread that MPI allows; always true."""
     context.group  # noqa: B018  (raises)
     return True
 
@@ -212,17 +175,17 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """1 if torch has NCCL, else 0."""
+    """Return 1 if torch has NCCL, else 0."""
     return int(dist.is_available() and dist.is_nccl_available())
 
 
 def ddl_built() -> bool:
-    """``False``."""
+    """Return ``False``: DDL is not supported."""
     return False
 
 
 def ccl_built() -> bool:
-    """``False``."""
+    """Return ``False``: oneCCL is not supported."""
     return False
 
 

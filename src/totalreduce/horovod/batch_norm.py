@@ -12,19 +12,19 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
-    """``torch.nn.BatchNorm2d`` and its like, with the statistics of all ranks' batches together; on any device.
+    """Batch normalisation of one, two or three dimensions with the statistics of all ranks' batches; on any device.
 
-    Make it after ``init``; layers are made in the same order on all ranks.
+    Make layers after ``init``, and in the same order on all ranks.
 
     Args:
-        num_features: C of inputs (N, C, ...).
+        num_features: The number of channels C of inputs (N, C, ...).
         eps: Added to the variance.
-        momentum: Weight of a batch in the running statistics; ``None``: all batches weigh the same.
+        momentum: Weight of a batch in the running statistics; ``None``: all batches have the same weight.
         affine: Whether there are weight and bias.
         track_running_stats: Whether there are running statistics.
-        device: Of parameters and buffers.
-        dtype: Of parameters and buffers.
-        process_set: Which ranks.
+        device: The device of parameters and buffers.
+        dtype: The dtype of parameters and buffers.
+        process_set: The ranks.
     """
 
     def __init__(

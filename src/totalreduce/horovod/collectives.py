@@ -1,16 +1,16 @@
 """Operations on tensors.
 
-What is common to all of them:
+All operations have these properties in common:
 
 * They may be submitted in any order on different ranks, under names that are equal on all of them. Without a name, the
-  n-th unnamed operation of a kind meets the n-th one elsewhere.
-* ``process_set`` restricts them to some ranks, which count from 0 in its order; only those call them.
-* Forms without a trailing underscore leave their argument alone and are differentiable, if they block.
-* Forms with ``async`` return at once, with a handle for ``poll`` and ``synchronize``.
-* On failure every rank raises the same error: ``MismatchError`` (the ranks submitted different operations under one
-  name), ``StallError`` (some rank submitted none), ``PeerLost``, ``UnsupportedError``; and before anything is sent
-  ``ConfigurationError``, which is a ``ValueError``: ``init`` was not called, the process set is not known, this rank is
-  no member, the name is in flight here already.
+  n-th unnamed operation of a kind meets the n-th one on the other ranks.
+* ``process_set`` restricts them to some ranks; only these ranks call them.
+* Functions without a trailing underscore do not change their argument, and are differentiable if they block.
+* Functions with ``async`` return at once, with a handle for ``poll`` and ``synchronize``.
+* If an operation fails, every rank raises the same error: ``MismatchError`` (the ranks submitted different operations
+  under one name), ``StallError`` (some rank submitted none), ``PeerLost``, ``UnsupportedError``. Before anything is
+  sent, a rank raises ``ConfigurationError``, which is a ``ValueError``: ``init`` was not called, the process set is not
+  registered, this rank is no member, the name is in flight already.
 """
 
 from __future__ import annotations
@@ -38,44 +38,9 @@ from totalreduce.horovod.handles import Handle
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set
 from totalreduce.tensors.work import Work
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "Reduction",
-    "Sum",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "checked_op",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "reducescatter",
-    "reducescatter_async",
-    "sparse_allreduce_async",
-]
-
 
 class Reduction(enum.IntEnum):
-    """How the ranks' elements become one."""
+    """The operation that combines the elements of all ranks."""
 
     AVERAGE = 0
     SUM = 1
@@ -103,7 +68,7 @@ _REDUCE_OPS = {
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What an operation is called with, beside tensors."""
+    """The arguments of an operation, except its tensors."""
 
     name: str | None
     process_set: ProcessSet
@@ -117,20 +82,17 @@ class _Call:
             raise ConfigurationError(f"the name of an operation is a string, not {self.name!r:.60}")
 
     def label(self, kind: str) -> str:
-        """The operation, for messages."""
+        """Return the operation's kind and name, for messages."""
         return kind if self.name is None else f"{kind} {self.name!r}"
 
     def backward(self, **changes: Any) -> _Call:
-        """The same for the operation that makes gradients. A name of its own lets the order differ there, too."""
+        """Return the arguments of the operation that computes gradients. Its own name allows any order there, too."""
         name = None if self.name is None else f"{self.name}.gradient"
         return replace(self, name=name, **changes)
 
     def member(self, index: int, count: int) -> _Call:
-        """The same for one tensor of several."""
+        """Return the arguments for one tensor of several."""
         return self if self.name is None or count == 1 else replace(self, name=f"{self.name}.{index}of{count}")
-
-
-# ---------------------------------------------------------------------------------------------------------- allreduce
 
 
 def allreduce(
@@ -146,16 +108,16 @@ def allreduce(
     """Reduce a tensor over the ranks. Its gradient is reduced in the same way.
 
     Args:
-        tensor: Shape and dtype are equal on all ranks, and the result's.
-        average: Deprecated: ``op``.
+        tensor: Shape and dtype are equal on all ranks; the result has the same.
+        average: Deprecated in favour of ``op``.
         name: See the module docstring.
-        compression: How it travels.
-        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product``; or ``Adasum``, for floating-point tensors,
-            which blocks in every form, so that all ranks must come to theirs in the same order. Averages of integers
-            are rounded towards zero, sums of halves accumulated in float32.
-        prescale_factor: Factor before the reduction; integers are multiplied as float64 and cut off.
-        postscale_factor: Factor after it.
-        process_set: Which ranks.
+        compression: Encodes the tensor to be sent.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product``; or ``Adasum``, for floating-point tensors.
+            ``Adasum`` blocks in every function, so all ranks must call it in the same order. Averages of integers are
+            rounded towards zero, and sums of half types are accumulated in float32.
+        prescale_factor: Factor before the reduction; integers are multiplied as float64 and truncated.
+        postscale_factor: Factor after the reduction.
+        process_set: The ranks.
     """
     return grouped_allreduce([tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set)[
         0
@@ -199,7 +161,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """``allreduce`` in place: leave the tensor alone until ``synchronize``."""
+    """``allreduce`` in place; the tensor must not be used until ``synchronize``."""
     call = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
     return _first(_reduce(call, [tensor], in_place=True))
 
@@ -214,7 +176,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """``allreduce`` of several tensors, all or none: what is wrong with one fails all, on every rank."""
+    """``allreduce`` of several tensors, all or none: an error of one tensor is the error of all, on every rank."""
     call = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
     compressor = checked_compression(compression)
     compressed = [compressor.compress(tensor) for tensor in checked_tensors(tensors, call.label("allreduce"))]
@@ -259,7 +221,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """``grouped_allreduce`` in place: leave the tensors alone until ``synchronize``."""
+    """``grouped_allreduce`` in place; the tensors must not be used until ``synchronize``."""
     call = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
     return _reduce(call, tensors, in_place=True)
 
@@ -270,13 +232,13 @@ def sparse_allreduce_async(
     op: Reduction | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Add up sparse tensors (COO), by gathering everybody's indices and values.
+    """Add up sparse tensors (COO), by gathering the indices and values of all ranks.
 
     Args:
-        tensor: Shape and dtype are equal on all ranks; how much of it is there may differ.
+        tensor: Shape and dtype are equal on all ranks; the number of entries may differ.
         name: See the module docstring.
         op: ``Average`` (default) or ``Sum``.
-        process_set: Which ranks.
+        process_set: The ranks.
 
     Returns:
         A handle of the sum, which is sparse and not coalesced.
@@ -288,7 +250,7 @@ def sparse_allreduce_async(
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigurationError(f"{what} needs a sparse COO tensor, not {kind}")
-    # Ranks' entries stand one after the other: indices as rows, like values.
+    # The entries of the ranks are concatenated: indices as rows, like values.
     parts = [tensor._indices().t().contiguous(), tensor._values()]
     divisor = len(context.members(process_set).ranks) if call.op is Average else 1
 
@@ -299,13 +261,10 @@ def sparse_allreduce_async(
     return _then(_gather(call, parts), finish)
 
 
-# ------------------------------------------------------------------------------------------------ allgather, broadcast
-
-
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Put the ranks' tensors one behind the other along the first dimension, in which they may differ.
+    """Concatenate the tensors of all ranks along the first dimension, in which they may differ.
 
     The gradient is this rank's rows of the average of the ranks' gradients.
     """
@@ -337,16 +296,16 @@ def grouped_allgather_async(
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The root's tensor on every rank. Its gradient is the average of the ranks' gradients, and zero elsewhere.
+    """Return the root's tensor on every rank. The root's gradient is the average of all; other gradients are zero.
 
     Args:
         tensor: Shape and dtype are equal on all ranks.
-        root_rank: A rank of the job, also where ``process_set`` numbers its members otherwise.
+        root_rank: The rank of the root in the job, not in the process set.
         name: See the module docstring.
-        process_set: Which ranks.
+        process_set: The ranks.
 
     Raises:
-        ConfigurationError: ``root_rank`` is not among them.
+        ConfigurationError: ``root_rank`` is not among the ranks.
     """
     return _Broadcast.apply(_Call(name, process_set, root=root_rank), tensor)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -368,11 +327,8 @@ def broadcast_async(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """``broadcast`` in place: leave the tensor alone until ``synchronize``."""
+    """``broadcast`` in place; the tensor must not be used until ``synchronize``."""
     return _send(_Call(name, process_set, root=root_rank), tensor, in_place=True)
-
-
-# -------------------------------------------------------------------------------------------- alltoall, reducescatter
 
 
 def alltoall(
@@ -381,16 +337,16 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Send rows to every rank. Gradients go back the way the rows came.
+    """Send rows to every rank. Gradients are sent back to the ranks from which the rows came.
 
     Args:
         tensor: Rows for rank 0, then those for rank 1, and so on.
-        splits: How many for each; by default equally many.
+        splits: The number of rows for each rank; by default equally many.
         name: See the module docstring.
-        process_set: Which ranks.
+        process_set: The ranks.
 
     Returns:
-        The rows that came, by rank; and with ``splits`` also how many from each, int32 or as ``splits``.
+        The received rows, by rank; with ``splits`` also the number of rows from each rank, int32 or as ``splits``.
 
     Raises:
         ConfigurationError: The splits are not one for each rank, or do not add up to the rows.
@@ -418,18 +374,18 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduce a tensor over the ranks, of which each keeps some rows; the first ones keep one more if uneven.
+    """Reduce a tensor over the ranks, and keep a block of rows on each; the first blocks have one more row if uneven.
 
-    The gradient is made of the ranks' gradients, one behind the other; with ``Sum`` times the number of ranks.
+    The gradient is the concatenation of the ranks' gradients; with ``Sum`` times the number of ranks.
 
     Args:
         tensor: At least one dimension; shape and dtype are equal on all ranks.
         name: See the module docstring.
-        compression: How it travels.
+        compression: Encodes the tensor to be sent.
         op: As for ``allreduce``, without ``Adasum``.
-        process_set: Which ranks.
+        process_set: The ranks.
         prescale_factor: Factor before the reduction.
-        postscale_factor: Factor after it.
+        postscale_factor: Factor after the reduction.
     """
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
@@ -480,9 +436,6 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     context.members(process_set).coordinator.barrier()
 
 
-# -------------------------------------------------------------------------------------------------------- submissions
-
-
 def _reduction(
     average: object,
     name: str | None,
@@ -493,7 +446,7 @@ def _reduction(
 ) -> _Call:
     if average is not None:
         if isinstance(average, Reduction):
-            # Any of them but Average would be taken for True, and make an average.
+            # Each of them except Average is true, and would be taken for an average.
             raise ConfigurationError(
                 f"{average.name} was passed as average=: pass op={average.name.title()} by keyword"
             )
@@ -506,10 +459,10 @@ def _reduction(
 
 
 def checked_op(op: Any) -> Reduction:
-    """One of the reductions; ``None`` is ``Average``.
+    """Return the reduction; ``None`` is ``Average``.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: It is no reduction.
     """
     try:
         return Average if op is None else Reduction(op)
@@ -571,7 +524,7 @@ def _scatter(call: _Call, tensors: Sequence[torch.Tensor]) -> Handle:
 
 
 def _each(call: _Call, tensors: Sequence[torch.Tensor], start: Callable[[_Call, torch.Tensor], Work]) -> Handle:
-    """Start an operation for every tensor, which it only reads."""
+    """Start an operation for every tensor, which is only read."""
     members = context.members(call.process_set)
     hosts = [_on_host(members, tensor) for tensor in tensors]
     works = [start(call.member(index, len(hosts)), host) for index, host in enumerate(hosts)]
@@ -580,7 +533,7 @@ def _each(call: _Call, tensors: Sequence[torch.Tensor], start: Callable[[_Call, 
 
 
 def _exchange(call: _Call, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None) -> Handle:
-    """Start an alltoall; the handle's result is the rows and how many came from each rank."""
+    """Start an alltoall; the handle's result is the rows, and the number of rows from each rank."""
     members = context.members(call.process_set)
     checked_tensor(tensor, call.label("alltoall"))
     rows = checked_splits(splits)
@@ -600,19 +553,19 @@ def _scale(tensors: Sequence[torch.Tensor], factor: float) -> None:
 
 
 def _on_host(members: Members, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it where whoever carries the operation out can reach it."""
+    """Return the tensor, or a copy in host memory if the engine carries the operation out."""
     return tensor.detach().cpu() if members.needs_host_memory else tensor
 
 
 def _copied_back(host: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The target of an operation on ``host``."""
+    """Copy the result of an operation on ``host`` to the target, and return that."""
     if host.device != target.device:
         target.copy_(host)
     return target
 
 
 def _then(handle: Handle, finish: Callable[[Any], Any]) -> Handle:
-    """A handle whose result is made of another one's."""
+    """Return a handle whose result is computed from another handle's result."""
     return Handle(handle.works, lambda results: finish(handle.finish(results)))
 
 
@@ -620,11 +573,8 @@ def _first(handle: Handle) -> Handle:
     return _then(handle, lambda results: results[0])
 
 
-# ---------------------------------------------------------------------------------------------------------- gradients
-
-
 class _Allreduce(torch.autograd.Function):
-    """Horovod's rule: gradients are reduced as the tensors were."""
+    """Allreduce; by Horovod's rule gradients are reduced like the tensors."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -637,7 +587,7 @@ class _Allreduce(torch.autograd.Function):
 
 
 class _Allgather(torch.autograd.Function):
-    """Horovod's rule: this rank's rows of the average of the gradients."""
+    """Allgather; by Horovod's rule the gradient is this rank's rows of the average of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -656,7 +606,7 @@ class _Allgather(torch.autograd.Function):
 
 
 class _Broadcast(torch.autograd.Function):
-    """Horovod's rule: the average of the gradients on the root, zero elsewhere."""
+    """Broadcast; by Horovod's rule the gradient is the average of the gradients on the root, and zero elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, tensor: torch.Tensor) -> torch.Tensor:
@@ -671,7 +621,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 class _Alltoall(torch.autograd.Function):
-    """Gradients go back the way the rows came."""
+    """All-to-all; gradients are sent back to the ranks from which the rows came."""
 
     @staticmethod
     def forward(
@@ -689,7 +639,7 @@ class _Alltoall(torch.autograd.Function):
 
 
 class _Reducescatter(torch.autograd.Function):
-    """Horovod's rule: everybody's gradients, times the number of ranks if the tensors were added."""
+    """Reduce-scatter; by Horovod's rule gradients are gathered, times the number of ranks if the tensors were added."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

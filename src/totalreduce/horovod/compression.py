@@ -10,19 +10,19 @@ __all__ = ["Compression", "Compressor"]
 
 
 class Compressor:
-    """Makes a tensor smaller before an operation, and undoes it; this one leaves it as it is.
+    """Encodes tensors for an operation, and decodes the results; this class leaves them unchanged.
 
     Operations take any subclass; ``DistributedOptimizer`` takes those in ``Compression``.
     """
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """The tensor that travels, and what ``decompress`` needs to know."""
+        """Return the tensor to send, and the context for ``decompress``."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:  # noqa: ARG004  (subclasses use it)
-        """What travelled, as it was."""
+        """Decode a tensor that ``compress`` has encoded."""
         return tensor
 
 
@@ -53,7 +53,7 @@ class _BFloat16(_Cast):
 
 
 class Compression:
-    """The compressors there are. Sums of halves are accumulated in float32 and rounded once."""
+    """All compressors. Sums of half types are accumulated in float32 and rounded once."""
 
     none = Compressor
     fp16 = _Float16

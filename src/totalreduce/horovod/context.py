@@ -1,6 +1,6 @@
-"""What lives between ``init`` and ``shutdown``: the job's group, the process sets, the timeline.
+"""The state between ``init`` and ``shutdown``: the job's group, the process sets, the timeline.
 
-Horovod's interface is one of functions, so there is one such object in a process, ``context``.
+Horovod's interface consists of functions, so a process has one such object, ``context``.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from totalreduce.pytorch.optimizer import DistributedOptimizer
 
 __all__ = ["Context", "Locality", "Members", "context"]
 
-#: Back ends of torch.distributed that move CPU memory: over these the library's own transports are no slower.
+#: Back ends of torch.distributed that send CPU memory. The library's own transports are at least as fast.
 _CPU_BACKENDS = frozenset({"gloo", "mpi", "totalreduce", "fake"})
 _STALL_WARNING_S = 10.0
-#: Share of the patience after which ranks that wait for an operation give it up together, on all ranks with one error.
-#: The rest is for telling the others, before any of them gives up its wait by itself.
+#: Share of the time-out after which all ranks together give up an operation that some rank does not submit, with one
+#: error. The rest of the time is for messages about it, before a rank's own wait ends.
 _STALL_ABORT_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Locality:
-    """Where this process is among those of its host, and among the first, second, ... processes of all hosts."""
+    """The rank of this process among those of its host, and among the processes of all hosts with its local rank."""
 
     local_rank: int
     local_size: int
@@ -53,7 +53,7 @@ class Locality:
 
     @classmethod
     def among(cls, places: Sequence[tuple[int, int]], rank: int) -> Locality:
-        """Out of every rank's local rank and local size."""
+        """Compute it from the local rank and the local size of every rank."""
         local_rank, local_size = places[rank]
         alike = [other for other, (their_local_rank, _) in enumerate(places) if their_local_rank == local_rank]
         sizes = {size for _, size in places}
@@ -67,11 +67,11 @@ class Members:
 
     Attributes:
         ranks: The members, as ranks of the job.
-        group: Of the same ranks.
+        group: The group of these ranks.
         coordinator: Carries out collectives that come in any order.
-        optimizers: Those that are in use: ``join`` takes part in their rounds.
-        made: How many things of a kind were made for the set; what is made in the same order on all ranks is named so.
-        adasums: By name of the operation.
+        optimizers: The optimizers in use: ``join`` takes part in their rounds.
+        made: The number of objects of each kind that were made for the set; their names contain it.
+        adasums: The ``Adasum`` of each operation's name.
     """
 
     ranks: tuple[int, ...]
@@ -83,7 +83,7 @@ class Members:
 
     @classmethod
     def of(cls, group: Group, ranks: Sequence[int], config: CoordinationConfig) -> Members:
-        """Collective among the members."""
+        """Make the coordinator of a process set. Collective among the members."""
         return cls(tuple(ranks), group, group.coordinator or group.coordinate(config=config))
 
     @property
@@ -92,10 +92,7 @@ class Members:
         return isinstance(self.coordinator.natives, EngineCollectives)
 
     def root(self, rank: int) -> int:
-        """A root's index in the set.
-
-        Args:
-            rank: Its rank in the job.
+        """Return the index of a root in the set, given its rank in the job.
 
         Raises:
             ConfigurationError: It is no member.
@@ -107,19 +104,19 @@ class Members:
         return self.ranks.index(rank)
 
     def name(self, kind: str) -> str:
-        """A name that is equal on all ranks if they all make their things of a kind in the same order."""
+        """Return a new name, equal on all ranks if they make their objects of each kind in the same order."""
         self.made[kind] += 1
         return f"{kind}.{self.made[kind]}"
 
     def adasum(self, name: str | None) -> Adasum:
-        """What combines the tensors of operations with this name; all unnamed ones share one."""
+        """Return the ``Adasum`` of operations with this name; all unnamed operations share one."""
         name = "adasum" if name is None else f"adasum.{name}"
         if name not in self.adasums:
             self.adasums[name] = Adasum(self.group.control, name)
         return self.adasums[name]
 
     def close(self) -> None:
-        """What is pending fails; the models' parameters are free for other optimizers."""
+        """End the set: pending operations fail, and other optimizers may take the models' parameters."""
         for optimizer in list(self.optimizers):
             optimizer.close()
         self.coordinator.close()
@@ -128,14 +125,13 @@ class Members:
 
 @final
 class Context:
-    """See the module docstring. Used from one thread, but for operations and their handles.
+    """The state of Horovod's interface. Used from one thread, except for operations and their handles.
 
     Attributes:
-        transport: Of the job, or of the last one.
+        transport: The transport of the job, or of the last one.
     """
 
     def __init__(self) -> None:
-        """Nothing is there yet."""
         self.transport: str = "auto"
         self._group: Group | None = None
         self._locality: Locality | None = None
@@ -152,7 +148,7 @@ class Context:
 
     @property
     def group(self) -> Group:
-        """All ranks.
+        """The group of all ranks.
 
         Raises:
             ConfigurationError: There is no job.
@@ -163,7 +159,7 @@ class Context:
 
     @property
     def locality(self) -> Locality:
-        """See ``Locality``; raises as ``group`` does."""
+        """The place of this process among the hosts; raises as ``group`` does."""
         self.group  # noqa: B018  (raises)
         assert self._locality is not None
         return self._locality
@@ -180,14 +176,14 @@ class Context:
         timeline: str | Path | None,
         coordination: CoordinationConfig | None,
     ) -> None:
-        """See ``basics.init``."""
+        """Join the job (see ``basics.init``)."""
         if self._group is not None:
             if self._members[0].coordinator.ended is None:
                 return
-            self.stop()  # all ranks know that it has failed: nobody takes this one's leave for a loss
+            self.stop()  # all ranks know that the job has failed, so they do not count this rank as lost
         self._config = coordination or _default_config(timeout_s)
         self.transport = transport or ("torch" if _is_on_accelerators() else "auto")
-        # A name of its own: a program may have groups of totalreduce's beside this one.
+        # The name is different from those of the program's own groups.
         self._group = group = init(
             self.transport, name="horovod", timeout_s=timeout_s, timeline=timeline, coordination=self._config
         )
@@ -205,12 +201,12 @@ class Context:
             raise
 
     def stop(self) -> None:
-        """See ``basics.shutdown``."""
+        """Leave the job (see ``basics.shutdown``)."""
         group, self._group = self._group, None
         if group is None:
             return
         self.stop_timeline(group)
-        for number in sorted(self._members, reverse=True):  # the last one is that of all ranks, and ends the job
+        for number in sorted(self._members, reverse=True):  # the last set is that of all ranks, and ends the job
             self._members[number].close()
         group.close()
         self._members.clear()
@@ -223,12 +219,7 @@ class Context:
     # ------------------------------------------------------------------------------------------------ process sets
 
     def add(self, process_set: ProcessSet) -> None:
-        """Make a process set known. Collective among all ranks of the job.
-
-        Raises:
-            ConfigurationError: It has ranks that do not exist, or there is such a set already.
-            PlanMismatchError: The ranks add different ones; on every rank.
-        """
+        """Register a process set (see ``basics.add_process_set``)."""
         group, number = self.group, self._next_set
         ranks = agree_or_refuse(
             group.control, f"process set {number}", lambda: self._checked(process_set), lambda ranks: {"ranks": ranks}
@@ -255,7 +246,7 @@ class Context:
         return ranks
 
     def remove(self, process_set: ProcessSet) -> bool:
-        """Forget a process set. Collective among all ranks of the job; returns whether that was possible."""
+        """Remove a process set (see ``basics.remove_process_set``)."""
         number = self.number(process_set)
         if number == 0:
             return False
@@ -268,21 +259,17 @@ class Context:
         return True
 
     def by_id(self, number: int) -> ProcessSet:
-        """The process set with this id.
-
-        Raises:
-            ConfigurationError: There is none.
-        """
+        """Return the process set with this id (see ``basics.process_set_by_id``)."""
         self.group  # noqa: B018  (raises)
         if number not in self._known:
             raise ConfigurationError(f"there is no process set with id {number}")
         return self._known[number][0]
 
     def members(self, process_set: ProcessSet) -> Members:
-        """What the operations of a process set are made with.
+        """Return the members of a process set.
 
         Raises:
-            ConfigurationError: There is no job, the set is not known, or this process is no member.
+            ConfigurationError: There is no job, the set is not registered, or this process is no member.
         """
         members = self._members.get(self.number(process_set))
         if members is None:
@@ -290,15 +277,15 @@ class Context:
         return members
 
     def forget(self, optimizer: DistributedOptimizer) -> None:
-        """It is not in use any more."""
+        """Note that an optimizer is not in use any more."""
         for members in self._members.values():
             members.optimizers.discard(optimizer)
 
     def number(self, process_set: ProcessSet) -> int:
-        """The id of a process set.
+        """Return the id of a process set.
 
         Raises:
-            ConfigurationError: There is no job, or the set is not known.
+            ConfigurationError: There is no job, or the set is not registered.
         """
         self.group  # noqa: B018  (raises)
         if not isinstance(process_set, ProcessSet):
@@ -313,11 +300,7 @@ class Context:
     # ---------------------------------------------------------------------------------------------------- timeline
 
     def start_timeline(self, path: str | Path) -> None:
-        """Record from now on.
-
-        Raises:
-            ConfigurationError: One is being recorded, or the file cannot be written.
-        """
+        """Record a trace from now on (see ``basics.start_timeline``)."""
         group = self.group
         if self._timeline is not None:
             raise ConfigurationError(f"a timeline is being recorded to {self._timeline.path}: call stop_timeline()")
@@ -325,13 +308,13 @@ class Context:
             path = Path(path)
         except TypeError:
             raise ConfigurationError(f"file_path is the path of a file, not {path!r:.60}") from None
-        # Horovod's users look for the file they named, which rank 0 writes.
+        # Rank 0 writes the file that was named, as with Horovod.
         mine = path if group.rank == 0 else rank_path(path.with_suffix(".json"), group.rank)
         self._timeline = Timeline(group.rank, mine)
         group.observers.append(self._timeline)
 
     def stop_timeline(self, group: Group | None = None) -> None:
-        """Write what was recorded; harmless when nothing was."""
+        """Write the trace, if one is being recorded."""
         observers = (group or self.group).observers
         timeline, self._timeline = self._timeline, None
         if timeline is not None:
@@ -340,7 +323,7 @@ class Context:
 
 
 def _default_config(timeout_s: float | None) -> CoordinationConfig:
-    """Horovod waits for ever for ranks that are late; so long as a wait may take, so long may an operation."""
+    """Return settings in which an operation waits for late ranks about as long as a caller waits for it."""
     patience_s = timeout_s or environment.read_settings().timeout_s or EngineConfig().timeout_s
     return CoordinationConfig(
         stall_warning_s=min(_STALL_WARNING_S, patience_s / 2), stall_abort_s=_STALL_ABORT_SHARE * patience_s
@@ -358,7 +341,7 @@ def _is_on_accelerators() -> bool:
 
 
 def _check_complete(comm: Any, everybody: range) -> None:
-    """Horovod makes the world of some ranks of the job, too; here that is a process set."""
+    """Refuse a communicator of some ranks, from which Horovod makes the world: here a process set has them."""
     ranks = list(everybody)
     if comm:
         ranks = ranks_of_communicator(comm) or (list(comm) if isinstance(comm, Iterable) else [comm])
@@ -370,21 +353,22 @@ def _check_complete(comm: Any, everybody: range) -> None:
 
 
 def _places(group: Group) -> list[tuple[int, int]]:
-    """Local rank and local size of every rank: as the launcher says, or by the hosts where it does not say. Collective.
+    """Return the local rank and local size of every rank. Collective.
 
-    A launcher that nobody recognised, or ``init_process_group`` by hand, leaves no variables.
+    They are those of the launcher's variables. An unknown launcher, or ``init_process_group`` by hand, leaves no
+    variables; then they are computed from the ranks' hosts.
     """
-    said = None
+    given = None
     with suppress(ConfigurationError):
         world = environment.read_world()
         if (world.rank, world.world_size) == (group.rank, group.world_size):
-            said = [world.local_rank, world.local_world_size]
-    known = group.allgather_object([host_identity(), said])
+            given = [world.local_rank, world.local_world_size]
+    known = group.allgather_object([host_identity(), given])
     if all(theirs is not None for _, theirs in known):
         return [(theirs[0], theirs[1]) for _, theirs in known]
     hosts = [host for host, _ in known]
     return [(hosts[:rank].count(host), hosts.count(host)) for rank, host in enumerate(hosts)]
 
 
-#: The one of this process.
+#: The context of this process.
 context = Context()

@@ -1,7 +1,7 @@
-"""Start all ranks from the same state, and exchange plain values.
+"""Functions that copy state from one rank to all, and exchange plain values.
 
-These block, and are called in the same order on all ranks. Nothing is ever pickled: what came over a network and is
-unpickled could run any code.
+They block, and all ranks call them in the same order. Values are never pickled, because unpickling bytes from a network
+could run any code.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def broadcast_parameters(
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()``, ``model.parameters()``, or lists of such. Tensors
-            without names are told apart by their places.
-        root_rank: A rank of the job.
-        process_set: Which ranks.
+            without names are named by their index.
+        root_rank: The rank of the root in the job.
+        process_set: The ranks.
 
     Raises:
         PlanMismatchError: Names, shapes or dtypes differ between ranks; on every rank, before any is written.
@@ -55,15 +55,13 @@ def broadcast_parameters(
         if str(name) in named:
             raise ConfigurationError(f"params has {str(name)!r} more than once: names must tell tensors apart")
         named[str(name)] = tensor
-    # Ranks may have built their dicts in different orders; what travels is packed in this one.
-    ordered = dict(sorted(named.items()))
-    broadcast.broadcast_parameters(ordered, members.group.control, members.root(root_rank))
+    broadcast.broadcast_parameters(named, members.group.control, members.root(root_rank))
 
 
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int,
-    model: torch.nn.Module | None = None,  # noqa: ARG001  (Horovod takes a step with it, to make state)
+    model: torch.nn.Module | None = None,  # noqa: ARG001
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Copy the root's optimizer state and hyper-parameters to all ranks, for every optimizer of ``torch.optim``.
@@ -73,13 +71,13 @@ def broadcast_optimizer_state(
     Args:
         optimizer: A torch optimizer or a ``DistributedOptimizer``, whose ``step`` is not called. Only the root needs to
             have state.
-        root_rank: A rank of the job.
-        model: Accepted, not needed.
-        process_set: Which ranks.
+        root_rank: The rank of the root in the job.
+        model: Accepted, without effect: Horovod makes state by a step with it.
+        process_set: The ranks.
 
     Raises:
         PlanMismatchError: Kind of optimizer or parameter shapes differ between ranks; on every rank.
-        ConfigurationError: The root's state holds something else than plain values and tensors; on every rank.
+        ConfigurationError: The root's state holds other values than plain ones and tensors; on every rank.
     """
     members = context.members(process_set)
     broadcast.broadcast_optimizer_state(optimizer, members.group.control, members.root(root_rank))
@@ -87,7 +85,7 @@ def broadcast_optimizer_state(
 
 
 def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Give every trainable parameter without a gradient one of zeros: a sparse one for ``SparseAdam``.
+    """Give every trainable parameter without a gradient a gradient of zeros, for ``SparseAdam`` a sparse one.
 
     Horovod's functions leave such gradients, and programs read them. ``zero_grad()`` removes them.
     """
@@ -103,17 +101,17 @@ def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
-    name: str | None = None,  # noqa: ARG001  (their order tells them apart)
+    name: str | None = None,  # noqa: ARG001
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The root's value on every rank.
+    """Return the root's value on every rank.
 
     Args:
-        obj: What may be sent is in ``docs/collectives.md``: plain values, tensors, NumPy arrays and containers of them,
-            up to 1 GiB. Ignored on the other ranks.
-        root_rank: A rank of the job.
-        name: Accepted, not needed.
-        process_set: Which ranks.
+        obj: The value: plain values, tensors, NumPy arrays and containers of them, up to 1 GiB (see
+            ``docs/collectives.md``). Ignored on the other ranks.
+        root_rank: The rank of the root in the job.
+        name: Accepted, without effect.
+        process_set: The ranks.
 
     Raises:
         ConfigurationError: The value cannot be sent; on every rank.
@@ -124,10 +122,10 @@ def broadcast_object(
 
 def allgather_object(
     obj: Any,
-    name: str | None = None,  # noqa: ARG001  (their order tells them apart)
+    name: str | None = None,  # noqa: ARG001
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Every rank's value, by rank, on every rank; values as for ``broadcast_object``.
+    """Return the values of all ranks, by rank, on every rank; values are as for ``broadcast_object``.
 
     Raises:
         ConfigurationError: A value cannot be sent; on every rank.

@@ -1,4 +1,4 @@
-"""What the asynchronous forms return."""
+"""The handles that asynchronous functions return."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Handle", "poll", "synchronize"]
 
 @final
 class Handle:
-    """Operations under way, for ``poll`` and ``synchronize``. It may be dropped: they go on."""
+    """Operations in flight, for ``poll`` and ``synchronize``. They go on if the handle is dropped."""
 
     def __init__(self, works: Sequence[Work], finish: Callable[[list[torch.Tensor]], Any]) -> None:
-        """``finish`` makes the result of what the works return, once."""
+        """``finish`` makes the result from the works' tensors; it is called once."""
         self.works, self.finish = works, finish
         self._finished = False
         self._result: Any = None
@@ -28,11 +28,11 @@ class Handle:
         return all(work.done() for work in self.works)
 
     def wait(self) -> Any:
-        """The result, when it is there; the same one every time.
+        """Wait for the operations and return the result; each call returns the same object.
 
         Raises:
-            DeadlineExceededError: It is not there in time; ``wait`` may be called again.
-            TotalReduceError: The first work's that failed, after all of them have ended.
+            DeadlineExceededError: An operation takes too long; ``wait`` may be called again.
+            TotalReduceError: The error of the first work that failed, after all works have ended.
         """
         if self._finished:
             return self._result
@@ -56,7 +56,7 @@ class Handle:
 
 
 def poll(handle: Handle) -> bool:
-    """Whether an operation has finished, well or not; ``synchronize`` then returns at once."""
+    """Whether an operation has finished, with or without an error; ``synchronize`` then returns at once."""
     return _checked(handle).done()
 
 
@@ -64,13 +64,13 @@ def synchronize(handle: Handle) -> Any:
     """Wait for an operation.
 
     Returns:
-        What the form without ``_async`` returns; for ``alltoall_async`` always both of its results.
+        The result of the function without ``_async``; for ``alltoall_async`` always both results.
 
     Raises:
         MismatchError: The ranks submitted different operations under this name.
         PeerLost: A rank is gone.
         StallError: Some rank never submitted it.
-        DeadlineExceededError: It takes too long; it may be waited for again.
+        DeadlineExceededError: It takes too long; ``synchronize`` may be called again.
     """
     return _checked(handle).wait()
 

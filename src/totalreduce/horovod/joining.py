@@ -1,4 +1,4 @@
-"""Ranks with less data than others."""
+"""``join``, for ranks with less data than others."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from totalreduce.horovod.process_sets import global_process_set
 __all__ = ["join"]
 
 
-def join(device: int = -1) -> int:  # noqa: ARG001  (Horovod makes its zeros there)
-    """Say that this rank has no more data, and lend the others nothing but zeros until all have joined. Collective.
+def join(device: int = -1) -> int:  # noqa: ARG001
+    """Announce that this rank has no more data, and contribute zeros until all ranks have joined. Collective.
 
-    It takes part in their allreduces and barriers, and in the steps of every ``DistributedOptimizer`` of all ranks that
-    is in use here. Averages are divided by the number of ranks as before, those that have joined included. The other
+    The rank takes part in the allreduces and barriers of the others, and in the steps of every ``DistributedOptimizer``
+    over all ranks that is in use here. Averages are divided by the number of all ranks, joined ones included. The other
     operations raise ``UnsupportedError`` while some ranks have joined.
 
     Args:
@@ -29,7 +29,7 @@ def join(device: int = -1) -> int:  # noqa: ARG001  (Horovod makes its zeros the
         PeerLost: A rank is gone.
     """
     members = context.members(global_process_set)
-    # Each waits for the others' next operation, whichever comes; so each has its thread.
+    # Each of them waits for the next operation of the other ranks, so each has a thread.
     bodies = [members.coordinator.join, *(optimizer.join for optimizer in members.optimizers)]
     outcomes: queue.SimpleQueue[tuple[int, int | BaseException]] = queue.SimpleQueue()
 
@@ -47,4 +47,4 @@ def join(device: int = -1) -> int:  # noqa: ARG001  (Horovod makes its zeros the
         if isinstance(outcome, BaseException):
             raise outcome
         last[place] = outcome
-    return last[0]  # the optimizers' rounds may have ended in another order
+    return last[0]  # the optimizers' rounds may have ended in another order of ranks

@@ -42,13 +42,13 @@ class GradientOptimizer(plain.DistributedOptimizer):
         super().__init__(optimizer, **options)
 
     def synchronize(self) -> None:
-        """As before; ``step()`` is expected within ``skip_synchronize()`` then."""
+        """Wait for the gradients of all ranks; the next ``step()`` is expected within ``skip_synchronize()``."""
         super().synchronize()
         self._user_synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """For ``step()`` after ``synchronize()``, which does not communicate again in any case."""
+        """Give a context for ``step()`` after ``synchronize()``; that step does not communicate in any case."""
         before, self._expects_synchronized = self._expects_synchronized, True
         try:
             yield
@@ -56,7 +56,7 @@ class GradientOptimizer(plain.DistributedOptimizer):
             self._expects_synchronized = before
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As before; warns after ``synchronize()`` and outside ``skip_synchronize()``, where Horovod reduces twice."""
+        """Step; warn after ``synchronize()`` and outside ``skip_synchronize()``, where Horovod reduces twice."""
         if self._user_synchronized and not self._expects_synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(). Here the "
@@ -69,20 +69,20 @@ class GradientOptimizer(plain.DistributedOptimizer):
 
     @property
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
-        """Programs read this attribute of Horovod's optimizer."""
+        """The first name of each parameter; programs read this attribute of Horovod's optimizer."""
         return {parameter: names[0] for parameter, names in self._source.names().items()}
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From now on so many backward passes add up before gradients leave. On every rank.
+        """Set the number of backward passes that add up before gradients leave. On every rank.
 
         Raises:
-            ConfigurationError: Fewer than one.
+            ConfigurationError: The number is less than one.
         """
         self._settings = dataclasses.replace(self._settings, backward_passes_per_step=_checked_passes(passes))
         self._round.passes = [0] * len(self._round.passes)
 
     def close(self) -> None:
-        """As before; ``join`` need not wait for it any more."""
+        """Close the optimizer; ``join`` does not take part in its steps any more."""
         super().close()
         context.forget(self)
 
@@ -92,14 +92,14 @@ class AdasumOptimizer(adasum.AdasumOptimizer):
 
     @property
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
-        """Programs read this attribute of Horovod's optimizer."""
+        """The name of each parameter; programs read this attribute of Horovod's optimizer."""
         return {parameter: name for name, parameter in self._model.named_parameters()}
 
     def synchronize(self) -> None:
-        """Nothing: what is combined are the updates, in ``step()``."""
+        """Do nothing: ``step()`` combines the updates."""
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Not possible.
+        """Refuse: ``step()`` always communicates.
 
         Raises:
             ConfigurationError: Always.
@@ -107,10 +107,10 @@ class AdasumOptimizer(adasum.AdasumOptimizer):
         raise ConfigurationError("op=Adasum combines the updates that step() makes: that cannot be skipped")
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Nothing: gradients add up on this rank until ``step()``.
+        """Check the number; gradients add up on this rank until ``step()`` in any case.
 
         Raises:
-            ConfigurationError: Fewer than one.
+            ConfigurationError: The number is less than one.
         """
         _checked_passes(passes)
 
@@ -129,23 +129,23 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 ) -> GradientOptimizer | AdasumOptimizer:
     """Wrap a torch optimizer so that ``step()`` uses the gradients of all ranks. Collective among these.
 
-    Gradients leave while backward goes on, and are waited for in ``step()``, or in ``synchronize()`` where they are to
-    be clipped or unscaled before. What wraps is a ``torch.optim.Optimizer``, but none of the class that was given.
+    Gradients leave during backward. ``step()`` waits for them, or ``synchronize()`` if they are to be clipped or
+    unscaled before. The returned optimizer is a ``torch.optim.Optimizer``, but not of the class of the given one.
 
     Args:
         optimizer: Any ``torch.optim`` optimizer. It is driven by the one returned: do not step it yourself.
         named_parameters: ``model.named_parameters()``; equal names on all ranks. Without it, places in the optimizer.
         compression: ``Compression.none``, ``fp16`` or ``bf16``. Not with ``Adasum``.
-        backward_passes_per_step: So many backward passes add up before gradients leave; those of a remainder leave at
-            ``step()``. Nothing is divided by it.
+        backward_passes_per_step: The number of backward passes that add up before gradients leave; those of a remainder
+            leave at ``step()``. Gradients are not divided by it.
         op: ``Average``, ``Sum``; or ``Adasum``, which combines the ranks' updates.
         gradient_predivide_factor: Averages are divided by this before the sum and by the rest after it.
-        num_groups: Accepted, like ``groups``, without effect: they tell Horovod what to pack together, which is planned
-            here.
+        num_groups: Accepted, like ``groups``, without effect: Horovod packs gradients by groups, and this optimizer
+            plans its buckets itself.
         groups: A number, or lists of parameters.
-        sparse_as_dense: Whether sparse gradients travel, and become, dense; else everybody's rows are gathered, where
-            it is known beforehand that they are sparse (``SparseAdam``).
-        process_set: Which ranks. On others, the optimizer returned works by itself.
+        sparse_as_dense: Whether sparse gradients are reduced as dense ones, and become dense. Otherwise the rows of all
+            ranks are gathered if it is known beforehand that gradients are sparse (``SparseAdam``).
+        process_set: The ranks. On other ranks, the returned optimizer works without communication.
 
     Raises:
         ConfigurationError: A ``ValueError``. Parameters without a name, names given twice; settings that make no sense.
@@ -204,19 +204,19 @@ def _adasum(
 
 
 class _Names(torch.nn.Module):
-    """A module as far as ``AdasumOptimizer`` needs one."""
+    """A module with nothing but named parameters, for ``AdasumOptimizer``."""
 
     def __init__(self, named: Named) -> None:
         super().__init__()
         self._named = named
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The names that were given."""
+        """Return the names and parameters that were given."""
         return iter(self._named)
 
 
 def _place(process_set: ProcessSet, kind: str) -> tuple[Group, str]:
-    """The ranks that an optimizer is for, and its name there."""
+    """Return the group of an optimizer, and its name in the group."""
     if process_set.included() is False:
         group = context.group
         return group.subgroup([group.rank]), kind

@@ -1,4 +1,4 @@
-"""Sets of ranks that operations may be restricted to."""
+"""Process sets: sets of ranks to which operations may be restricted."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["ProcessSet", "global_process_set"]
 
 @final
 class ProcessSet:
-    """Some ranks of the job. Operations take one as ``process_set=`` once ``init`` or ``add_process_set`` knows it.
+    """Some ranks of the job. Operations take it as ``process_set=`` after ``init`` or ``add_process_set``.
 
     Args:
-        ranks_or_comm: Ranks of the job, in any order; or an mpi4py communicator, whose ranks they are.
+        ranks_or_comm: Ranks of the job, in any order; or an mpi4py communicator with these ranks.
 
     Raises:
-        ConfigurationError: Not ranks, or one twice.
+        ConfigurationError: These are no ranks, or a rank comes twice.
 
     Attributes:
-        process_set_id: Equal on all ranks; ``None`` before it is known and after it was removed.
-        ranks: Ascending; ``None`` after it was removed.
+        process_set_id: Equal on all ranks; ``None`` before the set is registered and after it was removed.
+        ranks: The ranks, ascending; ``None`` after the set was removed.
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
@@ -40,11 +40,11 @@ class ProcessSet:
         self._own: int | None = None
 
     def size(self) -> int | None:
-        """How many ranks it has; ``None`` while it is not known."""
+        """Return the number of ranks; ``None`` while the set is not registered."""
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This process's place in it, from 0; ``None`` while it is not known.
+        """Return the rank of this process in the set; ``None`` while the set is not registered.
 
         Roots of operations are ranks of the job, not of the set.
 
@@ -58,23 +58,23 @@ class ProcessSet:
         return self.ranks.index(self._own)
 
     def included(self) -> bool | None:
-        """Whether this process is a member; ``None`` while it is not known."""
+        """Whether this process is a member; ``None`` while the set is not registered."""
         if self.process_set_id is None or self.ranks is None:
             return None
         return self._own in self.ranks
 
     def register(self, number: int, ranks: Iterable[int], own: int) -> None:
-        """Make it known. For ``init`` and ``add_process_set``.
+        """Register the set, for ``init`` and ``add_process_set``.
 
         Args:
-            number: Its id.
+            number: The set's id.
             ranks: Its members.
-            own: This process's rank in the job.
+            own: The rank of this process in the job.
         """
         self.process_set_id, self.ranks, self._own = number, list(ranks), own
 
     def invalidate(self) -> None:
-        """Forget it: it was removed, or the job has ended."""
+        """Note that the set was removed, or that the job has ended."""
         self.process_set_id = self.ranks = self._own = None
 
     def __repr__(self) -> str:
@@ -82,7 +82,7 @@ class ProcessSet:
 
 
 def ranks_of_communicator(communicator: Any) -> list[int] | None:
-    """Ranks in ``COMM_WORLD`` of an mpi4py communicator's members; ``None`` for anything else."""
+    """Return the ranks in ``COMM_WORLD`` of an mpi4py communicator's members; ``None`` for other objects."""
     if not hasattr(communicator, "Get_group"):
         return None
     from mpi4py import MPI
@@ -91,5 +91,5 @@ def ranks_of_communicator(communicator: Any) -> list[int] | None:
     return list(group.Translate_ranks(list(range(group.Get_size())), MPI.COMM_WORLD.Get_group()))
 
 
-#: All ranks of the job. Known between ``init`` and ``shutdown``.
+#: The set of all ranks. Registered between ``init`` and ``shutdown``.
 global_process_set = ProcessSet([])

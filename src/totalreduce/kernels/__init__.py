@@ -1,4 +1,4 @@
-"""Arithmetic on memory. No rank, no message, no thread; every kernel releases the GIL while it works."""
+"""Arithmetic on memory, without ranks, messages or threads. Every kernel releases the GIL while it works."""
 
 from totalreduce.kernels.reduction import combine, divide, supports
 

@@ -1,7 +1,7 @@
-"""Have every compiled kernel of the sparse methods ready before the first gradient is.
+"""Load every compiled kernel of the sparse methods before the first gradient comes.
 
-Numba keeps what it has compiled in files; to read them takes a second of processor time, and to compile ten where there
-are none yet. Whoever makes an optimizer may expect that, and nobody does in his first step.
+Numba keeps compiled functions in files. To read them takes a second of processor time, and to compile them ten seconds;
+that belongs to the construction of an optimizer and not to its first step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["load"]
 
 
 def load() -> None:
-    """Call every kernel once, with what the methods call it with; takes no time when that was done before."""
+    """Call every kernel once, with the types that the methods use; a second call takes no time."""
     one, n = np.float32(1.0), 2 * selection.LANES
     values, index = np.ones(n, np.float32), np.arange(n, dtype=np.int32)
     room_index, room_value = np.empty(2 * n, np.int32), np.empty(2 * n, np.float32)

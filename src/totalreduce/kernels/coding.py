@@ -1,12 +1,12 @@
-"""How a list of indices and values travels: gaps between ascending indices, Rice-coded, then the values.
+"""The encoding of indices and values: gaps between ascending indices, Rice-coded, and values of two or four bytes.
 
-A gap g becomes g >> r in unary (so many zeros and a one), then its r low bits. With r near log2(0.69 times the mean
-gap) that is within two per cent of the entropy of random supports (8.1 bits for each element at a density of 1 %).
-Every 128 indices have an r of their own, in five bits: embeddings have rows where every element is chosen and long
-stretches where none is, and one r for both costs a region of them half as much again as the others.
+A gap g is encoded as g >> r in unary (that number of zeros and a one), followed by its r low bits. With r near
+log2(0.69 times the mean gap) the code is within two per cent of the entropy of random supports (8.1 bits for each
+element at a density of 1 %). Every 128 indices have an r of their own, in five bits: embeddings have rows in which
+every element is selected and long stretches without any, and one r for both would make their code half as long again.
 
-However the indices lie, a list takes no more than 1 + r bits per element, one per 2^r indices of the span, and those
-five: that makes the size of a message a function of its count.
+For any positions of the indices, a list takes at most 1 + r bits per element, one bit per 2^r indices of the span, and
+those five bits. So the largest size of a message is a function of its count.
 
 Values are float32, or bfloat16: the upper half of a float32, rounded to nearest even.
 """
@@ -34,18 +34,18 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
-#: Indices that share a number of low bits.
+#: The number of indices that share a number of low bits.
 PIECE = 128
 _PARAMETER_BITS = 5
 _PARAMETER_MAX = 30
-#: What is pending, at most twelve bits, and a code that is longer than this by one fit into a word.
+#: A code of this length plus one fits into a word together with the pending bits, which are at most twelve.
 _FAST_BITS = 50
-#: The best number of low bits is the binary logarithm of so many times the mean gap.
+#: The best number of low bits is the binary logarithm of this share of the mean gap.
 _SHARE = 0.69
 
 
 def rice_parameter(count: int, span: int) -> int:
-    """The number of low bits for ``count`` indices that lie anyhow in ``span``."""
+    """Return the number of low bits for ``count`` indices at random positions in ``span``."""
     parameter = 0
     while parameter < _PARAMETER_MAX and count << (parameter + 1) <= _SHARE * span:
         parameter += 1
@@ -53,7 +53,7 @@ def rice_parameter(count: int, span: int) -> int:
 
 
 def coded_bytes_max(count: int, span: int) -> int:
-    """No list of so many different indices below ``span`` needs more."""
+    """Return the largest size of the code of ``count`` different indices below ``span``."""
     parameter = rice_parameter(count, span)
     bits = count * (parameter + 1) + (span >> parameter) + -(-count // PIECE) * _PARAMETER_BITS
     return (bits + 7) // 8 if count else 0
@@ -61,7 +61,7 @@ def coded_bytes_max(count: int, span: int) -> int:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _num_bits(index: Array, begin: int, end: int, expected: int, parameter: int) -> int:
-    """Of a piece of the indices, of which ``expected`` is the smallest that could be there."""
+    """Return the length of a piece's code; ``expected`` is its smallest possible index."""
     bits: int = int64(end - begin) * (parameter + 1)
     for i in range(begin, end):
         bits += (index[i] - expected) >> parameter
@@ -71,10 +71,10 @@ def _num_bits(index: Array, begin: int, end: int, expected: int, parameter: int)
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _fitting(index: Array, begin: int, end: int, expected: int, parameter: int) -> int:
-    """The parameter that makes a piece shortest. Lengths fall towards it and rise behind it."""
+    """Return the parameter with the shortest code of a piece. Lengths fall up to it and rise beyond it."""
     gap = index[begin] - expected
     less, bits, more = (gap << 1) >> parameter, gap >> parameter, gap >> (parameter + 1)
-    for i in range(begin + 1, end):  # three lengths in one pass: mostly one of them is the shortest
+    for i in range(begin + 1, end):  # three lengths in one pass: usually one of them is the shortest
         gap = int64(index[i]) - int64(index[i - 1]) - 1
         less += (gap << 1) >> parameter
         bits += gap >> parameter
@@ -98,12 +98,12 @@ def encode_gaps(index: Array, first: int, parameter: int, out: Array) -> int:
 
     Args:
         index: int32.
-        first: The smallest index that could be there.
-        parameter: ``rice_parameter``; no piece becomes longer than with that.
+        first: The smallest possible index.
+        parameter: ``rice_parameter``; no piece becomes longer than with this parameter.
         out: uint8, with room for ``coded_bytes_max``. Up to seven bytes behind the code may become zero.
 
     Returns:
-        How many bytes were written.
+        The number of bytes written.
     """
     pending, num_pending, at = uint64(0), 0, 0
     expected = int64(first)
@@ -147,7 +147,7 @@ def encode_gaps(index: Array, first: int, parameter: int, out: Array) -> int:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _fill(coded: Array, at: int, window: int, num_bits: int) -> tuple[int, int, int]:
-    """Have more than 32 bits in the window, or all that are left."""
+    """Fill the window with more than 32 bits, or with all that are left."""
     if num_bits <= 32 and at + 4 <= coded.size:
         word = uint64(coded[at]) | uint64(coded[at + 1]) << uint64(8)
         word |= uint64(coded[at + 2]) << uint64(16) | uint64(coded[at + 3]) << uint64(24)
@@ -166,7 +166,7 @@ def decode_gaps(coded: Array, first: int, end: int, index: Array) -> int:
     """Undo ``encode_gaps``: fill ``index``.
 
     Returns:
-        How many bytes were read; -1 if the code makes no sense (too short, or an index outside [first, end)).
+        The number of bytes read; -1 if the code is damaged (too short, or an index outside [first, end)).
     """
     expected = int64(first)
     window, num_bits, at = uint64(0), 0, 0
@@ -179,7 +179,7 @@ def decode_gaps(coded: Array, first: int, end: int, index: Array) -> int:
         num_bits -= _PARAMETER_BITS
         for i in range(begin, min(begin + PIECE, index.size)):
             if at + 8 <= coded.size:
-                # Have 56 bits or more: those above them are read again, and are what they were.
+                # The window gets 56 bits or more; the bits above them are read again, with the same values.
                 window |= load_word(coded, at) << uint64(num_bits)
                 at += (63 - num_bits) >> 3
                 num_bits |= 56
@@ -222,7 +222,7 @@ def decode_gaps(coded: Array, first: int, end: int, index: Array) -> int:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def round_values(values: Array) -> None:
-    """Round float32 to what bfloat16 can say, in place, to nearest even; finite stays finite."""
+    """Round float32 to bfloat16, in place, to nearest even; finite values stay finite."""
     bits = values.view(np.uint32)
     for i in range(bits.size):
         old = bits[i]
@@ -233,14 +233,14 @@ def round_values(values: Array) -> None:
 
 
 def narrow(values: Array) -> Array:
-    """The upper halves, uint16, of float32 that were rounded."""
+    """Return the upper halves, uint16, of rounded float32."""
     halves: Array = values.view(np.uint16)[1::2]
     return halves
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def widen(halves: Array, out: Array) -> None:
-    """Write float32 from their upper halves; as many."""
+    """Write the float32 that have these upper halves."""
     bits = out.view(np.uint32)
     for i in range(halves.size):
         bits[i] = uint32(halves[i]) << uint32(16)

@@ -1,7 +1,7 @@
-"""Selection in the memory of any device, in torch's own operations: the reference of ``device_triton``.
+"""Selection in the memory of any device, by torch's own operations: the reference of ``device_triton``.
 
-It takes several passes, a stretch of the memory at a time, so that what it needs beside is small. Bounds are bits of
-magnitudes, as in ``selection``.
+It takes several passes over one stretch of the memory at a time, so that it needs little additional memory. Bounds are
+bits of magnitudes, as in ``selection``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from totalreduce.kernels.selection import Array
 __all__ = ["DeviceKernels", "Found", "accumulate", "histogram", "select"]
 
 _MAGNITUDE = 0x7FFFFFFF
-#: Elements of a stretch.
+#: The number of elements of a stretch.
 _STRETCH = 1 << 22
 
 
@@ -28,7 +28,7 @@ class Found(NamedTuple):
     Attributes:
         indices: int64, ascending.
         values: float32, as long.
-        complete: Whether these are all; else they are the first ones.
+        complete: Whether these are all elements; otherwise they are the first ones.
     """
 
     indices: Tensor
@@ -47,21 +47,21 @@ class DeviceKernels(Protocol):
 
 
 def accumulate(gradient: Tensor, residual: Tensor, scale: float, bound: int, room: int) -> Found:
-    """``gradient = gradient * scale + residual`` in place, and what reaches the bound then.
+    """Compute ``gradient = gradient * scale + residual`` in place, and return the elements that reach the bound.
 
     Args:
         gradient: float32, contiguous, one-dimensional.
-        residual: As long; is only read.
+        residual: Of the same size; only read.
         scale: Factor of the gradient.
         bound: Bits of the smallest magnitude to list.
-        room: So many are listed, at most.
+        room: The largest number of elements to list.
     """
     gradient.mul_(scale).add_(residual)
     return select(gradient, bound, room)
 
 
 def select(source: Tensor, bound: int, room: int) -> Found:
-    """As ``accumulate``, of memory that is only read."""
+    """Return the elements that reach the bound, like ``accumulate``; the memory is only read."""
     places, left, complete = [], room, True
     for begin, bits in _stretches(source):
         chosen = (bits >= bound).nonzero().squeeze(1) + begin
@@ -75,7 +75,7 @@ def select(source: Tensor, bound: int, room: int) -> Found:
 
 
 def histogram(source: Tensor, prefix: int, prefix_shift: int, shift: int, mask: int) -> Array:
-    """One digit of those magnitudes that have a prefix, counted: ``int64[mask + 1]``."""
+    """Return the counts of a digit of the magnitudes that have a prefix: ``int64[mask + 1]``."""
     counts = np.zeros(mask + 1, np.int64)
     for _, bits in _stretches(source):
         digits = (bits[bits >> prefix_shift == prefix] >> shift) & mask
@@ -84,6 +84,6 @@ def histogram(source: Tensor, prefix: int, prefix_shift: int, shift: int, mask: 
 
 
 def _stretches(source: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Where each stretch begins, and the bits of its magnitudes."""
+    """Yield the beginning of each stretch and the bits of its magnitudes."""
     for begin in range(0, source.numel(), _STRETCH):
         yield begin, source[begin : begin + _STRETCH].view(torch.int32) & _MAGNITUDE

@@ -1,8 +1,8 @@
 """Selection in the memory of a GPU, in one pass over it, by Triton.
 
-Blocks of elements are worked on in any order; each takes a stretch of the lists for what it has found by adding to one
-counter. So the lists, which are a hundredth of the memory, are sorted afterwards. Same names, same results as
-``device``; importing it needs the package ``triton``, which torch's builds for GPUs bring along.
+Blocks of elements run in any order; each reserves a part of the lists for its elements by adding to one counter. So the
+lists, which are a hundredth of the memory, are sorted afterwards. Names and results are those of ``device``. To import
+this module needs the package ``triton``, a part of torch's builds for GPUs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _pass(source, residual, index, value, counter, n, room, scale, bound, ADDS: 
 
 
 def accumulate(gradient: Tensor, residual: Tensor, scale: float, bound: int, room: int) -> Found:
-    """See ``device.accumulate``. Traffic: 12 bytes per element and what is listed; no temporary memory but the list."""
+    """See ``device.accumulate``. Traffic: 12 bytes per element, and the lists, which are the only temporary memory."""
     return _run(gradient, residual, scale, bound, room, adds=True)
 
 
@@ -56,7 +56,7 @@ def _run(source: Tensor, residual: Tensor, scale: float, bound: int, room: int, 
         grid = (triton.cdiv(n, _BLOCK),)
         _pass[grid](source, residual, index, value, counter, n, room, scale, bound, ADDS=adds, BLOCK=_BLOCK)
     count = int(counter.item())
-    if count > room:  # which ones are in the lists is an accident
+    if count > room:  # the lists have any of them, not the first ones
         return device.select(source, bound, room)
     ascending, order = index[:count].sort()
     return Found(ascending.long(), value[order], complete=True)

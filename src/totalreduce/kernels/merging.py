@@ -1,4 +1,4 @@
-"""Adding sparse vectors, and finding out which of one's elements another has. Indices are ascending int32."""
+"""Addition of sparse vectors, and membership of their indices. Indices are ascending int32."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["Array", "add_up", "found_in", "sum_sparse"]
 
 Array = np.ndarray[Any, Any]
 
-#: Indices that are added up at a time: 128 KiB of sums stay in the second cache.
+#: The number of indices that are added up at a time: 128 KiB of sums stay in the second-level cache.
 _BLOCK = 1 << 15
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _sum_two(index: Array, value: Array, bounds: Array, out_index: Array, out_value: Array) -> int:
-    """A merge, without branches that cannot be predicted."""
+    """Merge two vectors, without branches that cannot be predicted."""
     zero = np.float32(0.0)
-    factors = np.array([0.0, 1.0], np.float32)  # in memory: of a comparison turned into a number LLVM makes a branch
-    one = uint64(1)  # unsigned places: a signed one might count from the end, which takes a comparison each time
+    factors = np.array([0.0, 1.0], np.float32)  # in memory, because LLVM turns the number of a comparison into a branch
+    one = uint64(1)  # positions are unsigned: a signed one might count from the end, which takes a comparison each time
     i, i_end, j_end, num_out = uint64(bounds[0]), uint64(bounds[1]), uint64(bounds[2]), uint64(0)
     j = i_end
     while i < i_end and j < j_end:
@@ -40,17 +40,17 @@ def _sum_two(index: Array, value: Array, bounds: Array, out_index: Array, out_va
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def sum_sparse(index: Array, value: Array, bounds: Array, out_index: Array, out_value: Array) -> int:
-    """Add sparse vectors; where several have an element, in the order of the vectors, whatever else is there.
+    """Add sparse vectors; the elements of one index are added in the order of the vectors.
 
     Args:
         index: int32: the lists of all vectors, one after the other, each ascending.
-        value: float32, as long, finite.
-        bounds: int64: where each list begins, and where the last one ends.
-        out_index: int32, room for as many as all lists have together.
+        value: float32: the values, finite.
+        bounds: int64: the beginning of each list, and the end of the last one.
+        out_index: int32, with room for the elements of all lists.
         out_value: float32, likewise.
 
     Returns:
-        How many different indices there are.
+        The number of different indices.
     """
     num_lists = bounds.size - 1
     if num_lists == 2:
@@ -58,7 +58,7 @@ def sum_sparse(index: Array, value: Array, bounds: Array, out_index: Array, out_
     at = bounds[:num_lists].copy()
     sums = np.zeros(_BLOCK, np.float32)
     touched = np.zeros(_BLOCK // 64, np.uint64)
-    num_out, one, lowest = uint64(0), uint64(1), uint64(63)  # unsigned places: see ``_sum_two``
+    num_out, one, lowest = uint64(0), uint64(1), uint64(63)  # positions are unsigned: see ``_sum_two``
     while True:
         begin = np.int64(1) << 40
         for j in range(num_lists):
@@ -91,7 +91,7 @@ def sum_sparse(index: Array, value: Array, bounds: Array, out_index: Array, out_
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def found_in(index: Array, other: Array) -> Array:
-    """For each of ``index`` whether ``other`` has it; both ascending."""
+    """Return for each index whether ``other`` has it; both are ascending."""
     found = np.zeros(index.size, np.bool_)
     j = 0
     for i in range(index.size):
@@ -102,7 +102,7 @@ def found_in(index: Array, other: Array) -> Array:
 
 
 def add_up(index: Array, value: Array, bounds: Array) -> tuple[Array, Array]:
-    """The sum of sparse vectors; see ``sum_sparse``."""
+    """Return the sum of sparse vectors; see ``sum_sparse``."""
     out_index, out_value = np.empty_like(index), np.empty_like(value)
     count = sum_sparse(index, value, bounds, out_index, out_value)
     return out_index[:count], out_value[:count]

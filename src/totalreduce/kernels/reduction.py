@@ -1,9 +1,10 @@
 """Element-wise reduction of byte ranges.
 
-NumPy does the native types: one pass, vectorised, single-threaded, GIL released. Torch does the half types, in blocks
-small enough that it does not start threads of its own (its grain is 32,768 elements): the cores belong to training.
+NumPy reduces the native types: one vectorised pass in one thread, with the GIL released. Torch reduces the half types,
+in blocks so small that it does not start threads of its own (its grain is 32,768 elements), because training needs the
+cores.
 
-The half types are widened: ``destination`` may be float32 while ``local`` is half (see ``combine``).
+Half types are widened: ``destination`` may be float32 while ``local`` is of a half type (see ``combine``).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _BLOCK = 32 * 1024
 
 
 def supports(dtype: DType, op: ReduceOp) -> bool:
-    """Whether the pair can be reduced: everything but the average of truth values and the bits of floats."""
+    """Whether the pair can be reduced: all pairs except averages of booleans and bitwise operations of floats."""
     if op.is_bitwise:
         return not dtype.is_floating_point
     return not (dtype is DType.BOOL and op is ReduceOp.AVG)
@@ -73,7 +74,7 @@ def combine(
     destination_dtype: DType,
     divisor: int = 1,
 ) -> None:
-    """``destination = (local op incoming) / divisor``, element by element.
+    """Compute ``destination = (local op incoming) / divisor``, element by element.
 
     For native types all three dtypes are equal and ``destination`` may be ``local``. For half types each of the
     three may be float32 instead; the arithmetic is float32 and the result is rounded once.
@@ -82,7 +83,7 @@ def combine(
         op: How to combine; ``AVG`` adds, and divides where ``divisor`` is not 1.
         local: This rank's contribution, or the partial sum that it holds.
         incoming: The peer's bytes.
-        destination: Where the result goes.
+        destination: The memory of the result.
         local_dtype: Element type of ``local``.
         incoming_dtype: Element type of ``incoming``.
         destination_dtype: Element type of ``destination``.
@@ -93,7 +94,7 @@ def combine(
         return
     numpy_dtype = _NUMPY[local_dtype]
     out = np.frombuffer(destination, numpy_dtype)
-    with np.errstate(all="ignore"):  # overflow to infinity is the sum's value, and nobody's warning
+    with np.errstate(all="ignore"):  # overflow to infinity is the value of a sum, and no reason for a warning
         _UFUNC[op](np.frombuffer(local, numpy_dtype), np.frombuffer(incoming, numpy_dtype), out=out)
         if divisor != 1:
             _divide_native(out, divisor)
@@ -103,7 +104,7 @@ def _divide_native(values: Array, divisor: int) -> None:
     if values.dtype.kind == "f":
         np.divide(values, divisor, out=values)
     else:
-        # Floor division rounds down; towards zero is what NCCL and C do.
+        # Floor division rounds down; NCCL and C round towards zero.
         # The divisor need not fit into the element type: 200 ranks average int8 too.
         wide = values if divisor <= np.iinfo(values.dtype).max else values.astype(np.int64)
         quotient = wide // divisor
@@ -112,12 +113,12 @@ def _divide_native(values: Array, divisor: int) -> None:
 
 
 def divide(tensor: torch.Tensor, divisor: int) -> None:
-    """Make a sum over ranks their average, in place: the end of an average by a library that has sums only.
+    """Divide a sum over ranks, in place, to the average, for libraries that have sums only.
 
-    Torch would convert the divisor to an integer tensor's dtype: to the average of 200 ranks in int8 it would be -56.
+    Torch would convert the divisor to the dtype of an integer tensor: 200 ranks would be -56 in int8.
 
     Args:
-        tensor: Of any shape and device; integers are rounded towards zero, as ``combine`` does it.
+        tensor: Of any shape and device; integers are rounded towards zero, as in ``combine``.
         divisor: Number of ranks.
     """
     if tensor.is_floating_point():
@@ -152,7 +153,7 @@ def _combine_half(
 
 
 def _without_warning(body: memoryview) -> memoryview | ctypes.Array[ctypes.c_char]:
-    """Torch warns of memory that must only be read, such as a peer's; nothing is written to this."""
+    """Return writable memory, because torch warns of read-only memory, such as a peer's; it is only read."""
     if not body.readonly:
         return body
     address: int = np.frombuffer(body, np.uint8).__array_interface__["data"][0]

@@ -1,7 +1,7 @@
-"""Reading and writing the elements of dense memory that a list names. Indices are ascending int32.
+"""Reads and writes of the elements of dense memory at listed indices. Indices are ascending int32.
 
-The memory is far larger than any cache, so every element is a miss; a plain loop keeps many of them under way at once,
-which NumPy's own indexing does not.
+The memory is far larger than any cache, so every element is a cache miss; a plain loop has many misses in flight at
+once, and NumPy's own indexing has not.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numba import int64, njit
 
-from totalreduce.kernels.vectors import LANES, settle, stream_lanes
+from totalreduce.kernels.vectors import LANES, fence, stream_lanes
 
 __all__ = ["Array", "gather", "keep_rest", "overwrite", "scatter", "scatter_add"]
 
 Array = np.ndarray[Any, Any]
 
-#: Elements that ``overwrite`` puts together in the first cache.
+#: The number of elements that ``overwrite`` prepares in the first-level cache.
 _PAGE = 1024
 _LINE_BYTES, _WIDTH = 64, 4
 
@@ -29,8 +29,8 @@ def scatter(target: Array, first: int, index: Array, value: Array, factor: float
     Args:
         target: float32.
         first: The index of its element 0.
-        index: Within the target.
-        value: float32, as long.
+        index: Indices within the target.
+        value: float32: their values.
         factor: float32.
     """
     for i in range(index.size):
@@ -39,17 +39,17 @@ def scatter(target: Array, first: int, index: Array, value: Array, factor: float
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def scatter_add(target: Array, first: int, index: Array, value: Array, factor: float) -> None:
-    """``target[index - first] += value * factor``; see ``scatter``. No index twice."""
+    """``target[index - first] += value * factor``; see ``scatter``. No index may come twice."""
     for i in range(index.size):
         target[index[i] - first] += value[i] * factor
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def overwrite(target: Array, first: int, index: Array, value: Array, factor: float) -> None:
-    """Zeros everywhere, but ``target[index - first] = value * factor``; see ``scatter``.
+    """``target[index - first] = value * factor``, and zeros everywhere else; see ``scatter``.
 
-    Every line of the memory is written once, whole and past the caches, and none is read: half the time of zeros first
-    and values then. For memory that is much larger than the caches; it is not in them afterwards.
+    Every line of the memory is written once, bypassing the caches, and none is read: half the time of writing zeros and
+    then values. For memory that is much larger than the caches; it is not in them afterwards.
     """
     page = np.zeros(_PAGE, np.float32)
     aligned = min(target.size, (-target.ctypes.data % _LINE_BYTES) // _WIDTH)
@@ -68,7 +68,7 @@ def overwrite(target: Array, first: int, index: Array, value: Array, factor: flo
             stream_lanes(page, int64(lanes), target, int64(begin + lanes))
         for j in range(before, i):
             page[index[j] - start] = 0.0
-    settle()
+    fence()
     target[end:] = 0.0
     scatter(target, first, index[i:], value[i:], factor)
 
@@ -82,7 +82,7 @@ def gather(source: Array, first: int, index: Array, out: Array) -> None:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def keep_rest(target: Array, first: int, index: Array, value: Array, sent: Array, applied: Array) -> None:
-    """``target[index - first] = value - sent`` for those of ``index`` that ``applied`` has, too."""
+    """``target[index - first] = value - sent`` for indices that are also in ``applied``."""
     i = j = 0
     while i < index.size and j < applied.size:  # both steps without a branch: which one is taken cannot be predicted
         mine, other = index[i], applied[j]

@@ -1,7 +1,7 @@
 """Selecting the largest elements of float32 memory, in one pass over it.
 
-Magnitudes are compared as integers: the bits of |x|, which grow as |x| does, infinities and NaN above everything. A
-*bound* is such an integer. Everything here releases the GIL, keeps no state and is compiled once per machine.
+Magnitudes are compared as integers: the bits of |x| have the order of |x|, with infinities and NaN above all numbers. A
+*bound* is such an integer. The kernels release the GIL, keep no state and are compiled once per machine.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
-#: The bits of infinity: no finite magnitude reaches it.
+#: The bits of infinity, which no finite magnitude reaches.
 INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
-#: Elements between two looks at how much room is left.
+#: The number of elements between two checks of the room that is left.
 _BLOCK = 4096
-#: Digits of the radix selection: 2^11 counters fit into the first cache.
+#: The digits of the radix selection: 2^11 counters fit into the first-level cache.
 _DIGITS = ((20, 0x7FF), (9, 0x7FF), (0, 0x1FF))
 #: 2^11 bins of 2^11 magnitudes are half an octave.
 _NEAR_SHIFT, _NEAR_MASK = 11, 0x7FF
@@ -44,23 +44,23 @@ _NEAR_SHIFT, _NEAR_MASK = 11, 0x7FF
 def accumulate(
     gradient: Array, residual: Array, scale: float, bound: int, first: int, index: Array, value: Array, count: int
 ) -> int:
-    """``gradient = gradient * scale + residual`` in place, and list those elements whose magnitude reaches the bound.
+    """Compute ``gradient = gradient * scale + residual`` in place, and list the elements that reach the bound.
 
-    Traffic: 12 bytes per element (two reads, one write) and what is listed.
+    Traffic: 12 bytes per element (two reads, one write) and the lists.
 
     Args:
         gradient: float32, contiguous; becomes the accumulated gradient.
-        residual: float32, as long; is only read.
+        residual: float32, of the same size; only read.
         scale: Factor of the gradient.
         bound: Bits of the smallest magnitude to list.
         first: Index of element 0.
         index: int32; gets the indices, ascending.
-        value: float32, as long; gets the elements.
-        count: How many the lists hold already.
+        value: float32, of the same size; gets the elements.
+        count: The number of elements that the lists have already.
 
     Returns:
-        How many they hold now; ``-1 - count`` if they were too short for all: those listed are complete up to some
-        element, and everything is accumulated all the same.
+        The number of elements that they have now. ``-1 - count`` if they were too short: then they have the first
+        elements only, and all elements are accumulated nevertheless.
     """
     n = gradient.size
     full = False
@@ -85,7 +85,7 @@ def accumulate(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def select(source: Array, bound: int, first: int, index: Array, value: Array, count: int) -> int:
-    """As ``accumulate``, of memory that is only read, and that has been accumulated before."""
+    """List the elements that reach the bound, like ``accumulate``; the memory is only read."""
     n = source.size
     for begin in range(0, n, _BLOCK):
         end = min(begin + _BLOCK, n)
@@ -101,7 +101,7 @@ def select(source: Array, bound: int, first: int, index: Array, value: Array, co
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _append(bits: int, source: Array, at: int, first: int, index: Array, value: Array, count: int) -> int:
-    """Append those elements from ``source[at]`` on for which there is a bit."""
+    """Append the elements from ``source[at]`` on whose bits are set."""
     while bits != uint64(0):
         place = at + trailing_zeros(bits)
         index[count], value[count] = first + place, source[place]
@@ -145,8 +145,8 @@ def kth_magnitude(parts: Sequence[Array], k: int, low: int = 0) -> Kth:
     Args:
         parts: float32 arrays that together have at least k elements.
         k: From 1.
-        low: Bits that the k-th magnitude reaches, with luck by less than half an octave: then two passes do, and
-            counters of values so near each other are not waited for.
+        low: Bits that the k-th magnitude reaches. If it exceeds them by less than half an octave, two passes suffice,
+            and no counter is incremented twice in a row.
     """
 
     def histogram(prefix: int, prefix_shift: int, shift: int, mask: int) -> Array:
@@ -160,7 +160,7 @@ def kth_magnitude(parts: Sequence[Array], k: int, low: int = 0) -> Kth:
         for part in parts:
             count_bins(part, base << _NEAR_SHIFT, _NEAR_SHIFT, counts)
         nearest, above = _digit(counts, k)
-        if nearest < _NEAR_MASK:  # the last one is open
+        if nearest < _NEAR_MASK:  # the last bin has no upper end
             counts = histogram(base + nearest, _NEAR_SHIFT, 0, _NEAR_MASK)
             last, between = _digit(counts, k - above)
             return Kth((base + nearest) << _NEAR_SHIFT | last, above + between, int(counts[last]))
@@ -171,9 +171,9 @@ def radix_select(histogram: Callable[[int, int, int, int], Array], k: int) -> Kt
     """Find the k-th largest magnitude, digit by digit.
 
     Args:
-        histogram: Counts a digit: of those magnitudes which, shifted by ``prefix_shift``, are ``prefix``, the bits
-            ``mask`` above ``shift``. Called with these four.
-        k: From 1, and no more than there are.
+        histogram: Called with ``prefix``, ``prefix_shift``, ``shift`` and ``mask``. Returns the counts of the digit
+            ``(magnitude >> shift) & mask`` over the magnitudes with ``magnitude >> prefix_shift == prefix``.
+        k: From 1, and at most the number of elements.
     """
     prefix, above, equal, prefix_shift = 0, 0, 0, 31
     for shift, mask in _DIGITS:
@@ -185,7 +185,7 @@ def radix_select(histogram: Callable[[int, int, int, int], Array], k: int) -> Kt
 
 
 def _digit(counts: Array, k: int) -> tuple[int, int]:
-    """The bin in which the k-th element from the top is, and how many are in those above."""
+    """Return the bin of the k-th element from the top, and the number of elements in the bins above."""
     from_top = np.cumsum(counts[::-1])
     place = int(np.searchsorted(from_top, k))
     return counts.size - 1 - place, int(from_top[place - 1]) if place else 0
@@ -196,11 +196,11 @@ def keep_largest(index: Array, value: Array, bound: int, ties: int) -> int:
     """Keep, in place and in order, elements whose magnitude exceeds the bound, and the first ``ties`` that equal it.
 
     Returns:
-        How many are left.
+        The number of elements that are left.
     """
     bits = value.view(np.int32)
     kept, left = uint64(0), int64(ties)
-    for i in range(index.size):  # without a branch: what is kept cannot be predicted
+    for i in range(index.size):  # without a branch, which could not be predicted
         magnitude = bits[i] & _MAGNITUDE
         tie = int64(magnitude == bound) & int64(left > 0)
         index[kept], value[kept] = index[i], value[i]
@@ -211,13 +211,13 @@ def keep_largest(index: Array, value: Array, bound: int, ties: int) -> int:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def count_bins(value: Array, low: int, shift: int, counts: Array) -> None:
-    """Count magnitudes by their bits: bin b has those from ``low + (b << shift)`` to below the next bin's.
+    """Count magnitudes by their bits: bin b begins at ``low + (b << shift)``.
 
     Args:
         value: float32.
-        low: Elements below are not counted.
-        shift: Of the bits.
-        counts: int64, added to; the last bin has no upper end.
+        low: Magnitudes below are not counted.
+        shift: The binary logarithm of a bin's width.
+        counts: int64, to which counts are added; the last bin has no upper end.
     """
     bits = value.view(np.int32)
     last = counts.size - 1

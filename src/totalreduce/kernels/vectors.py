@@ -1,9 +1,9 @@
-"""Sixty-four float32 at a time, in LLVM's words: what no loop that a compiler vectorises by itself can say.
+"""Operations on sixty-four float32 at a time, in LLVM's code: compilers do not find them in a loop by themselves.
 
-Comparing sixty-four lanes with a bound gives one machine word of bits, and at a density of 1 % it has a bit or none:
-the loop over its bits, in ``selection``, takes a few cycles while the next lanes come from memory. (LLVM can also move
-the lanes themselves to the front, but only AVX-512 has an instruction for that; elsewhere it took 70 cycles each time.)
-Numba compiles what is here into the loops of ``selection`` and ``scattering``.
+A comparison of sixty-four lanes with a bound gives one machine word of bits, and at a density of 1 % it has one bit or
+none: the loop over its bits, in ``selection``, takes a few cycles while the next lanes come from memory. (LLVM can also
+move the lanes themselves to the front, but only AVX-512 has an instruction for that; elsewhere it took 70 cycles each
+time.) Numba compiles these functions into the loops of ``selection``, ``scattering`` and ``coding``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numba.extending import intrinsic
 __all__ = [
     "LANES",
     "accumulate_lanes",
+    "fence",
     "load_word",
     "select_lanes",
-    "settle",
     "store_word",
     "stream_lanes",
     "trailing_zeros",
@@ -49,14 +49,14 @@ def _spread(builder: Any, scalar: Any, kind: Any) -> Any:
 
 
 def _reaching(builder: Any, lanes: Any, bound: Any) -> Any:
-    """A word: for each lane, the first one lowest, whether its magnitude is at least ``bound``."""
+    """Return a word with a bit for each lane, the first one lowest: whether its magnitude is at least ``bound``."""
     magnitude = builder.and_(builder.bitcast(lanes, _INTS), ir.Constant(_INTS, [_MAGNITUDE] * LANES))
     return builder.bitcast(builder.icmp_signed(">=", magnitude, _spread(builder, bound, _INTS)), _INDEX)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def accumulate_lanes(_typing: Any, gradient: Any, residual: Any, at: Any, scale: Any, bound: Any) -> Any:
-    """``gradient[at:at+64] = gradient * scale + residual``; which of them reach the bound: see ``_reaching``."""
+    """``gradient[at:at+64] = gradient * scale + residual``; return the word of ``_reaching``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         gradient, residual, at, scale, bound = arguments
@@ -72,7 +72,7 @@ def accumulate_lanes(_typing: Any, gradient: Any, residual: Any, at: Any, scale:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def select_lanes(_typing: Any, source: Any, at: Any, bound: Any) -> Any:
-    """Which of ``source[at:at+64]`` reach the bound: see ``_reaching``."""
+    """Return the word of ``_reaching`` for ``source[at:at+64]``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, at, bound = arguments
@@ -84,7 +84,7 @@ def select_lanes(_typing: Any, source: Any, at: Any, bound: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def stream_lanes(_typing: Any, source: Any, start: Any, target: Any, at: Any) -> Any:
-    """``target[at:at+64] = source[start:start+64]``, past the caches; see ``settle``.
+    """``target[at:at+64] = source[start:start+64]``, bypassing the caches; see ``fence``.
 
     The target's lanes must begin at a multiple of 64 bytes.
     """
@@ -102,8 +102,8 @@ def stream_lanes(_typing: Any, source: Any, start: Any, target: Any, at: Any) ->
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def settle(_typing: Any) -> Any:
-    """Have what was streamed seen by other threads before anything that is written from here on."""
+def fence(_typing: Any) -> Any:
+    """Make streamed elements visible to other threads before anything that is written afterwards."""
 
     def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -114,7 +114,7 @@ def settle(_typing: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def load_word(_typing: Any, source: Any, at: Any) -> Any:
-    """The eight bytes from ``source[at]`` on, the first one lowest: Numba runs on little-endian machines only."""
+    """Return the eight bytes from ``source[at]`` on, the first one lowest: Numba's machines are little-endian."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = _pointer(context, builder, signature.args[0], *arguments)
@@ -127,7 +127,7 @@ def load_word(_typing: Any, source: Any, at: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def store_word(_typing: Any, target: Any, at: Any, word: Any) -> Any:
-    """Undo ``load_word``: overwrite the eight bytes from ``target[at]`` on."""
+    """Overwrite the eight bytes from ``target[at]`` on, as ``load_word`` reads them."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         target, at, word = arguments
@@ -141,7 +141,7 @@ def store_word(_typing: Any, target: Any, at: Any, word: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def trailing_zeros(_typing: Any, word: Any) -> Any:
-    """How many of a word's lowest bits are zero; 64 of 64."""
+    """Return the number of a word's lowest bits that are zero; 64 for zero."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))

@@ -58,7 +58,6 @@ class Adasum:
     """
 
     def __init__(self, group: Group, name: str) -> None:
-        """Make subgroups; nothing is sent."""
         self._name = name
         # Messages have no names: in a subgroup they meet no messages of others.
         self._group = group.control.subgroup(range(group.world_size), name=f"{name}.adasum")

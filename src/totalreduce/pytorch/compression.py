@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.types import ReduceOp
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, shaped, states_for
 from totalreduce.pytorch.planning import PlanSettings
+from totalreduce.sparse.session import Method
 
 if TYPE_CHECKING:
     from totalreduce.groups.group import Group
     from totalreduce.pytorch.compressed import CompressedReducer
-    from totalreduce.sparse.auto import Choice
+    from totalreduce.sparse.auto import Auto, Choice
 
 __all__ = ["Compression", "refuse_unfit"]
+
+_log = logging.getLogger("totalreduce")
 
 
 @final
@@ -56,11 +62,11 @@ class Compression:
         sync = self._settings.sync
         if sync is None or sync.name != "auto" or not plan.buckets:
             return ()
-        from totalreduce.pytorch import auto
+        from totalreduce.sparse.auto import Auto
 
-        assert isinstance(sync, auto.Auto), "methods are told apart by their names"
-        self.choices = auto.choose_methods(sync, plan, self._group, self._name)
-        return auto.uncompressed(plan, self.choices)
+        assert isinstance(sync, Auto), "methods are told apart by their names"
+        self.choices = _choose_methods(sync, plan, self._group, self._name)
+        return _uncompressed(plan, self.choices)
 
     def use(self, plan: CompressedPlan) -> CompressedReducer | None:
         """Make the reducer of a plan; ``None`` if the plan compresses nothing."""
@@ -70,13 +76,12 @@ class Compression:
             return None
         # Imported only now, because compiled kernels take a second to load.
         from totalreduce.kernels import ahead
-        from totalreduce.pytorch import auto
         from totalreduce.pytorch.compressed import CompressedReducer, CompressedSettings
         from totalreduce.sparse.group_driver import GroupDriver
         from totalreduce.sparse.rounds import SparseRounds
 
         ahead.load()
-        methods = auto.methods_for(plan, self.choices) if self.choices else [settings.sync] * len(plan.buckets)
+        methods = _methods_for(plan, self.choices) if self.choices else [settings.sync] * len(plan.buckets)
         self.reducer = CompressedReducer(
             plan,
             SparseRounds(methods, plan.shapes(), GroupDriver(group, self._name)),
@@ -137,3 +142,46 @@ def refuse_unfit(optimizer: torch.optim.Optimizer, feedback: ErrorFeedback) -> N
             "ErrorFeedback(momentum=...) takes the place of the optimizer's own momentum for what is compressed: build "
             "it as SGD(feedback.param_groups(model.parameters()), lr=...), or with momentum=0"
         )
+
+
+def _choose_methods(settings: Auto, plan: CompressedPlan, group: Group, name: str) -> list[Choice]:
+    """Measure how long the plan's buckets take, and return the decision for each; equal on all ranks. Collective."""
+    from totalreduce.sparse.auto import choose
+    from totalreduce.sparse.group_driver import GroupDriver
+
+    def dense(num_elements: int) -> float:
+        tensor = group.empty(num_elements).zero_()
+        begin = time.monotonic()
+        group.allreduce(tensor, name=f"{name}.auto.{num_elements}").wait()
+        return time.monotonic() - begin
+
+    def average(numbers: Sequence[float]) -> list[float]:
+        means = torch.tensor(numbers, dtype=torch.float64)
+        group.control.allreduce(means, name=f"{name}.auto", op=ReduceOp.AVG).wait()
+        return [float(mean) for mean in means]
+
+    choices = choose(settings, plan.shapes(), GroupDriver(group, f"{name}.auto"), dense, average)
+    if group.rank == 0:
+        for choice in dict.fromkeys(choice.describe() for choice in choices):
+            _log.info("%s: buckets of %s", name, choice)
+    return choices
+
+
+def _uncompressed(plan: CompressedPlan, choices: Sequence[Choice]) -> set[str]:
+    """Return the names of the parameters with a part in a bucket that is not worth compressing."""
+    return {
+        plan.specs[part.member].name
+        for bucket, choice in zip(plan.buckets, choices, strict=True)
+        if choice.method is None
+        for part in bucket
+    }
+
+
+def _methods_for(plan: CompressedPlan, choices: Sequence[Choice]) -> list[Method]:
+    """Return the method of each bucket of the final plan: that of the measured bucket which is nearest in size."""
+    chosen = [(choice.num_elements, choice.method) for choice in choices if choice.method is not None]
+
+    def nearest(size: int) -> Method:
+        return min(chosen, key=lambda pair: abs(pair[0] - size))[1]
+
+    return [nearest(shape.num_elements) for shape in plan.shapes()]

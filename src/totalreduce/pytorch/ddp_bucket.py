@@ -82,7 +82,6 @@ class Memory:
     """The residuals, and spare tensors of the same size where DDP's buffers are not float32."""
 
     def __init__(self) -> None:
-        """Begin without residuals."""
         self.residuals = Residuals()
         self._spares: dict[torch.nn.Parameter, torch.Tensor] = {}
 

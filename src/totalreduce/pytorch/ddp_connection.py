@@ -33,7 +33,6 @@ class _Background:
     """
 
     def __init__(self, name: str) -> None:
-        """Start no thread before the first function comes."""
         self._name = name
         self._home = HomeProcess(f"the thread {name!r}")
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
@@ -91,7 +90,6 @@ class Connection:
     """
 
     def __init__(self, process_group: Any, settings: str) -> None:
-        """Collective."""
         ranks = dist.get_process_group_ranks(process_group)
         cpu = torch.device("cpu")
         # As torch does with objects: host memory is sent from there, if the group has a back end for it.

@@ -112,7 +112,6 @@ class SparseHookState:
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        """Begin without residuals."""
         if isinstance(method, Auto):
             raise ConfigurationError("tr.Auto is for DistributedOptimizer; give ddp_hook one method")
         self.method, self.feedback = method, feedback

@@ -38,7 +38,6 @@ class DeferredUpdates:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, reducer: Reducer, order: ForwardOrder, group: Group) -> None:
-        """Begin without deferred updates."""
         self._optimizer, self._reducer, self._order, self._group = optimizer, reducer, order, group
         self._model: torch.nn.Module | None = None
         self._waits: dict[int, list[int]] | None = None

@@ -52,7 +52,6 @@ class ErrorFeedback:
     xi_every: int = 0
 
     def __post_init__(self) -> None:
-        """Check the values."""
         checks.real_field(self, "momentum", minimum=0, below=1)
         if self.clip_norm is not None:
             checks.real_field(self, "clip_norm", above=0)
@@ -190,7 +189,6 @@ class Residuals:
     """
 
     def __init__(self) -> None:
-        """Begin without residuals."""
         self.kept: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.spare_velocities: dict[torch.nn.Parameter, torch.Tensor] = {}

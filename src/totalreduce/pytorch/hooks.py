@@ -59,7 +59,6 @@ class HookHandles:
     """Registered hooks. They are removed by ``remove``, or when this object is collected."""
 
     def __init__(self) -> None:
-        """Begin without hooks."""
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles)
 

@@ -56,7 +56,6 @@ class PlanSettings:
         return active if self.join_divisor == "active" and active else world_size
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
             raise ConfigurationError(f"gradients are reduced by SUM or AVG, not {self.op!r}")
         checks.whole_fields(self, "bucket_bytes", "backward_passes_per_step", minimum=1)

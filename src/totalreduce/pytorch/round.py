@@ -161,7 +161,6 @@ class Round:
     """
 
     def __init__(self, reducers: Sequence[GradientReducer], world_size: int, order: ForwardOrder | None = None) -> None:
-        """Begin without an open round."""
         self.reducers, self._world_size, self._order = list(reducers), world_size, order
         self.phase = Phase.LOCAL
         self.active = world_size

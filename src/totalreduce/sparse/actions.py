@@ -1,4 +1,4 @@
-"""The actions of exchanges: collectives and messages that a session asks its carrier for.
+"""The actions of exchanges: the collectives and messages that a session asks a ``Carrier`` to carry out.
 
 All blocks are uint8 arrays; all ranks ask for the same kinds of actions in the same order. The carrier calls
 ``meanwhile`` once, when the action has begun: local work that does not need the reply.
@@ -8,11 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Action", "Allgather", "Allreduce", "Alltoall", "Array", "Broadcast", "Exchange", "Messages"]
+__all__ = [
+    "Action",
+    "Allgather",
+    "Allreduce",
+    "Alltoall",
+    "Array",
+    "Broadcast",
+    "Carried",
+    "Carrier",
+    "Exchange",
+    "Messages",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -66,3 +77,37 @@ class Messages:
 Action = Allgather | Alltoall | Allreduce | Broadcast | Messages
 #: A session's ``exchange``: it yields actions and is sent their replies.
 Exchange = Generator[Action, Any, Any]
+
+
+class Carried(Protocol):
+    """An action under way."""
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called once when the action has ended, with or without an error; at once if it has."""
+
+    def push(self, timeout_s: float) -> None:
+        """Move messages in this thread for ``timeout_s`` at most, if that is possible; ``reply`` raises errors."""
+
+    def reply(self) -> Any:
+        """Wait until the action has ended, and return the reply for the exchange.
+
+        Raises:
+            TotalReduceError: The action failed.
+        """
+
+
+class Carrier(Protocol):
+    """Ranks that can exchange blocks."""
+
+    rank: int
+    world_size: int
+
+    def start(self, action: Action, *, channel: int, step: int, priority: int) -> Carried:
+        """Begin an action; return at once.
+
+        Args:
+            action: The action.
+            channel: The number of its exchange; exchanges of different channels may run at the same time.
+            step: The number of actions of this exchange that came before.
+            priority: Smaller is more urgent.
+        """

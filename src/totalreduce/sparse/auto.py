@@ -18,7 +18,7 @@ import numpy as np
 
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.sparse.accumulator import HostAccumulator
-from totalreduce.sparse.carrier import Carrier
+from totalreduce.sparse.actions import Carrier
 from totalreduce.sparse.methods import METHODS
 from totalreduce.sparse.rounds import SparseRounds
 from totalreduce.sparse.session import BucketShape, Method, Session
@@ -49,7 +49,6 @@ class Auto(DensitySettings):
     methods: tuple[str, ...] = ("oktopk", "topka")
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         DensitySettings.__post_init__(self)
         for name in self.methods:
             if name not in METHODS or name in ("dense", "powersgd"):

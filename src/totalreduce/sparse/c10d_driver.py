@@ -55,7 +55,6 @@ class C10dDriver:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Begin without actions."""
         self._group, self._device = group, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         #: A side stream: on the stream of backward a copy would wait for all kernels that are queued there.

@@ -31,7 +31,6 @@ class Candidates:
     """
 
     def __init__(self, room: int, index: Array | None = None, value: Array | None = None) -> None:
-        """Begin with empty lists."""
         size = room + _SLACK
         self.index = np.empty(size, np.int32) if index is None else index[:size]
         self.value = np.empty(size, np.float32) if value is None else value[:size]
@@ -64,7 +63,6 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        """Begin without memory."""
         self._kept = Candidates(0)
 
     def candidates(self, room: int) -> Candidates:

@@ -27,7 +27,6 @@ class BaseSession(ABC):
     """The frame of a round. A method overrides ``_exchange``, and may override ``_count`` and ``_select``."""
 
     def __init__(self, name: str, shape: BucketShape, rank: int, world_size: int) -> None:
-        """Begin with step 0."""
         self._name, self._rank, self._world_size = name, rank, world_size
         self._num_elements = shape.num_elements
         self._selector = Selector(world_size)
@@ -94,7 +93,6 @@ class TopkSession(BaseSession, Generic[S]):
     """The session of a method that sends a share of the elements."""
 
     def __init__(self, settings: S, shape: BucketShape, rank: int, world_size: int) -> None:
-        """Begin with step 0."""
         super().__init__(settings.name, shape, rank, world_size)
         self._settings = settings
 

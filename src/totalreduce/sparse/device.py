@@ -31,7 +31,6 @@ class SideStreams:
     """One CUDA stream per device, on which the exchange computes and copies beside the kernels of the model."""
 
     def __init__(self) -> None:
-        """Touch no device yet."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @contextlib.contextmanager

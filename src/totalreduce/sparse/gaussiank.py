@@ -49,7 +49,6 @@ class GaussianK(TopkSettings):
     passes: int = 20
 
     def __post_init__(self) -> None:
-        """Check the values."""
         TopkSettings.__post_init__(self)
         checks.whole_fields(self, "passes", minimum=1)
 

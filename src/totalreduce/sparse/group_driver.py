@@ -32,7 +32,6 @@ class GroupDriver:
     """
 
     def __init__(self, group: Group, name: str) -> None:
-        """See the class."""
         self._group = group.control.subgroup(range(group.world_size), name=f"sparse {name}")
         self.rank, self.world_size = group.rank, group.world_size
 

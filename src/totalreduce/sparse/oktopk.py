@@ -74,7 +74,6 @@ class OkTopk(TopkSettings):
     balance: float = 1.5
 
     def __post_init__(self) -> None:
-        """Check the values."""
         TopkSettings.__post_init__(self)
         checks.whole_fields(self, "threshold_interval", "partition_interval", minimum=1)
         checks.real_field(self, "balance", minimum=1)
@@ -89,7 +88,6 @@ class OkTopkSession(RegionSession[OkTopk]):
     """The session of Ok-Topk."""
 
     def __init__(self, settings: OkTopk, shape: BucketShape, rank: int, world_size: int) -> None:
-        """Begin with step 0."""
         super().__init__(settings, shape, rank, world_size)
         self._threshold = GlobalThreshold()
         #: The first index of each region, and the end of the last one; ``None``: the next step computes them.

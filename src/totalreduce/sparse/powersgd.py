@@ -52,7 +52,6 @@ class PowerSGD:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the values."""
         checks.whole_fields(self, "rank", minimum=1)
         checks.whole_fields(self, "seed", minimum=0)
 
@@ -66,7 +65,6 @@ class PowerSGDSession(BaseSession):
     """The session of PowerSGD. Factors are kept transposed: their vectors are rows."""
 
     def __init__(self, settings: PowerSGD, shape: BucketShape, rank: int, world_size: int) -> None:
-        """Begin with step 0."""
         super().__init__(settings.name, shape, rank, world_size)
         #: The rows and columns of the segments that are compressed, by the segments' numbers.
         self._shapes = _matrices(shape, settings.rank)

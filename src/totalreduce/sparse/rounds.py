@@ -14,9 +14,8 @@ import torch
 
 from totalreduce.foundation.errors import DeadlineExceededError
 from totalreduce.sparse.accumulator import Accumulator
-from totalreduce.sparse.actions import Action
+from totalreduce.sparse.actions import Action, Carrier
 from totalreduce.sparse.candidates import Workspace
-from totalreduce.sparse.carrier import Carrier
 from totalreduce.sparse.session import BucketShape, Method, Report, Session, Update
 from totalreduce.sparse.worker import ExchangeWorker, Job
 from totalreduce.sparse.xi import with_xi
@@ -68,7 +67,6 @@ class SparseRounds:
     def __init__(
         self, methods: Sequence[Method], shapes: Sequence[BucketShape], carrier: Carrier, *, in_order: bool = False
     ) -> None:
-        """Begin without a round."""
         self._shapes, self._carrier = shapes, carrier
         self.methods = [method.name for method in methods]
         self._workspace = Workspace()

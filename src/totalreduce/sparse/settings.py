@@ -33,7 +33,6 @@ class DensitySettings:
     warmup_density: float = 0.25
 
     def __post_init__(self) -> None:
-        """Check the values."""
         for name in ("density", "warmup_density"):
             checks.real_field(self, name, minimum=0, maximum=1)
         checks.whole_fields(self, "warmup_steps", minimum=0)
@@ -64,6 +63,5 @@ class TopkSettings(DensitySettings):
     values: Literal["bfloat16", "float32"] = "bfloat16"
 
     def __post_init__(self) -> None:
-        """Check the values."""
         DensitySettings.__post_init__(self)  # super() would look for the class that dataclass(slots=True) has replaced
         checks.one_of("values", self.values, ("bfloat16", "float32"))

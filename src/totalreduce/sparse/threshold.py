@@ -40,7 +40,6 @@ class GlobalThreshold:
     """
 
     def __init__(self) -> None:
-        """Begin without a threshold."""
         self.bound = 0
 
     def agree(

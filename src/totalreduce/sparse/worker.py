@@ -16,8 +16,7 @@ from typing import Any, final
 
 from totalreduce.foundation.errors import GroupClosed
 from totalreduce.foundation.forking import HomeProcess
-from totalreduce.sparse.actions import Action, Allgather
-from totalreduce.sparse.carrier import Carried, Carrier
+from totalreduce.sparse.actions import Action, Allgather, Carried, Carrier
 
 __all__ = ["ExchangeWorker", "Job"]
 
@@ -47,7 +46,6 @@ class Job:
         exchange: Callable[[], Generator[Action, Any, Any]],
         priority: int,
     ) -> None:
-        """Make a job; ``ExchangeWorker.start`` starts it."""
         self.channel, self.prepare, self.exchange, self.priority = channel, prepare, exchange, priority
         self.result: Future[Any] = Future()
         self.running: Generator[Action, Any, Any] | None = None
@@ -67,7 +65,6 @@ class ExchangeWorker:
     """
 
     def __init__(self, carrier: Carrier, *, in_order: bool = False) -> None:
-        """Start no thread before the first job comes."""
         self._carrier, self._in_order = carrier, in_order
         self._home = HomeProcess("the sparse exchange")
         self._events: queue.PriorityQueue[tuple[int, int, Job | None]] = queue.PriorityQueue()
