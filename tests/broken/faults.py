@@ -247,7 +247,7 @@ def changed(kind: OpKind, algorithm: Algorithm, change: Change, **settings: bool
         return compile_program(
             plain,
             program.num_chunks,
-            layout=program.layout,
+            chunking=program.chunking,
             partial_sums=program.partial_sums,
             preserves=settings.get("preserves", program.preserves),
             span_max=program.span_max,

@@ -11,7 +11,7 @@ from totalreduce.engine import outbox as outbox_module
 from totalreduce.engine.any_receives import AnyReceive, AnyReceives
 from totalreduce.engine.control import LossNotice
 from totalreduce.engine.counters import Counters
-from totalreduce.engine.early import EarlyNews
+from totalreduce.engine.early import EarlyFrames
 from totalreduce.engine.floating import FloatingStore
 from totalreduce.engine.members import Members
 from totalreduce.engine.names import NameTable
@@ -58,8 +58,8 @@ class Parts:
         lane = operation.lanes[0]
         action = operation.program.actions[0]
         assert isinstance(action, Send)
-        assert lane.places[0] is not None
-        return QueuedMessage(operation, 0, action, lane.places[0])
+        assert lane.regions[0] is not None
+        return QueuedMessage(operation, 0, action, lane.regions[0])
 
     def frames(self, peer: int) -> list[Header]:
         found = []
@@ -139,7 +139,7 @@ def test_credit_frees_what_is_held() -> None:
     parts = Parts(share=1000)
     first, second = parts.submit("a"), parts.submit("b")
     parts.rendezvous.admit(parts.first_message(first))
-    cost = 768 + parts.first_message(first).place.body_bytes
+    cost = 768 + parts.first_message(first).region.body_bytes
     parts.rendezvous.admit(parts.first_message(second))
     parts.rendezvous.on_credit(1, cost)
     assert second.held == {}
@@ -248,7 +248,7 @@ def test_after_a_loss_nothing_waits_for_additions() -> None:
 
 
 def test_a_receive_is_taken_by_the_first_announced_message() -> None:
-    names, early, floating = NameTable(), EarlyNews(), FloatingStore(4096)
+    names, early, floating = NameTable(), EarlyFrames(), FloatingStore(4096)
     receives = AnyReceives(names, early, floating)
     receive = AnyReceive({1: "from 1", 2: "from 2"}, MESSAGE, memoryview(bytearray(8)), "", 0, owner=None)
     key = (names.record("", "from 2").op_id, 0)

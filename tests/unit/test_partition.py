@@ -61,7 +61,7 @@ def test_chunks_of_lanes_tile_the_tensor(
                 start, stop = layout.elements(chunk, lane)
                 assert start == place
                 place = stop
-            for action, where in zip(program.actions, layout.places(lane), strict=True):
+            for action, where in zip(program.actions, layout.regions(lane), strict=True):
                 assert where is not None
                 first, _ = layout.elements(action.chunk, lane)
                 _, last = layout.elements(action.chunk + action.span - 1, lane)
@@ -102,7 +102,7 @@ def test_sender_and_receiver_cut_a_block_alike(
             sizes_here = _block_bytes(kind, rank, counts, dtype)
             layout = OperationLayout(signature, program, tuple(range(size)), sizes_here, config)
             for lane in range(layout.num_lanes):
-                for action, place in zip(program.actions, layout.places(lane), strict=True):
+                for action, place in zip(program.actions, layout.regions(lane), strict=True):
                     if place is None:
                         continue
                     assert place.body_bytes <= config.segment_bytes
@@ -131,7 +131,7 @@ def _block_bytes(kind: OpKind, rank: int, counts: list[int], dtype: DType) -> li
 
 def _has(layout: OperationLayout, chunk: int, lane: int) -> bool:
     """Whether some action of the lane is about the chunk."""
-    pairs = zip(layout.program.actions, layout.places(lane), strict=True)
+    pairs = zip(layout.program.actions, layout.regions(lane), strict=True)
     return any(action.chunk == chunk and place is not None for action, place in pairs)
 
 
@@ -139,6 +139,6 @@ def test_a_sum_goes_into_the_output_block() -> None:
     signature = Signature(OpKind.REDUCE_SCATTER, DType.INT32, ReduceOp.SUM, 0, (), (3, 5))
     program = program_for(OpKind.REDUCE_SCATTER, Algorithm.RING, 1, 2)
     layout = OperationLayout(signature, program, (0, 1), [12, 20, 20], EngineConfig())
-    [receive] = [p for action, p in zip(program.actions, layout.places(0), strict=True) if isinstance(action, Receive)]
+    [receive] = [p for action, p in zip(program.actions, layout.regions(0), strict=True) if isinstance(action, Receive)]
     assert receive is not None
     assert (receive.buffer, receive.into, receive.start, receive.stop) == (1, 2, 0, 20)

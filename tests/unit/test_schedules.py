@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.partition import pipeline_pieces
 from totalreduce.foundation.types import Algorithm, OpKind
 from totalreduce.schedules import (
     algorithms_of,
@@ -27,7 +28,7 @@ from totalreduce.schedules import (
 )
 from totalreduce.schedules.actions import (
     NOTHING,
-    Layout,
+    Chunking,
     Mode,
     Program,
     Receive,
@@ -135,7 +136,7 @@ class Execution:
 
     def receive(self, rank: int, action: Receive, sent: Send) -> None:
         assert (sent.partial, sent.span) == (action.partial, action.span)
-        if self.programs[rank].layout is Layout.CUT:
+        if self.programs[rank].chunking is Chunking.CUT:
             assert sent.chunk == action.chunk
         if action.chunk == NOTHING:
             assert sent.chunk == NOTHING
@@ -292,7 +293,7 @@ def check_messages(programs: list[Program]) -> None:
         receive = receives[slot]
         assert (send.partial, send.span) == (receive.partial, receive.span)
         assert (send.chunk == NOTHING) == (receive.chunk == NOTHING)
-    shapes = {(p.num_chunks, p.span_max, p.layout, p.partial_sums) for p in programs}
+    shapes = {(p.num_chunks, p.span_max, p.chunking, p.partial_sums) for p in programs}
     assert len(shapes) == 1
 
 
@@ -439,7 +440,7 @@ def test_a_receive_that_says_so_wrongly_is_found(anytime: bool) -> None:
 def sent_by(kind: OpKind, algorithm: Algorithm, world_size: int, rank: int) -> float:
     """Share of the tensor (of all blocks together) that a rank sends."""
     program = program_for(kind, algorithm, rank, world_size)
-    parts = program.num_chunks if program.layout is Layout.CUT else world_size
+    parts = program.num_chunks if program.chunking is Chunking.CUT else world_size
     return (
         sum(action.span for action in program.actions if isinstance(action, Send) and action.chunk != NOTHING) / parts
     )
@@ -498,10 +499,10 @@ def test_an_inner_rank_of_one_tree_is_a_leaf_of_the_other(world_size: int) -> No
 
 
 def test_pieces_of_a_chain() -> None:
-    assert chain.pieces(2, 1 << 30, 65536) == 24
-    assert chain.pieces(10, 1 << 30, 65536) == 192
-    assert chain.pieces(10, 200_000, 65536) == 3
-    assert chain.pieces(10, 0, 65536) == chain.pieces(1, 0, 65536) == 1
+    assert pipeline_pieces(2, 1 << 30, 65536) == 24
+    assert pipeline_pieces(10, 1 << 30, 65536) == 192
+    assert pipeline_pieces(10, 200_000, 65536) == 3
+    assert pipeline_pieces(10, 0, 65536) == pipeline_pieces(1, 0, 65536) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ compiling
@@ -521,7 +522,7 @@ def test_a_slot_used_twice_is_refused(kind: type) -> None:
 
 
 def test_a_schedule_that_there_is_not() -> None:
-    with pytest.raises(ConfigurationError, match="reduce has no schedule 'ring'; there is chain, tree, and auto"):
+    with pytest.raises(ConfigurationError, match="reduce has no schedule 'ring'; there is tree, chain, and auto"):
         program_for(OpKind.REDUCE, Algorithm.RING, 0, 4)
 
 
@@ -537,5 +538,5 @@ def test_a_subgroups_program_is_the_same_between_other_ranks(
         assert {(back[peer], step): index for (peer, step), index in translated.receives.items()} == program.receives
         assert tuple(back[peer] for peer in translated.sources) == program.sources
         assert tuple(back[peer] for peer in translated.targets) == program.targets
-        same = ("num_chunks", "span_max", "layout", "partial_sums", "preserves")
+        same = ("num_chunks", "span_max", "chunking", "partial_sums", "preserves")
         assert all(getattr(translated, name) == getattr(program, name) for name in same)

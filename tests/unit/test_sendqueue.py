@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from totalreduce.engine.layout import Place
+from totalreduce.engine.layout import Region
 from totalreduce.engine.sendqueue import QueuedMessage, SendQueue
 from totalreduce.schedules.actions import Send
 
 
 def message(sequence: int, *, priority: int = 0, step: int = 0, lane: int = 0, promoted: bool = False) -> QueuedMessage:
     operation = SimpleNamespace(sequence=sequence, priority=priority, promoted=promoted)
-    return QueuedMessage(operation, lane, Send(1, step, 0), Place(0, 0, 0, 0, 0, 0, 0))
+    return QueuedMessage(operation, lane, Send(1, step, 0), Region(0, 0, 0, 0, 0, 0, 0))
 
 
 def emptied(queue: SendQueue) -> list[QueuedMessage]:

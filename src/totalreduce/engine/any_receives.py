@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from totalreduce.engine.early import EarlyNews
+from totalreduce.engine.early import EarlyFrames
 from totalreduce.engine.floating import FloatingStore
 from totalreduce.engine.names import NameTable
 from totalreduce.foundation.types import Signature
@@ -44,7 +44,7 @@ class AnyReceives:
 
     __slots__ = ("_early", "_floating", "_names", "_waiting")
 
-    def __init__(self, names: NameTable, early: EarlyNews, floating: FloatingStore) -> None:
+    def __init__(self, names: NameTable, early: EarlyFrames, floating: FloatingStore) -> None:
         """Begin without receives.
 
         The key of a candidate's next message follows from ``names``. Whether it was announced shows in ``early`` and

@@ -1,7 +1,7 @@
-"""Channels: small messages between ranks that are no operation, for protocols that live beside the engine.
+"""Channels: small messages between ranks, for protocols beside the engine such as the agreement on an order.
 
-A message travels in control frames, one directly after the other. What comes for a channel that is not open here yet
-is kept. Both are bounded for every peer: its unfinished message, and what it sends through channels that are not open.
+A message travels in control frames that follow each other directly. Messages for a channel that is not open here yet
+are kept. For every peer there is a bound on its unfinished message, and on its messages for channels that are not open.
 """
 
 from __future__ import annotations
@@ -14,35 +14,38 @@ from totalreduce.foundation.errors import ProtocolError, TotalReduceError
 
 __all__ = ["Channel", "Channels"]
 
-#: The longest message.
+#: The longest message, in bytes.
 _MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
-#: How much of one peer may wait for channels to be opened.
+#: The bytes of one peer's messages that may wait until their channels are opened.
 _EARLY_BYTES_MAX: Final = 1024 * 1024
-#: What an early message costs beside its body: even empty ones are bounded.
+#: The bytes counted for a waiting message beside its body, so that the number of empty messages is bounded.
 _MESSAGE_COST: Final = 512
 
 
 class Channel(Protocol):
-    """A protocol's end of a channel. Called under the engine's lock: be quick, and submit nothing."""
+    """A protocol's end of a channel.
+
+    The methods are called under the engine's lock. They return quickly and submit nothing.
+    """
 
     def receive(self, peer: int, message: bytes, now: float) -> None:
-        """A message of a peer, whole and in order.
+        """Handle a complete message of a peer. The messages of one peer come in order.
 
         Raises:
-            ProtocolError: No correct peer sends this.
+            ProtocolError: No correct peer sends this message.
         """
 
     def fail(self, error: TotalReduceError, now: float) -> None:
-        """A rank is lost, or this one has closed the group: nothing more will come."""
+        """Note that a rank is lost, or that this rank has closed the group: no more messages will come."""
 
     def depart(self, peer: int, reason: str, now: float) -> None:
-        """A rank has closed the group in good order: nothing more will come from it."""
+        """Note that a rank has closed the group in good order: it will send no more messages."""
 
     def next_due(self) -> float | None:
-        """When ``tick`` is to be called; ``None``: not before something else has happened."""
+        """Return the time at which ``tick`` is to be called; ``None``: not before another method was called."""
 
     def tick(self, now: float) -> None:
-        """The time has come."""
+        """Act at the time that ``next_due`` has returned."""
 
 
 class Channels:
@@ -52,7 +55,7 @@ class Channels:
         """Begin without open channels; messages leave through ``outbox``."""
         self._outbox, self._members = outbox, members
         self._open: dict[int, Channel] = {}
-        #: By peer: the channel and the beginning of a message of which more is to come.
+        #: By peer: the channel and the pieces of a message whose last piece has not arrived.
         self._partial: dict[int, tuple[int, bytearray]] = {}
         self._early: dict[int, list[tuple[int, bytes]]] = {}
         self._early_bytes: dict[int, int] = {}
@@ -88,11 +91,11 @@ class Channels:
             self._outbox.channel_message(peer, number, message)
 
     def arrived(self, peer: int, number: int, piece: bytes, *, last: bool, now: float) -> None:
-        """Part of a message is here.
+        """Handle a piece of a message.
 
         Raises:
-            ProtocolError: The message is too long, or cut by another one; or too much comes for a channel that is not
-                open.
+            ProtocolError: The message is too long, or another message comes before its last piece; or the peer has sent
+                too much through channels that are not open.
         """
         known, message = self._partial.pop(peer, (number, None))
         if known != number:
@@ -132,13 +135,13 @@ class Channels:
             channel.depart(peer, reason, now)
 
     def next_due(self) -> float | None:
-        """When ``tick`` has something to do."""
+        """Return the earliest time at which an open channel has to act."""
         if not self._open:
             return None
         return min((due for channel in self._open.values() if (due := channel.next_due()) is not None), default=None)
 
     def tick(self, now: float) -> None:
-        """Tell those whose time has come."""
+        """Tell the open channels that are due."""
         for channel in list(self._open.values()):
             due = channel.next_due()
             if due is not None and now >= due:

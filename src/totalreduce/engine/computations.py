@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from totalreduce.engine.layout import Place
+from totalreduce.engine.layout import Region
 from totalreduce.engine.operation import Arrival, Lane, Operation
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.schedules.actions import Mode, Receive
@@ -53,7 +53,7 @@ class ComputationList:
         """Begin without computations."""
         self._waiting: deque[Computation] = deque()
 
-    def append(self, operation: Operation, lane: Lane, action: Receive, place: Place, arrival: Arrival) -> None:
+    def append(self, operation: Operation, lane: Lane, action: Receive, region: Region, arrival: Arrival) -> None:
         """Add the computation of the receive that is next in a lane, whose body has arrived."""
         assert arrival.buffer is not None
         arrival.computing = True
@@ -66,9 +66,11 @@ class ComputationList:
                 lane,
                 lane.position,
                 mode,
-                local=operation.segment(place, lane.index, partial=action.onto_partial),
+                local=operation.segment(region, lane.index, partial=action.onto_partial),
                 incoming=arrival.buffer,
-                destination=operation.segment(place, lane.index, partial=True) if partial else operation.target(place),
+                destination=operation.segment(region, lane.index, partial=True)
+                if partial
+                else operation.target(region),
                 arrival=arrival,
                 local_partial=action.onto_partial,
                 incoming_partial=action.partial,

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from totalreduce.foundation.errors import MismatchError, PeerLost, ProtocolError
 
-__all__ = ["ENTRY_COST", "BoundedTable", "EarlyNews", "News"]
+__all__ = ["ENTRY_COST", "BoundedTable", "EarlyFrames", "EarlyRecord"]
 
 #: The bytes that may be kept of the frames of one peer, by the costs below.
 _PEER_BYTES_MAX = 32 * 1024 * 1024
@@ -48,7 +48,7 @@ class BoundedTable(OrderedDict[K, V], Generic[K, V]):
         super().__delitem__(key)
 
 
-class News:
+class EarlyRecord:
     """The frames about one operation that came before it was submitted here.
 
     Attributes:
@@ -75,31 +75,31 @@ class News:
 
 
 #: Stands for an operation without frames; it is never changed.
-_NO_NEWS = News()
+_NO_FRAMES = EarlyRecord()
 
 
-class EarlyNews:
+class EarlyFrames:
     """The control frames about operations that were not submitted here, by operation key (id, iteration)."""
 
-    __slots__ = ("_news", "_spent")
+    __slots__ = ("_records", "_spent")
 
     def __init__(self) -> None:
-        """Begin without news."""
-        self._news: dict[_Key, News] = {}
+        """Begin without frames."""
+        self._records: dict[_Key, EarlyRecord] = {}
         self._spent: dict[int, int] = {}
 
-    def of(self, key: _Key) -> News:
-        """Return the news of an operation; the caller does not change it."""
-        return self._news.get(key, _NO_NEWS)
+    def of(self, key: _Key) -> EarlyRecord:
+        """Return the record of an operation; the caller does not change it."""
+        return self._records.get(key, _NO_FRAMES)
 
-    def claim(self, key: _Key) -> News:
-        """Take out the news of an operation, which is submitted now."""
-        news = self._news.pop(key, None)
-        if news is None:
-            return _NO_NEWS
-        for peer, cost in news.costs.items():
+    def claim(self, key: _Key) -> EarlyRecord:
+        """Take out the record of an operation, which is submitted now."""
+        record = self._records.pop(key, None)
+        if record is None:
+            return _NO_FRAMES
+        for peer, cost in record.costs.items():
             self._spent[peer] -= cost
-        return news
+        return record
 
     def note_posted(self, peer: int, key: _Key) -> None:
         """Note a POSTED frame.
@@ -107,17 +107,17 @@ class EarlyNews:
         Raises:
             ProtocolError: The bound of the peer is reached. This holds for every ``note_`` method.
         """
-        news = self._charged(peer, key)
-        if isinstance(news.posted, tuple):
-            news.posted = set()
-        news.posted.add(peer)
+        record = self._charged(peer, key)
+        if isinstance(record.posted, tuple):
+            record.posted = set()
+        record.posted.add(peer)
 
     def note_requested(self, peer: int, key: _Key) -> None:
         """Note a REQUEST frame."""
-        news = self._charged(peer, key)
-        if isinstance(news.requested, tuple):
-            news.requested = set()
-        news.requested.add(peer)
+        record = self._charged(peer, key)
+        if isinstance(record.requested, tuple):
+            record.requested = set()
+        record.requested.add(peer)
 
     def note_described(self, peer: int, key: _Key, signature: bytes) -> None:
         """Note a DESCRIBE frame with a packed signature."""
@@ -129,23 +129,23 @@ class EarlyNews:
 
     def note_report(self, peer: int, key: _Key, waited_s: float) -> bool:
         """Note how long the peer has waited for the operation. Returns whether to report it, each time it doubles."""
-        news = self._charged(peer, key)
-        if waited_s < 2 * news.reported_s.get(peer, 0.0):
+        record = self._charged(peer, key)
+        if waited_s < 2 * record.reported_s.get(peer, 0.0):
             return False
-        news.reported_s[peer] = waited_s
+        record.reported_s[peer] = waited_s
         return True
 
     def note_failure(self, peer: int, key: _Key, error: MismatchError | PeerLost) -> None:
         """Note that the operation fails as soon as it is submitted here, as a frame of the peer says."""
-        news = self._charged(peer, key, len(str(error)) + 2 * ENTRY_COST if self.of(key).failure is None else 0)
-        if news.failure is None:
-            news.failure = error
-        news.described.clear()
+        record = self._charged(peer, key, len(str(error)) + 2 * ENTRY_COST if self.of(key).failure is None else 0)
+        if record.failure is None:
+            record.failure = error
+        record.described.clear()
 
-    def _charged(self, peer: int, key: _Key, extra: int = 0) -> News:
+    def _charged(self, peer: int, key: _Key, extra: int = 0) -> EarlyRecord:
         """Return the entry of an operation, and count its bytes for the peer whose frame is about it."""
-        news = self._news.get(key)
-        cost = extra if news is not None and peer in news.costs else extra + ENTRY_COST
+        record = self._records.get(key)
+        cost = extra if record is not None and peer in record.costs else extra + ENTRY_COST
         if cost:
             spent = self._spent.get(peer, 0) + cost
             if spent > _PEER_BYTES_MAX:
@@ -154,8 +154,8 @@ class EarlyNews:
                     f"{_PEER_BYTES_MAX >> 20} MiB are kept of that"
                 )
             self._spent[peer] = spent
-        if news is None:
-            news = self._news[key] = News()
+        if record is None:
+            record = self._records[key] = EarlyRecord()
         if cost:
-            news.costs[peer] = news.costs.get(peer, 0) + cost
-        return news
+            record.costs[peer] = record.costs.get(peer, 0) + cost
+        return record

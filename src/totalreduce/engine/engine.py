@@ -174,15 +174,15 @@ class Engine:
         table.add(operation, now)
         for observer in self.observers:
             observer.submitted(operation.name, key[1], now, num_bytes=layout.num_bytes, priority=priority)
-        news = table.early.claim(key)
-        if news.failure is not None:
+        early = table.early.claim(key)
+        if early.failure is not None:
             self.reception.drop(self.reception.floating.claim(key))
-            self._end(operation, now, news.failure)
+            self._end(operation, now, early.failure)
             return operation
         self._signatures.submitted(operation, record)
-        self._rendezvous.submitted(operation, news)
-        operation.promoted = news.urgent
-        for peer, theirs in news.described.items():
+        self._rendezvous.submitted(operation, early)
+        operation.promoted = early.urgent
+        for peer, theirs in early.described.items():
             self._check_signature(operation, peer, theirs, now)
         self._claim_floating(operation, now)
         if not operation.finished:
@@ -280,7 +280,7 @@ class Engine:
         operation = queued.operation
         operation.unsent -= 1
         if queued.action.partial and operation.layout.sends_partials_once:
-            operation.accumulators.pop((queued.place.buffer, queued.lane), None)
+            operation.accumulators.pop((queued.region.buffer, queued.lane), None)
         for observer in self.observers:
             observer.sent(
                 operation.name,
@@ -316,7 +316,7 @@ class Engine:
             self.promote(operation, now)
         if peer not in operation.posted_by:
             self._rendezvous.posted(operation, peer)  # before this rank sends more: it would overtake what is held
-        delivery = reception.place(peer, header, operation, lease)
+        delivery = reception.receive(peer, header, operation, lease)
         if operation.state is State.WAITING:
             self._first_byte(operation, now)
         return delivery
@@ -403,12 +403,12 @@ class Engine:
 
     def validate(self) -> None:
         """Check the invariants; the tests and the simulator call this after events."""
-        is_past, done = self.table.names.is_past, State.DONE
+        was_submitted, done = self.table.names.was_submitted, State.DONE
         for key, operation in self.table.active.items():
             assert operation.key == key
             assert operation.state < done
             assert operation.lanes_left or operation.unsent, f"{operation.name} is done but active"
-            assert is_past(key)
+            assert was_submitted(key)
             for lane in operation.lanes:
                 if lane.arrivals:
                     assert min(lane.arrivals) >= lane.position
@@ -426,20 +426,20 @@ class Engine:
 
     def _advance(self, operation: Operation, lane: Lane, now: float) -> None:
         """Run the program of a lane until it must wait for a message or a computation."""
-        actions, places = operation.layout.program.actions, lane.places
+        actions, regions = operation.layout.program.actions, lane.regions
         while lane.position < len(actions):
-            action, place = actions[lane.position], places[lane.position]
-            if place is None:
+            action, region = actions[lane.position], regions[lane.position]
+            if region is None:
                 pass  # the block is too small for so many lanes
             elif isinstance(action, Send):
                 operation.unsent += 1
-                self.outbox.push(QueuedMessage(operation, lane.index, action, place))
+                self.outbox.push(QueuedMessage(operation, lane.index, action, region))
             else:
                 arrival = lane.arrivals.get(lane.position)
                 if arrival is None or arrival.computing:
                     return
                 if arrival.buffer is not None:
-                    self.computations.append(operation, lane, action, place, arrival)
+                    self.computations.append(operation, lane, action, region, arrival)
                     return
                 del lane.arrivals[lane.position]
             lane.position += 1
@@ -482,7 +482,7 @@ class Engine:
     def _accept_unknown(self, peer: int, header: Header, now: float, lease: Lease | None) -> Delivery:
         """Accept a message of an operation that is not active: it has ended, or was not submitted here yet."""
         key = (header.operation, header.iteration)
-        if self.table.is_past(key) or self.table.early.of(key).failure is not None:
+        if self.table.was_submitted(key) or self.table.early.of(key).failure is not None:
             self._signatures.compare_past(peer, key, header.signature)
             return self.reception.sink(peer, header)
         delivery = self.reception.float(peer, header, lease)
@@ -519,7 +519,7 @@ class Engine:
         header = message.header
         key = (header.operation, header.iteration)
         operation = self.table.active.get(key)
-        if message.dropped or (operation is None and self.table.is_past(key)):
+        if message.dropped or (operation is None and self.table.was_submitted(key)):
             self.reception.drop([message])  # the operation has failed while the body was arriving
         elif operation is not None:
             index = operation.program.receives[message.peer, header.step]
@@ -598,7 +598,7 @@ class Engine:
         operation = self.table.active.get(key)
         if operation is not None:
             self._end(operation, now, error)
-        elif not self.table.is_past(key):
+        elif not self.table.was_submitted(key):
             self.reception.drop(self.reception.floating.claim(key))
             self.table.early.note_failure(peer, key, error)
 

@@ -1,8 +1,9 @@
 """Where the bytes of an operation's messages are: computed once per name and shape, shared by all its iterations.
 
-Pure index arithmetic, equal on all ranks that exchange a message. A tensor is cut into lanes and every lane into
-chunks, so that neighbouring chunks of a lane lie together; blocks (see ``schedules.actions.Layout``) are cut into lanes
-each for itself, so blocks of different sizes have different numbers of lanes.
+This is index arithmetic with the same result on all ranks that exchange a message. A tensor is cut into lanes and every
+lane into chunks, so that neighbouring chunks of a lane lie together. Where an operation has blocks instead (see
+``schedules.actions.Chunking``), each block is cut into lanes, so that blocks of different sizes have different numbers
+of lanes.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import pack_signature, unpack_signature, with_count
 from totalreduce.foundation.partition import PIECE_BYTES_MIN, balanced_range, lane_count, pipeline_pieces
 from totalreduce.foundation.types import PAIRWISE, DType, Signature
-from totalreduce.schedules.actions import NOTHING, Action, Layout, Mode, Program, Receive, Send
+from totalreduce.schedules.actions import NOTHING, Action, Chunking, Mode, Program, Receive, Send
 
-__all__ = ["OperationLayout", "Place"]
+__all__ = ["OperationLayout", "Region"]
 
-#: Several chunks may travel as one message of up to so many segments.
+#: The largest message of several chunks, in segments.
 _SPAN_SEGMENTS = 2
 
 
-class Place(NamedTuple):
-    """One action of one lane: its bytes.
+class Region(NamedTuple):
+    """The bytes that one action of one lane sends or receives.
 
     Attributes:
-        buffer: Which buffer of the operation.
-        start: First byte in the buffer.
-        stop: Byte after the last one.
-        wide_start: First byte in the accumulator of this lane of the buffer, whose elements may be wider.
-        wide_stop: Byte after the last one there.
-        body_bytes: Length of the message.
-        into: Which buffer takes the finished sum; the same bytes there.
+        buffer: The number of the buffer of the operation.
+        start: The first byte in the buffer.
+        stop: The byte after the last one.
+        wide_start: The first byte in the accumulator of this lane of the buffer, whose elements may be wider.
+        wide_stop: The byte after the last one in that accumulator.
+        body_bytes: The length of the message.
+        into: The number of the buffer that takes the finished sum, from ``start`` to ``stop``.
     """
 
     buffer: int
@@ -45,10 +46,10 @@ class Place(NamedTuple):
 
 
 class Expectation:
-    """What a rank takes an operation for, and so what it expects others to say of it.
+    """The signature of an operation as this rank has submitted it, with which messages of other ranks are compared.
 
     Attributes:
-        signature: What it is.
+        signature: The signature.
         packed: The packed signature.
         ranks: The ranks of the whole group that take part.
     """
@@ -56,15 +57,15 @@ class Expectation:
     __slots__ = ("_pairs", "packed", "ranks", "signature")
 
     def __init__(self, signature: Signature, packed: bytes, ranks: tuple[int, ...], pairs: Mapping[int, bytes]) -> None:
-        """``pairs``: packed signatures by source, where only sender and receiver know the size of a message."""
+        """``pairs``: by source, the packed signatures of messages whose size only sender and receiver know."""
         self.signature, self.packed, self.ranks, self._pairs = signature, packed, ranks, pairs
 
     def signature_from(self, peer: int) -> bytes:
-        """The packed signature that messages from ``peer`` must have."""
+        """Return the packed signature that messages from ``peer`` must have."""
         return self._pairs.get(peer, self.packed)
 
     def describe(self, peer: int) -> str:
-        """What this rank expects of ``peer``, for people."""
+        """Return in words the signature that this rank expects of ``peer``."""
         pair = self._pairs.get(peer)
         return unpack_signature(pair) if pair is not None else self.signature.describe()
 
@@ -73,23 +74,25 @@ class OperationLayout:
     """Everything about an operation that does not change from iteration to iteration.
 
     Attributes:
-        signature: What it is.
+        signature: The signature.
         program: The compiled schedule for this rank, with ranks of the whole group.
         ranks: The ranks of the whole group that take part.
-        sizes: Bytes of every buffer.
-        expectation: What others are expected to say of it.
-        num_bytes: Of all buffers.
-        num_lanes: How many lanes.
-        partial_dtype: Element type of unfinished sums.
-        keeps_partials: Unfinished sums are kept in accumulators: wider, or the tensor is not this rank's to change.
-        expected_bytes: By peer: how much it will send, about.
+        sizes: The bytes of every buffer.
+        dtype: The element type; ``itemsize``: the bytes of one element.
+        expectation: The signature with which messages of other ranks are compared.
+        num_bytes: The bytes of all buffers.
+        num_lanes: The number of lanes; ``uneven``: whether some blocks have fewer.
+        partial_dtype: The element type of unfinished sums.
+        keeps_partials: Whether unfinished sums are kept in accumulators, because they are wider, or because this rank
+            must not change the tensor.
+        expected_bytes: By peer: about how many bytes it will send.
     """
 
     __slots__ = (
         "_chunk_lanes",
         "_cut",
         "_outgoing",
-        "_places",
+        "_regions",
         "dtype",
         "expectation",
         "expected_bytes",
@@ -116,12 +119,12 @@ class OperationLayout:
         self.partial_dtype = DType.FLOAT32 if widen else dtype
         self.keeps_partials = widen or program.preserves
         self.num_bytes = sum(sizes)
-        self._cut = program.layout is Layout.CUT
+        self._cut = program.chunking is Chunking.CUT
         counts = [size // self.itemsize for size in sizes]
         self._chunk_lanes = self._count_lanes(counts, config)
         self.num_lanes = max(self._chunk_lanes)
         self.uneven = min(self._chunk_lanes) != self.num_lanes
-        self._places: dict[int, list[Place | None]] = {}
+        self._regions: dict[int, list[Region | None]] = {}
         packed = pack_signature(signature, program.algorithm)
         incoming: dict[int, bytes] = {}
         self._outgoing: dict[int, bytes] = {}
@@ -137,26 +140,26 @@ class OperationLayout:
                 self.expected_bytes[action.peer] += size * action.span
 
     def signature_to(self, peer: int) -> bytes:
-        """The packed signature of messages to ``peer``."""
+        """Return the packed signature of messages to ``peer``."""
         return self._outgoing.get(peer, self.expectation.packed)
 
     def describe_to(self, peer: int) -> str:
-        """What this rank sends to ``peer``, or expects of it if it sends nothing, for people."""
+        """Return in words the signature of messages to ``peer``; if there are none, of messages from ``peer``."""
         pair = self._outgoing.get(peer)
         return unpack_signature(pair) if pair is not None else self.expectation.describe(peer)
 
-    def places(self, lane: int) -> list[Place | None]:
-        """Places of one lane's actions, in order; ``None`` where the lane takes no part."""
-        found = self._places.get(lane)
+    def regions(self, lane: int) -> list[Region | None]:
+        """Return the regions of one lane's actions, in order; ``None`` where the lane takes no part."""
+        found = self._regions.get(lane)
         if found is None:
-            found = self._places[lane] = [self._place(action, lane) for action in self.program.actions]
+            found = self._regions[lane] = [self._region(action, lane) for action in self.program.actions]
         return found
 
-    def _place(self, action: Action, lane: int) -> Place | None:
+    def _region(self, action: Action, lane: int) -> Region | None:
         if action.once and lane > 0:
             return None
         if action.chunk == NOTHING:
-            return Place(0, 0, 0, 0, 0, 0, 0)
+            return Region(0, 0, 0, 0, 0, 0, 0)
         buffer = 0 if self._cut else action.chunk
         if lane >= self._chunk_lanes[buffer]:
             return None
@@ -168,16 +171,16 @@ class OperationLayout:
             into = action.into
         body_bytes = (stop - start) * (wide if action.partial else width)
         wide_range = wide * (start - first), wide * (stop - first)
-        return Place(buffer, width * start, width * stop, *wide_range, body_bytes, into)
+        return Region(buffer, width * start, width * stop, *wide_range, body_bytes, into)
 
     def accumulator_bytes(self, buffer: int, lane: int) -> int:
-        """How long the accumulator of one lane of a buffer is."""
+        """Return the bytes of the accumulator of one lane of a buffer."""
         start, stop = self._lane_elements(buffer, lane)
         return (stop - start) * self.partial_dtype.itemsize
 
     @property
     def sends_partials_once(self) -> bool:
-        """Whether an accumulator has served its purpose when its contents have been sent."""
+        """Whether an accumulator is no longer needed when its contents have been sent."""
         return not self._cut or self.program.num_chunks == 1
 
     def _lane_elements(self, buffer: int, lane: int) -> tuple[int, int]:
@@ -185,7 +188,7 @@ class OperationLayout:
         return (0, count) if lanes == 1 else balanced_range(count, lanes, lane)
 
     def elements(self, chunk: int, lane: int, span: int = 1) -> tuple[int, int]:
-        """Half-open element range, within its buffer, of one lane of ``span`` chunks."""
+        """Return the half-open element range, within its buffer, of one lane of ``span`` chunks."""
         buffer = 0 if self._cut else chunk
         start, stop = self._lane_elements(buffer, lane)
         if not self._cut:
@@ -195,7 +198,7 @@ class OperationLayout:
         return start + first, start + last
 
     def _count_lanes(self, counts: Sequence[int], config: EngineConfig) -> list[int]:
-        """How many lanes each buffer has; sender and receiver of a block come to the same."""
+        """Return the number of lanes of each buffer; the sender and the receiver of a block compute the same number."""
         program, width = self.program, self.partial_dtype.itemsize
 
         def lanes(chunk_bytes: int) -> int:
@@ -211,7 +214,7 @@ class OperationLayout:
         num_bytes = counts[0] * width
         num_lanes = lanes(-(-num_bytes // program.num_chunks))
         if program.span_max > 1:
-            # By the elements of a chunk: neighbours may all be the larger ones, and transports have no more room.
+            # Counted in elements of the larger chunks: a message must fit into a transport's buffer in any case.
             chunk_elements = max(1, _SPAN_SEGMENTS * config.segment_bytes // (width * program.span_max))
             num_lanes = max(num_lanes, -(-counts[0] // (chunk_elements * program.num_chunks)))
         if program.pipeline_ranks:

@@ -85,7 +85,7 @@ class NameTable:
         """Return the record of an id, if its name was submitted here."""
         return self._by_id.get(op_id)
 
-    def is_past(self, key: tuple[int, int]) -> bool:
+    def was_submitted(self, key: tuple[int, int]) -> bool:
         """Return whether the operation was submitted here. It has ended if it is not active."""
         record = self._by_id.get(key[0])
         return record is not None and key[1] < record.next_iteration

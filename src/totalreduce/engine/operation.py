@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from totalreduce.engine.layout import OperationLayout, Place
+from totalreduce.engine.layout import OperationLayout, Region
 from totalreduce.foundation.types import DType, Signature
 from totalreduce.schedules.actions import Program
 
@@ -82,17 +82,17 @@ class Lane:
 
     Attributes:
         index: The number of the lane.
-        places: The places of the program's actions in this lane.
+        regions: The regions of the program's actions in this lane.
         position: The index of the action that is next.
         arrivals: Segments that have arrived and are not used yet, by the index of their receive in the program.
         begun: Indices of the receives whose message has begun to arrive.
     """
 
-    __slots__ = ("arrivals", "begun", "index", "places", "position")
+    __slots__ = ("arrivals", "begun", "index", "position", "regions")
 
-    def __init__(self, index: int, places: Sequence[Place | None]) -> None:
+    def __init__(self, index: int, regions: Sequence[Region | None]) -> None:
         """Begin before the first action."""
-        self.index, self.places, self.position = index, places, 0
+        self.index, self.regions, self.position = index, regions, 0
         self.arrivals: dict[int, Arrival] = {}
         self.begun: set[int] = set()
 
@@ -101,13 +101,13 @@ class Operation:
     """An operation in flight on this rank.
 
     Attributes:
-        name: As submitted; ``unnamed#3`` for operations without a name.
+        name: The name under which it was submitted; ``unnamed#3`` for operations without a name.
         key: (operation id, iteration): equal on all ranks.
-        layout: The signature, the schedule, and the places of the bytes of its messages.
+        layout: The signature, the schedule, and where the bytes of its messages are.
         buffers: The bytes of the tensor, input and output, or of every block (``None`` for blocks of other ranks).
         accumulators: By buffer and lane: partial sums that are not kept in the tensor.
         priority: Smaller is more urgent.
-        sequence: The place in the order of submission on this rank.
+        sequence: The position in the order of submission on this rank.
         owner: A value of the caller, which the engine does not read.
         state: Where the operation is in its life.
         described: Whether this rank has told its neighbours the signature. If not, they conclude it from the previous
@@ -117,9 +117,9 @@ class Operation:
         eager_sent: By peer: bytes that were sent before the peer was known to have submitted the operation.
         unsent: Messages that are queued or on their way out. The operation ends only when none is left.
         computing: The number of additions that are being carried out at this moment.
-        queued: By peer: queued messages, so that promotion can give them better places.
+        queued: By peer: queued messages, so that promotion can give them a better position.
         held: By peer: messages that wait until the peer has submitted the operation.
-        error: Why it failed, if it did.
+        error: The error with which it failed.
     """
 
     __slots__ = (
@@ -164,7 +164,7 @@ class Operation:
         self.priority, self.sequence, self.submitted_at = priority, sequence, now
         self.buffers, self.owner = buffers, owner
         self.accumulators: dict[tuple[int, int], memoryview] = {}
-        self.lanes = [Lane(index, layout.places(index)) for index in range(layout.num_lanes)]
+        self.lanes = [Lane(index, layout.regions(index)) for index in range(layout.num_lanes)]
         self.lanes_left = layout.num_lanes
         self.unsent = 0
         self.computing = 0
@@ -220,26 +220,26 @@ class Operation:
         if peer in self.held or any(not message.taken for message in self.queued.get(peer, ())):
             return True
         return any(
-            action.peer == peer and lane.places[index] is not None and index not in lane.arrivals
+            action.peer == peer and lane.regions[index] is not None and index not in lane.arrivals
             for lane in self.lanes
             for index, action in enumerate(self.layout.program.actions[lane.position :], lane.position)
         )
 
-    def segment(self, place: Place, lane: int, *, partial: bool = False) -> memoryview:
-        """Return the bytes of a place: those of the partial sums if ``partial`` is set and they are kept apart."""
+    def segment(self, region: Region, lane: int, *, partial: bool = False) -> memoryview:
+        """Return the bytes of a region: those of the partial sums if ``partial`` is set and they are kept apart."""
         if partial and self.layout.keeps_partials:
             # For each lane, and only while it is needed: to touch fresh memory takes longer than the addition.
-            accumulator = self.accumulators.get((place.buffer, lane))
+            accumulator = self.accumulators.get((region.buffer, lane))
             if accumulator is None:
-                accumulator = memoryview(bytearray(self.layout.accumulator_bytes(place.buffer, lane)))
-                self.accumulators[place.buffer, lane] = accumulator
-            return accumulator[place.wide_start : place.wide_stop]
-        buffer = self.buffers[place.buffer]
-        assert buffer is not None, f"{self.name!r}: block {place.buffer} is not on this rank"
-        return buffer[place.start : place.stop]
+                accumulator = memoryview(bytearray(self.layout.accumulator_bytes(region.buffer, lane)))
+                self.accumulators[region.buffer, lane] = accumulator
+            return accumulator[region.wide_start : region.wide_stop]
+        buffer = self.buffers[region.buffer]
+        assert buffer is not None, f"{self.name!r}: block {region.buffer} is not on this rank"
+        return buffer[region.start : region.stop]
 
-    def target(self, place: Place) -> memoryview:
+    def target(self, region: Region) -> memoryview:
         """Return the bytes into which a finished sum is written."""
-        buffer = self.buffers[place.into]
+        buffer = self.buffers[region.into]
         assert buffer is not None
-        return buffer[place.start : place.stop]
+        return buffer[region.start : region.stop]

@@ -177,7 +177,7 @@ class Outbox:
         self.ready.add(peer)
 
     def promote(self, operation: Operation) -> None:
-        """Give the queued messages of an operation that was promoted better places."""
+        """Give the queued messages of an operation that was promoted a better position."""
         for peer, messages in operation.queued.items():
             messages[:] = [message for message in messages if not message.taken]
             for message in messages:
@@ -193,7 +193,7 @@ class Outbox:
     def data_message(self, queued: QueuedMessage, flags: int) -> OutgoingMessage:
         """Return a data message as it leaves now, with these flags in its header."""
         operation, action = queued.operation, queued.action
-        body = operation.segment(queued.place, queued.lane, partial=action.partial)
+        body = operation.segment(queued.region, queued.lane, partial=action.partial)
         if operation.promoted:
             flags |= Flag.URGENT
         signature = operation.layout.signature_to(action.peer)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from totalreduce.engine.control import CONTROL_BYTES_MAX
 from totalreduce.engine.counters import Counters
 from totalreduce.engine.floating import FloatingMessage, FloatingStore, floating_cost
-from totalreduce.engine.layout import Place
+from totalreduce.engine.layout import Region
 from totalreduce.engine.operation import Arrival, Lane, Operation
 from totalreduce.engine.scratch import ScratchPool
 from totalreduce.foundation.config import EngineConfig
@@ -129,7 +129,7 @@ class Reception:
         self._counters.floating_messages += 1
         return self._begin(Delivery(peer, header, message.body, floating=message, lease=lease))
 
-    def place(self, peer: int, header: Header, operation: Operation, lease: Lease | None) -> Delivery:
+    def receive(self, peer: int, header: Header, operation: Operation, lease: Lease | None) -> Delivery:
         """Take a message of an active operation.
 
         Raises:
@@ -137,11 +137,11 @@ class Reception:
         """
         if header.flags & Flag.EAGER:
             self.floating.owe(peer, floating_cost(header.body_bytes))
-        lane, index, action, place = self.find_receive(operation, peer, header)
+        lane, index, action, region = self.find_receive(operation, peer, header)
         is_next = lane.position == index
         if action.mode is Mode.REPLACE and (is_next or action.anytime):
             arrival = Arrival(None)
-            view, lease = operation.segment(place, lane.index), None
+            view, lease = operation.segment(region, lane.index), None
         elif lease is not None and (is_next or lease.may_be_kept):
             view = lease.body
             arrival = Arrival(view, lease)
@@ -157,7 +157,7 @@ class Reception:
         return delivery
 
     @staticmethod
-    def find_receive(operation: Operation, peer: int, header: Header) -> tuple[Lane, int, Receive, Place]:
+    def find_receive(operation: Operation, peer: int, header: Header) -> tuple[Lane, int, Receive, Region]:
         """Return the receive that a message belongs to, and note that the message has begun to arrive.
 
         Raises:
@@ -170,17 +170,17 @@ class Reception:
                 "does not have"
             )
         lane = operation.lanes[header.lane]
-        action, place = operation.layout.program.actions[index], lane.places[index]
+        action, region = operation.layout.program.actions[index], lane.regions[index]
         assert isinstance(action, Receive)
-        if place is None or header.body_bytes != place.body_bytes:
+        if region is None or header.body_bytes != region.body_bytes:
             raise ProtocolError(
                 f"rank {peer} sent {header.body_bytes} bytes for lane {header.lane}, step {header.step} of "
-                f"{operation.name!r}; {'none' if place is None else place.body_bytes} are expected"
+                f"{operation.name!r}; {'none' if region is None else region.body_bytes} are expected"
             )
         if index < lane.position or index in lane.begun:
             raise ProtocolError(f"rank {peer} sent lane {header.lane}, step {header.step} of {operation.name!r} twice")
         lane.begun.add(index)
-        return lane, index, action, place
+        return lane, index, action, region
 
     def abandon(self, operation: Operation) -> None:
         """Release the bodies of an operation that has failed, and let none that still arrives write to its tensor."""
@@ -218,5 +218,5 @@ def _waits_for_another(operation: Operation, lane: Lane, index: int) -> bool:
     return any(
         isinstance(action, Receive) and action.peer != actions[index].peer and earlier not in lane.arrivals
         for earlier, action in enumerate(actions[lane.position : index], lane.position)
-        if lane.places[earlier] is not None
+        if lane.regions[earlier] is not None
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from totalreduce.engine.counters import Counters
-from totalreduce.engine.early import News
+from totalreduce.engine.early import EarlyRecord
 from totalreduce.engine.floating import FloatingStore, floating_cost
 from totalreduce.engine.operation import Operation
 from totalreduce.engine.outbox import NO_KEY, Outbox
@@ -59,7 +59,7 @@ class Rendezvous:
         operation, peer = message.operation, message.action.peer
         if peer in operation.posted_by:
             return Flag.NONE
-        body_bytes = message.place.body_bytes
+        body_bytes = message.region.body_bytes
         cost = floating_cost(body_bytes)
         used, sent = self._used.get(peer, 0), operation.eager_sent.get(peer, 0)
         held = operation.held.get(peer)
@@ -85,7 +85,7 @@ class Rendezvous:
         operation = self._table.active.get(key)
         if operation is not None:
             self.posted(operation, peer)
-        elif not self._table.is_past(key):
+        elif not self._table.was_submitted(key):
             self._table.early.note_posted(peer, key)
 
     def on_credit(self, peer: int, amount: int) -> None:
@@ -109,12 +109,12 @@ class Rendezvous:
 
     # ----------------------------------------------------------------------------------------------- as the receiver
 
-    def submitted(self, operation: Operation, news: News) -> None:
+    def submitted(self, operation: Operation, early: EarlyRecord) -> None:
         """Tell peers that an operation was submitted here: those that have asked, and those that will send much."""
         large = {peer for peer, count in operation.layout.expected_bytes.items() if count > self._eager_bytes}
-        for peer in large.union(news.requested):
+        for peer in large.union(early.requested):
             self._outbox.control(peer, Frame.POSTED, key=operation.key)
-        operation.posted_by.update(news.posted)
+        operation.posted_by.update(early.posted)
 
     def on_request(self, peer: int, key: _Key, *, ended: Callable[[_Key], bool]) -> bool:
         """Handle a REQUEST frame: the peer holds messages of an operation until this rank has submitted it.
@@ -125,7 +125,7 @@ class Rendezvous:
         self.return_credit(peer, everything=True)
         if key in self._table.active or ended(key):
             self._outbox.answer(peer, Frame.POSTED, key)
-        elif not self._table.is_past(key):
+        elif not self._table.was_submitted(key):
             self._table.early.note_requested(peer, key)
             return True
         return False

@@ -1,8 +1,8 @@
-"""What leaves next for one peer: always the most urgent message that is ready, across all operations.
+"""The order in which data messages leave for one peer: the most urgent one first, across all operations.
 
-Preemption needs no more than this: a transport takes one message at a time, so whatever became urgent while a segment
-was leaving is next. Anti-starvation: after ``starvation_limit`` messages that overtook the oldest one, the oldest one
-leaves (oneCCL does the same every 4,096 polls).
+Preemption needs nothing else: the transport takes one message at a time, so an operation that becomes urgent while a
+segment is leaving has the next one. Against starvation, the oldest message leaves after ``starvation_limit`` messages
+that have overtaken it (oneCCL does the same every 4,096 polls).
 """
 
 from __future__ import annotations
@@ -10,30 +10,33 @@ from __future__ import annotations
 import heapq
 from collections import deque
 
-from totalreduce.engine.layout import Place
+from totalreduce.engine.layout import Region
 from totalreduce.engine.operation import Operation
 from totalreduce.schedules.actions import Send
 
 __all__ = ["QueuedMessage", "SendQueue"]
 
 
-#: So many stale entries are tolerated, beside as many as there are live ones.
+#: The heap may hold as many entries of messages that have left as of messages that wait, and this number more.
 _STALE_MAX = 256
 
 
 class QueuedMessage:
-    """A data message that may leave: a slot of an operation. The body is read when it leaves."""
+    """A data message of an operation that is ready to leave. Its body is read when it leaves."""
 
-    __slots__ = ("action", "lane", "operation", "place", "taken")
+    __slots__ = ("action", "lane", "operation", "region", "taken")
 
-    def __init__(self, operation: Operation, lane: int, action: Send, place: Place) -> None:
-        """Remember the slot."""
-        self.operation, self.lane, self.action, self.place = operation, lane, action, place
+    def __init__(self, operation: Operation, lane: int, action: Send, region: Region) -> None:
+        """Begin as a message that waits."""
+        self.operation, self.lane, self.action, self.region = operation, lane, action, region
         self.taken = False
 
 
 class SendQueue:
-    """Priority queue of one peer. Stale entries are skipped, so promotion is a second push."""
+    """The data messages for one peer.
+
+    A promoted message gets a second entry in the heap; entries of messages that have left are passed over.
+    """
 
     def __init__(self, *, fifo: bool, starvation_limit: int) -> None:
         """Make an empty queue; ``fifo`` ignores priority and promotion."""
@@ -45,7 +48,7 @@ class SendQueue:
         self._length = 0
 
     def __len__(self) -> int:
-        """Messages waiting."""
+        """Return the number of messages that wait."""
         return self._length
 
     def push(self, message: QueuedMessage) -> None:
@@ -55,10 +58,10 @@ class SendQueue:
         self._rank(message)
 
     def push_back(self, messages: list[QueuedMessage]) -> None:
-        """Add messages that were taken before, oldest first: they are older than everything that waits.
+        """Add messages that were taken before, oldest first; they are older than all messages that wait.
 
-        The order by age must stay the order of steps within a lane: a receiver that gets a later step first has to keep
-        it, and with all its scratch memory full of those it could never read the one that it needs.
+        Within a lane, the order by age must be the order of steps. A receiver keeps a message that arrives before an
+        earlier step. If such messages filled its scratch memory, it could never read the earlier one.
         """
         self._length += len(messages)
         self._by_age.extendleft(reversed(messages))
@@ -67,12 +70,12 @@ class SendQueue:
             self._rank(message)
 
     def rerank(self, message: QueuedMessage) -> None:
-        """Its operation was promoted: give it a better place."""
+        """Give a message whose operation was promoted a better position."""
         if not message.taken and not self._fifo:
             self._rank(message)
 
     def pop(self) -> QueuedMessage | None:
-        """Take the next message, or ``None``."""
+        """Take the next message; ``None`` if no message waits."""
         oldest = self._oldest()
         if oldest is None:
             return None
@@ -90,7 +93,7 @@ class SendQueue:
     def _take(self, message: QueuedMessage) -> None:
         message.taken = True
         self._length -= 1
-        # Stale entries hold on to operations that are done, tensors included. One sweep pays for many pushes.
+        # Entries of messages that have left keep their operations, and so tensors, in memory: remove them in sweeps.
         if not self._length:
             self._heap.clear()
             self._by_age.clear()
@@ -100,10 +103,10 @@ class SendQueue:
 
     def _rank(self, message: QueuedMessage) -> None:
         operation = message.operation
-        # Earlier steps first: all lanes advance together, which keeps the neighbour supplied.
-        place = (operation.sequence, message.action.step, message.lane)
-        key = place if self._fifo else (not operation.promoted, operation.priority, *place)
-        self._pushes += 1  # decides ties before Python would compare messages
+        # Earlier steps first, so that all lanes advance together and the neighbour always has work.
+        by_age = (operation.sequence, message.action.step, message.lane)
+        key = by_age if self._fifo else (not operation.promoted, operation.priority, *by_age)
+        self._pushes += 1  # decides between equal keys, so that Python does not compare messages
         heapq.heappush(self._heap, (key, self._pushes, message))
 
     def _oldest(self) -> QueuedMessage | None:

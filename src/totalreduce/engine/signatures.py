@@ -156,7 +156,7 @@ class SignatureExchange:
         operation = self._table.active.get(key)
         if operation is not None:
             return self.compare(operation, peer, signature)
-        if self._table.is_past(key):
+        if self._table.was_submitted(key):
             self.compare_past(peer, key, signature)
         elif self._table.early.of(key).failure is None:
             self._table.early.note_described(peer, key, signature)

@@ -156,7 +156,7 @@ class StallWatch:
     def on_request(self, peer: int, key: _Key, request: StatusRequest, now: float) -> None:
         """Handle a STATUS_REQUEST frame: answer it, and report if this rank keeps the peer waiting."""
         self._outbox.answer(peer, Frame.STATUS_REPLY, key)
-        if self._table.is_past(key) or not request.waited_s >= self._warning_s > 0:
+        if self._table.was_submitted(key) or not request.waited_s >= self._warning_s > 0:
             return
         if self._table.early.note_report(peer, key, request.waited_s):
             progress = {peer: "waiting for this rank"}
@@ -170,7 +170,7 @@ class StallWatch:
             inquiry.answered(peer, submitted=reply.submitted, progress=reply.progress)
 
     def _write_reply(self, _peer: int, key: _Key) -> tuple[_Key, bytes]:
-        operation, submitted = self._table.active.get(key), self._table.is_past(key)
+        operation, submitted = self._table.active.get(key), self._table.was_submitted(key)
         progress = operation.progress() if operation is not None else "done" if submitted else "not submitted"
         return key, StatusReply(submitted, progress).encode()
 

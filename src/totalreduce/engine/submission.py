@@ -19,7 +19,7 @@ class Submission(NamedTuple):
         signature: The kind of collective, the element type, the shape, the reduction and the root.
         buffers: Writable bytes, input and output: of the tensor, or of one block per chunk of the schedule; ``None``
             for blocks of other ranks.
-        ranks: The ranks that take part, this rank included; ``None``: all. Roots are places in this tuple.
+        ranks: The ranks that take part, this rank included; ``None``: all. Roots are positions in this tuple.
         scope: Distinguishes the names of one subgroup from those of another.
         repeats: The name may be in flight several times: the n-th here meets the n-th elsewhere.
         priority: Smaller is more urgent; 32 bits signed.

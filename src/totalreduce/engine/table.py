@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.counters import Counters
-from totalreduce.engine.early import EarlyNews
+from totalreduce.engine.early import EarlyFrames
 from totalreduce.engine.names import NameTable
 from totalreduce.engine.operation import Operation, State
 from totalreduce.foundation.errors import MismatchError, TotalReduceError
@@ -33,7 +33,7 @@ class OperationTable:
         self._counters = counters
         self.active: dict[_Key, Operation] = {}
         self.names = NameTable()
-        self.early = EarlyNews()
+        self.early = EarlyFrames()
         self.completed: list[Operation | AnyReceive] = []
         #: Operations that have failed while an addition was carried out: they complete when it has ended.
         self._failing: list[Operation] = []
@@ -46,7 +46,7 @@ class OperationTable:
         return len(self.active)
 
     def next_sequence(self) -> int:
-        """Return the place of the next operation in the order of submission."""
+        """Return the position of the next operation in the order of submission."""
         self._num_submitted += 1
         return self._num_submitted - 1
 
@@ -104,9 +104,9 @@ class OperationTable:
         """Return the active operations that meet a condition; a copy, so that they may end meanwhile."""
         return [operation for operation in self.active.values() if condition(operation)]
 
-    def is_past(self, key: _Key) -> bool:
+    def was_submitted(self, key: _Key) -> bool:
         """Return whether the operation was submitted here; it has ended if it is not active."""
-        return self.names.is_past(key)
+        return self.names.was_submitted(key)
 
     def active_s(self, now: float) -> float:
         """Return the seconds with at least one operation in flight since the group was made."""

@@ -4,14 +4,14 @@ A schedule is a generator that yields actions for *one lane on one rank* and nev
 length. ``Send`` is posted and the lane goes on; ``Receive`` stops the lane until the message is there. The slot of a
 message is (operation, lane, step); a step is used once per lane and pair of ranks.
 
-A chunk is a number. Either all chunks are cut out of one tensor (``Layout.CUT``: allreduce, reduce, broadcast), or each
-is a tensor of its own (``Layout.BLOCKS``: allgather, alltoall and so on), of any size, known to those who send and
-receive it.
+A chunk is a number. Either all chunks are cut out of one tensor (``Chunking.CUT``: allreduce, reduce, broadcast), or
+each is a tensor of its own (``Chunking.BLOCKS``: allgather, alltoall and so on). Such a tensor may have any size, which
+its sender and its receiver know.
 
-Contract of a schedule ("causally free"): the destination of a ``Receive`` that replaces may still be on its way out in
-an earlier ``Send`` of this rank only if the sender of the incoming message cannot have produced it before that
-outgoing one arrived. Ring and chain have this property; the simulated transport, which copies a body only when it
-leaves, shows a schedule that has not.
+Contract of a schedule ("causally free"): a ``Receive`` with ``REPLACE`` may overwrite bytes that an earlier ``Send`` of
+this rank has not sent yet only if the peer needs that ``Send``'s message before it can produce the message received.
+Ring and chain have this property. The simulated transport copies a body only when it leaves, and so it shows a schedule
+without this property.
 
 A module of schedules declares them, with what they cost, in ``SCHEDULES`` (:mod:`totalreduce.schedules.spec`).
 """
@@ -30,8 +30,8 @@ from totalreduce.foundation.types import Algorithm
 __all__ = [
     "NOTHING",
     "Action",
+    "Chunking",
     "Cost",
-    "Layout",
     "Mode",
     "Program",
     "Receive",
@@ -54,7 +54,7 @@ class Mode(enum.IntEnum):
     COMBINE_LAST = 2  # the same, and this was the last contribution: divide (AVG), round (half types)
 
 
-class Layout(enum.Enum):
+class Chunking(enum.Enum):
     """Where the chunks of an operation are."""
 
     CUT = "cut"  # one tensor, cut into chunks that differ by one element at most
@@ -65,8 +65,8 @@ class Layout(enum.Enum):
 class Send:
     """Send the lane's part of ``chunk`` (of ``span`` chunks from there on, if they are cut) to ``peer``.
 
-    ``partial``: the segment is an unfinished sum (it may be wider than the result on the wire). ``once``: only the
-    first lane does it.
+    ``partial``: the segment is an unfinished sum, which may have a wider element type on the wire. ``once``: only the
+    first lane sends it.
     """
 
     peer: int
@@ -82,9 +82,9 @@ class Receive:
     """Receive the lane's part of ``chunk`` (of ``span`` chunks) from ``peer``.
 
     ``partial`` as in the matching ``Send``. ``onto_partial``: combine with the partial sum of earlier receives, not
-    with this rank's own contribution. ``into``: the chunk where the finished sum goes, if it is not ``chunk``.
-    ``anytime``: nothing that this rank does earlier writes there or needs what is there (but for sends that the peer
-    must have received): the message may be put in place as soon as it comes.
+    with this rank's own contribution. ``into``: the chunk into which the finished sum is written, if it is not
+    ``chunk``. ``anytime``: no earlier action of this rank writes to these bytes, or reads them after the message may
+    have arrived, so the message may be received into them before its turn.
     """
 
     peer: int
@@ -142,12 +142,12 @@ class Program:
         receives: (peer, step) -> index of the receive in ``actions``: what a message may be.
         num_chunks: How many chunks there are.
         span_max: The most chunks that travel as one message; equal on all ranks.
-        layout: Where they are.
+        chunking: Where the chunks are.
         partial_sums: Whether some rank combines more than two contributions one after the other; equal on all ranks.
         preserves: Partial sums must not be kept in the tensor, because it is not this rank's to change.
         sources: The peers this rank receives from, in order of first use.
         targets: The peers this rank sends to.
-        addressed: Those of them to which it sends something before it waits for anything.
+        addressed: The peers to which it sends a message before its first receive.
         pipeline_ranks: How many ranks a lane passes one after the other, if the tensor is to be cut into many lanes
             that follow each other; 0 if lanes only overlap. Equal on all ranks.
         algorithm: The name of the schedule.
@@ -157,7 +157,7 @@ class Program:
     receives: Mapping[tuple[int, int], int]
     num_chunks: int
     span_max: int
-    layout: Layout
+    chunking: Chunking
     partial_sums: bool
     preserves: bool
     sources: tuple[int, ...]
@@ -171,7 +171,7 @@ def compile_program(
     schedule: Schedule,
     num_chunks: int,
     *,
-    layout: Layout = Layout.CUT,
+    chunking: Chunking = Chunking.CUT,
     partial_sums: bool = False,
     preserves: bool = False,
     span_max: int = 1,
@@ -211,7 +211,7 @@ def compile_program(
         receives,
         num_chunks,
         span_max,
-        layout,
+        chunking,
         partial_sums,
         preserves,
         sources,
@@ -223,7 +223,7 @@ def compile_program(
 
 @functools.lru_cache(maxsize=1024)
 def translate(program: Program, ranks: tuple[int, ...]) -> Program:
-    """The program of a subgroup, with the ranks of the whole group in place of its own."""
+    """Return the program of a subgroup, with the ranks of the whole group in place of the subgroup's."""
     return dataclasses.replace(
         program,
         actions=tuple(dataclasses.replace(action, peer=ranks[action.peer]) for action in program.actions),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 
 from totalreduce.foundation.types import Algorithm, OpKind
-from totalreduce.schedules.actions import Cost, Layout, Mode, Receive, Schedule, Send, compile_program
+from totalreduce.schedules.actions import Chunking, Cost, Mode, Receive, Schedule, Send, compile_program
 from totalreduce.schedules.spec import Route, ScheduleSpec, Workload, routes_of_pairs
 
 __all__ = [
@@ -172,7 +172,9 @@ SCHEDULES = (
     ScheduleSpec(
         kind=OpKind.ALLGATHER,
         name=Algorithm.DIRECT,
-        make=lambda at: compile_program(direct_allgather(at.rank, at.world_size), at.world_size, layout=Layout.BLOCKS),
+        make=lambda at: compile_program(
+            direct_allgather(at.rank, at.world_size), at.world_size, chunking=Chunking.BLOCKS
+        ),
         cost=_half_cost,
         route=_BETWEEN_ALL,
     ),
@@ -182,7 +184,7 @@ SCHEDULES = (
         make=lambda at: compile_program(
             direct_reduce_scatter(at.rank, at.world_size),
             at.world_size + 1,
-            layout=Layout.BLOCKS,
+            chunking=Chunking.BLOCKS,
             partial_sums=at.world_size > 2,
             preserves=True,
         ),
@@ -192,28 +194,32 @@ SCHEDULES = (
     ScheduleSpec(
         kind=OpKind.GATHER,
         name=Algorithm.DIRECT,
-        make=lambda at: compile_program(gather(at.rank, at.world_size, at.root), at.world_size, layout=Layout.BLOCKS),
+        make=lambda at: compile_program(
+            gather(at.rank, at.world_size, at.root), at.world_size, chunking=Chunking.BLOCKS
+        ),
         cost=lambda work: half_cost(work.world_size, work.num_bytes),
         route=_WITH_ROOT,
     ),
     ScheduleSpec(
         kind=OpKind.SCATTER,
         name=Algorithm.DIRECT,
-        make=lambda at: compile_program(scatter(at.rank, at.world_size, at.root), at.world_size, layout=Layout.BLOCKS),
+        make=lambda at: compile_program(
+            scatter(at.rank, at.world_size, at.root), at.world_size, chunking=Chunking.BLOCKS
+        ),
         cost=lambda work: half_cost(work.world_size, work.num_bytes),
         route=_WITH_ROOT,
     ),
     ScheduleSpec(
         kind=OpKind.ALLTOALL,
         name=Algorithm.DIRECT,
-        make=lambda at: compile_program(alltoall(at.rank, at.world_size), 2 * at.world_size, layout=Layout.BLOCKS),
+        make=lambda at: compile_program(alltoall(at.rank, at.world_size), 2 * at.world_size, chunking=Chunking.BLOCKS),
         cost=lambda work: half_cost(work.world_size, work.num_bytes),
         route=_BETWEEN_ALL,
     ),
     ScheduleSpec(
         kind=OpKind.SEND_RECV,
         name=Algorithm.DIRECT,
-        make=lambda at: compile_program(send_receive(at.rank, at.world_size, at.root), 1, layout=Layout.BLOCKS),
+        make=lambda at: compile_program(send_receive(at.rank, at.world_size, at.root), 1, chunking=Chunking.BLOCKS),
         cost=lambda work: Cost(1, float(work.num_bytes)),
         route=lambda _hosts: Route(1.0, 1.0),
     ),

@@ -12,7 +12,7 @@ known in advance, which lets a message guide itself.
 from __future__ import annotations
 
 from totalreduce.foundation.types import Algorithm, OpKind
-from totalreduce.schedules.actions import Cost, Layout, Mode, Receive, Schedule, Send, compile_program
+from totalreduce.schedules.actions import Chunking, Cost, Mode, Receive, Schedule, Send, compile_program
 from totalreduce.schedules.spec import ScheduleSpec, routes_of_neighbours
 
 __all__ = ["SCHEDULES", "cost", "half_cost", "ring_allgather", "ring_allreduce", "ring_reduce_scatter"]
@@ -76,7 +76,9 @@ SCHEDULES = (
     ScheduleSpec(
         kind=OpKind.ALLGATHER,
         name=Algorithm.RING,
-        make=lambda at: compile_program(ring_allgather(at.rank, at.world_size), at.world_size, layout=Layout.BLOCKS),
+        make=lambda at: compile_program(
+            ring_allgather(at.rank, at.world_size), at.world_size, chunking=Chunking.BLOCKS
+        ),
         cost=lambda work: half_cost(work.world_size, work.num_bytes),
         route=routes_of_neighbours(),
     ),
@@ -86,7 +88,7 @@ SCHEDULES = (
         make=lambda at: compile_program(
             ring_reduce_scatter(at.rank, at.world_size),
             at.world_size + 1,
-            layout=Layout.BLOCKS,
+            chunking=Chunking.BLOCKS,
             partial_sums=at.world_size > 2,
             preserves=True,
         ),
