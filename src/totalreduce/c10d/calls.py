@@ -52,7 +52,6 @@ class Calls:
     """
 
     def __init__(self, group: Group, timeout: timedelta) -> None:
-        """Submit to ``group``."""
         self.count = 0
         self.timeout = timeout
         self.callbacks = Callbacks(f"totalreduce-{group.rank}")

@@ -21,7 +21,6 @@ class Stager:
     """Makes ``Staged`` operations; keeps one side stream per device. Usable from any thread."""
 
     def __init__(self) -> None:
-        """Touch no device yet."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
 

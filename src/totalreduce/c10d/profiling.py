@@ -20,7 +20,6 @@ class Record:
     """
 
     def __init__(self, title: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin the event."""
         self.ended = threading.Event()
         handle = torch._C._autograd._record_function_with_args_enter(title, *tensors)
         # Through a future, because that alone carries the profiler's state over to the thread where the event ends.

@@ -38,7 +38,6 @@ class SparseSum:
     """The local sum that ends an allreduce of sparse tensors."""
 
     def __init__(self, tensor: torch.Tensor, indices: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        """Keep the tensors that the exchange fills."""
         self._tensor, self._indices, self._values = tensor, indices, values
         self._lock = threading.Lock()
         self._finished = False

@@ -81,7 +81,6 @@ class MismatchError(TotalReduceError):
     """
 
     def __init__(self, tensor: str, ranks: tuple[int, ...], values: tuple[str, ...]) -> None:
-        """Build the message from the two descriptions."""
         both = "; ".join(f"rank {rank} submitted {value}" for rank, value in zip(ranks, values, strict=True))
         super().__init__(f"tensor {tensor!r}: {both}. Submit the same kind, dtype, shape and reduction on every rank.")
         self.tensor, self.ranks, self.values = tensor, ranks, values
@@ -109,7 +108,6 @@ class PlanMismatchError(MismatchError):
     """
 
     def __init__(self, plan: str, differences: tuple[str, ...]) -> None:
-        """Build the message from one line per difference."""
         TotalReduceError.__init__(
             self,
             f"the ranks do not agree on {plan!r}:\n  "
@@ -129,7 +127,6 @@ class MissingTensorError(TotalReduceError):
     """
 
     def __init__(self, tensor: str, ranks: tuple[int, ...], step: int) -> None:
-        """Name the tensor, the ranks and the step."""
         who = ", ".join(str(rank) for rank in ranks)
         super().__init__(
             f"step {step}: rank(s) {who} never submitted {tensor!r}. "
@@ -152,7 +149,6 @@ class StallError(TotalReduceError):
     """
 
     def __init__(self, tensor: str, ranks: tuple[int, ...], waited_s: float, where: str) -> None:
-        """Name the operation and the ranks."""
         who = ", ".join(str(rank) for rank in ranks) or "unknown"
         place = f" (submitted at {where})" if where else ""
         super().__init__(
@@ -182,7 +178,6 @@ class PeerLost(TotalReduceError):
     """
 
     def __init__(self, rank: int, reason: str) -> None:
-        """Name the rank and the reason."""
         super().__init__(f"rank {rank} is lost: {reason}")
         self.rank, self.reason = rank, reason
 

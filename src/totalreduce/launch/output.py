@@ -227,7 +227,6 @@ class Relay:
     """
 
     def __init__(self, targets: list[tuple[Target, Target]]) -> None:
-        """Prepare for the ranks 0 to ``len(targets) - 1``."""
         self.targets = targets
         self._tails = [Tail(_ERROR_TAIL_BYTES) for _ in targets]
 

@@ -234,7 +234,6 @@ class Meeting:
     """
 
     def __init__(self, store: Store, world: World, name: str, timeout_s: float) -> None:
-        """Join the meeting ``name``."""
         attempt = environment.current().get("TORCHELASTIC_RESTART_COUNT", "0")
         self._world, self._store = world, store
         self._deadline = time.monotonic() + timeout_s

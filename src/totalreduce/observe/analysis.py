@@ -1,12 +1,12 @@
-"""What the ranks' timelines say together: who is late, where the time of the operations goes, what is hidden.
+"""The analysis of a merged trace: late ranks, the time that operations spend in each phase, hidden communication.
 
-Pure functions over a merged trace. An operation is compared where every rank has it and finished it well. Its time
-on a rank, from submission to end, is cut into five without remainder:
+An operation is compared if every rank has it and finished it without an error. Its time on a rank, from submission to
+end, is divided into five phases:
 
-- waiting: until the latest rank has submitted it. It comes first: whatever a rank does until then gains nothing.
+- waiting: until the latest rank has submitted it. It comes first, because earlier work on a rank gains nothing.
 - coordination: from then until the ranks have agreed that it is ready everywhere. Only operations of a native
   library, outside plans, need that.
-- queue: until the first byte leaves or arrives, or until a native operation's turn.
+- queue: until the first byte leaves or arrives, or until the native operation begins.
 - copy: into and out of the fusion buffer of a native operation.
 - wire: from the first byte, or the start of the native collective, to its end.
 """
@@ -31,7 +31,7 @@ __all__ = [
     "analyse",
 ]
 
-#: Parts of an operation's span; every other one is named after a native collective.
+#: Phases by the name of a part of an operation's span; other parts are named after a native collective.
 _CATEGORIES = {
     "NEGOTIATE": "coordination",
     "QUEUED": "queue",
@@ -44,7 +44,7 @@ _CATEGORIES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeSplit:
-    """Time of operations by what it was spent on, in seconds. Operations that overlap count side by side."""
+    """Time of operations by phase, in seconds. The times of operations that overlap are added."""
 
     waiting_s: float
     coordination_s: float
@@ -54,21 +54,21 @@ class TimeSplit:
 
     @property
     def total_s(self) -> float:
-        """All of it: the operations' spans."""
+        """The sum of all phases."""
         return self.waiting_s + self.coordination_s + self.queue_s + self.copy_s + self.wire_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationReport:
-    """One operation that all ranks have and finished well."""
+    """One operation that all ranks have finished without an error."""
 
     name: str
     iteration: int
     num_bytes: int
     late_rank: int | None
-    """Who submitted it last; ``None`` if all ranks did at the same time."""
+    """The rank that submitted it last; ``None`` if all ranks did at the same time."""
     late_s: float
-    """By how much after the first."""
+    """The time from the first submission to the last."""
     duration_s: float
     """From the latest submission until it was done on every rank."""
 
@@ -80,7 +80,7 @@ class LateRank:
     rank: int
     times_last: int
     median_s: float
-    """By how much after the first rank, over the operations for which it was last."""
+    """Median time after the first rank, over the operations for which it was last."""
     worst_s: float
     worst_operation: str
 
@@ -91,12 +91,12 @@ class RankReport:
 
     rank: int
     split: TimeSplit
-    """Of the operations compared."""
+    """The phases of the operations compared."""
     hidden_share: float | None
     """Share of the time with at least one operation, compared or not, in which no caller was blocked in ``wait``;
     ``None`` without operations."""
     dropped_events: int
-    """Left out by ``max_events``: the latest ones."""
+    """Number of the latest events, which ``max_events`` left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,21 +106,21 @@ class TensorReport:
     name: str
     count: int
     num_bytes: int
-    """Of the largest."""
+    """Size of the largest."""
     median_s: float
     """From the latest submission until it was done on every rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimelineReport:
-    """What ``analyse`` found. Equal traces give equal reports."""
+    """The result of ``analyse``. Equal traces give equal reports."""
 
     ranks: tuple[RankReport, ...]
     """In the order of ranks."""
     total: TimeSplit
-    """Of all ranks together."""
+    """The sum over all ranks."""
     late: tuple[LateRank, ...]
-    """Who was last most often comes first."""
+    """The rank that was last most often comes first."""
     tensors: tuple[TensorReport, ...]
     """The slowest first."""
     operations: tuple[OperationReport, ...]
@@ -132,12 +132,12 @@ class TimelineReport:
     ambiguous_operations: int
     """Not compared: a rank has several of that name and iteration, of different subgroups."""
     missing_ranks: tuple[int, ...]
-    """Ranks below the highest of which there is no timeline."""
+    """Ranks below the highest one without a timeline."""
     clocks: tuple[tuple[int, ...], ...]
     """The ranks by the clock that they share. Between clocks, submissions are compared by wall clock only."""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the report as JSON objects."""
         return dataclasses.asdict(self)
 
 
@@ -152,7 +152,7 @@ class _Operation:
     parts: list[tuple[str, int, int]]
 
     def split(self, latest: int) -> dict[str, int]:
-        """Microseconds by category, if the latest rank submitted it at ``latest``."""
+        """Return the microseconds of each phase, if the latest rank submitted the operation at ``latest``."""
         spent = {"waiting": min(latest, self.end) - self.begin}
         for label, begin, end in self.parts:
             category = _CATEGORIES.get(label, "wire")
@@ -226,11 +226,11 @@ def analyse(trace: Mapping[str, Any]) -> TimelineReport:
 def _collect(
     events: Iterable[Mapping[str, Any]],
 ) -> tuple[list[tuple[int, _Key, _Operation]], dict[int, list[tuple[int, int]]]]:
-    """Every rank's operations, and when its callers were blocked."""
+    """Return every rank's operations, and the times at which its callers were blocked."""
     operations: list[tuple[int, _Key, _Operation]] = []
     waits: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    # By track and time: whose next part begins there. Usually that is one, but the track of all further names holds
-    # several operations at a time. The parts that begin at one time are written in the order of their operations.
+    # By track and time: the operations whose next part begins there. Usually that is one, but the track of all further
+    # names holds several operations at a time. Parts that begin at one time are written in the order of operations.
     expecting: dict[tuple[int, int], list[tuple[int, _Operation]]] = defaultdict(list)
 
     def expect(track: int, at: int, number: int, operation: _Operation) -> None:
@@ -257,7 +257,7 @@ def _collect(
 
 
 def _latest(found: Mapping[int, _Operation]) -> int:
-    """When the last rank submitted it."""
+    """Return when the last rank submitted the operation."""
     return max(operation.begin for operation in found.values())
 
 
@@ -276,7 +276,7 @@ def _compare(key: _Key, found: Mapping[int, _Operation]) -> OperationReport:
 
 
 def _time_split(spent: Iterable[Mapping[str, int]]) -> TimeSplit:
-    """In seconds, out of microseconds by category; their sum if there are several."""
+    """Return the sum of several splits, which are microseconds by phase."""
     total: dict[str, int] = defaultdict(int)
     for part in spent:
         for category, microseconds in part.items():
@@ -327,13 +327,13 @@ def _tensors(operations: Sequence[OperationReport]) -> tuple[TensorReport, ...]:
 
 
 def _hidden_share(busy: Sequence[tuple[int, int]], waits: Sequence[tuple[int, int]]) -> float | None:
-    """Share of the time covered by ``busy`` that ``waits`` do not cover."""
-    whole = _covered(busy)
-    return (_covered([*busy, *waits]) - _covered(waits)) / whole if whole else None
+    """Return the share of the time covered by ``busy`` that ``waits`` do not cover."""
+    total = _covered(busy)
+    return (_covered([*busy, *waits]) - _covered(waits)) / total if total else None
 
 
 def _covered(intervals: Iterable[tuple[int, int]]) -> int:
-    """Length of the intervals' union."""
+    """Return the length of the union of intervals."""
     length, reached = 0, None
     for begin, end in sorted(intervals):
         if reached is None or begin > reached:

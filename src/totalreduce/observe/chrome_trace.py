@@ -1,6 +1,6 @@
-"""The trace format: how tracks are numbered and how a file is written. Knows nothing of operations.
+"""The trace format: the numbers of the tracks, and the file.
 
-Times are whole microseconds. Viewers parse fractions as floating-point numbers and lose a nanosecond now and
+Times are integers of microseconds. Viewers parse fractions as floating-point numbers and lose a nanosecond now and
 then, after which a sub-span no longer lies inside its span and is drawn elsewhere.
 
 Format: "Trace Event Format" (Chromium project), JSON object form.
@@ -36,28 +36,28 @@ class Tracks:
         self._ends: dict[str, int] = {}
 
     def named(self, name: str) -> int:
-        """The number of the track, made on first use."""
+        """Return the number of a track, which is made on first use."""
         if name not in self._numbers and len(self._numbers) >= _TRACKS_MAX:
             name = _OVERFLOW
         base = (self._rank + 1) * _TRACKS_PER_RANK
         return self._numbers.setdefault(name, base + len(self._numbers))
 
     def free(self, name: str, begin: int, end: int) -> int:
-        """A track of that name on which nothing ends after ``begin``: ``name``, or ``name (2)`` and so on.
+        """Return a track of that name on which no span ends after ``begin``: ``name``, or ``name (2)`` and so on.
 
-        Spans that overlap without one holding the other cannot be drawn on one track.
+        Spans that overlap without one containing the other cannot be drawn on one track.
         """
         if name not in self._numbers and len(self._numbers) >= _TRACKS_MAX:
             name = _OVERFLOW
-        lane, number = name, 1
-        while self._ends.get(lane, begin) > begin:
+        track, number = name, 1
+        while self._ends.get(track, begin) > begin:
             number += 1
-            lane = f"{name} ({number})"
-        self._ends[lane] = end
-        return self.named(lane)
+            track = f"{name} ({number})"
+        self._ends[track] = end
+        return self.named(track)
 
     def metadata(self, label: str) -> Iterator[Event]:
-        """Names and order of the rank and its tracks."""
+        """Yield the names and the order of the rank and its tracks."""
         yield {"ph": "M", "pid": self._rank, "name": "process_name", "args": {"name": label}}
         yield {"ph": "M", "pid": self._rank, "name": "process_sort_index", "args": {"sort_index": self._rank}}
         for order, (name, tid) in enumerate(self._numbers.items()):
@@ -67,18 +67,14 @@ class Tracks:
 
 
 def span(pid: int, tid: int, name: str, *, begin: int, end: int, args: Event) -> Event:
-    """A complete event from ``begin`` to ``end``, in microseconds."""
+    """Return a complete event from ``begin`` to ``end``, in microseconds."""
     event: Event = {"ph": "X", "pid": pid, "tid": tid, "ts": begin, "dur": end - begin, "name": name}
     return {**event, "args": args} if args else event
 
 
 def write_trace(path: Path, events: Iterable[Event], metadata: Event) -> None:
-    """Write a trace file as a whole or not at all, one event per line.
-
-    Raises:
-        OSError: The file could not be written.
-    """
-    # ``default=str``: a stall report may carry anything, and an odd detail must not cost the whole file.
+    """Write a complete trace file or none, one event per line."""
+    # ``default=str``: a stall report may hold any object, and must not make the file impossible.
     encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

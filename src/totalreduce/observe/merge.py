@@ -1,4 +1,4 @@
-"""One trace out of the ranks' traces, with their clocks laid side by side."""
+"""One trace made of the ranks' traces, with the differences of their clocks removed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MERGED_FORMAT = f"{FORMAT}-merged"
 
 
 def merged_trace(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
-    """One trace with all ranks in it.
+    """Return one trace with all ranks.
 
-    Ranks of one host share the kernel's monotonic clock and line up to the microsecond. Hosts line up as well
-    as their wall clocks do: some milliseconds apart with NTP.
+    Ranks of one host share the kernel's monotonic clock and agree to the microsecond. Hosts agree as far as their wall
+    clocks do: to some milliseconds with NTP.
 
     Args:
         paths: Files written by ``Timeline``, one per rank, in any order.
@@ -54,11 +54,7 @@ def merged_trace(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
 
 
 def write_merged(trace: dict[str, Any], out: str | os.PathLike[str]) -> Path:
-    """Write what ``merged_trace`` returned into ``out``, replaced as a whole; missing folders are made.
-
-    Raises:
-        OSError: ``out`` could not be written.
-    """
+    """Write a trace of ``merged_trace`` to ``out``, which is replaced at once; missing folders are made."""
     target = Path(out)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_trace(target, trace["traceEvents"], trace["metadata"])
@@ -66,24 +62,12 @@ def write_merged(trace: dict[str, Any], out: str | os.PathLike[str]) -> Path:
 
 
 def merge_timelines(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
-    """Merge the files of several ranks into one that shows all of them, as ``merged_trace`` lays them out.
-
-    Args:
-        paths: Files written by ``Timeline``, one per rank, in any order.
-        out: File to write; replaced as a whole.
-
-    Returns:
-        ``out`` as a path.
-
-    Raises:
-        ConfigurationError: No files, a file that is no timeline, or two files of one rank.
-        OSError: ``out`` could not be written.
-    """
+    """Merge the files of several ranks into the file ``out``, and return it; see ``merged_trace``."""
     return write_merged(merged_trace(paths), out)
 
 
 def _origins(headers: Sequence[dict[str, Any]]) -> list[float]:
-    """Wall time at which each trace begins, with one difference between the clocks per kernel."""
+    """Return the wall time at which each trace begins, with one difference between the clocks per kernel."""
     differences: dict[str, float] = {}
     for header in headers:
         differences.setdefault(header["clock"], header["origin_wall_s"] - header["origin_clock_s"])

@@ -21,21 +21,21 @@ __all__ = ["TrainingProgress", "TrainingReport"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingReport:
-    """How far a training is."""
+    """The state of a training."""
 
     step: int
     """Finished steps."""
     loss: float
     """Loss of the latest step whose loss is known."""
     tokens_per_s: float
-    """All ranks together."""
+    """Of all ranks together."""
     sent_bytes: int | None = None
-    """Sent by one rank so far; ``None`` where nothing is communicated."""
+    """Bytes that one rank has sent so far; ``None`` if nothing is communicated."""
     hidden_share: float | None = None
-    """Share of the communication during which nobody was blocked, 0 to 1; ``None`` if not known."""
+    """Share of the communication during which no caller was blocked, 0 to 1; ``None`` if not known."""
 
     def describe(self) -> str:
-        """Everything but the step, as one phrase."""
+        """Return all but the step, as one phrase."""
         parts = [f"loss {self.loss:.3f}", f"{self.tokens_per_s:,.0f} tokens/s"]
         if self.sent_bytes is not None:
             parts.append(f"{decimal(self.sent_bytes)} sent per rank")
@@ -45,12 +45,12 @@ class TrainingReport:
 
 
 class _BarWithState(Progress):
-    """The bar, and below it what would not fit beside it on 80 columns."""
+    """The bar, and below it the text that would not fit beside it on 80 columns."""
 
     state = "starting"
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """The two lines."""
+        """Yield the two lines."""
         yield self.make_tasks_table(self.tasks)
         yield Text("  " + self.state, style="cyan")
 
@@ -59,11 +59,11 @@ class TrainingProgress:
     """Shows reports; a context manager. Calls may come from any one thread.
 
     Args:
-        label: What is trained, a few words.
-        num_steps: Steps in all.
-        console: Where to write.
-        interval_s: Time between two plain lines where the console is no terminal.
-        clock: Seconds, for ``interval_s``.
+        label: Name of the training, a few words.
+        num_steps: Number of all steps.
+        console: The console to write to.
+        interval_s: Time between two plain lines if the console is no terminal.
+        clock: Returns seconds, for ``interval_s``.
 
     Example:
         >>> with TrainingProgress("demo", 2, Console(force_terminal=False)) as progress:
@@ -105,7 +105,7 @@ class TrainingProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the last state on the screen and give the cursor back."""
+        """Leave the last state on the screen and restore the cursor."""
         if self._bar is not None:
             self._bar.stop()
 

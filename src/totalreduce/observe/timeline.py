@@ -1,7 +1,7 @@
-"""The timeline: what every operation of a rank was doing when, as a Chrome trace that Perfetto opens.
+"""The timeline: the phases of all operations of a rank, as a Chrome trace that Perfetto opens.
 
-Rule 1: inside the engine's calls a fact is one tuple appended to a list; the rest happens in ``close``.
-Rule 2: one tuple holds a whole span, so that leaving facts out (``max_events``) never leaves half a span.
+Inside the engine's calls an event is one tuple appended to a list; the rest happens in ``close``. One tuple holds an
+entire span, so that leaving events out (``max_events``) never leaves half a span.
 
 A rank is a process of the trace. An operation name is one of its tracks, with a span per iteration from
 ``submitted`` to ``done`` and its parts inside it: QUEUED and WIRE, or, where a native library carried it out,
@@ -9,7 +9,7 @@ NEGOTIATE, QUEUE, FUSE or COPY, the kind of collective, COPY. Time blocked in ``
 additions stand on "computation"; "bytes in flight" is a counter.
 """
 
-# An observer's methods have the arguments of the facts, whether this observer uses them or not.
+# An observer's methods have the arguments of the events, whether this observer uses them or not.
 # ruff: noqa: ARG002
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class _Operation(NamedTuple):
     iteration: int
     submitted: float
     ends: tuple[float, ...]
-    """Of its parts, each of which begins where the one before ends; the last ends with the operation."""
+    """The ends of its parts. Each part begins where the one before ends; the last ends with the operation."""
     done: float
     outcome: str
     sizes: Event
     native: str = ""
-    """Kind of the collective of a native library."""
+    """The collective, if a native library carried it out."""
 
     def parts(self) -> tuple[str, ...]:
-        """What lies between submission and end: as many names as ``ends``, or more where no byte came or went."""
+        """Return the names of the parts: as many as ``ends``, or more if no byte arrived or left."""
         if not self.native:
             return "QUEUED", "WIRE"
         return "NEGOTIATE", "QUEUE", "COPY" if self.sizes["fused"] == 1 else "FUSE", self.native.upper(), "COPY"
@@ -71,18 +71,13 @@ class _Instant(NamedTuple):
     args: Event
 
 
-class _Pending:
+class _OpenOperation:
     """An operation in flight; becomes one ``_Operation``."""
 
     __slots__ = ("first_byte", "iteration", "num_bytes", "priority", "received", "sent", "submitted")
 
     def __init__(self, iteration: int, submitted: float, num_bytes: int, priority: int) -> None:
-        self.iteration, self.submitted, self.num_bytes, self.priority = (
-            iteration,
-            submitted,
-            num_bytes,
-            priority,
-        )
+        self.iteration, self.submitted, self.num_bytes, self.priority = iteration, submitted, num_bytes, priority
         self.first_byte: float | None = None
         self.sent = self.received = 0
 
@@ -133,62 +128,52 @@ class Timeline(Observer):
         _check_writable(self.path)
         self._max_events, self._clock = max_events, clock
         self._origin, self._origin_wall = clock(), time.time()
-        self._pending: dict[str, _Pending] = {}
-        self._facts: list[_Operation | _Span | _Instant] = []
+        self._open: dict[str, _OpenOperation] = {}
+        self._events: list[_Operation | _Span | _Instant] = []
         self._closed = False
         self._home = HomeProcess("the timeline")
         atexit.register(self.close)
 
     def submitted(self, name: str, iteration: int, now: float, *, num_bytes: int, priority: int) -> None:
-        """Open the operation's span."""
-        self._pending[name] = _Pending(iteration, now, num_bytes, priority)
+        self._open[name] = _OpenOperation(iteration, now, num_bytes, priority)
 
     def first_byte(self, name: str, iteration: int, now: float) -> None:
-        """QUEUED ends and WIRE begins."""
-        pending = self._pending.get(name)
-        if pending is not None:
-            pending.first_byte = now
+        operation = self._open.get(name)
+        if operation is not None:
+            operation.first_byte = now
 
     def sent(self, name: str, iteration: int, now: float, *, peer: int, lane: int, step: int, num_bytes: int) -> None:
-        """Count bytes."""
-        pending = self._pending.get(name)
-        if pending is not None:
-            pending.sent += num_bytes
+        operation = self._open.get(name)
+        if operation is not None:
+            operation.sent += num_bytes
 
     def received(
         self, name: str, iteration: int, now: float, *, peer: int, lane: int, step: int, num_bytes: int
     ) -> None:
-        """Count bytes."""
-        pending = self._pending.get(name)
-        if pending is not None:
-            pending.received += num_bytes
+        operation = self._open.get(name)
+        if operation is not None:
+            operation.received += num_bytes
 
     def floating(self, name: str, iteration: int, now: float, *, peer: int, num_bytes: int) -> None:
-        """Mark a message that was early."""
         args: Event = {"from rank": peer, "bytes": num_bytes, "iteration": iteration}
         self._keep(_Instant("FLOATING", name, now, args))
 
     def reduced(self, name: str, iteration: int, now: float, *, lane: int, step: int, seconds: float) -> None:
-        """A span on the track "computation" that ends now."""
         args: Event = {"operation": name, "iteration": iteration, "lane": lane, "step": step}
         self._keep(_Span("REDUCE", "computation", now - seconds, now, args))
 
     def promoted(self, name: str, iteration: int, now: float) -> None:
-        """Mark that somebody is blocked."""
         self._keep(_Instant("PROMOTED", name, now, {"iteration": iteration}))
 
     def waited(self, name: str, iteration: int, begin: float, end: float) -> None:
-        """A span on the track "caller"."""
         self._keep(_Span("WAIT", "caller", begin, end, {"operation": name, "iteration": iteration}))
 
     def done(self, name: str, iteration: int, now: float, *, error: BaseException | None) -> None:
-        """Close the operation's span."""
-        pending = self._pending.pop(name, None)
-        if pending is not None:
-            self._keep(pending.finish(name, now, _outcome(error)))
+        operation = self._open.pop(name, None)
+        if operation is not None:
+            self._keep(operation.finish(name, now, _outcome(error)))
 
     def requested(self, name: str, now: float, *, rank: int) -> None:
-        """Mark that a rank is ready for an operation."""
         self._keep(_Instant(f"READY {rank}", name, now, {"rank": rank}))
 
     def coordinated(
@@ -208,72 +193,70 @@ class Timeline(Observer):
         unpacked: float,
         error: BaseException | None,
     ) -> None:
-        """A span with all of its parts."""
         sizes: Event = {"bytes": num_bytes, "batch": batch, "fused": fused}
         ends = (agreed, begun, packed, ended, unpacked)
         self._keep(_Operation(name, iteration, submitted, ends, unpacked, _outcome(error), sizes, kind))
 
     def stalled(self, report: Mapping[str, object], now: float) -> None:
-        """Mark a stall, with its report."""
         self._keep(_Instant("STALLED", "", now, dict(report)))
 
     def close(self) -> None:
-        """Write the file. Later facts are ignored; a second call does nothing, nor does a call in a forked child.
+        """Write the file. Later events are ignored; a second call does nothing, nor does a call in a forked child.
 
-        A file that cannot be written is one warning in the log and no exception: a job that has done its work must not
-        fail for want of its trace.
+        If the file cannot be written, a warning is logged and no exception is raised: a job that has done its work must
+        not fail for want of its trace.
         """
         if self._closed or not self._home.is_here:
             return
         atexit.unregister(self.close)
-        # Exchanged, not emptied: at interpreter exit the engine's threads may still be reporting.
-        pending, self._pending = self._pending, {}
+        # The dictionary is replaced, not emptied: at exit the engine's threads may still report events.
+        still_open, self._open = self._open, {}
         now = self._clock()
-        for name, operation in pending.items():
+        for name, operation in still_open.items():
             self._keep(operation.finish(name, now, "unfinished"))
         self._closed = True
-        facts, self._facts = self._facts, []
+        events, self._events = self._events, []
         metadata: Event = {
             "format": FORMAT,
             "rank": self.rank,
             "clock": _clock_identity(),
             "origin_clock_s": self._origin,
             "origin_wall_s": self._origin_wall,
-            "events": len(facts),
+            "events": len(events),
             "events_dropped": self.dropped,
         }
         try:
-            write_trace(self._file, _Formatter(self.rank, self._origin, self.dropped).events(facts), metadata)
+            write_trace(self._file, _Formatter(self.rank, self._origin, self.dropped).events(events), metadata)
         except Exception as error:
             _log.warning(
                 "rank %d: the timeline %s could not be written: %s. Events lost: %d. The job is not affected",
                 self.rank,
                 self._file,
                 describe_error(error),
-                len(facts) + self.dropped,
+                len(events) + self.dropped,
             )
 
-    def _keep(self, fact: _Operation | _Span | _Instant) -> None:
-        if len(self._facts) < self._max_events and not self._closed:
-            self._facts.append(fact)
+    def _keep(self, event: _Operation | _Span | _Instant) -> None:
+        if len(self._events) < self._max_events and not self._closed:
+            self._events.append(event)
         else:
             self.dropped += 1
 
 
 class _Formatter:
-    """Turns a rank's facts into the events of a trace."""
+    """Turns a rank's events into those of a trace."""
 
     def __init__(self, rank: int, origin: float, dropped: int) -> None:
         self._rank, self._origin, self._dropped = rank, origin, dropped
         self._tracks = Tracks(rank)
 
-    def events(self, facts: list[_Operation | _Span | _Instant]) -> Iterator[Event]:
-        """Metadata, then everything in the order of time."""
+    def events(self, events: list[_Operation | _Span | _Instant]) -> Iterator[Event]:
+        """Yield the metadata, then all events in the order of time."""
         operations = sorted(
-            (fact for fact in facts if isinstance(fact, _Operation)),
+            (fact for fact in events if isinstance(fact, _Operation)),
             key=lambda operation: operation.submitted,
         )
-        spans = (fact for fact in facts if isinstance(fact, _Span))
+        spans = (fact for fact in events if isinstance(fact, _Span))
         body: list[tuple[int, Event]] = []
         for fact in sorted(spans, key=lambda fact: (fact.track, fact.begin)):
             begin, end = self._microseconds(fact.begin), self._microseconds(fact.end)
@@ -284,7 +267,7 @@ class _Formatter:
         # A floating message may know only the operation's id; the name is known since the submission.
         tracks = {_track(operation.name)[0] for operation in operations}
         names = {f"{operation_id(track):#018x}": track for track in tracks}
-        for instant in (fact for fact in facts if isinstance(fact, _Instant)):
+        for instant in (fact for fact in events if isinstance(fact, _Instant)):
             body.append(self._instant(instant, names))
         body += self._in_flight(operations)
         left_out = f" ({self._dropped} later events left out)" if self._dropped else ""
@@ -333,21 +316,16 @@ class _Formatter:
 
 
 def rank_path(path: str | os.PathLike[str], rank: int) -> Path:
-    """Where a rank writes if all ranks were given one path.
+    """Return the file of a rank if all ranks were given one path.
 
-    Args:
-        path: A file ending in ``.json``, or a folder.
-        rank: The rank.
-
-    Returns:
-        ``folder/rank3.json`` for a folder, ``run.rank3.json`` for ``run.json``.
+    It is ``folder/rank3.json`` for a folder, and ``run.rank3.json`` for ``run.json``.
     """
     base = Path(path)
     return base.with_suffix(f".rank{rank}.json") if base.suffix == ".json" else base / f"rank{rank}.json"
 
 
 def _track(name: str) -> tuple[str, str]:
-    """``unnamed#7`` and ``barrier#7`` are numbered by their names; they share a track, as iterations do."""
+    """Return the track and the number of a name: ``unnamed#7`` and ``unnamed#8`` share a track, as iterations do."""
     track, _, number = name.rpartition("#")
     return (track, number) if track and number.isdecimal() else (name, "")
 
@@ -357,7 +335,7 @@ def _outcome(error: BaseException | None) -> str:
 
 
 def _clock_identity() -> str:
-    """Equal for processes that share one monotonic clock: those of one booted kernel."""
+    """Return a text that is equal for processes that share one monotonic clock: those of one booted kernel."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     return platform.node()

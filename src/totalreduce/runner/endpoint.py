@@ -72,12 +72,11 @@ class EngineEndpoint:
     """
 
     def __init__(self, engine: Engine, *, inline: bool) -> None:
-        """Lock an engine."""
         self.engine, self.inline = engine, inline
         self.lock = threading.Lock()
         self.work = threading.Condition(self.lock)
 
-    def settle(self) -> None:
+    def complete_ended(self) -> None:
         """Complete the handles of operations that have ended."""
         if not self.engine.table.completed:  # what another thread adds meanwhile is completed by that thread
             return
@@ -122,7 +121,7 @@ class EngineEndpoint:
         assert isinstance(message, OutgoingMessage)
         with self.lock:
             self.engine.message_sent(message, time.monotonic())
-        self.settle()
+        self.complete_ended()
 
     def may_receive(self) -> bool:
         """Return whether there is scratch memory for a message."""
@@ -138,10 +137,10 @@ class EngineEndpoint:
         with self.lock:
             self.engine.delivered(delivery, time.monotonic())
         self.compute()
-        self.settle()
+        self.complete_ended()
 
     def peer_lost(self, peer: int, reason: str) -> None:
         """Note that a peer is lost."""
         with self.lock:
             self.engine.peer_lost(peer, reason, time.monotonic())
-        self.settle()
+        self.complete_ended()

@@ -119,7 +119,7 @@ class Runner:
     def act(self, action: Callable[[float], bool]) -> None:
         """Call ``action(now)`` on what lives beside the engine, under the lock.
 
-        It returns whether there is something to send now, or sooner to be done than before.
+        It returns whether there is something to send now, or something to do sooner than before.
         """
         self.home.check()
         with self._lock:
@@ -146,7 +146,7 @@ class Runner:
                 self._endpoint.work.notify()
             wake = self._sleepers > 0
             now = time.monotonic()
-        self._endpoint.settle()
+        self._endpoint.complete_ended()
         self._look_again(now, wake=wake)
         return handle
 
@@ -188,7 +188,7 @@ class Runner:
             elif operation is not None:
                 name, explanation = operation.name, self.engine.stalls.explain(operation, now)
             else:
-                name, explanation = "a message from any rank", "nobody has sent one"
+                name, explanation = "a message from any rank", "no rank has sent one"
         raise DeadlineExceededError(f"rank {self.engine.rank} waited {timeout_s:g} s for {name!r}: {explanation}")
 
     def complete(self, handles: Iterable[Handle], error: BaseException | None) -> None:
@@ -247,7 +247,7 @@ class Runner:
             else:
                 self._round(_TICK_S)
                 if self._turns.is_driven():
-                    self.transport.wake()  # an event of the network that this thread was told is for the driver now
+                    self.transport.wake()  # an event that ended this thread's wait is for the driver now
         while self._failure is None and time.monotonic() < self._deadline:
             if not self._turns.is_driven() and self._drained():
                 return
@@ -276,7 +276,7 @@ class Runner:
             if turns.driver is not me:
                 return False
             if self._sleepers:
-                self.transport.wake()  # or the communication thread would be told of the network's events
+                self.transport.wake()  # or the communication thread would get the network's events
             while not handle.done and not self._stop:
                 now = time.monotonic()
                 if now >= deadline:
@@ -339,7 +339,7 @@ class Runner:
             except BaseException as failure:
                 self._failure = failure  # before another thread can move the rest of a message that was cut in two
                 raise
-        self._endpoint.settle()
+        self._endpoint.complete_ended()
         if not progress and not (handle is not None and handle.done):
             self.transport.wait(timeout_s, eager=handle is not None)
         with self._lock:

@@ -31,7 +31,6 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        """Begin with the communication thread's turn."""
         self.driver: object | None = None
         self.parked = False
         self.resting = False
@@ -63,7 +62,7 @@ class Turns:
 
     def unpark(self) -> None:
         """Let the communication thread look again."""
-        with contextlib.suppress(RuntimeError):  # it has been told already
+        with contextlib.suppress(RuntimeError):  # the lock is free already
             self._resume.release()
 
     def unpark_for_submission(self, now: float) -> None:

@@ -1,15 +1,15 @@
-"""The conformance suite: what any transport must let the engine do. Data in, verdict out; public.
+"""The conformance suite: the behaviour that the engine must have over any transport. Public.
 
-A ``Case`` says what all ranks submit; a ``Backend`` carries it out and returns one ``Record`` per rank; ``check_case``
-compares. Add a transport and check it:
+A ``Case`` lists the collectives that all ranks submit. A ``Backend`` carries it out and returns one ``Record`` per
+rank, and ``check_case`` compares. A transport is checked like this:
 
     >>> from totalreduce.testing import check_transport
     >>> check_transport("inproc", world_sizes=(1, 2)) > 0
     True
 
-The oracle (see ``conformance_oracle``) is plain torch. Every element is another one on every rank and in every block,
-so that a segment that is lost, doubled or misplaced shows, and they are small integers, so that sums are exact in every
-order and equality is the test. Outputs begin as garbage; what a collective only reads is compared too.
+The reference (see ``conformance_oracle``) is plain torch. Elements differ on every rank and in every block, so that a
+lost, doubled or misplaced segment shows, and they are small integers, so that sums are exact in every order and the
+test is equality. Outputs begin with garbage; tensors that a collective only reads are compared too.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ __all__ = [
 
 
 class ConformanceError(AssertionError):
-    """Something does not do what it must; the message names the case, the collective and the rank."""
+    """A result or a circumstance is wrong; the message names the case, the collective and the rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What happens, and under which circumstances.
+    """The collectives of a test, and the circumstances in which they are submitted.
 
     Attributes:
-        name: For the verdict.
+        name: Name for messages.
         world_size: Number of ranks.
         collectives: In the order of submission.
-        engine: Sizes; small ones make small tensors travel in many segments.
+        engine: Settings; with small sizes small tensors travel in many segments.
         hosts: Number of the host of every rank; by default each has its own.
-        shuffled: Every rank submits in an order of its own.
-        late_s: (rank, seconds): the rank begins so much later.
+        shuffled: Whether every rank submits in an order of its own.
+        late_s: (rank, seconds): the delay before a rank begins.
         runs: How often the case is run, with other orders and delays; the bits must be the same.
-        urgent: Name of a collective that must be done before those submitted before it, where time is virtual.
+        urgent: Name of a collective that must end before the earlier ones, if time is virtual.
     """
 
     name: str
@@ -79,32 +79,32 @@ class Case:
     urgent: str | None = None
 
     def order(self, rank: int, run: int) -> list[Collective]:
-        """What ``rank`` submits, in its order."""
+        """Return the collectives that ``rank`` submits, in its order."""
         order = [collective for collective in self.collectives if rank in self.members(collective)]
         if self.shuffled:
             random.Random(f"{self.name}/{rank}/{run}").shuffle(order)
         return order
 
     def delay_s(self, rank: int, run: int) -> float:
-        """When ``rank`` begins."""
+        """Return the delay before ``rank`` begins."""
         return dict(self.late_s).get(rank, 0.0) * (1 + run)
 
     def members(self, collective: Collective) -> tuple[int, ...]:
-        """The ranks that take part in one of its collectives."""
+        """Return the ranks that take part in a collective."""
         return collective.members or tuple(range(self.world_size))
 
 
 @dataclass(slots=True)
 class Record:
-    """What one rank saw; times in seconds of one clock for all ranks.
+    """The results of one rank by the names of collectives; times in seconds of one clock for all ranks.
 
     Attributes:
-        results: Contents of the tensors a collective writes, by its name.
-        read: Contents of those it only reads, afterwards.
-        sources: Who sent, where a receiver did not say from whom.
+        results: Contents of the tensors that the collective writes.
+        read: Contents of the tensors that it only reads, afterwards.
+        sources: The sender of a message whose receiver did not name it.
         submitted_s: When it was submitted.
-        done_s: When it was found to be done.
-        floating_bytes_peak: The most that floated.
+        done_s: When its end was noticed.
+        floating_bytes_peak: The largest size of all floating messages together.
     """
 
     results: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Carries out a case: ``run(case, number of the run)``. ``virtual_time``: its times can be trusted exactly."""
+    """Carries out a case: ``run(case, number of the run)``. With ``virtual_time`` its times are exact."""
 
     name: str
     run: Callable[[Case, int], list[Record]]
@@ -131,7 +131,7 @@ def check_case(case: Case, backend: Backend) -> int:
     """Run a case and compare; returns how many results were compared.
 
     Raises:
-        ConformanceError: A wrong value, different bits, a barrier that lets through, too much memory, a hang, an error.
+        ConformanceError: A wrong value, different bits, a barrier that ends too early, too much memory, a hang.
     """
     where = f"{backend.name}: {case.name} on {case.world_size} rank(s)"
     first: list[Record] | None = None
@@ -160,10 +160,10 @@ def check_case(case: Case, backend: Backend) -> int:
 
 
 def check_record(case: Case, rank: int, record: Record, *, where: str = "") -> int:
-    """Compare what one rank has seen; returns how many collectives were compared.
+    """Compare the record of one rank; returns how many collectives were compared.
 
     Raises:
-        ConformanceError: A wrong value, or a tensor was written that is only to be read.
+        ConformanceError: A wrong value, or a change of a tensor that is only to be read.
     """
     return sum(_check_collective(case, collective, {rank: record}, where) for collective in case.collectives)
 
@@ -174,16 +174,16 @@ def _check_collective(case: Case, collective: Collective, records: Mapping[int, 
     ranks = [rank for rank in members if rank in records]
     if not ranks:
         return 0
-    brought = [make_tensors(collective, place, len(members)) for place in range(len(members))]
+    brought = [make_tensors(collective, position, len(members)) for position in range(len(members))]
     wanted = expected(collective, brought)
     exact = replace(collective, rough=False)
     for rank in ranks:
-        here, record, place = f"{where}: {collective.name}: rank {rank}", records[rank], members.index(rank)
-        _compare(collective, record.results[collective.name], wanted[place], here, "has")
-        _compare(exact, record.read[collective.name], brought[place].inputs, here, "changed its inputs and has")
+        here, record, position = f"{where}: {collective.name}: rank {rank}", records[rank], members.index(rank)
+        _compare(collective, record.results[collective.name], wanted[position], here, "has")
+        _compare(exact, record.read[collective.name], brought[position].inputs, here, "changed its inputs and has")
         source = record.sources.get(collective.name)
         if source is not None and source != members[0]:
-            raise ConformanceError(f"{here} was told that rank {source} has sent; it was rank {members[0]}")
+            raise ConformanceError(f"{here} got rank {source} as the sender; it was rank {members[0]}")
     return len(ranks)
 
 
@@ -218,10 +218,10 @@ def _check_equal_bits(where: str, case: Case, collective: Collective, records: S
 
 
 def _check_times(where: str, case: Case, collective: Collective, records: Sequence[Record]) -> None:
-    """Nobody is done before those have submitted from whom it gets something."""
+    """Check that no rank is done before all ranks have submitted from which it gets data."""
     name, members = collective.name, case.members(collective)
-    for place, rank in enumerate(members):
-        last = max(records[members[source]].submitted_s[name] for source in collective.sources(place, len(members)))
+    for position, rank in enumerate(members):
+        last = max(records[members[source]].submitted_s[name] for source in collective.sources(position, len(members)))
         if records[rank].done_s[name] < last:
             raise ConformanceError(f"{where}: {name} was done on rank {rank} before every rank had submitted it")
 
@@ -256,9 +256,9 @@ def threaded(
     """Ranks as threads of this process over a real transport.
 
     Args:
-        transport: Its name, or a function that makes the transports of all ranks.
-        timeout_s: Deadline of every wait; what takes longer counts as a hang.
-        shared_memory: All tensors are made by ``Group.empty``.
+        transport: Name of the transport, or a function that makes the transports of all ranks.
+        timeout_s: Deadline of every wait; a longer wait counts as a hang.
+        shared_memory: Whether all tensors are made by ``Group.empty``.
     """
 
     def run(case: Case, number: int) -> list[Record]:
@@ -276,19 +276,19 @@ def threaded(
 
 
 def run_on(group: Group, case: Case, run: int = 0, *, shared_memory: bool = False) -> Record:
-    """Do one rank's part of a case on a group; all ranks call it, each with its own group."""
+    """Carry out one rank's part of a case; all ranks call it, each with its own group."""
 
-    def settle(tensor: torch.Tensor) -> torch.Tensor:
+    def move(tensor: torch.Tensor) -> torch.Tensor:
         return group.empty(*tensor.shape, dtype=tensor.dtype).copy_(tensor) if shared_memory else tensor
 
-    # Nobody signals a late rank: its being late is the circumstance, no condition is waited for.
+    # The delay is a circumstance of the case; no condition is waited for.
     threading.Event().wait(case.delay_s(group.rank, run))
     record = Record()
     subgroups: dict[tuple[int, ...], Group] = {}
     works: list[tuple[Collective, Work, Tensors]] = []
     for collective in case.order(group.rank, run):
         members = case.members(collective)
-        tensors = make_tensors(collective, members.index(group.rank), len(members), settle)
+        tensors = make_tensors(collective, members.index(group.rank), len(members), move)
         here = group
         if collective.members and collective.kind is not OpKind.SEND_RECV:
             if members not in subgroups:
@@ -313,7 +313,7 @@ def _start(group: Group, collective: Collective, tensors: Tensors) -> Work:
     name, priority, root = collective.name, collective.priority, collective.root
     op, schedule = collective.reduction, collective.schedule
     inputs, outputs = tensors.inputs, tensors.outputs
-    whole_input, whole_output = tensors.whole_input, tensors.whole_output
+    input_arg, output_arg = tensors.input_arg, tensors.output_arg
     match collective.kind:
         case OpKind.ALLREDUCE:
             return group.allreduce(outputs[0], name=name, op=op, schedule=schedule, priority=priority)
@@ -324,15 +324,15 @@ def _start(group: Group, collective: Collective, tensors: Tensors) -> Work:
                 outputs[0], root=root, name=name, schedule=schedule, priority=priority, async_op=True
             )
         case OpKind.ALLGATHER:
-            return group.allgather(whole_output, inputs[0], name=name, schedule=schedule, priority=priority)
+            return group.allgather(output_arg, inputs[0], name=name, schedule=schedule, priority=priority)
         case OpKind.REDUCE_SCATTER:
-            return group.reduce_scatter(outputs[0], whole_input, name=name, op=op, schedule=schedule, priority=priority)
+            return group.reduce_scatter(outputs[0], input_arg, name=name, op=op, schedule=schedule, priority=priority)
         case OpKind.GATHER:
-            return group.gather(whole_output or None, inputs[0], root=root, name=name, priority=priority)
+            return group.gather(output_arg or None, inputs[0], root=root, name=name, priority=priority)
         case OpKind.SCATTER:
-            return group.scatter(outputs[0], whole_input or None, root=root, name=name, priority=priority)
+            return group.scatter(outputs[0], input_arg or None, root=root, name=name, priority=priority)
         case OpKind.ALLTOALL:
-            return group.alltoall(whole_output, whole_input, name=name, priority=priority)
+            return group.alltoall(output_arg, input_arg, name=name, priority=priority)
         case OpKind.SEND_RECV:
             sender, receiver = collective.members
             if inputs:
@@ -344,7 +344,7 @@ def _start(group: Group, collective: Collective, tensors: Tensors) -> Work:
 
 
 def _tag(collective: Collective) -> int:
-    """Every message has its own, so that the order of submission does not matter."""
+    """Return a tag of the message's own, so that the order of submission does not matter."""
     return zlib.crc32(collective.name.encode())
 
 
@@ -359,9 +359,9 @@ def simulated(
     """Ranks in virtual time.
 
     Args:
-        seed: Of delays.
+        seed: Seed of the delays.
         link: Model of every link.
-        prepare: Called with the network before anything happens; for faults.
+        prepare: Called with the network before the run, to inject faults.
     """
     model = link or LinkModel(bytes_per_s=1e6, latency_s=1e-4, jitter_s=1e-3)
 
@@ -395,11 +395,11 @@ def _submissions(cluster: SimulatedCluster, case: Case, rank: int, run: int) -> 
 def make_submission(
     collective: Collective, rank: int, world_size: int, *, at_s: float = 0.0
 ) -> tuple[Tensors, TimedSubmission]:
-    """What a rank that takes part submits to a simulated cluster, and its tensors."""
+    """Return the tensors of a rank that takes part, and its submission to a simulated cluster."""
     members = collective.members or tuple(range(world_size))
-    place = members.index(rank)
-    tensors = make_tensors(collective, place, len(members))
-    operation = _checked(collective, tensors, place, len(members))
+    position = members.index(rank)
+    tensors = make_tensors(collective, position, len(members))
+    operation = _checked(collective, tensors, position, len(members))
     if operation.operands is not None:  # a barrier has none
         assert not operation.operands.copies_back
         operation.operands.prepare()
@@ -420,12 +420,12 @@ def make_submission(
     return tensors, submission
 
 
-def _checked(collective: Collective, tensors: Tensors, place: int, size: int) -> CheckedOperation:
-    """What the group would hand to the engine."""
+def _checked(collective: Collective, tensors: Tensors, position: int, size: int) -> CheckedOperation:
+    """Return the operation that a group would submit to the engine."""
     kind, name, root = collective.kind, collective.name, collective.root
     op, algorithm = collective.reduction, collective.schedule
     inputs, outputs = tensors.inputs, tensors.outputs
-    whole_input, whole_output = tensors.whole_input, tensors.whole_output
+    input_arg, output_arg = tensors.input_arg, tensors.output_arg
     match kind:
         case OpKind.ALLREDUCE | OpKind.REDUCE:
             root = root if kind is OpKind.REDUCE else 0
@@ -433,17 +433,17 @@ def _checked(collective: Collective, tensors: Tensors, place: int, size: int) ->
         case OpKind.BROADCAST:
             return checked.broadcast(outputs[0], name, root=root, algorithm=algorithm, writes=True)
         case OpKind.ALLGATHER:
-            return checked.allgather(whole_output, inputs[0], name, rank=place, size=size, algorithm=algorithm)
+            return checked.allgather(output_arg, inputs[0], name, rank=position, size=size, algorithm=algorithm)
         case OpKind.REDUCE_SCATTER:
             return checked.reduce_scatter(
-                outputs[0], whole_input, name, op=op, rank=place, size=size, algorithm=algorithm
+                outputs[0], input_arg, name, op=op, rank=position, size=size, algorithm=algorithm
             )
         case OpKind.GATHER:
-            return checked.gather(whole_output or None, inputs[0], name, rank=place, size=size, root=root)
+            return checked.gather(output_arg or None, inputs[0], name, rank=position, size=size, root=root)
         case OpKind.SCATTER:
-            return checked.scatter(outputs[0], whole_input or None, name, rank=place, size=size, root=root)
+            return checked.scatter(outputs[0], input_arg or None, name, rank=position, size=size, root=root)
         case OpKind.ALLTOALL:
-            return checked.alltoall(whole_output, whole_input, name, rank=place, size=size)
+            return checked.alltoall(output_arg, input_arg, name, rank=position, size=size)
         case OpKind.SEND_RECV:
             return checked.message((inputs or outputs)[0], name, writes=not inputs)
         case OpKind.BARRIER:

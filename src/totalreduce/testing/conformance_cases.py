@@ -18,7 +18,7 @@ from totalreduce.testing.ranks import RankTransport, TransportFactory, run_ranks
 
 __all__ = ["WORLD_SIZES", "cases_for", "check_objects", "check_simulated", "check_transport", "large_cases_for"]
 
-#: The odd and the prime ones catch errors of index arithmetic; 1 must work everywhere.
+#: Odd and prime sizes reveal errors of index arithmetic; 1 must work everywhere.
 WORLD_SIZES = (1, 2, 3, 4, 5, 7, 8)
 
 _REDUCTIONS = tuple(op for op in ReduceOp if op is not ReduceOp.NONE)
@@ -39,18 +39,18 @@ def check_transport(
     timeout_s: float = 30.0,
     shared_memory: bool = False,
 ) -> int:
-    """Run the suite over a transport, ranks as threads; returns how many results were compared.
+    """Run the suite over a transport, with ranks as threads; returns how many results were compared.
 
     Args:
         transport: ``"inproc"``, ``"shm"``, ``"tcp"``, or a function from the world size to the transports of all ranks.
-        world_sizes: How many ranks.
+        world_sizes: Numbers of ranks.
         thorough: All reductions with all element types, sizes and schedules instead of a subset that covers each, and
             tensors of 16 MiB.
-        timeout_s: What takes longer is a hang.
-        shared_memory: All tensors are made by ``Group.empty``.
+        timeout_s: A longer wait counts as a hang.
+        shared_memory: Whether all tensors are made by ``Group.empty``.
 
     Raises:
-        ConformanceError: At the first thing that is wrong.
+        ConformanceError: The first wrong result or circumstance.
     """
     backend = threaded(transport, timeout_s=timeout_s, shared_memory=shared_memory)
     compared = 0
@@ -63,7 +63,7 @@ def check_transport(
 def check_simulated(*, world_sizes: Sequence[int] = WORLD_SIZES, thorough: bool = False, seed: int = 0) -> int:
     """Run the suite in virtual time, where urgency can be checked exactly; otherwise like ``check_transport``.
 
-    Object collectives block and are left out: they are made of others.
+    Object collectives are left out: they block, and are made of other collectives.
     """
     backend = simulated(seed=seed)
     return sum(check_case(case, backend) for size in world_sizes for case in _cases(size, thorough=thorough))
@@ -74,7 +74,7 @@ def _cases(world_size: int, *, thorough: bool) -> list[Case]:
 
 
 def cases_for(world_size: int, *, thorough: bool = False) -> list[Case]:
-    """All cases for one world size."""
+    """Return all cases for one world size."""
     return [
         *_matrix(world_size, thorough=thorough),
         *_rooted(world_size, thorough=thorough),
@@ -94,7 +94,7 @@ def cases_for(world_size: int, *, thorough: bool = False) -> list[Case]:
 
 
 def large_cases_for(world_size: int) -> list[Case]:
-    """Tensors (or all blocks together) of 16 MiB by every schedule, with the engine's usual segments."""
+    """Return cases with tensors (or all blocks together) of 16 MiB by every schedule, with the default segments."""
     cases = []
     for kind in OpKind:
         if kind in (OpKind.BARRIER, OpKind.SEND_RECV):
@@ -116,10 +116,10 @@ def large_cases_for(world_size: int) -> list[Case]:
 
 
 def check_objects(transport: RankTransport | TransportFactory, world_size: int, *, timeout_s: float = 30.0) -> int:
-    """Object collectives over a transport, ranks as threads; returns how many values were compared.
+    """Run object collectives over a transport; returns how many values were compared.
 
     Raises:
-        ConformanceError: Another value than the one that was passed.
+        ConformanceError: A value arrived changed.
     """
     where = f"object collectives on {world_size} rank(s)"
 
@@ -144,7 +144,7 @@ def check_objects(transport: RankTransport | TransportFactory, world_size: int, 
 
 
 def _value(rank: int) -> dict[object, object]:
-    """Something that is as different as can be on every rank, in size too."""
+    """Return a value whose parts and sizes differ on every rank."""
     return {
         "rank": rank,
         rank: [None, True, -(2**70), 0.1 * rank, "ß" * rank],
@@ -179,12 +179,12 @@ def _alike(a: object, b: object) -> bool:
 
 
 def _explicit(kind: OpKind, algorithm: str) -> str:
-    """Where there is one schedule only, nobody can ask for it."""
+    """Return a schedule as a caller can choose it: not at all where there is only one."""
     return algorithm if len(algorithms_of(kind)) > 1 else Algorithm.AUTO
 
 
 def _schedules(kind: OpKind) -> tuple[str, ...]:
-    """What a caller can ask for."""
+    """Return the schedules that a caller can choose."""
     algorithms = algorithms_of(kind)
     return (Algorithm.AUTO, *algorithms) if len(algorithms) > 1 else (Algorithm.AUTO,)
 
@@ -227,7 +227,7 @@ def _matrix(world_size: int, *, thorough: bool) -> list[Case]:
 
 
 def _rooted(world_size: int, *, thorough: bool) -> list[Case]:
-    """Broadcast and reduce, to and from every root."""
+    """Return cases of broadcast and reduce, with every root."""
     shapes = ((DType.FLOAT32, 0), (DType.INT64, 1), (DType.BFLOAT16, 101), (DType.BOOL, 1000), (DType.FLOAT16, 67))
     reductions = cycle((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVG))
     cases = []
@@ -256,7 +256,7 @@ def _rooted(world_size: int, *, thorough: bool) -> list[Case]:
 
 
 def _blocks(world_size: int, *, thorough: bool) -> list[Case]:
-    """Collectives with one block per rank: equal ones, and ones of which some are empty."""
+    """Return cases of collectives with one block per rank: equal blocks, and blocks of which some are empty."""
     cases = []
     for kind in _BLOCK_KINDS:
         dtypes = list(DType) if thorough else [DType.INT32, DType.BFLOAT16, DType.BOOL]
@@ -287,7 +287,7 @@ def _blocks(world_size: int, *, thorough: bool) -> list[Case]:
 
 
 def _messages(world_size: int) -> Case:
-    """From every rank to every other; every second receiver does not say who is to send."""
+    """Return messages from every rank to every other; every second receiver does not name the sender."""
     sizes, dtypes = cycle((1, 0, 101, 16, 500, 7, 33)), cycle((DType.FLOAT32, DType.INT8, DType.BOOL, DType.FLOAT64))
     pairs = [(source, target) for source in range(world_size) for target in range(world_size) if source != target]
     return Case(
@@ -305,7 +305,7 @@ def _messages(world_size: int) -> Case:
             )
             for number, (source, target) in enumerate(pairs)
         ),
-        # Some messages wait for their receiver, and are then the question by which a receive from anybody finds them.
+        # Some messages wait for their receiver; a receive from any rank finds them by their request.
         engine=EngineConfig(segment_bytes=64, segment_bytes_min=16, lanes_min=2, eager_bytes=256, scratch_segments=2),
         shuffled=True,
         late_s=((world_size // 2, 0.02),),
@@ -325,7 +325,7 @@ def _barrier(world_size: int) -> Case:
 
 
 def _subgroups(world_size: int) -> Case:
-    """Overlapping ones at the same time, with their ranks in orders of their own; an average is theirs."""
+    """Return collectives of overlapping subgroups at the same time, with ranks in orders of their own."""
     everybody = tuple(range(world_size))
     groups = dict.fromkeys(
         (everybody[::2], everybody[1::2], everybody[::-1], everybody[1:], everybody[:2], everybody[-1:])
@@ -354,7 +354,7 @@ def _subgroups(world_size: int) -> Case:
 
 
 def _between_hosts(world_size: int) -> list[Case]:
-    """Ranks on hosts: in two halves, of different sizes, one after the other in turn, all on one."""
+    """Return cases with several hosts: two halves, unequal hosts, ranks in turn, and one host."""
     everybody = range(world_size)
     layouts = dict.fromkeys(
         (
@@ -390,7 +390,7 @@ def _between_hosts(world_size: int) -> list[Case]:
 
 
 def _one_of_each(world_size: int, num_elements: int, *, rough: bool = False) -> Iterator[Collective]:
-    """Every kind by every schedule, with blocks of different sizes."""
+    """Yield a collective of every kind by every schedule, with blocks of different sizes."""
     for kind in OpKind:
         if kind is OpKind.BARRIER or (kind is OpKind.SEND_RECV and world_size == 1):
             continue
@@ -419,7 +419,7 @@ def _orders(world_size: int) -> Case:
 
 
 def _everything(world_size: int) -> Case:
-    """All kinds in flight at the same time, every rank in its own order, one late, twice."""
+    """Return a case, run twice, with all kinds in flight, every rank in its own order, and a late rank."""
     return Case(
         name="everything at once",
         world_size=world_size,
@@ -432,7 +432,7 @@ def _everything(world_size: int) -> Case:
 
 
 def _small(world_size: int) -> Case:
-    """Segments as large as usual, so that these tensors take the way of small ones; little scratch; one rank late."""
+    """Return a case with default segments, so that the tensors count as small; little scratch; one rank late."""
     collectives = tuple(
         Collective(name=f"tensor {index}", dtype=dtype, reduction=op, num_elements=5 * index + 1)
         for index, (dtype, op) in enumerate(product((DType.FLOAT32, DType.BFLOAT16, DType.INT64), _REDUCTIONS[:5]))
@@ -455,7 +455,7 @@ def _urgent(world_size: int) -> Case:
 
 
 def _floating(world_size: int) -> Case:
-    """Two ranks are late; what the others send floats, within a bound of four segments per peer."""
+    """Return a case with two late ranks: messages of the others float, within a bound of four segments per peer."""
     bound = 4 * (64 + 256) * max(1, world_size - 1)
     return Case(
         name="floating within its bound",
@@ -470,7 +470,7 @@ def _floating(world_size: int) -> Case:
 
 
 def _rendezvous(world_size: int) -> Case:
-    """Not even one segment fits into the bound: every message waits until its receiver has submitted."""
+    """Return a case in which no segment fits into the bound: every message waits until its receiver has submitted."""
     return Case(
         name="rendezvous",
         world_size=world_size,
@@ -485,7 +485,7 @@ def _rendezvous(world_size: int) -> Case:
 
 
 def _repeatable(world_size: int) -> Case:
-    """Sums whose bits depend on the order of the addends: they must not depend on arrival."""
+    """Return sums whose bits depend on the order of the addends: they must not depend on arrival."""
     dtypes = (DType.FLOAT32, DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16)
     allreduces = tuple(
         Collective(name=f"{dtype.name.lower()} {size}", dtype=dtype, num_elements=size, rough=True)

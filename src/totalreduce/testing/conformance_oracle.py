@@ -1,6 +1,6 @@
-"""What the conformance suite submits, and what must come out: the reference in plain torch.
+"""The collectives that the conformance suite submits, and their expected results, computed by plain torch.
 
-Nothing here knows how a collective is carried out. Ranks are *places*, their numbers among those that take part.
+The *position* of a rank is its number among the ranks that take part.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Collective:
         name: Unique in its case.
         kind: Which collective.
         dtype: Element type.
-        reduction: Where something is reduced.
-        num_elements: Of the tensor, or of the largest block.
-        uneven: Blocks have sizes of their own, some have none (allgatherv and so on; see ``block_elements``).
-        root: Place of the root.
+        reduction: The reduction, if the collective has one.
+        num_elements: Number of elements of the tensor, or of the largest block.
+        uneven: Whether blocks differ in size, and some are empty (allgatherv and so on; see ``block_elements``).
+        root: Position of the root.
         priority: Smaller is more urgent.
-        rough: Normal floats instead of integers: their sums depend on the order of the addends.
-        schedule: Explicit, or ``AUTO``.
-        members: The ranks that take part, in their order; by default all. Of a message its sender and its receiver.
-        any_source: The receiver of a message does not say who sends it.
+        rough: Whether elements are normal floats, whose sums depend on the order of the addends, and not integers.
+        schedule: The explicit schedule, or ``AUTO``.
+        members: The ranks that take part, in their order; by default all. For a message its sender and its receiver.
+        any_source: Whether the receiver of a message does not name the sender.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Collective:
     any_source: bool = False
 
     def block_elements(self, source: int, target: int) -> int:
-        """Elements of the block that place ``source`` has for place ``target``: 0, half or all of ``num_elements``."""
+        """Return the size of the block of ``source`` for ``target``: 0, half or all of ``num_elements``."""
         if not self.uneven:
             return self.num_elements
         match self.kind:
@@ -68,132 +68,132 @@ class Collective:
                 which = target
         return self.num_elements * ((which + 1) % 3) // 2
 
-    def sources(self, place: int, size: int) -> range:
-        """The places that ``place`` gets something from, itself included."""
+    def sources(self, position: int, size: int) -> range:
+        """Return the positions from which ``position`` gets data, itself included."""
         match self.kind:
-            case OpKind.REDUCE | OpKind.GATHER if place != self.root:
-                return range(place, place + 1)
-            case OpKind.SCATTER | OpKind.BROADCAST if place != self.root:
+            case OpKind.REDUCE | OpKind.GATHER if position != self.root:
+                return range(position, position + 1)
+            case OpKind.SCATTER | OpKind.BROADCAST if position != self.root:
                 return range(self.root, self.root + 1)
             case OpKind.SCATTER:
-                return range(place, place + 1)
+                return range(position, position + 1)
             case OpKind.SEND_RECV:
-                return range(place + 1)
+                return range(position + 1)
             case _:
                 return range(size)
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """What one rank passes.
+    """The tensors of one rank.
 
     Attributes:
         inputs: Tensors that are only read.
-        outputs: Tensors that are written; those that are reduced or broadcast in place bring what they hold.
-        whole_input: The inputs as ``Group``'s methods take them: one tensor where all blocks are equally large.
-        whole_output: The outputs, likewise.
+        outputs: Tensors that are written; those that are reduced or broadcast in place are read too.
+        input_arg: The inputs as ``Group``'s methods take them: one tensor if all blocks are equally large.
+        output_arg: The outputs, likewise.
     """
 
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
-    whole_input: torch.Tensor | list[torch.Tensor]
-    whole_output: torch.Tensor | list[torch.Tensor]
+    input_arg: torch.Tensor | list[torch.Tensor]
+    output_arg: torch.Tensor | list[torch.Tensor]
 
 
 def make_tensors(
-    collective: Collective, place: int, size: int, settle: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
+    collective: Collective, position: int, size: int, move: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
 ) -> Tensors:
-    """Fresh tensors of one rank; sums of them are exact unless the collective is ``rough``.
+    """Return new tensors of one rank; sums of them are exact unless the collective is ``rough``.
 
-    ``settle``: gives every tensor the memory where it is to be.
+    ``move`` copies every tensor into the memory in which it is to be.
     """
-    c, everybody = collective, range(size)
+    c, positions = collective, range(size)
 
     def brought(source: int, target: int) -> torch.Tensor:
-        return settle(_values(c, c.block_elements(source, target), source * size + target, size))
+        return move(_values(c, c.block_elements(source, target), source * size + target, size))
 
     def garbage(source: int, target: int) -> torch.Tensor:
-        return settle(_values(c, c.block_elements(source, target), size * size, size))
+        return move(_values(c, c.block_elements(source, target), size * size, size))
 
     inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
     match c.kind:
         case OpKind.ALLREDUCE | OpKind.REDUCE | OpKind.BROADCAST:
-            outputs = [brought(place, 0)]
+            outputs = [brought(position, 0)]
         case OpKind.ALLGATHER | OpKind.GATHER:
-            inputs = [brought(place, 0)]
-            if c.kind is OpKind.ALLGATHER or place == c.root:
-                outputs = [garbage(source, 0) for source in everybody]
+            inputs = [brought(position, 0)]
+            if c.kind is OpKind.ALLGATHER or position == c.root:
+                outputs = [garbage(source, 0) for source in positions]
         case OpKind.SCATTER:
-            inputs = [brought(place, target) for target in everybody] if place == c.root else []
-            outputs = [garbage(c.root, place)]
+            inputs = [brought(position, target) for target in positions] if position == c.root else []
+            outputs = [garbage(c.root, position)]
         case OpKind.REDUCE_SCATTER:
-            inputs = [brought(place, target) for target in everybody]
-            outputs = [garbage(0, place)]
+            inputs = [brought(position, target) for target in positions]
+            outputs = [garbage(0, position)]
         case OpKind.ALLTOALL:
-            inputs = [brought(place, target) for target in everybody]
-            outputs = [garbage(source, place) for source in everybody]
+            inputs = [brought(position, target) for target in positions]
+            outputs = [garbage(source, position) for source in positions]
         case OpKind.SEND_RECV:
-            inputs, outputs = ([brought(0, 1)], []) if place == 0 else ([], [garbage(0, 1)])
+            inputs, outputs = ([brought(0, 1)], []) if position == 0 else ([], [garbage(0, 1)])
         case OpKind.BARRIER:
             pass
-    whole_input: torch.Tensor | list[torch.Tensor] = inputs
-    whole_output: torch.Tensor | list[torch.Tensor] = outputs
+    input_arg: torch.Tensor | list[torch.Tensor] = inputs
+    output_arg: torch.Tensor | list[torch.Tensor] = outputs
     if not c.uneven:
         if c.kind in (OpKind.REDUCE_SCATTER, OpKind.ALLTOALL):
-            inputs, whole_input = _together(inputs, settle)
+            inputs, input_arg = _together(inputs, move)
         if c.kind in (OpKind.ALLGATHER, OpKind.ALLTOALL):
-            outputs, whole_output = _together(outputs, settle)
-    return Tensors(inputs, outputs, whole_input, whole_output)
+            outputs, output_arg = _together(outputs, move)
+    return Tensors(inputs, outputs, input_arg, output_arg)
 
 
 def expected(collective: Collective, brought: Sequence[Tensors]) -> list[list[torch.Tensor]]:
-    """The outputs of every rank, from what all ranks brought."""
-    c, everybody = collective, range(len(brought))
+    """Return the expected outputs of every rank, from the tensors of all ranks."""
+    c, positions = collective, range(len(brought))
     inputs = [tensors.inputs for tensors in brought]
     outputs = [tensors.outputs for tensors in brought]
     match c.kind:
         case OpKind.ALLREDUCE:
             total = _reduced(c, [held[0] for held in outputs])
-            return [[total] for _ in everybody]
+            return [[total] for _ in positions]
         case OpKind.REDUCE:
             total = _reduced(c, [held[0] for held in outputs])
-            return [[total] if place == c.root else outputs[place] for place in everybody]
+            return [[total] if position == c.root else outputs[position] for position in positions]
         case OpKind.BROADCAST:
-            return [[outputs[c.root][0]] for _ in everybody]
+            return [[outputs[c.root][0]] for _ in positions]
         case OpKind.ALLGATHER | OpKind.GATHER:
             gathered = [held[0] for held in inputs]
-            return [gathered if c.kind is OpKind.ALLGATHER or place == c.root else [] for place in everybody]
+            return [gathered if c.kind is OpKind.ALLGATHER or position == c.root else [] for position in positions]
         case OpKind.SCATTER:
-            return [[inputs[c.root][place]] for place in everybody]
+            return [[inputs[c.root][position]] for position in positions]
         case OpKind.REDUCE_SCATTER:
-            return [[_reduced(c, [held[place] for held in inputs])] for place in everybody]
+            return [[_reduced(c, [held[position] for held in inputs])] for position in positions]
         case OpKind.ALLTOALL:
-            return [[held[place] for held in inputs] for place in everybody]
+            return [[held[position] for held in inputs] for position in positions]
         case OpKind.SEND_RECV:
             return [[], [inputs[0][0]]]
         case OpKind.BARRIER:
-            return [[] for _ in everybody]
+            return [[] for _ in positions]
 
 
 def _together(
-    blocks: Sequence[torch.Tensor], settle: Callable[[torch.Tensor], torch.Tensor]
+    blocks: Sequence[torch.Tensor], move: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Equal blocks as parts of one tensor, and that tensor."""
-    whole = settle(torch.cat(list(blocks)))
+    """Return equal blocks as parts of one tensor, and that tensor."""
+    joined = move(torch.cat(list(blocks)))
     length = len(blocks[0])
-    return [whole[length * index : length * (index + 1)] for index in range(len(blocks))], whole
+    return [joined[length * index : length * (index + 1)] for index in range(len(blocks))], joined
 
 
 def _values(collective: Collective, count: int, which: int, size: int) -> torch.Tensor:
-    """``count`` elements that no other block of the collective has."""
+    """Return ``count`` elements that no other block of the collective has."""
     dtype: torch.dtype = getattr(torch, collective.dtype.name.lower())
     reduction = collective.reduction if collective.kind in _REDUCING else ReduceOp.NONE
     if collective.rough:
         generator = np.random.default_rng([which, collective.num_elements])
         return torch.from_numpy(generator.standard_normal(count)).to(dtype)
-    place = np.arange(count, dtype=np.int64) * (size * size + 1) + which + 1
-    mixed = (place * 2_654_435_761 % 2**32) >> 8
+    index = np.arange(count, dtype=np.int64) * (size * size + 1) + which + 1
+    mixed = (index * 2_654_435_761 % 2**32) >> 8
     if collective.dtype is DType.BOOL:
         values = mixed % 2
     elif reduction is ReduceOp.PRODUCT:

@@ -21,9 +21,9 @@ class Traffic:
     """Payload by rank, in bytes; collectives are counted as direct exchanges (an allreduce as a ring).
 
     Attributes:
-        sent: What left each rank.
-        received: What came.
-        rounds: Actions that had to follow each other.
+        sent: Bytes that each rank has sent.
+        received: Bytes that each rank has received.
+        rounds: Number of actions that had to follow each other.
     """
 
     sent: Array
@@ -32,13 +32,10 @@ class Traffic:
 
 
 def run_exchanges(exchanges: Sequence[Exchange]) -> tuple[list[Any], Traffic]:
-    """Run one exchange per rank to its end.
-
-    Returns:
-        What each one returned, by rank, and the traffic.
+    """Run one exchange per rank to its end; returns the results by rank, and the traffic.
 
     Raises:
-        AssertionError: Ranks ask for different things: a method is broken.
+        AssertionError: Ranks ask for different actions: the method is broken.
     """
     size = len(exchanges)
     traffic = Traffic(np.zeros(size, np.int64), np.zeros(size, np.int64))
@@ -55,7 +52,7 @@ def run_exchanges(exchanges: Sequence[Exchange]) -> tuple[list[Any], Traffic]:
         if all(action is None for action in actions):
             return results, traffic
         kinds = {type(action) for action in actions}
-        assert len(kinds) == 1, f"ranks ask for different things: {kinds}"
+        assert len(kinds) == 1, f"ranks ask for different actions: {kinds}"
         traffic.rounds += 1
         replies = _CARRY[kinds.pop()](actions, traffic)
 
@@ -119,7 +116,7 @@ def _messages(actions: Sequence[Messages], traffic: Traffic) -> list[Any]:
             traffic.received[rank] += size
         replies.append(came)
     sent = sum(len(action.sends) for action in actions)
-    assert sent == sum(len(action.receives) for action in actions), "a message that nobody takes"
+    assert sent == sum(len(action.receives) for action in actions), "a message that no rank receives"
     return replies
 
 

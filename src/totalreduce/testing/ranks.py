@@ -26,9 +26,9 @@ __all__ = ["RankTransport", "TransportFactory", "make_groups", "run_ranks"]
 
 Result = TypeVar("Result")
 RankTransport = Literal["inproc", "shm", "tcp"]
-#: Making shared memory and mapping it in every rank is most of what a short test takes.
+#: Small, because a short test spends most of its time on making and mapping shared memory.
 _POOL_BYTES = 4 * 1024 * 1024
-#: From the world size to the connected transports of all ranks.
+#: Returns the connected transports of all ranks, from the world size.
 TransportFactory = Callable[[int], Sequence[Transport]]
 
 
@@ -41,9 +41,9 @@ def make_groups(
     compute: ComputeMode = "auto",
     hosts: Sequence[int] | None = None,
 ) -> list[Group]:
-    """One connected group per rank, in this process. The caller closes them.
+    """Return one connected group per rank, in this process. The caller closes them.
 
-    ``hosts``: number of the host that each rank is to be taken for; by default each has its own.
+    ``hosts``: number of the host that each rank is assumed to run on; by default each has its own.
     """
     config = engine or EngineConfig(timeout_s=30.0)
     return [
@@ -69,8 +69,8 @@ def run_ranks(
     of every rank is printed.
 
     Raises:
-        TimeoutError: Some rank did not return.
-        BaseException: What the function raised first.
+        TimeoutError: A rank did not return.
+        BaseException: The first error of the function.
     """
     groups = make_groups(world_size, transport=transport, engine=engine, tcp=tcp, compute=compute, hosts=hosts)
     results: list[Any] = [None] * world_size
@@ -83,7 +83,7 @@ def run_ranks(
         except BaseException as error:
             with lock:
                 failures.append((rank, error))
-            groups[rank].close(1.0)  # frees the others: they see that this rank has left
+            groups[rank].close(1.0)  # the others' operations fail, because this rank has left
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank-{rank}") for rank in range(world_size)]
     for thread in threads:
@@ -114,12 +114,12 @@ def _transports(
         return [network.transport(rank) for rank in range(world_size)]
     identity = JobIdentity(secrets.token_bytes(32), "test", 0)
     if kind == "shm":
-        doors = [listen_shm() for _ in range(world_size)]
-        names = [name for _, name in doors]
+        sockets = [listen_shm() for _ in range(world_size)]
+        names = [name for _, name in sockets]
         body_bytes = 2 * engine.segment_bytes  # partial sums of half types travel as float32
         return [
-            ShmTransport(rank, names, door, identity, tcp, max_body_bytes=body_bytes, pool_bytes=_POOL_BYTES)
-            for rank, (door, _) in enumerate(doors)
+            ShmTransport(rank, names, sock, identity, tcp, max_body_bytes=body_bytes, pool_bytes=_POOL_BYTES)
+            for rank, (sock, _) in enumerate(sockets)
         ]
     listeners = [listen("127.0.0.1") for _ in range(world_size)]
     addresses = [listener.getsockname()[:2] for listener in listeners]
@@ -128,7 +128,7 @@ def _transports(
 
 def _close_all(groups: list[Group]) -> None:
     def close(group: Group) -> None:
-        # Another rank may have left while this one had work deferred: its function has seen that, or did not ask.
+        # Another rank may have left while this one had deferred work; its function has seen that error, or ignored it.
         with contextlib.suppress(PeerLost):
             group.close(2.0)
 

@@ -1,7 +1,7 @@
-"""Engines over a ``SimulatedNetwork``: whole jobs in virtual time, a thousand seeds a minute.
+"""Engines over a ``SimulatedNetwork``: entire jobs in virtual time, a thousand seeds a minute.
 
-The engines are the real ones; only time and the wire are invented. A job is data: what each rank submits, when. Events
-are followed by ``Engine.validate`` if asked for, and the run ends with a verdict per operation.
+The engines are the real ones; only time and the network are simulated. A job is data: the operations that each rank
+submits, and when. ``Engine.validate`` follows events if asked for, and the run ends with a result per operation.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class TimedSubmission:
 
     Attributes:
         name: Equal on all ranks.
-        signature: What it is.
-        buffers: Input and output bytes: of the tensor, or of every block.
+        signature: Signature of the operation.
+        buffers: Input and output bytes of the tensor, or of every block.
         at_s: Virtual time of the submission.
         priority: Smaller is more urgent.
-        ranks: Who takes part; everybody by default.
-        repeats: The name may be in flight several times.
-        candidates: Of a receive from whoever sends first: the name of the message by its sender.
-        done_at_s: Virtual time at which it finished, filled in.
-        error: Why it failed, filled in.
-        source: Who sent, of a message, filled in.
+        ranks: The ranks that take part; by default all.
+        repeats: Whether the name may be in flight several times.
+        candidates: For a receive from any rank: the name of the message by its sender.
+        done_at_s: Virtual time of the end, set by the run.
+        error: The error, set by the run.
+        source: The sender of a message, set by the run.
     """
 
     name: str
@@ -100,7 +100,7 @@ class _Rank:
         self.after_event()
 
     def after_event(self) -> None:
-        """Collect what finished, start the next computation, check the invariants."""
+        """Complete the operations that ended, start the next computation, check the invariants."""
         for operation in self.engine.table.pop_completed():
             self._cluster.completed(operation)
         self._events += 1
@@ -127,11 +127,11 @@ class SimulatedCluster:
     """A job in virtual time.
 
     Attributes:
-        network: The wire and the clock.
+        network: The network and the clock.
         validates: Whether to check every engine's invariants while it has few operations, and after some events.
         reduce_bytes_per_s: Speed of additions.
         compute_jitter: Additions take up to this share longer, at random.
-        hosts: Number of the host of every rank; by default each has its own. The wire is the same for all.
+        hosts: Number of the host of every rank; by default each has its own. The network is the same for all.
         reports: Stall reports of all ranks.
     """
 
@@ -156,7 +156,7 @@ class SimulatedCluster:
         self.network.at(submission.at_s, lambda: self._submit(rank, submission))
 
     def completed(self, operation: Operation | AnyReceive) -> None:
-        """An engine has finished an operation."""
+        """Record the end of an operation."""
         submission: TimedSubmission = operation.owner
         submission.done_at_s, submission.error = self.network.now, operation.error
         if isinstance(operation, Operation) and operation.signature.kind is OpKind.SEND_RECV:
@@ -166,7 +166,7 @@ class SimulatedCluster:
         """Run until every operation of every rank that is not ``dead`` has finished.
 
         Raises:
-            TimeoutError: They have not by ``until_s`` of virtual time: a hang.
+            TimeoutError: They have not finished by ``until_s`` of virtual time: a hang.
         """
         self.network.after(tick_s, lambda: self._tick(tick_s))
         while any(s.done_at_s is None for rank, mine in enumerate(self._submissions) if rank not in dead for s in mine):

@@ -1,20 +1,21 @@
-"""What any sparse method must do: settings in, verdict out; public.
+"""The properties that every sparse method must have, and their tests. Public.
 
-``SparseRanks`` runs all ranks of a method in lockstep and keeps their residuals; ``check_round`` looks at what one step
-did; ``check_method`` runs several steps three times over and returns what the first run did:
+``SparseRanks`` runs all ranks of a method in lockstep and keeps their residuals; ``check_round`` checks one step;
+``check_method`` runs several steps three times and returns the rounds of the first run:
 
     >>> from totalreduce.sparse.topka import TopkA
     >>> len(check_method(TopkA(density=0.1), world_size=3, shapes=((20, 4), (7,))))
     4
 
-It asks for these properties, whatever a method sends:
+The properties are:
 
-- Ranks get the same bits, and a second run gets them again.
-- *Conservation*: for every element, the ranks' accumulated gradients add up to what was applied and the new residuals.
-- Where some rank's gradient is not finite, no rank does anything: residuals and sessions are what they were.
-- A new session that is given the state of the old one goes on with the same bits.
+- All ranks get the same bits, and a second run gets them again.
+- *Conservation*: for every element, the sum of the ranks' accumulated gradients is the applied value plus the sum of
+  the new residuals.
+- If a rank's gradient is not finite, no residual and no session changes on any rank.
+- A new session with the state of the old one continues with the same bits.
 - Residuals are read and not written, and segments are present if some rank had a gradient for them.
-- The report says how many bytes were really sent.
+- The report has the number of bytes that were sent.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from totalreduce.testing.lockstep import Traffic, run_exchanges
 __all__ = ["Gradients", "Round", "SparseRanks", "check_method", "check_round", "random_gradients"]
 
 Array = np.ndarray[Any, Any]
-#: The gradient of a step and a rank, float32 of one dimension: a new array, equal for equal arguments.
+#: Returns the gradient of a step and a rank: a new array, float32 of one dimension, equal for equal arguments.
 Gradients = Callable[[int, int], Array]
-#: A bucket of these segments.
+#: Makes a bucket of these segments.
 Memory = Callable[[Sequence[Array]], Accumulator]
 
-#: Of the sum of an element's magnitudes: float32 rounds each of up to sixteen additions by 6e-8.
+#: Relative to the sum of an element's magnitudes: float32 rounds each of up to sixteen additions by 6e-8.
 _TOLERANCE = 1e-6
 
 
@@ -48,12 +49,12 @@ class Round:
     """One step of all ranks.
 
     Attributes:
-        accumulated: By rank, before anything was exchanged: float32, all segments.
-        residuals: By rank, afterwards.
-        present: Shape (world size, segments): who had a gradient for what.
+        accumulated: By rank, before the exchange: float32, all segments.
+        residuals: By rank, after the exchange.
+        present: Whether a rank had a gradient for a segment; shape (world size, segments).
         updates: By rank.
         reports: By rank.
-        traffic: Of all actions.
+        traffic: The bytes of all actions.
     """
 
     accumulated: list[Array]
@@ -65,7 +66,7 @@ class Round:
 
     @property
     def applied(self) -> Array:
-        """What rank 0 got, at its full length; zero if the step was skipped."""
+        """The update of rank 0 at its full length; zero if the step was skipped."""
         dense = np.zeros(self.accumulated[0].size, np.float32)
         update = self.updates[0]
         if update is not None:
@@ -74,7 +75,7 @@ class Round:
 
     @property
     def bits(self) -> list[bytes]:
-        """All that ranks have got and kept."""
+        """The bytes of the update and of all residuals."""
         return [array.tobytes() for array in (self.applied, *self.residuals)]
 
 
@@ -89,7 +90,6 @@ class SparseRanks:
     def __init__(
         self, method: Method, world_size: int, shapes: Sequence[Sequence[int]], memory: Memory = HostAccumulator
     ) -> None:
-        """Nothing was exchanged yet."""
         self._method, self._memory = method, memory
         self._shape = BucketShape(tuple(tuple(shape) for shape in shapes))
         self._edges = np.cumsum([0, *self._shape.sizes]).tolist()
@@ -97,15 +97,15 @@ class SparseRanks:
         self.sessions = self._new_sessions()
 
     def step(self, gradients: Sequence[Array], *, scale: float = 1.0, present: Array | None = None) -> Round:
-        """Let all ranks go through one round.
+        """Run one round on all ranks.
 
         Args:
             gradients: By rank, float32, all segments; their memory becomes the residuals.
-            scale: What they are multiplied with.
-            present: See ``Round``; by default everybody has everything.
+            scale: Factor of the gradients.
+            present: See ``Round``; by default all ranks have gradients for all segments.
 
         Raises:
-            ConformanceError: Accumulating gave something else than the sum, or a residual was written to.
+            ConformanceError: The accumulated gradient is not the sum, or a residual was written to.
         """
         world_size = len(self.sessions)
         if present is None:
@@ -128,7 +128,7 @@ class SparseRanks:
         return Round(sums, [r.copy() for r in self.residuals], present, updates, reports, traffic)
 
     def restart(self) -> None:
-        """Put new sessions that have the old ones' states in their places."""
+        """Replace the sessions by new ones with the same states."""
         states = [session.state() for session in self.sessions]
         self.sessions = self._new_sessions()
         for session, state in zip(self.sessions, states, strict=True):
@@ -146,7 +146,7 @@ class SparseRanks:
 
 
 def random_gradients(num_elements: int, *, seed: int = 0) -> Gradients:
-    """Normally distributed, another deviation on every rank and in every step."""
+    """Return normally distributed gradients, with another deviation on every rank and in every step."""
 
     def gradient(step: int, rank: int) -> Array:
         generator = np.random.default_rng([seed, step, rank])
@@ -168,13 +168,13 @@ def check_method(
     """Run the steps three times: as they are, again, and with a step that fails and a restart before each.
 
     Args:
-        method: Settings.
+        method: Settings of the method.
         world_size: Number of ranks.
-        shapes: Of the bucket's segments; with more than one, every rank lacks one of them in turn.
-        gradients: Of a step and a rank; by default ``random_gradients``.
-        steps: How many.
-        moves: Whether a rank may change what it keeps of elements that are not applied (gTopk).
-        memory: Makes a bucket of its segments, whose memory it is to use.
+        shapes: Shapes of the bucket's segments; with more than one, every rank lacks one of them in turn.
+        gradients: The gradients; by default ``random_gradients``.
+        steps: Number of steps.
+        moves: Whether a rank may change the residuals of elements that are not applied (gTopk).
+        memory: Makes a bucket of its segments, whose memory it must use.
 
     Returns:
         The rounds of the first run.
@@ -198,11 +198,7 @@ def check_method(
 
 
 def check_round(done: Round, *, moves: bool = False) -> None:
-    """Check one step in which everything is finite. See ``check_method``.
-
-    Raises:
-        ConformanceError: A property does not hold.
-    """
+    """Check one step whose gradients are finite; for the arguments and errors see ``check_method``."""
     num_elements, first = done.accumulated[0].size, done.updates[0]
     for rank, (update, report) in enumerate(zip(done.updates, done.reports, strict=True)):
         _require(update is not None and not report.skipped, f"rank {rank} has skipped a step that is finite")
@@ -237,14 +233,14 @@ def _check_mass(done: Round) -> None:
     scale = _over_ranks(np.abs(accumulated)) + np.abs(done.applied)
     # A float32 is rounded by half a denormal at least.
     lost = np.abs(had - done.applied - kept) > _TOLERANCE * scale + len(done.residuals) * 1e-45
-    for place in np.flatnonzero(lost)[:1]:
-        amounts = f"of {had[place]}, {done.applied[place]} was applied and {kept[place]} is left"
-        _require(False, f"element {place} is not conserved: {amounts}")
+    for index in np.flatnonzero(lost)[:1]:
+        amounts = f"of {had[index]}, {done.applied[index]} was applied and {kept[index]} is left"
+        _require(False, f"element {index} is not conserved: {amounts}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What ranks have in every step."""
+    """The gradients of all ranks in every step."""
 
     shape: BucketShape
     world_size: int
@@ -255,13 +251,13 @@ class _Plan:
         return ranks.step(self._make(step, present), scale=0.5, present=present)
 
     def fail(self, ranks: SparseRanks, step: int) -> None:
-        """A step in which one element of one rank is not finite."""
+        """Run a step in which one element of one rank is not finite."""
         if not self.shape.num_elements:
             return
         present = self._present(step)
         gradients = self._make(step, present)
-        culprit, place = step % self.world_size, 7919 * (step + 1) % self.shape.num_elements
-        gradients[culprit][place] = (np.nan, np.inf, -np.inf)[step % 3]
+        culprit, index = step % self.world_size, 7919 * (step + 1) % self.shape.num_elements
+        gradients[culprit][index] = (np.nan, np.inf, -np.inf)[step % 3]
         before = ranks.residuals
         done = ranks.step(gradients, scale=0.5, present=present)
         for rank, (update, report) in enumerate(zip(done.updates, done.reports, strict=True)):
@@ -294,7 +290,7 @@ def _same_update(one: Update, other: Update) -> bool:
 
 
 def _equal(one: Array, other: Array) -> bool:
-    """Bit by bit."""
+    """Whether two arrays have the same bits."""
     return one.shape == other.shape and one.tobytes() == other.tobytes()
 
 

@@ -99,7 +99,6 @@ class TransportCounters:
     __slots__ = ("connections", "heartbeats_sent", "refused_connections")
 
     def __init__(self) -> None:
-        """Start at zero."""
         self.connections = 0
         self.refused_connections = 0
         self.heartbeats_sent = 0

@@ -32,7 +32,6 @@ class InprocNetwork:
     """The shared part: all queues, and one condition per rank."""
 
     def __init__(self, world_size: int, *, window_bytes: int = 4 * 1024 * 1024) -> None:
-        """Make a network for ``world_size`` ranks."""
         self.world_size, self.window_bytes = world_size, window_bytes
         self.lock = threading.Lock()
         self.queues = {(a, b): _Queue() for a in range(world_size) for b in range(world_size) if a != b}

@@ -40,7 +40,6 @@ class Listener:
     """
 
     def __init__(self, rank: int, sock: socket.socket, epoll: select.epoll, counters: TransportCounters) -> None:
-        """Take over a non-blocking listening socket."""
         self.sock, self.epoll, self.counters = sock, epoll, counters
         self.resume_at = float("inf")
         self.last_refusal = ""

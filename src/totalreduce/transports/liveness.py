@@ -27,7 +27,6 @@ class Pulse:
     __slots__ = ("heard_at", "spoke_at")
 
     def __init__(self, now: float) -> None:
-        """Begin with messages in both directions at ``now``."""
         self.heard_at = self.spoke_at = now
 
     def silence_s(self, now: float) -> float:
@@ -46,7 +45,6 @@ class Liveness:
     __slots__ = ("_config", "_looked_at", "due_at")
 
     def __init__(self, config: TcpConfig, now: float) -> None:
-        """Begin at ``now``."""
         self._config = config
         self._looked_at = now
         self.due_at = 0.0

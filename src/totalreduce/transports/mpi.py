@@ -159,7 +159,6 @@ class _MpiWire(Wire):
     """A ``Wire`` of MPI: one message to a peer at a time, and one head and one body from a peer at a time."""
 
     def __init__(self, communicator: Communicator) -> None:
-        """Begin to receive a head from every peer."""
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self._communicator, self._lock = communicator, communicator.lock
         #: The requests that are not done, and for each "head" or "body" (arriving) or "sent", and the peer.

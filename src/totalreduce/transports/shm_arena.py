@@ -32,7 +32,6 @@ class Arena:
     """The part of the file ``fd``, mapped as ``view``, from ``start`` on. Any thread may call ``allocate``."""
 
     def __init__(self, fd: int, view: memoryview, start: int) -> None:
-        """Make an arena in which nothing is allocated."""
         self._fd, self._view = fd, view
         self._begin = np.frombuffer(view, np.uint8).ctypes.data
         self._stop = self._begin + len(view)

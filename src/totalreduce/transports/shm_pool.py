@@ -33,7 +33,6 @@ class Piece:
     __slots__ = ("array", "keepable", "key", "large", "number", "out", "readers", "use")
 
     def __init__(self, number: int, array: np.ndarray[Any, Any], *, large: bool) -> None:
-        """Make a piece that was never used."""
         self.number, self.array, self.large = number, array, large
         self.use = 0
         self.out = False
@@ -60,7 +59,6 @@ class StagingPool:
     """
 
     def __init__(self, outbox: Outbox) -> None:
-        """Make a pool in which all pieces are free."""
         layout = outbox.layout
         pieces = []
         for number in range(layout.pieces):

@@ -220,7 +220,6 @@ class ProcessorChoice:
     """The processor on which this rank waits. Any thread; each thread moves only itself."""
 
     def __init__(self, rank: int, outbox: Outbox) -> None:
-        """Announce nothing yet."""
         self._rank, self._words, self._getcpu = rank, outbox.words, _getcpu()
         #: By thread: the processors that it could use before ``avoid``, and those that it may use until ``restore``.
         self._restricted: dict[int, tuple[set[int], set[int]]] = {}

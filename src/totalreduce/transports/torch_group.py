@@ -223,7 +223,6 @@ class _GlooWire(Wire):
     """A ``Wire`` of a gloo process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Begin to receive heads from every peer."""
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._group: dist.ProcessGroup | None = group
         self._lock = threading.Lock()
