@@ -36,16 +36,15 @@ Collectives = Literal["auto", "engine", "native"]
 
 _log = logging.getLogger("totalreduce")
 
-#: Version of everything that travels: header, control frames, handshake. Compared at rendezvous.
+#: Version of header, control frames and handshake. The ranks compare it at the rendezvous.
 _WIRE_VERSION = 3
-#: A group that could not be formed where fewer files can be opened has failed for want of them.
+#: If fewer files can be opened when a group cannot be formed, it has failed for want of them.
 _FEW_DESCRIPTORS = 3
-#: Where all ranks share one host, memory is the wire: larger segments save an eighth of the CPU time (4 ranks, 16 MiB:
-#: 10.1 ms a rank instead of 11.5), and half a millisecond is all that one holds up. Only where no EngineConfig is
-#: given.
+#: Where all ranks share one host, larger segments save an eighth of the CPU time (4 ranks, 16 MiB: 10.1 ms a rank
+#: instead of 11.5), and one segment delays others by half a millisecond at most. Only if no EngineConfig is given.
 _ONE_HOST_SEGMENT_BYTES = 1024 * 1024
-#: There is no wire to keep busy while adding, so small chunks need no second lane: half the messages (2 ranks, 1 MiB:
-#: 0.70 ms instead of 0.99; 4 ranks: 2.6 ms instead of 4.2).
+#: No network is idle during additions there, so small chunks need no second lane, and half the messages (2 ranks,
+#: 1 MiB: 0.70 ms instead of 0.99; 4 ranks: 2.6 ms instead of 4.2).
 _ONE_HOST_SEGMENT_BYTES_MIN = 512 * 1024
 
 
@@ -174,7 +173,7 @@ def _coordination(
 
 
 def _meet(group: Group, timeout_s: float) -> None:
-    """The first barrier: connections stand, everybody knows the key."""
+    """Run the first barrier, after which all ranks are connected and have proved that they know the key."""
     try:
         group.barrier(timeout_s=timeout_s)
     except (PeerLost, DeadlineExceededError) as error:
@@ -183,7 +182,7 @@ def _meet(group: Group, timeout_s: float) -> None:
         group.close(1.0)
         if shortage is not None:
             raise RendezvousError(f"rank {group.rank}: the group could not be formed: {shortage}") from error
-        # Who has the wrong key himself, or meets a rank that has given up on another, only sees that they hang up.
+        # A rank with the wrong key, or one that meets a rank that has given up, only sees that connections end.
         cause = f"{refused} connections were refused" if refused else "the error of the rank that left first says more"
         hint = f" ({cause}; is TOTALREDUCE_JOB_KEY the same everywhere?)"
         raise RendezvousError(f"rank {group.rank}: the group could not be formed: {error}{hint}") from error
@@ -199,13 +198,13 @@ def _timeline(path: str | Path | None, rank: int, world_size: int) -> Timeline |
     alone = world_size == 1 and Path(path).suffix == ".json"
     try:
         return Timeline(rank, Path(path) if alone else rank_path(path, rank))
-    except ConfigurationError as error:  # the disk of one host must not keep a job from starting
+    except ConfigurationError as error:  # a job must start although the disk of one host is full
         _log.warning("rank %d: %s. No timeline is recorded on this rank; the job goes on", rank, error)
         return None
 
 
 def _set_up_log(settings: Settings, rank: int, world_size: int) -> None:
-    """Say what is said once on rank 0, warnings everywhere; leave an application's own logging alone."""
+    """Log information on rank 0 and warnings on all ranks; an application's own logging is not changed."""
     if not (_log.handlers or logging.getLogger().handlers):
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("totalreduce: %(message)s"))

@@ -1,4 +1,4 @@
-"""Hosts that do not exist: network namespaces behind shaped links, on one Linux machine.
+"""Emulated hosts: network namespaces behind shaped links, on one Linux machine.
 
 Every host is a network namespace with one interface, ``eth0``, whose other end (veth) is a port of a bridge.
 The bridge lives in a namespace of its own: the machine's own network is neither touched nor reachable, and
@@ -26,14 +26,12 @@ from totalreduce.launch import guard as guarding
 
 __all__ = ["EmulateOptions", "EmulatedHost", "EmulatedNetwork", "rate_bits_per_s", "sweep_stale_namespaces"]
 
-HOSTS_MAX = 250
-"""One /24, without its network, broadcast and a few spare addresses."""
-
-SUBNET = "10.77.0"
-MTU_BYTES = 1500
-BURST_BYTES_MAX = 256 * 1024
-BURST_BYTES_MIN = 72 * 1024
-"""A segmentation-offload packet of 64 KiB passes the bucket in one piece."""
+#: One /24, without its network, broadcast and a few spare addresses.
+_HOSTS_MAX = 250
+_SUBNET = "10.77.0"
+_MTU_BYTES = 1500
+#: At the minimum a segmentation-offload packet of 64 KiB passes the bucket in one piece.
+_BURST_BYTES_MIN, _BURST_BYTES_MAX = 72 * 1024, 256 * 1024
 
 _UNITS = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
@@ -46,9 +44,9 @@ class EmulateOptions:
 
     Attributes:
         num_hosts: Number of hosts, 1 to 250.
-        rate: Of every link, each direction, in ``tc``'s notation: ``1gbit``, ``250mbit``.
-        ranks_per_host: Workers in each host.
-        queue_ms: How long a byte may queue at a link's end before packets are dropped.
+        rate: Rate of every link, in each direction, in ``tc``'s notation: ``1gbit``, ``250mbit``.
+        ranks_per_host: Number of workers in each host.
+        queue_ms: The longest time that a byte waits at a link's end before packets are dropped.
     """
 
     num_hosts: int
@@ -58,18 +56,18 @@ class EmulateOptions:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
-        if not 1 <= self.num_hosts <= HOSTS_MAX:
-            raise ConfigurationError(f"the number of emulated hosts must be 1 to {HOSTS_MAX}, not {self.num_hosts}")
+        if not 1 <= self.num_hosts <= _HOSTS_MAX:
+            raise ConfigurationError(f"the number of emulated hosts must be 1 to {_HOSTS_MAX}, not {self.num_hosts}")
         if self.ranks_per_host < 1 or self.queue_ms < 1:
             raise ConfigurationError("ranks_per_host and queue_ms must be at least 1")
         rate_bits_per_s(self.rate)
 
 
 def rate_bits_per_s(rate: str) -> float:
-    """A rate in ``tc``'s notation as bits per second: ``1gbit`` is 1e9.
+    """Return a rate in ``tc``'s notation as bits per second: ``1gbit`` is 1e9.
 
     Raises:
-        ConfigurationError: Anything but a positive number followed by ``kbit``, ``mbit`` or ``gbit``.
+        ConfigurationError: It is not a positive number followed by ``kbit``, ``mbit`` or ``gbit``.
     """
     match = _RATE.fullmatch(rate)
     if match is None or float(match[1]) <= 0:
@@ -82,7 +80,7 @@ class EmulatedHost:
     """One host of an :class:`EmulatedNetwork`.
 
     Attributes:
-        index: 0 to ``num_hosts - 1``.
+        index: Number of the host, from 0 to ``num_hosts - 1``.
         address: Its IPv4 address, reachable from the other hosts of the network only.
         namespace: Name of its network namespace.
     """
@@ -92,7 +90,7 @@ class EmulatedHost:
     namespace: str
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """The command line that runs ``argv`` in this host."""
+        """Return the command line that runs ``argv`` in this host."""
         return [_tool("ip") or "ip", "netns", "exec", self.namespace, *argv]
 
     def popen(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
@@ -100,39 +98,35 @@ class EmulatedHost:
         return subprocess.Popen(self.command(argv), **options)
 
     def run(self, argv: Sequence[str], *, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """Run ``argv`` in this host to its end, with its output captured as text.
-
-        Raises:
-            subprocess.TimeoutExpired: It did not end in time; it was killed.
-        """
+        """Run ``argv`` in this host to its end, with its output captured as text; it is killed at the time-out."""
         command = self.command(argv)
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 class EmulatedNetwork:
-    """Hosts behind shaped links, made on entering and removed on leaving. A context manager.
+    """Hosts behind shaped links, a context manager that makes them on entering and removes them on leaving.
 
-    Removed too if this process crashes or is killed: a guard process is started first.
-    What still runs in a host is killed with it. Needs root, Linux, and ``ip`` and ``tc`` of iproute2.
+    A guard process removes them if this process crashes or is killed. Processes that still run in a host are killed.
+    This needs root, Linux, and ``ip`` and ``tc`` of iproute2.
 
     Attributes:
         hosts: The hosts, by index.
     """
 
     def __init__(self, num_hosts: int, rate: str = "1gbit", *, queue_ms: int = 20) -> None:
-        """Check the request; nothing is made yet.
+        """Check the arguments; nothing is made yet.
 
         Raises:
-            ConfigurationError: The numbers make no sense, or something that is needed is missing.
+            ConfigurationError: The numbers are invalid, or a requirement is missing.
         """
         self._options = EmulateOptions(num_hosts=num_hosts, rate=rate, queue_ms=queue_ms)
         _check_requirements()
         owner = os.getpid()
-        # The start time tells this process from a later one with its id, the token two networks of one.
+        # The start time differs between two processes with one id, and the token between two networks of a process.
         prefix = f"totalreduce-{owner}-{_start_time(owner)}-{secrets.token_hex(3)}"
         self._bridge = f"{prefix}-bridge"
         self.hosts = tuple(
-            EmulatedHost(index, f"{SUBNET}.{index + 1}", f"{prefix}-h{index}") for index in range(num_hosts)
+            EmulatedHost(index, f"{_SUBNET}.{index + 1}", f"{prefix}-h{index}") for index in range(num_hosts)
         )
         self._guard: guarding.Guard | None = None
 
@@ -160,17 +154,17 @@ class EmulatedNetwork:
         self.close()
 
     def close(self) -> None:
-        """Kill what runs in the hosts and remove them. Doing it twice does no harm."""
+        """Kill the processes in the hosts and remove the hosts; a second call does nothing."""
         if self._guard is not None:
             self._guard.close()
             self._guard = None
 
     def cut(self, index: int) -> None:
-        """Pull host ``index``'s cable at the switch: nothing arrives any more, in either direction."""
+        """Cut the link of host ``index``, in both directions."""
         _command("ip", "-n", self._bridge, "link", "set", f"h{index}", "down")
 
     def restore(self, index: int) -> None:
-        """Plug host ``index``'s cable in again."""
+        """Restore the link of host ``index``."""
         _command("ip", "-n", self._bridge, "link", "set", f"h{index}", "up")
 
     def _build(self) -> None:
@@ -182,7 +176,7 @@ class EmulatedNetwork:
         lines = ["link add br0 type bridge mcast_snooping 0", "link set br0 addrgenmode none up"]
         for host in self.hosts:
             port = f"h{host.index}"
-            pair = f"mtu {MTU_BYTES} type veth peer name eth0 mtu {MTU_BYTES} netns {host.namespace}"
+            pair = f"mtu {_MTU_BYTES} type veth peer name eth0 mtu {_MTU_BYTES} netns {host.namespace}"
             lines += [f"link add {port} {pair}", f"link set {port} master br0 addrgenmode none up"]
         _batch(["ip", "-n", self._bridge], lines)
         _batch(["tc", "-n", self._bridge], [self._shape(f"h{host.index}") for host in self.hosts])
@@ -195,12 +189,12 @@ class EmulatedNetwork:
     def _shape(self, device: str) -> str:
         rate = self._options.rate
         # 2.1 ms of the rate, 256 KiB at 1 Gbit/s: on a slow link a fixed burst would be seconds unshaped.
-        burst = min(BURST_BYTES_MAX, max(BURST_BYTES_MIN, int(rate_bits_per_s(rate) / 8 * 2.1e-3)))
+        burst = min(_BURST_BYTES_MAX, max(_BURST_BYTES_MIN, int(rate_bits_per_s(rate) / 8 * 2.1e-3)))
         return f"qdisc add dev {device} root tbf rate {rate} burst {burst}b latency {self._options.queue_ms}ms"
 
 
 def sweep_stale_namespaces() -> list[str]:
-    """Remove emulated hosts whose owner is gone, and its guard with it; returns the names."""
+    """Remove emulated hosts whose process and guard have ended; returns their names."""
     stale = []
     with contextlib.suppress(FileNotFoundError):
         for name in sorted(os.listdir(guarding.NETNS_DIRECTORY)):
@@ -228,7 +222,7 @@ def _tool(name: str) -> str | None:
 
 
 def _start_time(pid: int) -> int:
-    """Clock ticks from boot to the start of the process; -1 if there is none."""
+    """Return the clock ticks from boot to the start of a process; -1 if there is no such process."""
     try:
         content = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

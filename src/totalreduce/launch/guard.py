@@ -1,13 +1,12 @@
-"""The guard: a small process that cleans up when its starter is gone, however it went.
+"""The guard: a small process that cleans up when its starter has ended in any way.
 
-It reads from a pipe what is to be cleaned up, and the pipe's end is the starter's: closed on purpose, crashed
-or SIGKILLed, the kernel closes it. Then the guard kills what still runs of the job and removes its network
-namespaces.
+It reads job ids and names of network namespaces from a pipe. The kernel closes the pipe when the starter ends, even by
+a crash or SIGKILL. Then the guard kills all processes of the jobs that still run, and removes the namespaces.
 
-Why not ``PR_SET_PDEATHSIG``: it reaches only direct children (a data loader's workers would stay), it fires
-when the *thread* that forked ends, it needs code between fork and exec, and it removes no namespaces.
+``PR_SET_PDEATHSIG`` would not do: it reaches only direct children (a data loader's workers would stay), it fires when
+the *thread* that forked ends, it needs code between fork and exec, and it removes no namespaces.
 
-This file is also run as a script, in an interpreter that knows no packages: standard library only.
+This file is also run as a script, in an interpreter without packages: it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ NETNS_DIRECTORY = Path("/run/netns")
 
 
 class Guard:
-    """Starts the guard process and tells it what to clean up. A context manager.
+    """The guard process and its pipe. A context manager.
 
-    Start it before making anything that must not be left behind.
+    Start it before anything that it is to clean up.
     """
 
     def __init__(self) -> None:
         self._jobs: list[str] = []
         self._namespaces: list[str] = []
-        # Its own session: a terminal's Ctrl-C or hang-up ends the starter and must not end the guard.
+        # It has a session of its own: Ctrl-C or hang-up of a terminal ends the starter and must not end the guard.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -57,17 +56,17 @@ class Guard:
         self._send(f"job {job_id}")
 
     def forget_job(self, job_id: str) -> None:
-        """The job ended well: what it left running on purpose may stay."""
+        """Leave the processes of a job alone that has ended without an error."""
         self._jobs.remove(job_id)
         self._send(f"forget {job_id}")
 
     def watch_namespace(self, name: str) -> None:
-        """Remove this network namespace and kill what runs in it."""
+        """Remove this network namespace and kill the processes in it."""
         self._namespaces.append(name)
         self._send(f"netns {name}")
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Have everything cleaned up now, and wait for it at most ``timeout_s`` seconds."""
+        """Clean up now, and wait for it at most ``timeout_s`` seconds."""
         if self._process.stdin and not self._process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -76,7 +75,7 @@ class Guard:
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait(timeout_s)
-        if status != 0:  # somebody killed the guard: its work remains to be done
+        if status != 0:  # the guard was killed before it has cleaned up
             _clean_up(self._jobs, self._namespaces)
 
     def __enter__(self) -> Self:
@@ -99,10 +98,10 @@ class Guard:
 
 
 def kill_job(job_id: str) -> int:
-    """SIGKILL every process of a job, and again until none is found: one may be forking meanwhile.
+    """Send SIGKILL to every process of a job, until none is found, because one may fork meanwhile.
 
     Returns:
-        Number of processes killed.
+        The number of processes killed.
     """
     marker = f"TOTALREDUCE_JOB_ID={job_id}".encode()
     killed: set[int] = set()
@@ -119,7 +118,7 @@ def kill_job(job_id: str) -> int:
 
 
 def kill_namespace_processes(name: str) -> None:
-    """SIGKILL everything that runs in a network namespace, and again until nothing does."""
+    """Send SIGKILL to every process in a network namespace, until none is found."""
     for _ in range(20):
         listing = _run("ip", "netns", "pids", name)
         pids = [int(word) for word in listing.split() if word.isdigit()]
@@ -132,7 +131,7 @@ def kill_namespace_processes(name: str) -> None:
 
 
 def remove_namespaces(names: list[str]) -> None:
-    """Kill what runs in these network namespaces and remove them; those that are gone are skipped."""
+    """Kill the processes in these network namespaces and remove them, if they exist."""
     for name in names:
         if (NETNS_DIRECTORY / name).exists():
             kill_namespace_processes(name)
@@ -146,7 +145,7 @@ def _process_ids() -> list[int]:
 def _environment_of(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # gone, or somebody else's
+    except OSError:  # it has ended, or belongs to another user
         return []
 
 

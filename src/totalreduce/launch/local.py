@@ -1,10 +1,10 @@
-"""Start workers on this machine, watch them, and leave nothing behind.
+"""Start workers on this machine, watch them, and clean up after them.
 
-One thread waits for output, ends of workers and signals at once. Rules:
+One thread waits for output, ends of workers and signals at once:
 
 - A worker that fails ends the run: the others may print their own error, then get SIGTERM, then SIGKILL.
-- SIGINT, SIGTERM and SIGHUP are passed on, then made harder. A second one kills at once.
-- What workers left running in their process groups is killed, and not waited for if it holds a pipe open.
+- SIGINT, SIGTERM and SIGHUP are passed on, and followed by harder signals. A second one kills at once.
+- Processes that workers left running in their process groups are killed. A pipe that one holds open is left.
 - If this process is killed itself, the guard kills the workers.
 """
 
@@ -31,17 +31,14 @@ from totalreduce.launch.workers import RunResult, Worker, WorkerResult, worker_e
 
 __all__ = ["EmulateOptions", "RunResult", "WorkerResult", "run_workers"]
 
+#: Longer than it takes a survivor to notice a frozen peer (2 s) and to print its error.
 LINGER_S = 3.0
-"""Longer than it takes a survivor to notice a frozen peer (2 s) and to print who it was."""
-
-DRAIN_S = 1.0
-"""How long output is awaited after the last worker's end, where something it started holds the pipe open."""
-
-KILL_S = 10.0
-"""How long a killed worker may take to vanish; one stuck in the kernel is left to it."""
-
-TICK_S = 0.05
-READ_BYTES = 64 * 1024
+#: How long output is awaited after the last worker's end, if a process that it started holds the pipe open.
+_DRAIN_S = 1.0
+#: How long a killed worker may take to end. After that it is stuck in the kernel, and left there.
+_KILL_S = 10.0
+_TICK_S = 0.05
+_READ_BYTES = 64 * 1024
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -56,21 +53,21 @@ def run_workers(
     linger_s: float = LINGER_S,
     timeout_s: float | None = None,
 ) -> RunResult:
-    """Run ``num_workers`` copies of a command as the ranks of one job, to the end.
+    """Run ``num_workers`` copies of a command as the ranks of one job, and return when all have ended.
 
-    Each gets torchrun's variables (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ...), the job's
-    id and, unless the environment has one, a key made for this job. Signals are handled only when called from
-    the main thread. A worker that fails raises nothing: look at the result.
+    Each gets torchrun's variables (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ...), the job's id and,
+    unless the environment has one, a key made for this job. Signals are handled only if the main thread calls this.
+    The failure of a worker is in the result and raises nothing.
 
     Args:
-        argv: The command, the same for every rank.
+        argv: The command, equal for all ranks.
         num_workers: World size, at least 1.
         emulate: Put the workers into emulated hosts; ``num_workers`` must then be hosts times ranks per host.
-        environment: What the workers' environment is based on; by default this process's.
-        output: What becomes of the workers' output, see :data:`totalreduce.launch.output.Output`.
-        grace_s: From SIGTERM to SIGKILL.
-        linger_s: From the first failure to SIGTERM for the others.
-        timeout_s: Stop everything after this long.
+        environment: The environment that the workers' environments extend; by default this process's.
+        output: Where the workers' output goes; see :data:`totalreduce.launch.output.Output`.
+        grace_s: Time from SIGTERM to SIGKILL.
+        linger_s: Time from the first failure to SIGTERM for the other workers.
+        timeout_s: Time after which the run is stopped.
 
     Raises:
         ConfigurationError: The command cannot be started, or the emulated network cannot be made.
@@ -88,9 +85,9 @@ def run_workers(
             hosts = stack.enter_context(network).hosts
             commands = [hosts[rank // workers_per_host].command(argv) for rank in range(num_workers)]
             address = hosts[0].address
-            # gloo, NCCL and c10d look the host's name up, which leads nowhere inside a namespace.
+            # gloo, NCCL and c10d look up the host's name, which has no address inside a namespace.
             interface = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-            # Every emulated host thinks that it has all the cores.
+            # Every emulated host sees all the cores.
             compute = {} if len(os.sched_getaffinity(0)) >= 2 * num_workers else {"TOTALREDUCE_COMPUTE": "inline"}
             base = {"TORCH_CPP_LOG_LEVEL": "ERROR", **interface, **compute, **base}
         environments = worker_environments(
@@ -136,17 +133,13 @@ class _Supervisor:
         self._started_at = self._last_end = time.monotonic()
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Remember a signal; a second one kills here and now, even if the terminal blocks our output."""
+        """Remember a signal; a second one kills at once, even if the terminal blocks the output."""
         self._signals.append(signal.Signals(number))
         if self._interrupted_by or len(self._signals) > 1:
             self._send_all(signal.SIGKILL)
 
     def start(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> None:
-        """Start all workers.
-
-        Raises:
-            ConfigurationError: One cannot be started.
-        """
+        """Start all workers. Raises ``ConfigurationError`` if one cannot be started."""
         for rank, (command, environment) in enumerate(zip(commands, environments, strict=True)):
             worker = Worker(rank, command, environment, *self._relay.targets[rank])
             self._workers.append(worker)
@@ -160,10 +153,10 @@ class _Supervisor:
                 self._selector.register(worker.exit_descriptor, selectors.EVENT_READ)
 
     def watch(self, timeout_s: float | None) -> None:
-        """Return when all workers have ended and their output is read, or they cannot be made to end."""
+        """Return when all workers have ended and their output is read, or when killed workers do not end."""
         give_up_at = float("inf")
         while not self._all_done() and time.monotonic() < give_up_at:
-            self._read(TICK_S)
+            self._read(_TICK_S)
             now = time.monotonic()
             self._look_for_ends(now)
             for number in self._take_signals():
@@ -175,10 +168,10 @@ class _Supervisor:
             due = self._escalation.due(now)
             if due is not None:
                 self._send_all(due)
-                give_up_at = now + KILL_S if due is signal.SIGKILL else give_up_at
+                give_up_at = now + _KILL_S if due is signal.SIGKILL else give_up_at
 
     def finish(self) -> None:
-        """Kill what is left, reap everything, read what is in the pipes, close them."""
+        """Kill the workers that still run, reap all, read and close the pipes."""
         now = time.monotonic()
         for worker in self._workers:
             if worker.exit_descriptor is not None and not worker.ended:
@@ -191,7 +184,7 @@ class _Supervisor:
         self._shown(self._relay.close)
 
     def result(self) -> RunResult:
-        """The outcome, after :meth:`finish`."""
+        """Return the result of the run, after :meth:`finish`."""
         results = tuple(worker.result(self._relay.last_errors(worker.rank)) for worker in self._workers)
         first = find_first_failure(results[self._first_to_end.rank], results) if self._first_to_end else None
         if self._interrupted_by:
@@ -217,7 +210,7 @@ class _Supervisor:
     def _all_done(self) -> bool:
         if not all(worker.ended for worker in self._workers):
             return False
-        return not self._pipes or time.monotonic() - self._last_end > DRAIN_S
+        return not self._pipes or time.monotonic() - self._last_end > _DRAIN_S
 
     def _look_for_ends(self, now: float) -> None:
         ended = [worker for worker in self._workers if worker.poll(now)]
@@ -229,7 +222,7 @@ class _Supervisor:
                 self._selector.unregister(worker.exit_descriptor)
         failed = [worker for worker in ended if worker.failed]
         if failed and not self._escalation.stopping:
-            # Of those that ended in one moment the killed one is the cause: the others noticed its death.
+            # Of workers that ended at the same time the killed one is the cause: the others noticed its death.
             self._first_to_end = min(failed, key=lambda worker: (not worker.ended_by_signal, worker.rank))
             self._escalation.failed(now)
 
@@ -243,16 +236,16 @@ class _Supervisor:
                 worker.send(number)
 
     def _read(self, timeout_s: float) -> None:
-        # A worker's end wakes this up through its pidfd, and so is seen in the order in which ends happen.
+        # A worker's end ends this wait through its pidfd, so the ends of workers are noticed in their order.
         for key, _ in self._selector.select(timeout_s):
             if key.data is not None and not self._read_pipe(*key.data):
                 self._close_pipe(key.data[0])
         self._shown(self._relay.overdue)
 
     def _read_pipe(self, pipe: IO[bytes], rank: int, is_error: bool) -> bool:
-        """Pass on what is there; false at the end of the stream."""
+        """Pass on the bytes in a pipe; returns false at the end of the stream."""
         try:
-            data = os.read(pipe.fileno(), READ_BYTES)
+            data = os.read(pipe.fileno(), _READ_BYTES)
         except BlockingIOError:
             return True
         self._shown(lambda: self._relay.feed(rank, data, is_error=is_error))
@@ -264,7 +257,7 @@ class _Supervisor:
         pipe.close()
 
     def _shown(self, show: Callable[[], None]) -> None:
-        """Show something, unless nobody reads it any more: then stop, like any command in a pipeline."""
+        """Call ``show``. If the reader of the output has gone, stop the run, like any command in a pipeline."""
         if self._output_is_gone:
             return
         try:
@@ -276,7 +269,7 @@ class _Supervisor:
 
 @contextlib.contextmanager
 def _signals_to(supervisor: _Supervisor) -> Iterator[None]:
-    """Hand the signals that end a process to the supervisor; those that were ignored stay so (``nohup``)."""
+    """Let the supervisor handle the signals that end a process; ignored signals stay ignored (``nohup``)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

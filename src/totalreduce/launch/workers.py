@@ -1,4 +1,4 @@
-"""One local worker: its environment, its process, how it ended."""
+"""A local worker: its environment, its process, and the result of its end."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from totalreduce.foundation.os_errors import describe_error
 
 __all__ = ["RunResult", "Worker", "WorkerResult", "default_num_threads", "free_port", "worker_environments"]
 
+#: A standard stream as ``subprocess.Popen`` takes it.
 Target = int | IO[bytes] | None
-"""What ``subprocess.Popen`` takes for a standard stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """How one worker ended.
+    """The end of one worker.
 
     Attributes:
-        rank: Its rank.
-        pid: Its process id.
-        exit_code: As a shell shows it: 128 plus the signal's number if a signal ended it.
+        rank: Rank of the worker.
+        pid: Id of its process.
+        exit_code: The exit code as a shell shows it: 128 plus the signal's number if a signal ended the worker.
         signal: Name of the signal that ended it, for example ``SIGKILL``; ``None`` if it exited.
-        seconds: From its start to its end.
-        last_errors: The last lines of its standard error, as far as that went through the launcher.
+        seconds: Time from its start to its end.
+        last_errors: The last lines of its standard error, if that went through the launcher.
     """
 
     rank: int
@@ -43,22 +43,22 @@ class WorkerResult:
     last_errors: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """``exit code 3`` or ``killed by SIGKILL``."""
+        """Return ``exit code 3`` or ``killed by SIGKILL``."""
         return f"killed by {self.signal}" if self.signal else f"exit code {self.exit_code}"
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
-        exit_code: What the launcher should exit with: 0, the first failure's code, 124 after a timeout, 141
-            if nobody reads the output any more, 128 plus the signal's number if it was told to stop.
+        exit_code: Exit code for the launcher: 0, the first failure's code, 124 after a timeout, 141 if the reader of
+            the output has gone, 128 plus the signal's number after a signal.
         workers: One result per rank.
         first_failure: The worker that failed first by itself, if any.
-        interrupted_by: Name of the signal that told the launcher to stop, if any.
+        interrupted_by: Name of the signal that the launcher got, if any.
         timed_out: Whether ``timeout_s`` ran out.
-        seconds: From the first start to the last end.
+        seconds: Time from the first start to the last end.
         output: Standard output per rank, if captured.
         errors: Standard error per rank, if captured.
     """
@@ -73,7 +73,7 @@ class RunResult:
     errors: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-ready summary, without captured output."""
+        """Return a summary as JSON objects, without captured output."""
         summary = asdict(self)
         del summary["output"], summary["errors"]
         return {"world_size": len(self.workers), **summary}
@@ -82,27 +82,18 @@ class RunResult:
 class Worker:
     """A started worker, leader of a session and process group of its own.
 
-    An ended one is left unreaped until :meth:`finish`, so that its process group cannot be somebody else's.
+    A worker that has ended is not reaped before :meth:`finish`, so that the id of its process group stays its own.
 
     Attributes:
-        rank: Its rank.
+        rank: Rank of the worker.
         process: Its process.
-        exit_descriptor: Readable once it has ended; ``None`` where the kernel is too old (before 5.3) for it.
+        exit_descriptor: Readable when it has ended; ``None`` if the kernel is too old (before 5.3) for it.
     """
 
     def __init__(
-        self,
-        rank: int,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        stdout: Target,
-        stderr: Target,
+        self, rank: int, command: Sequence[str], environment: Mapping[str, str], stdout: Target, stderr: Target
     ) -> None:
-        """Start it.
-
-        Raises:
-            ConfigurationError: The command cannot be started.
-        """
+        """Start the worker. Raises ``ConfigurationError`` if the command cannot be started."""
         try:
             self.process = subprocess.Popen(
                 command,
@@ -122,21 +113,21 @@ class Worker:
 
     @property
     def ended(self) -> bool:
-        """Whether :meth:`poll` saw its end."""
+        """Whether :meth:`poll` has noticed its end."""
         return self._ended_at is not None
 
     @property
     def ended_by_signal(self) -> bool:
-        """Whether a signal ended it."""
+        """Whether a signal has ended it."""
         return bool(self._signal)
 
     @property
     def failed(self) -> bool:
-        """Whether it ended otherwise than with exit code 0."""
+        """Whether it has ended, but not with exit code 0."""
         return self.ended and self._exit_code != 0
 
     def poll(self, now: float) -> bool:
-        """Look whether it has ended; true exactly once."""
+        """Return whether it has ended since the last call."""
         if self.ended:
             return False
         status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -151,21 +142,21 @@ class Worker:
         return True
 
     def send(self, number: signal.Signals) -> None:
-        """Signal it and what it started, as a terminal would."""
+        """Send a signal to its process group, as a terminal would."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
             return
 
     def finish(self, now: float) -> None:
-        """Kill what is left of its process group, and reap it."""
+        """Kill the rest of its process group, and reap it."""
         if self.exit_descriptor is not None:
             os.close(self.exit_descriptor)
         self.send(signal.SIGKILL)
         if not self.ended:
             try:
                 self.process.wait(5.0)
-            except subprocess.TimeoutExpired:  # stuck in the kernel: nothing more can be done from here
+            except subprocess.TimeoutExpired:  # it is stuck in the kernel
                 self._exit_code, self._signal, self._ended_at = 128 + signal.SIGKILL, "SIGKILL", now
                 return
             self._ended_at = now
@@ -176,7 +167,7 @@ class Worker:
             self.process.wait()
 
     def result(self, last_errors: tuple[str, ...]) -> WorkerResult:
-        """How it ended."""
+        """Return the result of its end."""
         ended_at = self._started_at if self._ended_at is None else self._ended_at
         seconds = round(ended_at - self._started_at, 3)
         return WorkerResult(self.rank, self.process.pid, self._exit_code, self._signal or None, seconds, last_errors)
@@ -192,14 +183,14 @@ def _pidfd(pid: int) -> int | None:
 def worker_environments(
     base: Mapping[str, str], num_workers: int, *, workers_per_host: int, master_address: str, job_id: str
 ) -> list[dict[str, str]]:
-    """The variables of every worker: torchrun's, the job's id and key, one thread pool's fair share.
+    """Return the variables of every worker: torchrun's, the job's id and key, a fair share of the cores.
 
     Args:
-        base: The environment to extend; what another launcher put there about ranks is replaced or removed.
+        base: The environment to extend; variables of another launcher about ranks are replaced or removed.
         num_workers: World size.
-        workers_per_host: How many of them share a (real or emulated) host.
-        master_address: Where rank 0 will listen.
-        job_id: Unique to this run.
+        workers_per_host: Number of workers that share a (real or emulated) host.
+        master_address: The address at which rank 0 will listen.
+        job_id: Id that is unique to this run.
     """
     foreign = ("TORCHELASTIC_", "TOTALREDUCE_LOCAL_", "TOTALREDUCE_MASTER_")
     exact = ("TOTALREDUCE_RANK", "TOTALREDUCE_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_NAME")
@@ -207,11 +198,11 @@ def worker_environments(
     if "TOTALREDUCE_JOB_KEY" not in common and "TOTALREDUCE_JOB_KEY_FILE" not in common:
         common["TOTALREDUCE_JOB_KEY"] = secrets.token_hex(32)
     common.setdefault("OMP_NUM_THREADS", str(default_num_threads(num_workers)))
-    # A spinning barrier of one worker takes the core another one needs: measured 40x slower with two workers too many.
+    # A spinning barrier of one worker takes the core of another one: measured 40x slower with two workers too many.
     common.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Gradients are new memory in every step: in pages of 4 KiB a tenth of a step with 15 M parameters was page faults.
     common.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # A worker's output goes through a pipe, where Python would keep it back by the block.
+    # A worker's output goes through a pipe, for which Python would collect it in blocks.
     common.setdefault("PYTHONUNBUFFERED", "1")
     common |= {
         "TOTALREDUCE_JOB_ID": job_id,
@@ -233,17 +224,14 @@ def worker_environments(
 
 
 def default_num_threads(num_workers: int) -> int:
-    """This process's cores shared evenly between the workers, at least one each."""
+    """Return the number of this process's cores per worker, at least one."""
     return max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, below those that the kernel gives to outgoing connections.
+    """Return a random TCP port that is not in use, below the ports of outgoing connections.
 
-    Between here and rank 0's ``listen`` somebody else may take it; picked at random, that is improbable.
-
-    Raises:
-        ConfigurationError: None of a hundred is free.
+    Another process may take it before rank 0 listens, but that is improbable.
     """
     for _ in range(100):
         port = random.SystemRandom().randrange(20_000, 32_000)
