@@ -52,12 +52,7 @@ def create(options: Any, backend_options: Any, caller: Mapping[str, Any]) -> Pro
     devices = _devices(caller)
     others, close_others = _others(options, ranks, {d: b for d, b in devices.items() if b != BACKEND_NAME}, caller)
     return ProcessGroupTotalReduce(
-        group,
-        options.store,
-        options.timeout,
-        devices=list(devices),
-        others=others,
-        close_others=close_others,
+        group, options.store, options.timeout, devices=list(devices), others=others, close_others=close_others
     )
 
 

@@ -14,10 +14,7 @@ def as_torch_error(error: BaseException, what: str = "") -> BaseException:
 
     Faults of the network and of other ranks become a ``DistBackendError`` (a ``RuntimeError``) with the library's error
     as its cause; its attribute ``rank`` names a lost rank. Wrong arguments stay a ``ValueError``, as with gloo.
-
-    Args:
-        error: The error.
-        what: The operation, for messages that do not name it.
+    ``what`` is the operation, for messages that do not name it.
     """
     if not isinstance(error, TotalReduceError) or isinstance(error, ConfigurationError):
         return error

@@ -23,11 +23,8 @@ _GRACE_S = 1.0
 def monitored_barrier(group: Group, tag: int, timeout_s: float, *, wait_all_ranks: bool) -> None:
     """Return when every rank is here.
 
-    Args:
-        group: A group for these barriers only: messages of an earlier barrier that failed may still be pending in it.
-        tag: Tag of this barrier's messages, equal on all ranks.
-        timeout_s: In seconds.
-        wait_all_ranks: Whether rank 0 waits until the deadline, to name all missing ranks, or names the first.
+    The group is for these barriers only: messages of an earlier barrier that failed may still be pending in it. All
+    ranks give the same ``tag``. With ``wait_all_ranks`` rank 0 waits until the deadline, to name all missing ranks.
 
     Raises:
         torch.distributed.DistBackendError: On rank 0 with the missing ranks, on the others with the answer of rank 0.

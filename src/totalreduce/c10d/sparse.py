@@ -16,10 +16,7 @@ __all__ = ["SparseSum", "allreduce_sparse"]
 def allreduce_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> tuple[list[Work], SparseSum]:
     """Submit the sum of a sparse tensor over all ranks; blocks only until the numbers of values are known.
 
-    Args:
-        group: The ranks. The tensor's shape is equal on all of them, the number of values need not be.
-        tensor: Sparse COO. It gets the result, coalesced.
-        timeout_s: Deadline of the exchange of the numbers of values.
+    The shape is equal on all ranks, the number of values need not be. The tensor gets the result, coalesced.
 
     Returns:
         The operations, and the local sum that follows them.

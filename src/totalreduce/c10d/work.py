@@ -55,16 +55,10 @@ class OperationWork(Work):
         record: Record | None = None,
         staged: Finish | None = None,
     ) -> None:
-        """Make the handle of operations that have been submitted.
+        """Make the handle of operations that have been submitted, with a deadline in seconds from now.
 
-        Args:
-            works: The operations.
-            result: The value of the future: the outputs, nested as gloo nests them.
-            title: Name for messages.
-            timeout_s: Deadline in seconds from now.
-            callbacks: The threads in which futures are completed.
-            record: The profiler's event, which ends with the operation.
-            staged: The last part of the operation, on this rank, after the operations.
+        ``result`` is the value of the future: the outputs, nested as gloo nests them. ``record`` ends with the
+        operation; ``staged`` is its last part, on this rank.
         """
         super().__init__()
         self._works, self._result, self._title = works, result, title

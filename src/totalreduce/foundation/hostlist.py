@@ -9,8 +9,8 @@ from totalreduce.foundation.errors import ConfigurationError
 
 __all__ = ["expand_counts", "expand_hostlist"]
 
-HOSTS_MAX = 100_000
-"""A list longer than this is a mistake, not a cluster; expanding ``n[0-9999999999]`` would eat the memory."""
+#: A longer list is a mistake, not a cluster; expanding ``n[0-9999999999]`` would take all memory.
+_HOSTS_MAX = 100_000
 
 _PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -18,14 +18,7 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Every host of a Slurm host list, in the list's order.
-
-    Args:
-        text: For example ``rack[0-1]n[00-03],login``; several brackets in one name multiply.
-
-    Raises:
-        ConfigurationError: The text is no host list, or names more than 100,000 hosts.
-    """
+    """Return every host of a Slurm host list, such as ``rack[0-1]n[00-03],login``, in the list's order."""
     hosts: list[str] = []
     for word in _split_outside_brackets(text):
         pieces = _PIECE.findall(word)
@@ -35,23 +28,19 @@ def expand_hostlist(text: str) -> list[str]:
         total = len(hosts)
         for choice in choices:
             total = max(total, 1) * len(choice)
-        if total > HOSTS_MAX:
-            raise ConfigurationError(f"the host list {text!r} names more than {HOSTS_MAX} hosts")
+        if total > _HOSTS_MAX:
+            raise ConfigurationError(f"the host list {text!r} names more than {_HOSTS_MAX} hosts")
         hosts.extend("".join(parts) for parts in itertools.product(*choices))
     return hosts
 
 
 def expand_counts(text: str) -> list[int]:
-    """Tasks of each host: ``2(x3),1`` is ``[2, 2, 2, 1]``.
-
-    Raises:
-        ConfigurationError: The text is no such list.
-    """
+    """Return the number of tasks of each host: ``2(x3),1`` is ``[2, 2, 2, 1]``."""
     counts: list[int] = []
     for word in text.split(","):
         match = _COUNT.fullmatch(word.strip())
         repeat = int(match[2] or 1) if match else 0
-        if match is None or len(counts) + repeat > HOSTS_MAX:
+        if match is None or len(counts) + repeat > _HOSTS_MAX:
             raise ConfigurationError(f"cannot read the list of tasks per host {text!r} at {word!r}")
         counts.extend([int(match[1])] * repeat)
     return counts
@@ -75,7 +64,7 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
         if match is None:
             raise ConfigurationError(f"cannot read the host list {text!r} at [{ranges}]")
         first, last = int(match[1]), int(match[2] or match[1])
-        if last < first or last - first >= HOSTS_MAX:
+        if last < first or last - first >= _HOSTS_MAX:
             raise ConfigurationError(f"the host list {text!r} has the range {part!r}, empty or too long")
         numbers.extend(str(number).zfill(len(match[1])) for number in range(first, last + 1))
     return numbers

@@ -22,12 +22,7 @@ class Escalation:
     """
 
     def __init__(self, linger_s: float, grace_s: float) -> None:
-        """Set the two patiences.
-
-        Args:
-            linger_s: How long survivors of a failure may go on, to print their own error and end.
-            grace_s: How long a worker may take to end after the first signal.
-        """
+        """Survivors of a failure may go on for ``linger_s``; after the first signal a worker may take ``grace_s``."""
         self._linger_s, self._grace_s = linger_s, grace_s
         self._steps: list[tuple[float, signal.Signals]] = []
         self._interruptions = 0
@@ -66,10 +61,6 @@ def find_first_failure(first_to_end: WorkerResult, results: Sequence[WorkerResul
     sooner than that rank, which still has threads to join. But the last error of such a rank names the lost rank. So
     the search follows these names from the process that ended first. Only a worker that ended with an exit code of its
     own, other than 0, continues the chain: the launcher itself ends workers by signals.
-
-    Args:
-        first_to_end: The worker whose process ended first with a failure.
-        results: All workers, by rank.
     """
     seen = {first_to_end.rank}
     found = first_to_end

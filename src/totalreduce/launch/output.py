@@ -127,13 +127,7 @@ class Printer:
         self._open_is_update = False
 
     def show(self, piece: Piece, prefix: bytes, key: object) -> None:
-        """Write a piece.
-
-        Args:
-            piece: The piece.
-            prefix: Text before every line.
-            key: The stream of the piece. An unfinished line of another stream is ended, or erased if it is a bar.
-        """
+        """Write a piece of the stream ``key``. An unfinished line of another one is ended, or erased if it is a bar."""
         is_continued = self._open_by == key
         if not is_continued and not piece.starts and not piece.text and piece.ends:
             return  # the end of a line that another stream's output has already ended

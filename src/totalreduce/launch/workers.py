@@ -185,12 +185,7 @@ def worker_environments(
 ) -> list[dict[str, str]]:
     """Return the variables of every worker: torchrun's, the job's id and key, a fair share of the cores.
 
-    Args:
-        base: The environment to extend; variables of another launcher about ranks are replaced or removed.
-        num_workers: World size.
-        workers_per_host: Number of workers that share a (real or emulated) host.
-        master_address: The address at which rank 0 will listen.
-        job_id: Id that is unique to this run.
+    ``base`` is the environment to extend; variables of another launcher about ranks are replaced or removed.
     """
     foreign = ("TORCHELASTIC_", "TOTALREDUCE_LOCAL_", "TOTALREDUCE_MASTER_")
     exact = ("TOTALREDUCE_RANK", "TOTALREDUCE_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_NAME")
@@ -204,11 +199,7 @@ def worker_environments(
     common.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # A worker's output goes through a pipe, for which Python would collect it in blocks.
     common.setdefault("PYTHONUNBUFFERED", "1")
-    common |= {
-        "TOTALREDUCE_JOB_ID": job_id,
-        "WORLD_SIZE": str(num_workers),
-        "ROLE_WORLD_SIZE": str(num_workers),
-    }
+    common |= {"TOTALREDUCE_JOB_ID": job_id, "WORLD_SIZE": str(num_workers), "ROLE_WORLD_SIZE": str(num_workers)}
     common |= {"MASTER_ADDR": master_address, "MASTER_PORT": str(free_port())}
     common["LOCAL_WORLD_SIZE"] = str(workers_per_host)
     return [

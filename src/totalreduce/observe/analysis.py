@@ -21,15 +21,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-__all__ = [
-    "LateRank",
-    "OperationReport",
-    "RankReport",
-    "TensorReport",
-    "TimeSplit",
-    "TimelineReport",
-    "analyse",
-]
+__all__ = ["LateRank", "OperationReport", "RankReport", "TensorReport", "TimeSplit", "TimelineReport", "analyse"]
 
 #: Phases by the name of a part of an operation's span; other parts are named after a native collective.
 _CATEGORIES = {
@@ -165,11 +157,7 @@ _Key = tuple[str, int, int]
 
 
 def analyse(trace: Mapping[str, Any]) -> TimelineReport:
-    """Compare the ranks of a merged trace.
-
-    Args:
-        trace: From ``merged_trace``, or a file that ``merge_timelines`` wrote, loaded.
-    """
+    """Compare the ranks of a merged trace: that of ``merged_trace``, or the JSON of ``merge_timelines``."""
     headers = trace["metadata"]["ranks"]
     ranks = [header["rank"] for header in headers]
     operations, waits = _collect(trace["traceEvents"])

@@ -20,14 +20,8 @@ def merged_trace(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
     """Return one trace with all ranks.
 
     Ranks of one host share the kernel's monotonic clock and agree to the microsecond. Hosts agree as far as their wall
-    clocks do: to some milliseconds with NTP.
-
-    Args:
-        paths: Files written by ``Timeline``, one per rank, in any order.
-
-    Returns:
-        A trace in the format of a file: ``traceEvents``, rank after rank, and ``metadata``, whose ``ranks`` are the
-        metadata of the ranks' own files.
+    clocks do: to some milliseconds with NTP. The trace has ``traceEvents``, rank after rank, and ``metadata``, whose
+    ``ranks`` are the metadata of the ranks' own files.
 
     Raises:
         ConfigurationError: No files, a file that is no timeline, or two files of one rank.

@@ -253,8 +253,7 @@ class _Formatter:
     def events(self, events: list[_Operation | _Span | _Instant]) -> Iterator[Event]:
         """Yield the metadata, then all events in the order of time."""
         operations = sorted(
-            (fact for fact in events if isinstance(fact, _Operation)),
-            key=lambda operation: operation.submitted,
+            (fact for fact in events if isinstance(fact, _Operation)), key=lambda operation: operation.submitted
         )
         spans = (fact for fact in events if isinstance(fact, _Span))
         body: list[tuple[int, Event]] = []
@@ -306,10 +305,7 @@ class _Formatter:
         level = 0
         for at, change in sorted(changes.items()):
             level += change
-            yield (
-                at,
-                {"ph": "C", "pid": self._rank, "ts": at, "name": "bytes in flight", "args": {"bytes": level}},
-            )
+            yield (at, {"ph": "C", "pid": self._rank, "ts": at, "name": "bytes in flight", "args": {"bytes": level}})
 
     def _microseconds(self, at: float) -> int:
         return round((at - self._origin) * 1e6)

@@ -105,8 +105,6 @@ class EngineEndpoint:
         with self.lock:
             self.engine.computed(computation, end - begin, end)
 
-    # -------------------------------------------------------------------------------- called by ``Transport.progress``
-
     def ready_peers(self) -> Collection[int]:
         """Return the peers for which there may be a message; a copy, because other threads submit meanwhile."""
         return tuple(self.engine.outbox.ready)

@@ -103,8 +103,6 @@ class ShmTransport(Transport):
     def allocate(self, num_bytes: int) -> np.ndarray[Any, Any] | None:
         return self._outbox.arena.allocate(num_bytes)
 
-    # ----------------------------------------------------------------------------------------------------- progress
-
     def progress(self) -> bool:
         """One round: now and then sockets, then read, then write, then now and then timers."""
         endpoint = self._endpoint
@@ -174,8 +172,6 @@ class ShmTransport(Transport):
         if reason is not None:
             self._lose(peer, reason)
 
-    # ------------------------------------------------------------------------------------------------------ waiting
-
     def wait(self, timeout_s: float, *, eager: bool = False) -> None:
         self._sleep.wait(min(timeout_s, self._liveness.due_at - time.monotonic()), eager=eager)
 
@@ -194,8 +190,6 @@ class ShmTransport(Transport):
         """End a wait for ``fileno``."""
         self._sleep.wake_up(eager=eager)
         self._sleep.sockets_called = True  # or the epoll object would stay readable
-
-    # ------------------------------------------------------------------------------------------- sockets and timers
 
     def _look(self, now: float) -> None:
         """Connect, accept, shake hands, notice ends."""
@@ -262,8 +256,6 @@ class ShmTransport(Transport):
                 self._lose(connection.peer, reason)
         self._meetings.expire(now)
         self._take_arrivals(now)
-
-    # -------------------------------------------------------------------------------------------------------- close
 
     def let_go(self) -> None:
         for connection in self._connections.values():

@@ -41,15 +41,8 @@ class ShmConnection:
     ) -> None:
         """Take over a socket and the peer's bell.
 
-        Args:
-            peer: Rank of the peer.
-            indices: This rank's index in the layout of the memory, and the peer's.
-            sock: The socket on which the two ranks have met.
-            bell_fd: The event counter that is the peer's bell.
-            outbox: This rank's memory.
-            mapping: The peer's memory.
-            pool: The pool in this rank's memory.
-            now: The time, in seconds.
+        ``indices`` are those of this rank and of the peer in the layout; ``outbox`` is this rank's memory, with
+        ``pool`` in it, and ``mapping`` the peer's.
         """
         self.peer, self.sock = peer, sock
         self.ended: str | None = None

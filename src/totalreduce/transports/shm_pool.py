@@ -77,12 +77,10 @@ class StagingPool:
         return bool(self._large) or self._collect()
 
     def stage(self, body: memoryview, key: Hashable, reader: memoryview) -> Piece:
-        """Return a piece with the bytes of ``body``. Call it only after ``has_room``.
+        """Return a piece with the bytes of ``body``, at most ``large_bytes``. Call it only after ``has_room``.
 
-        Args:
-            body: At most ``large_bytes``. It is copied, unless a piece with an equal ``key`` still holds it.
-            key: See ``Outgoing.share_key``.
-            reader: The block of words in which the receiver gives pieces back.
+        The body is copied, unless a piece with an equal ``key`` (see ``Outgoing.share_key``) still holds it. ``reader``
+        is the block of words in which the receiver gives pieces back.
         """
         if key is not None:
             shared = self._shared.get(key)

@@ -108,13 +108,7 @@ class OutgoingRing:
     """
 
     def __init__(
-        self,
-        peer: int,
-        indices: tuple[int, int],
-        outbox: Outbox,
-        mapping: Mapping,
-        pool: StagingPool,
-        bell: Doorbell,
+        self, peer: int, indices: tuple[int, int], outbox: Outbox, mapping: Mapping, pool: StagingPool, bell: Doorbell
     ) -> None:
         """Make the ring; for the arguments see ``ShmConnection``."""
         own, other = indices

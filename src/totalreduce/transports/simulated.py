@@ -92,8 +92,6 @@ class SimulatedNetwork:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 
-    # -------------------------------------------------------------------------------------------------------- setting
-
     def attach(self, rank: int, endpoint: Endpoint) -> None:
         """Put an endpoint on the network."""
         self._endpoints[rank] = endpoint
@@ -125,8 +123,6 @@ class SimulatedNetwork:
                 lambda source=source, target=target: self._lose(source, target, "silent"),  # type: ignore[misc]
             )
 
-    # ------------------------------------------------------------------------------------------------------- running
-
     def step(self) -> bool:
         """Handle the next event; returns whether there was one."""
         if not self._events:
@@ -144,8 +140,6 @@ class SimulatedNetwork:
             self._start(rank, peer)
         for peer in sorted(self._unread[rank]):
             self._deliver(peer, rank)
-
-    # ------------------------------------------------------------------------------------------------------- private
 
     def _start(self, source: int, target: int) -> None:
         link = self._links[source, target]

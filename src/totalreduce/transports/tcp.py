@@ -159,8 +159,6 @@ class TcpTransport(Transport):
     def wake(self) -> None:
         self._poller.wake()
 
-    # ----------------------------------------------------------------------------------------------------- progress
-
     def progress(self) -> bool:
         """One round: the events of epoll, then read, then write, then timers."""
         endpoint = self._endpoint
@@ -244,8 +242,6 @@ class TcpTransport(Transport):
         assert self._endpoint is not None
         self._endpoint.peer_lost(peer, reason)
 
-    # ------------------------------------------------------------------------------------------------------- timers
-
     def _check_timers(self, endpoint: Endpoint, now: float) -> None:
         liveness, listener = self._liveness, self._peers.listener
         listener.resume(now)
@@ -293,8 +289,6 @@ class TcpTransport(Transport):
                 connection.outgoing.send_raw(self._heartbeat)
             except OSError:
                 connection.incoming.readable = True  # reading will report the error
-
-    # -------------------------------------------------------------------------------------------------------- close
 
     def close(self, timeout_s: float) -> None:
         """Say that nothing more comes, wait for the others to have read it, close.

@@ -118,13 +118,9 @@ class TlsChannel:
     """
 
     def __init__(self, sock: socket.socket, credentials: TlsCredentials, *, other: str, accepting: bool) -> None:
-        """Prepare a channel; nothing is sent yet.
+        """Prepare a channel over a socket, which need not be connected yet.
 
-        Args:
-            sock: The socket, which need not be connected yet.
-            credentials: This rank's credentials.
-            other: The name of the other end in errors.
-            accepting: Whether the other end has opened the connection.
+        ``other`` is the name of the other end in errors; ``accepting``: the other end has opened the connection.
         """
         self.ready = self.trusted = False
         self._sock, self._credentials, self._other, self._accepting = sock, credentials, other, accepting
@@ -134,8 +130,6 @@ class TlsChannel:
         self._broken: AuthenticationError | ConnectionAbortedError | None = None
         self._unsent = memoryview(b"")  #: Encrypted bytes that the socket has not taken yet.
         self._owed = 0  #: How many of the caller's bytes are in ``_unsent``.
-
-    # ---------------------------------------------------------------------------------------------------- handshake
 
     def advance(self) -> None:
         """Go on with the handshake; returns when it is complete.
@@ -182,8 +176,6 @@ class TlsChannel:
             self._flush()
         except OSError as error:
             _log.debug("%s is not told why it is refused: %s", self._other, error)
-
-    # -------------------------------------------------------------------------------------------------------- bytes
 
     def send(self, views: Sequence[memoryview | bytes]) -> int:
         """Encrypt and send the first bytes of ``views``; returns how many, when the socket has taken all of them.
@@ -273,8 +265,6 @@ class TlsChannel:
         while self._unsent:
             sent = self._sock.send(self._unsent)
             self._unsent = self._unsent[sent:]
-
-    # ------------------------------------------------------------------------------------------------------- errors
 
     def _failure(self, error: ssl.SSLError) -> AuthenticationError | ConnectionAbortedError:
         if self.trusted:
