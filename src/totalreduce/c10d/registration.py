@@ -1,8 +1,8 @@
-"""Makes ``init_process_group("totalreduce")`` work, without importing torch for those who do not need it.
+"""Registers the back end for ``init_process_group("totalreduce")``, without importing torch.
 
-``import totalreduce`` calls ``install``. Where ``torch.distributed`` is there already, the back end is registered at
-once; else a finder waits on ``sys.meta_path`` for its import, registers right after it, and is gone. An installed
-totalreduce is also an entry point of ``torch.backends``: then torch calls ``install``, and scripts need no import.
+``import totalreduce`` calls ``install``. If ``torch.distributed`` is imported already, the back end is registered at
+once; otherwise a finder on ``sys.meta_path`` waits for its import, registers right after it, and is removed. An
+installed totalreduce is also an entry point of ``torch.backends``: torch calls ``install``, and scripts need no import.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def install() -> None:
 
 @final
 class _Watch(MetaPathFinder):
-    """Finds nothing itself: it only has ``_register`` called when the module it waits for has been executed."""
+    """Finds no module itself: it calls ``_register`` when the module for which it waits has been executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -62,7 +62,7 @@ class _Afterwards(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Whoever asks the module later (inspect, linecache, TorchScript) is to meet its real loader.
+        # Later users of the module (inspect, linecache, TorchScript) must find its real loader.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
@@ -78,7 +78,7 @@ def _register(c10d: Any) -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """What torch calls for a process group; imports the back end when it is first wanted."""
+    """Create a process group for torch; imports the back end at the first call."""
     from totalreduce.c10d.backend import create
 
     # The caller is torch's ``_new_process_group_helper``; ``create`` explains what it looks for there.

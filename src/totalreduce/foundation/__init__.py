@@ -1,1 +1,1 @@
-"""Words everybody shares. Standard library only; no thread, no socket, no torch."""
+"""What all other floors share: errors, types, header, settings. It uses no torch, no thread and no socket."""

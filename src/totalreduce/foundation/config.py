@@ -67,7 +67,7 @@ class EngineConfig:
                 )
 
     def wire_settings(self) -> dict[str, int | str]:
-        """The settings that all ranks must share, for the comparison at rendezvous."""
+        """Return the settings that must be equal on all ranks, for the comparison at the rendezvous."""
         shared = ("segment_bytes", "segment_bytes_min", "lanes_min", "half_accumulation", "eager_bytes")
         values = asdict(self)
         wire = {name: values[name] for name in (*shared, "floating_bytes_max")}

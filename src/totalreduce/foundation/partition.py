@@ -1,4 +1,4 @@
-"""Index arithmetic: who owns which elements. Pure functions, equal on all ranks by construction.
+"""Index arithmetic: the division of a tensor between ranks and lanes. Pure functions, equal on all ranks.
 
 A tensor is cut into ``num_chunks`` chunks (one per rank in a ring), each chunk into ``num_lanes`` lanes. Boundaries
 depend on the element count and on the settings the group agreed on, never on arrival, so results are the same bits
@@ -14,7 +14,7 @@ PIECE_BYTES_MIN = 64 * 1024
 
 
 def balanced_range(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Half-open range of part ``index`` when ``total`` things are cut into ``parts`` parts differing by at most one.
+    """Return the half-open range of part ``index`` of ``total`` elements in parts that differ by at most one.
 
     >>> [balanced_range(10, 4, i) for i in range(4)]
     [(0, 3), (3, 6), (6, 8), (8, 10)]
@@ -25,11 +25,11 @@ def balanced_range(total: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def lane_count(chunk_bytes: int, *, segment_bytes: int, segment_bytes_min: int, lanes_min: int) -> int:
-    """How many lanes a chunk is cut into.
+    """Return the number of lanes into which a chunk is cut.
 
-    Large chunks are cut so that no segment exceeds ``segment_bytes`` (the quantum of preemption). Smaller ones are
+    Large chunks are cut so that no segment exceeds ``segment_bytes`` (the quantum of preemption). Smaller chunks are
     still cut into ``lanes_min`` lanes while segments stay above ``segment_bytes_min``, because a single lane leaves
-    the wire idle while the receiver adds: lanes are what pipelines.
+    the wire idle while the receiver adds.
     """
     by_quantum = -(-chunk_bytes // segment_bytes)
     by_pipelining = min(lanes_min, chunk_bytes // segment_bytes_min)

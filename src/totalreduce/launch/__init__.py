@@ -1,1 +1,1 @@
-"""Starting processes, and finding each other once started."""
+"""Starting the ranks of a job, and connecting them with each other."""

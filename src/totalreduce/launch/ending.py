@@ -1,4 +1,4 @@
-"""How a run ends: which worker failed first, and which signals stop the others when. No process and no clock here."""
+"""How a run ends: which worker failed first, and when which signals stop the others."""
 
 from __future__ import annotations
 

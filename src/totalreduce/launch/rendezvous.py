@@ -1,4 +1,4 @@
-"""How ranks find each other: through a ``torch.distributed`` store.
+"""The rendezvous: ranks find each other through a ``torch.distributed`` store.
 
 The default process group's own store is used where there is one. Every rank first writes an ``Arrival`` into the store:
 rank, world size, job, version. While ranks wait for each other they compare these, so that processes that cannot be one

@@ -108,7 +108,7 @@ class Runner:
         finish: Callable[[], None] | None = None,
         release: Callable[[], None] | None = None,
     ) -> Handle:
-        """Receive from whoever sends first (see ``Engine.receive_any``); the handle gets its operation then."""
+        """Receive from the rank that sends first (see ``Engine.receive_any``); the handle gets its operation then."""
 
         def submit(handle: Handle) -> None:
             receive = AnyReceive(candidates, signature, buffer, scope, priority, owner=handle)

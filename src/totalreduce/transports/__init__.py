@@ -1,4 +1,4 @@
-"""Moves bytes between ranks and knows no collective.
+"""Transports: they move bytes between ranks and know no collective.
 
-A transport owns connections and liveness; what leaves and where arriving bytes go it asks of an ``Endpoint``.
+A transport owns connections and liveness. An ``Endpoint`` supplies its messages and the memory for arriving bodies.
 """

@@ -218,7 +218,7 @@ class PassingTransport(Transport):
         moved = False
         if peer in self._gone or peer in self._farewells:
             while endpoint.next_message(peer) is not None:
-                pass  # nobody will read it
+                pass  # no rank will read it
             return False
         while self._wire.may_send(peer):
             message = endpoint.next_message(peer)

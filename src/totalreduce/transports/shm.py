@@ -166,7 +166,7 @@ class ShmTransport(Transport):
         """Handle a message for a peer that has not arrived, or is lost."""
         if peer in self._gone:
             while endpoint.next_message(peer) is not None:
-                pass  # nobody will read it
+                pass  # no rank will read it
             return
         reason = self._meetings.why_not(peer, now)
         if reason is not None:

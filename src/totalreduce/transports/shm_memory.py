@@ -45,7 +45,7 @@ _LINE_WORDS = 8
 _CARD = struct.Struct("<8s7IQ")
 _MAGIC = b"TRshm\0\0\3"
 CARD_BYTES = _CARD.size
-#: ``F_SEAL_FUTURE_WRITE``, Linux 5.1: from now on nobody can map the file for writing.
+#: ``F_SEAL_FUTURE_WRITE``, Linux 5.1: from then on no process can map the file for writing.
 _F_SEAL_FUTURE_WRITE = 0x10
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 #: Where loads and stores are not reordered but for a load before an earlier store.

@@ -1,7 +1,7 @@
 """How a rank waits for its peers in shared memory: it announces its sleep, looks once more, and waits for its bell.
 
 A bell is an event counter of the kernel. Two bits of a rank's sleep word say whether it sleeps and what would wake it;
-the other bits count, so that nobody is woken twice from the same sleep. Each side first writes its own words and then
+the other bits count, so that no rank is woken twice from the same sleep. Each side first writes its own words and then
 reads those of the other side, with a fence between: one of the two always sees the other.
 
 Where there are enough processors, no two ranks wait on the same one. The operating system wakes a sleeper near to the
@@ -115,7 +115,7 @@ class Sleep:
         """``spins``: there are as many cores as ranks."""
         self.epoll = select.epoll()
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Edge-triggered: every ring is an event of its own, and nobody has to read the counter.
+        # Edge-triggered: every ring is an event of its own, and the counter need not be read.
         self.epoll.register(self.fd, select.EPOLLIN | select.EPOLLET)
         self.neighbours: tuple[Neighbour, ...] = ()
         self.sockets_called = False

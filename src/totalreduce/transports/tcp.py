@@ -178,7 +178,7 @@ class TcpTransport(Transport):
         for peer in tuple(endpoint.ready_peers()):
             if peer in self._peers.gone:
                 while endpoint.next_message(peer) is not None:
-                    pass  # nobody will read it
+                    pass  # no rank will read it
                 continue
             route = self._routes.get(peer)
             if route is None:

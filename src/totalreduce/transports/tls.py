@@ -64,7 +64,7 @@ class TlsCredentials:
         self.files = tls
         self._server = _context(ssl.PROTOCOL_TLS_SERVER, tls)
         self._client = _context(ssl.PROTOCOL_TLS_CLIENT, tls)
-        self._server.num_tickets = 0  # nobody resumes a session
+        self._server.num_tickets = 0  # sessions are not resumed
         #: For all channels: a transport reads from one of them at a time.
         self.scratch = memoryview(bytearray(_PULL_BYTES))
         self.digest = hashlib.sha256(self._shake_own_hand()).digest()
@@ -135,7 +135,7 @@ class TlsChannel:
         """Go on with the handshake; returns when it is complete.
 
         Raises:
-            AuthenticationError: The other end has no valid certificate, refuses ours, or does not use TLS.
+            AuthenticationError: The other end has no valid certificate, refuses this rank's, or does not use TLS.
             BlockingIOError: The other end must send first.
             HungUp: The other end closed the connection.
             OSError: The connection ended.
