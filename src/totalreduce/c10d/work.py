@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -21,6 +21,7 @@ from totalreduce.c10d.errors import as_torch_error
 from totalreduce.foundation.checks import SECONDS_MAX
 from totalreduce.foundation.errors import DeadlineExceededError
 from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.work import when_all_done
 
 if TYPE_CHECKING:
     from totalreduce.c10d.profiling import Record
@@ -71,7 +72,7 @@ class OperationWork(Work):
         self._error: BaseException | None = None
         self._future: Any = None
         if record is not None:
-            self._when_done(lambda: callbacks.run(record.end))
+            when_all_done(works, lambda: callbacks.run(record.end))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is done.
@@ -174,24 +175,7 @@ class OperationWork(Work):
             complete()
 
         self._callbacks.watch(id(self), self._deadline, expire)
-        self._when_done(complete)
-
-    def _when_done(self, function: Callable[[], None]) -> None:
-        """Call ``function`` when the last operation has ended, in the thread that finds its end."""
-        lock, missing = threading.Lock(), len(self._works)
-
-        def one_done(_: GroupWork) -> None:
-            nonlocal missing
-            with lock:
-                missing -= 1
-                last = missing == 0
-            if last:
-                function()
-
-        for work in self._works:
-            work.on_done(one_done)
-        if not self._works:
-            function()
+        when_all_done(self._works, complete)
 
     def _outcome(self) -> Any:
         error = self.exception()

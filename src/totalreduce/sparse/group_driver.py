@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, final
@@ -14,7 +13,7 @@ from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.groups import checked
 from totalreduce.groups.group import Group
 from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Array, Broadcast, Messages
-from totalreduce.tensors.work import Work
+from totalreduce.tensors.work import Work, when_all_done
 
 __all__ = ["GroupDriver"]
 
@@ -81,21 +80,7 @@ class _Started:
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called when the last operation has ended."""
-        if not self._works:
-            callback()
-            return
-        lock, left = threading.Lock(), len(self._works)
-
-        def one_done(_: Work) -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                last = left == 0
-            if last:
-                callback()
-
-        for work in self._works:
-            work.on_done(one_done)
+        when_all_done(self._works, callback)
 
     def push(self, timeout_s: float) -> None:
         """Wait: a thread that waits for an operation moves messages, and makes the operation urgent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
@@ -12,7 +13,7 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.types import OpKind
 from totalreduce.tensors.compilation import never_compiled
 
-__all__ = ["PendingOperation", "Waiter", "Work"]
+__all__ = ["PendingOperation", "Waiter", "Work", "when_all_done"]
 
 
 class PendingOperation(Protocol):
@@ -123,6 +124,24 @@ class Work:
             raise _fresh(error)
         result = self._result() if callable(self._result) else self._result
         return result if result is not None else torch.empty(0)
+
+
+def when_all_done(works: Sequence[Work], callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the last operation has ended, in the thread that finds its end; at once without any."""
+    lock, pending = threading.Lock(), len(works)
+
+    def one_done(_: Work) -> None:
+        nonlocal pending
+        with lock:
+            pending -= 1
+            last = pending == 0
+        if last:
+            callback()
+
+    for work in works:
+        work.on_done(one_done)
+    if not works:
+        callback()
 
 
 def _fresh(error: BaseException) -> BaseException:

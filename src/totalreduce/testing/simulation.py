@@ -27,10 +27,10 @@ from totalreduce.transports.simulated import SimulatedNetwork
 
 __all__ = ["SimulatedCluster", "TimedSubmission"]
 
-#: ``Engine.validate`` reads every operation in flight. An engine with more than ``_FEW`` of them is validated after every
-#: so many events: no later event repairs what is wrong with an operation, so that the check still finds it.
+#: ``Engine.validate`` reads every operation in flight. An engine with more than ``_OFTEN_VALIDATED`` operations is
+#: validated after so many events only: no later event repairs a faulty operation, so the check still finds it.
 _VALIDATION_EVENTS = 16
-_FEW = 8
+_OFTEN_VALIDATED = 8
 
 
 @dataclass(slots=True)
@@ -104,7 +104,8 @@ class _Rank:
         for operation in self.engine.table.pop_completed():
             self._cluster.completed(operation)
         self._events += 1
-        if self._cluster.validates and (self._events % _VALIDATION_EVENTS == 0 or len(self.engine.table.active) <= _FEW):
+        often = len(self.engine.table.active) <= _OFTEN_VALIDATED
+        if self._cluster.validates and (often or self._events % _VALIDATION_EVENTS == 0):
             self.engine.validate()
         if not self._computing:
             computation = self.engine.computations.take()
