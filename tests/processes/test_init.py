@@ -147,9 +147,9 @@ def test_without_any_launcher_it_is_a_world_of_one(fleet):
 
 
 WAY = """
-from totalreduce.launch import links
-here = links.host_identity()
-links.host_identity = lambda: f"{here}/{rank // int(os.environ['RANKS_PER_HOST'])}"
+from totalreduce.launch import transports
+here = transports.host_identity()
+transports.host_identity = lambda: f"{here}/{rank // int(os.environ['RANKS_PER_HOST'])}"
 group = tr.init(os.environ["WAY"], timeout_s=20)
 link = group._runner.transport
 tensor = torch.full((300_000,), rank + 1.0)

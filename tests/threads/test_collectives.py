@@ -159,7 +159,7 @@ BAD = {
     "a schedule nobody knows": (lambda g: g.allreduce(ONE, schedule="carrier pigeon"), "'carrier pigeon' is not known"),
     "another kind's schedule": (
         lambda g: g.reduce(ONE, schedule="ring"),
-        "reduce has no schedule 'ring'; there is chain",
+        "reduce has no schedule 'ring'; there is tree, chain",
     ),
     "a number as schedule": (lambda g: g.allreduce(ONE, schedule=1), "schedule 1 is not known"),
     "no time": (lambda g: g.alltoall([ONE, ONE], [ONE, ONE], timeout_s=-1.0), "timeout_s must be positive"),
