@@ -51,7 +51,7 @@ def test_an_item_of_another_package_is_imported_when_it_is_asked_for(numbers):
 
 
 def test_errors_name_the_item_and_where_it_comes_from(numbers):
-    with pytest.raises(ConfigurationError, match="number 'four' is not known; there are one, two, alpha"):
+    with pytest.raises(ConfigurationError, match="number 'four' is not known; there are 'one', 'two', 'alpha'"):
         numbers["four"]
     with pytest.raises(ConfigurationError, match="number 'missing' of an installed package cannot be imported"):
         numbers["missing"]

@@ -50,7 +50,7 @@ class Extensions(Mapping[str, T], Generic[T]):
             return item
         entry = self._entries().get(name)
         if entry is None:
-            raise ConfigurationError(f"{self._kind} {name!r} is not known; there are {', '.join(self)}")
+            raise ConfigurationError(f"{self._kind} {name!r} is not known; there are {', '.join(map(repr, self))}")
         try:
             loaded = entry.load()
         except Exception as error:

@@ -75,13 +75,16 @@ def _rank_and_size(store: StoreRank | None) -> tuple[int, int]:
     return world.rank, world.world_size
 
 
-def _rank_beside_torch(store: StoreRank | None) -> tuple[int, int]:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ConfigurationError(
-            "this transport works with torch.distributed: call torch.distributed.init_process_group first, or leave "
-            "the transport out"
-        )
-    return _rank_and_size(store)
+def _rank_beside_torch(transport: str) -> Callable[[StoreRank | None], tuple[int, int]]:
+    def rank_and_size(store: StoreRank | None) -> tuple[int, int]:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigurationError(
+                f"transport {transport!r} works with torch.distributed: call torch.distributed.init_process_group "
+                "first, or leave the transport out"
+            )
+        return _rank_and_size(store)
+
+    return rank_and_size
 
 
 def _rank_in_mpi(store: StoreRank | None) -> tuple[int, int]:  # noqa: ARG001  (MPI knows the ranks by itself)
@@ -340,9 +343,12 @@ TRANSPORTS: Extensions[TransportSpec] = Extensions(
         "tcp": TransportSpec(connect=_over_sockets, encrypts=True),
         "mpi": TransportSpec(connect=_over_mpi, rank_and_size=_rank_in_mpi, library=_mpi_library),
         "torch": TransportSpec(
-            connect=_over_sockets, rank_and_size=_rank_beside_torch, library=_torch_library, prefers_library=True
+            connect=_over_sockets,
+            rank_and_size=_rank_beside_torch("torch"),
+            library=_torch_library,
+            prefers_library=True,
         ),
-        "gloo": TransportSpec(connect=_over_gloo, rank_and_size=_rank_beside_torch, library=_torch_library),
+        "gloo": TransportSpec(connect=_over_gloo, rank_and_size=_rank_beside_torch("gloo"), library=_torch_library),
     },
     _check_spec,
 )
