@@ -10,10 +10,10 @@ import torch
 from totalreduce.groups.group import Group
 from totalreduce.tensors.work import Work
 
-__all__ = ["SparseSum", "allreduce_sparse"]
+__all__ = ["allreduce_sparse"]
 
 
-def allreduce_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> tuple[list[Work], SparseSum]:
+def allreduce_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> tuple[list[Work], _SparseSum]:
     """Submit the sum of a sparse tensor over all ranks; blocks only until the numbers of values are known.
 
     The shape is equal on all ranks, the number of values need not be. The tensor gets the result, coalesced.
@@ -27,11 +27,11 @@ def allreduce_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> tu
     indices = [torch.empty(own.sparse_dim(), int(count), dtype=torch.int64) for count in counts]
     values = [own.values().new_empty(int(count), *own.values().shape[1:]) for count in counts]
     works = [group.allgather(indices, own.indices().contiguous()), group.allgather(values, own.values().contiguous())]
-    return works, SparseSum(tensor, indices, values)
+    return works, _SparseSum(tensor, indices, values)
 
 
 @final
-class SparseSum:
+class _SparseSum:
     """The local sum that ends an allreduce of sparse tensors."""
 
     def __init__(self, tensor: torch.Tensor, indices: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from totalreduce.foundation.errors import TotalReduceError
 
-__all__ = ["describe_error", "few_descriptors", "is_out_of_descriptors", "out_of_descriptors"]
+__all__ = ["describe_error", "is_out_of_descriptors", "missing_descriptors", "out_of_descriptors"]
 
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 #: Enough for a rank of a job of a thousand ranks, with data loaders.
@@ -34,7 +34,7 @@ def out_of_descriptors() -> OSError | None:
     return None
 
 
-def few_descriptors(needed: int) -> str | None:
+def missing_descriptors(needed: int) -> str | None:
     """Return a sentence if this process cannot open so many more files and sockets; otherwise ``None``.
 
     It is for use before and after calls of libraries that end the process, or report another error, in that case.

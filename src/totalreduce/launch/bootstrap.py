@@ -17,7 +17,7 @@ from totalreduce.foundation.config import EngineConfig, TcpConfig, Tls
 from totalreduce.foundation.environment import Settings
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost, RendezvousError
 from totalreduce.foundation.observer import Observer
-from totalreduce.foundation.os_errors import few_descriptors
+from totalreduce.foundation.os_errors import missing_descriptors
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups import probe
 from totalreduce.groups.group import Group
@@ -39,7 +39,7 @@ _log = logging.getLogger("totalreduce")
 #: Version of header, control frames and handshake. The ranks compare it at the rendezvous.
 _WIRE_VERSION = 3
 #: If fewer files can be opened when a group cannot be formed, it has failed for want of them.
-_FEW_DESCRIPTORS = 3
+_GROUP_DESCRIPTORS = 3
 #: Where all ranks share one host, larger segments save an eighth of the CPU time (4 ranks, 16 MiB: 10.1 ms a rank
 #: instead of 11.5), and one segment delays others by half a millisecond at most. Only if no EngineConfig is given.
 _ONE_HOST_SEGMENT_BYTES = 1024 * 1024
@@ -178,7 +178,7 @@ def _meet(group: Group, timeout_s: float) -> None:
         group.barrier(timeout_s=timeout_s)
     except (PeerLost, DeadlineExceededError) as error:
         refused = group.statistics().refused_connections
-        shortage = few_descriptors(_FEW_DESCRIPTORS)
+        shortage = missing_descriptors(_GROUP_DESCRIPTORS)
         group.close(1.0)
         if shortage is not None:
             raise RendezvousError(f"rank {group.rank}: the group could not be formed: {shortage}") from error

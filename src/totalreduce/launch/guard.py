@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Guard", "kill_job", "kill_namespace_processes", "remove_namespaces"]
+__all__ = ["Guard", "remove_namespaces"]
 
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 COMMAND_TIMEOUT_S = 20.0
@@ -94,7 +94,7 @@ class Guard:
                 pipe.flush()
 
 
-def kill_job(job_id: str) -> int:
+def _kill_job(job_id: str) -> int:
     """Send SIGKILL to every process of a job, until none is found, because one may fork meanwhile.
 
     Returns:
@@ -114,7 +114,7 @@ def kill_job(job_id: str) -> int:
     return len(killed)
 
 
-def kill_namespace_processes(name: str) -> None:
+def _kill_namespace_processes(name: str) -> None:
     """Send SIGKILL to every process in a network namespace, until none is found."""
     for _ in range(20):
         listing = _run("ip", "netns", "pids", name)
@@ -131,7 +131,7 @@ def remove_namespaces(names: list[str]) -> None:
     """Kill the processes in these network namespaces and remove them, if they exist."""
     for name in names:
         if (NETNS_DIRECTORY / name).exists():
-            kill_namespace_processes(name)
+            _kill_namespace_processes(name)
             _run("ip", "netns", "del", name)
 
 
@@ -156,7 +156,7 @@ def _run(*command: str) -> str:
 
 def _clean_up(jobs: list[str], namespaces: list[str]) -> None:
     for job_id in jobs:
-        kill_job(job_id)
+        _kill_job(job_id)
     remove_namespaces(namespaces)
 
 

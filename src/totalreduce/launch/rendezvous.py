@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from totalreduce.foundation import environment
 from totalreduce.foundation.errors import ConfigurationError, RendezvousError, TotalReduceError
-from totalreduce.foundation.os_errors import few_descriptors
+from totalreduce.foundation.os_errors import missing_descriptors
 from totalreduce.foundation.world import World
 from totalreduce.launch.arrivals import Arrival, find_conflict
 
@@ -150,7 +150,7 @@ def open_store(world: World, timeout_s: float) -> Store:
         if serves:
             _refuse_second_server(world, lambda: make(serves=False, timeout_s=_ASK_S))
         role = "serve" if serves else "reach"
-        shortage = few_descriptors(_STORE_DESCRIPTORS)
+        shortage = missing_descriptors(_STORE_DESCRIPTORS)
         if shortage is not None:
             raise RendezvousError(f"rank {world.rank} cannot {role} the store at {where}: {shortage}") from error
         raise RendezvousError(

@@ -19,7 +19,7 @@ from totalreduce.foundation.config import TcpConfig, Tls
 from totalreduce.foundation.environment import Settings
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.extensions import Extensions
-from totalreduce.foundation.os_errors import describe_error, few_descriptors, is_out_of_descriptors
+from totalreduce.foundation.os_errors import describe_error, is_out_of_descriptors, missing_descriptors
 from totalreduce.foundation.version import VERSION
 from totalreduce.foundation.world import World
 from totalreduce.launch.address import choose_address, host_identity
@@ -227,7 +227,7 @@ def _check_descriptors(world: World) -> None:
     needed = _DESCRIPTORS
     if world.rank == 0 and not world.store_is_served:
         needed += _STORE_DESCRIPTORS + world.world_size
-    shortage = few_descriptors(needed)
+    shortage = missing_descriptors(needed)
     if shortage is not None:
         raise ConfigurationError(f"rank {world.rank} cannot join the job: {shortage}")
 
