@@ -80,14 +80,14 @@ def test_numbers_of_other_libraries_become_pythons() -> None:
     assert config == tr.EngineConfig(segment_bytes=4096, timeout_s=3.0)
 
 
-def test_whole_numbers() -> None:
-    assert checks.whole_number("n", np.int32(7), minimum=0) == 7
+def test_integers() -> None:
+    assert checks.integer("n", np.int32(7), minimum=0) == 7
     for value, words in ((7.0, "n must be a whole number, not 7.0"), (-1, "n must be from 0 to 5, not -1")):
         with pytest.raises(ConfigurationError) as caught:
-            checks.whole_number("n", value, minimum=0, maximum=5)
+            checks.integer("n", value, minimum=0, maximum=5)
         assert str(caught.value) == words
     with pytest.raises(ConfigurationError, match=r"^n must be at most 5, not 6$"):
-        checks.whole_number("n", 6, maximum=5)
+        checks.integer("n", 6, maximum=5)
 
 
 def test_real_numbers() -> None:

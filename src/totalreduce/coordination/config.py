@@ -30,7 +30,7 @@ class CoordinationConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
-        checks.whole_fields(self, "cache_capacity", "fusion_bytes", minimum=0)
+        checks.integer_fields(self, "cache_capacity", "fusion_bytes", minimum=0)
         checks.one_of("join_divisor", self.join_divisor, ("world", "active"))
         checks.real_field(self, "cycle_s", minimum=0, maximum=1, unit="seconds")
         checks.seconds_fields(self, "stall_warning_s", "stall_abort_s", or_zero=True)

@@ -16,6 +16,8 @@ from totalreduce.foundation.errors import ConfigurationError
 __all__ = [
     "NAME_BYTES_MAX",
     "SECONDS_MAX",
+    "integer",
+    "integer_fields",
     "one_of",
     "operation_name",
     "priority",
@@ -25,8 +27,6 @@ __all__ = [
     "real_number",
     "seconds",
     "seconds_fields",
-    "whole_fields",
-    "whole_number",
 ]
 
 #: The longest name of an operation, in UTF-8 bytes.
@@ -35,7 +35,7 @@ NAME_BYTES_MAX: Final = 1024
 SECONDS_MAX: Final = 1e9
 
 
-def whole_number(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None) -> int:
+def integer(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None) -> int:
     """Return an integer from ``minimum`` to ``maximum``, both included; ``16.0`` is none."""
     try:
         if isinstance(value, bool):
@@ -90,7 +90,7 @@ def one_of(name: str, value: Any, allowed: Collection[str]) -> None:
 
 def priority(value: Any) -> int:
     """Return a priority: a signed integer of 32 bits; smaller is more urgent."""
-    number = whole_number("priority", value)
+    number = integer("priority", value)
     if not -(2**31) <= number < 2**31:
         raise ConfigurationError(f"priority {number} does not fit into 32 bits")
     return number
@@ -114,7 +114,7 @@ def operation_name(value: Any) -> str:
 
 def rank_in(name: str, value: Any, world_size: int) -> int:
     """Return a rank of a group of ``world_size`` ranks."""
-    rank = whole_number(name, value)
+    rank = integer(name, value)
     if not 0 <= rank < world_size:
         raise ConfigurationError(f"{name} {rank} is no rank of a group of {world_size}")
     return rank
@@ -122,18 +122,16 @@ def rank_in(name: str, value: Any, world_size: int) -> int:
 
 def ranks_in(values: Iterable[Any], world_size: int) -> tuple[int, ...]:
     """Return different ranks of a group of ``world_size`` ranks."""
-    ranks = tuple(whole_number("a rank", value) for value in values)
+    ranks = tuple(integer("a rank", value) for value in values)
     if len(set(ranks)) != len(ranks) or not all(0 <= rank < world_size for rank in ranks):
         raise ConfigurationError(f"{list(ranks)} are not different ranks of a group of {world_size}")
     return ranks
 
 
-def whole_fields(settings: Any, *names: str, minimum: int | None = None, maximum: int | None = None) -> None:
-    """Check these fields of a frozen dataclass with ``whole_number``, and make each an ``int``."""
+def integer_fields(settings: Any, *names: str, minimum: int | None = None, maximum: int | None = None) -> None:
+    """Check these fields of a frozen dataclass with ``integer``, and make each an ``int``."""
     for name in names:
-        object.__setattr__(
-            settings, name, whole_number(name, getattr(settings, name), minimum=minimum, maximum=maximum)
-        )
+        object.__setattr__(settings, name, integer(name, getattr(settings, name), minimum=minimum, maximum=maximum))
 
 
 def seconds_fields(settings: Any, *names: str, or_zero: bool = False) -> None:

@@ -48,7 +48,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
-        checks.whole_fields(
+        checks.integer_fields(
             self,
             *("segment_bytes", "segment_bytes_min", "lanes_min", "eager_bytes", "floating_bytes_max"),
             *("starvation_limit", "scratch_segments"),
@@ -104,7 +104,7 @@ class TcpConfig:
             raise ConfigurationError(
                 f"heartbeat_s ({self.heartbeat_s:g}) must be smaller than silence_s ({self.silence_s:g})"
             )
-        checks.whole_fields(self, "notsent_lowat_bytes", "pending_handshakes_max", minimum=1, maximum=2**31 - 1)
+        checks.integer_fields(self, "notsent_lowat_bytes", "pending_handshakes_max", minimum=1, maximum=2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)

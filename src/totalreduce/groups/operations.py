@@ -263,11 +263,11 @@ class Operations:
             raise GroupClosed(f"rank {self.rank} has closed the subgroup {self.name!r}; make a new one with subgroup()")
 
     def _peer(self, peer: int) -> int:
-        peer = checks.whole_number("the other rank", peer)
+        peer = checks.integer("the other rank", peer)
         if not 0 <= peer < self.world_size or peer == self.rank:
             raise ConfigurationError(f"{peer} is not another rank than {self.rank} of a group of {self.world_size}")
         return peer
 
 
 def _message_name(src: int, dst: int, tag: int) -> str:
-    return f"message {src} to {dst}, tag {checks.whole_number('tag', tag)}"
+    return f"message {src} to {dst}, tag {checks.integer('tag', tag)}"

@@ -122,7 +122,7 @@ class Timeline(Observer):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        checks.whole_number("max_events of a timeline", max_events, minimum=1)
+        checks.integer("max_events of a timeline", max_events, minimum=1)
         self.rank, self.path, self.dropped = rank, Path(path), 0
         self._file = self.path.absolute()  # a program may change its working directory before the end
         _check_writable(self.path)

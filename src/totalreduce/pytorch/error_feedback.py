@@ -56,8 +56,8 @@ class ErrorFeedback:
         if self.clip_norm is not None:
             checks.real_field(self, "clip_norm", above=0)
         if self.bucket_elements is not None:
-            checks.whole_fields(self, "bucket_elements", minimum=1, maximum=2**31 - 1)
-        checks.whole_fields(self, "elements_min", "report_every", "xi_every", minimum=0)
+            checks.integer_fields(self, "bucket_elements", minimum=1, maximum=2**31 - 1)
+        checks.integer_fields(self, "elements_min", "report_every", "xi_every", minimum=0)
 
     def clip_factor(self, norm: float, world_size: int) -> float:
         """Return the factor by which a rank's gradients are clipped before they are accumulated.

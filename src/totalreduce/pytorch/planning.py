@@ -58,7 +58,7 @@ class PlanSettings:
     def __post_init__(self) -> None:
         if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
             raise ConfigurationError(f"gradients are reduced by SUM or AVG, not {self.op!r}")
-        checks.whole_fields(self, "bucket_bytes", "backward_passes_per_step", minimum=1)
+        checks.integer_fields(self, "bucket_bytes", "backward_passes_per_step", minimum=1)
         checks.one_of("overlap", self.overlap, ("backward", "iterations"))
         checks.one_of("on_missing", self.on_missing, ("zero", "error"))
         if self.compression not in _WIRE_DTYPES:

@@ -50,7 +50,7 @@ class GaussianK(TopkSettings):
 
     def __post_init__(self) -> None:
         TopkSettings.__post_init__(self)
-        checks.whole_fields(self, "passes", minimum=1)
+        checks.integer_fields(self, "passes", minimum=1)
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> GaussianKSession:
         """Return the session of one bucket on one rank."""

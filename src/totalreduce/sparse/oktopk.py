@@ -75,7 +75,7 @@ class OkTopk(TopkSettings):
 
     def __post_init__(self) -> None:
         TopkSettings.__post_init__(self)
-        checks.whole_fields(self, "threshold_interval", "partition_interval", minimum=1)
+        checks.integer_fields(self, "threshold_interval", "partition_interval", minimum=1)
         checks.real_field(self, "balance", minimum=1)
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> OkTopkSession:

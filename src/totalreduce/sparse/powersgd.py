@@ -52,8 +52,8 @@ class PowerSGD:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        checks.whole_fields(self, "rank", minimum=1)
-        checks.whole_fields(self, "seed", minimum=0)
+        checks.integer_fields(self, "rank", minimum=1)
+        checks.integer_fields(self, "seed", minimum=0)
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> PowerSGDSession:
         """Return the session of one bucket on one rank."""

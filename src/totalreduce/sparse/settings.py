@@ -35,7 +35,7 @@ class DensitySettings:
     def __post_init__(self) -> None:
         for name in ("density", "warmup_density"):
             checks.real_field(self, name, minimum=0, maximum=1)
-        checks.whole_fields(self, "warmup_steps", minimum=0)
+        checks.integer_fields(self, "warmup_steps", minimum=0)
         if self.warmup_steps and not self.density:
             raise ConfigurationError(f"warmup_steps cannot be {self.warmup_steps} with a density of {self.density}")
 
