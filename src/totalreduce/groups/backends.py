@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp
+from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp, Signature
 from totalreduce.groups import checked
 from totalreduce.groups.checked import Blocks, CheckedOperation
 from totalreduce.groups.operations import Operations
@@ -134,7 +135,7 @@ class EngineBackend:
         return self._submit(operation, options)
 
     def planned(self, names: Sequence[str]) -> PlannedReductions:
-        return _UnorderedReductions(EngineBackend(self._operations.within("planned")), names)
+        return _UnorderedReductions(self._operations.within("planned"), names)
 
     def close(self, timeout_s: float, reason: str) -> None:
         """The group closes the engine itself."""
@@ -146,16 +147,30 @@ class EngineBackend:
 @final
 @never_compiled
 class _UnorderedReductions:
-    """``PlannedReductions`` by the engine, which needs no order and no rounds."""
+    """``PlannedReductions`` by the engine, which needs no order and no rounds.
 
-    def __init__(self, backend: EngineBackend, names: Sequence[str]) -> None:
-        self._backend, self._names = backend, names
+    A tensor is checked when it is submitted for the first time. Later rounds use the same signature.
+    """
+
+    def __init__(self, operations: Operations, names: Sequence[str]) -> None:
+        self._operations, self._names = operations, [checks.operation_name(name) for name in names]
+        self._tensors: list[Callable[[], torch.Tensor | None]] = [lambda: None] * len(names)
+        self._signatures: list[Signature | None] = [None] * len(names)
 
     def begin(self) -> None:
         """Nothing to prepare."""
 
     def submit(self, index: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
-        return self._backend.allreduce(tensor, op, Options(self._names[index], priority=priority))
+        name, known = self._names[index], self._signatures[index]
+        if (
+            known is None
+            or self._tensors[index]() is not tensor
+            or known.shape != tensor.shape
+            or known.reduction is not op
+        ):
+            known = checked.reduction_signature(OpKind.ALLREDUCE, tensor, name, op=op)
+            self._signatures[index], self._tensors[index] = known, weakref.ref(tensor)
+        return self._operations.submit(checked.in_place(known, tensor, name), name, priority)
 
     def close(self) -> None:
         """Nothing to release."""

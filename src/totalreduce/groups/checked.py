@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
+from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
 from totalreduce.kernels import supports
 from totalreduce.tensors import dtypes
 from totalreduce.tensors.memory import Operands
@@ -27,10 +27,12 @@ __all__ = [
     "barrier",
     "broadcast",
     "gather",
+    "in_place",
     "list_blocks",
     "message",
     "reduce_scatter",
     "reduction",
+    "reduction_signature",
     "root_blocks",
     "scatter",
 ]
@@ -62,8 +64,20 @@ def reduction(
     kind: OpKind, tensor: torch.Tensor, name: str, *, op: ReduceOp, root: int, algorithm: str, writes: bool
 ) -> CheckedOperation:
     """Check an allreduce or a reduce."""
+    signature = reduction_signature(kind, tensor, name, op=op, root=root, algorithm=algorithm)
+    return in_place(signature, tensor, name, writes=writes)
+
+
+def reduction_signature(
+    kind: OpKind, tensor: torch.Tensor, name: str, *, op: ReduceOp, root: int = 0, algorithm: str = Algorithm.AUTO
+) -> Signature:
+    """Check the tensor of an allreduce or a reduce, and return the operation's signature."""
     dtype = dtypes.dtype_of(tensor, name)
-    signature = Signature(kind, dtype, _checked_op(op, dtype, name), root, tuple(tensor.shape), algorithm=algorithm)
+    return Signature(kind, dtype, _checked_op(op, dtype, name), root, tuple(tensor.shape), algorithm=algorithm)
+
+
+def in_place(signature: Signature, tensor: torch.Tensor, name: str, *, writes: bool = True) -> CheckedOperation:
+    """Return an operation on one tensor, which was checked when the signature was made."""
     operands = Operands(name)
     return CheckedOperation(signature, [operands.add(tensor, writes=writes)], operands, tensor)
 
@@ -75,8 +89,7 @@ def broadcast(tensor: torch.Tensor, name: str, *, root: int, algorithm: str, wri
     if dtype.itemsize != tensor.element_size():
         shape = (*shape, tensor.element_size())  # it travels as bytes
     signature = Signature(OpKind.BROADCAST, dtype, ReduceOp.NONE, root, shape, algorithm=algorithm)
-    operands = Operands(name)
-    return CheckedOperation(signature, [operands.add(tensor, writes=writes)], operands, tensor)
+    return in_place(signature, tensor, name, writes=writes)
 
 
 def barrier() -> CheckedOperation:

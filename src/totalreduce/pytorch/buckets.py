@@ -285,8 +285,11 @@ class Bucket:
 
     def capture(self, *, empty: bool = False) -> None:
         """Remember the parameters' present gradients as this rank's contribution; with ``empty`` none of them."""
-        self.local = [None if empty else parameter.grad for parameter in self.parameters]
-        self._versions = [0 if grad is None else grad._version for grad in self.local]
+        self.local, self._versions = [], []
+        for parameter in self.parameters:
+            grad = None if empty else parameter.grad
+            self.local.append(grad)
+            self._versions.append(0 if grad is None else grad._version)
 
     def release(self) -> None:
         """Let go of the remembered gradients."""
@@ -294,9 +297,11 @@ class Bucket:
 
     def replaced(self) -> bool:
         """Whether a parameter has another gradient than the remembered one, or that one was changed in place."""
-        return any(parameter.grad is not grad for parameter, grad in zip(self.parameters, self.local, strict=True)) or (
-            self.overwritten()
-        )
+        for position, parameter in enumerate(self.parameters):
+            grad = self.local[position]
+            if parameter.grad is not grad or (grad is not None and grad._version != self._versions[position]):
+                return True
+        return False
 
     def overwritten(self) -> bool:
         """Whether a remembered gradient was changed in place."""

@@ -141,6 +141,7 @@ class Reducer(GradientReducer):
         self._readiness = BucketReadiness([spec.members for spec in plan])
         self._closed = self._joined = self._agreed = False
         self.active = group.world_size
+        self._postscale = 1.0
         self.round = self.resubmissions = 0
 
     def set_priorities(self, priorities: Mapping[int, int]) -> None:
@@ -249,7 +250,7 @@ class Reducer(GradientReducer):
         """
         if not self._agreed:
             self._resubmit_changed()
-        self.buckets[index].complete(self._arithmetic.postscale(self.active))
+        self.buckets[index].complete(self._postscale)
 
     def _submit(self, index: int, changed: Collection[int] = ()) -> None:
         bucket = self.buckets[index]
@@ -267,6 +268,7 @@ class Reducer(GradientReducer):
         assert last.work is not None, "the round was closed, so the last bucket was submitted"
         last.work.wait()
         self.active = self._group.world_size - last.tail.num_joined()
+        self._postscale = self._arithmetic.postscale(self.active)
         # By index: the order of submission has to be the same on all ranks, and priorities need not be.
         again = last.tail.changed()
         for index in again:

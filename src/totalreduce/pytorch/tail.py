@@ -100,7 +100,7 @@ class Tail:
 
     def present(self) -> list[bool]:
         """Return, after the reduction, for every parameter whether some rank had a gradient."""
-        return _are_set(self._present).tolist()
+        return (self._present.cpu() != 0).tolist()
 
     def missing(self) -> list[bool]:
         """Return, after the reduction, for every parameter whether some but not all ranks with data had a gradient.
@@ -109,16 +109,12 @@ class Tail:
         """
         if not self._layout.reports_absence:
             return [False] * self._layout.num_parameters
-        return (_are_set(self._present) & _are_set(self._absent)).tolist()
+        return ((self._present.cpu() != 0) & (self._absent.cpu() != 0)).tolist()
 
     def changed(self) -> list[int]:
         """Return, after the reduction of the last bucket, the buckets that changed on some rank, in ascending order."""
-        return _are_set(self._changed).nonzero().flatten().tolist()
+        return self._changed.cpu().nonzero().flatten().tolist()
 
     def num_joined(self) -> int:
         """Return, after the reduction of the last bucket, the number of ranks that took part without data."""
-        return int(_are_set(self._joined).sum())
-
-
-def _are_set(flags: torch.Tensor) -> torch.Tensor:
-    return flags.cpu() != 0
+        return int(self._joined.cpu().count_nonzero())
