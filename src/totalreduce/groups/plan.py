@@ -1,10 +1,13 @@
-"""A plan: the agreed list of tensors that training steps reuse. Order-free and set-free.
+"""``Group.plan``: a list of tensors, agreed on by all ranks, that a program reduces in every step, in any order.
 
-PyTorch's oldest open complaint (a branch taken on one rank only hangs the job) ends here: when a rank closes a step,
-every planned tensor it has not submitted counts as zero there, or raises, by policy, on all ranks.
+It is for programs that reduce tensors of their own and may leave some out on some ranks. A tensor that a rank has not
+submitted when it leaves the step counts as zero there, or is an error on all ranks, by policy: leaving a step submits
+zeros for it, so no rank waits for a tensor that never comes. Under the policy ``"error"`` one more small operation tells
+all ranks which rank submitted which tensor.
 
-How: closing a step submits a zero contribution for every missing tensor, so that no rank waits for a tensor that will
-not come; under the policy ``"error"`` one more small operation tells all ranks which rank submitted which tensor.
+``DistributedOptimizer`` does not use it. It needs rounds of buckets: a bucket is sent again where gradients changed
+after it had left, its tail has the flags for which a plan needs an operation, and a rank may join without data. Both
+reduce by ``Backend.planned``, which gives a native library its order without an agreement in every step.
 """
 
 from __future__ import annotations
