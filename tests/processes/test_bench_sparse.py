@@ -123,7 +123,7 @@ def test_a_failed_check_ends_the_command_with_exit_code_1(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("sparse", "--methods", "oktopk,topq"), "'topq' is no sparse method"),
+        (("sparse", "--methods", "oktopk,topq"), "sparse method 'topq' is not known"),
         (("sparse", "--methods", ","), "--methods names none"),
         (("sparse", "--density", "1.5"), "density must be from 0 to 1"),
         (("sparse", "-n", "1"), "at least 2 ranks"),

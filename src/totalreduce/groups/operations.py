@@ -10,6 +10,7 @@ from typing import final
 
 import torch
 
+from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.submission import Submission
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
@@ -95,15 +96,15 @@ class Operations:
         """
         self._check_open()
         patience_s, priority = self.patience(timeout_s), checks.priority(priority)
-
         submission = Submission(
             name, operation.signature, operation.buffers, ranks or self.ranks, self.scope + scope, repeats, priority
         )
-
-        def begin(finish: Callable[[], None] | None, release: Callable[[], None] | None) -> Handle:
-            return self.runner.submit(submission, finish=finish, release=release)
-
-        handle = self._begin(operation, patience_s, begin)
+        handle = self._handle(operation, patience_s)
+        try:
+            self.runner.submit(submission, handle)
+        except BaseException:
+            handle.withdraw()
+            raise
         assert handle.operation is not None
         return Work(self.runner, handle, operation.results, handle.operation.name, patience_s, ranks=self.ranks)
 
@@ -127,20 +128,13 @@ class Operations:
             raise ConfigurationError("there is no other rank in the group that could send")
         buffer = operation.buffers[0]
         assert buffer is not None
-        priority = checks.priority(priority)
-
-        def begin(finish: Callable[[], None] | None, release: Callable[[], None] | None) -> Handle:
-            return self.runner.receive_any(
-                candidates,
-                operation.signature,
-                buffer,
-                scope=self.scope + _MESSAGES,
-                priority=priority,
-                finish=finish,
-                release=release,
-            )
-
-        handle = self._begin(operation, patience_s, begin)
+        priority, scope = checks.priority(priority), self.scope + _MESSAGES
+        handle = self._handle(operation, patience_s)
+        try:
+            self.runner.receive_any(AnyReceive(candidates, operation.signature, buffer, scope, priority, handle))
+        except BaseException:
+            handle.withdraw()
+            raise
         return Work(self.runner, handle, operation.results, name, patience_s, ranks=self.ranks)
 
     def barrier(self, timeout_s: float | None) -> Work:
@@ -239,23 +233,18 @@ class Operations:
         ranks = (self.ranks[src], self.ranks[dst])
         return self.submit(operation, name, priority, timeout_s, ranks=ranks, scope=_MESSAGES, repeats=True)
 
-    def _begin(
-        self,
-        operation: CheckedOperation,
-        patience_s: float,
-        begin: Callable[[Callable[[], None] | None, Callable[[], None] | None], Handle],
-    ) -> Handle:
-        """Submit an operation when its memory is free, and have the memory released when it has ended."""
+    def _handle(self, operation: CheckedOperation, patience_s: float) -> Handle:
+        """Claim the memory of an operation; return the handle, which releases the memory when the operation ends."""
         operands = operation.operands
         if operands is None:
-            return begin(None, None)
-        release = self.claim(operands, patience_s)
+            return Handle()
+        handle = Handle(operands.finish, self.claim(operands, patience_s))
         try:
             operands.prepare()
-            return begin(operands.finish, release)
         except BaseException:
-            release()
+            handle.withdraw()
             raise
+        return handle
 
     def _check_open(self) -> None:
         self.runner.home.check()

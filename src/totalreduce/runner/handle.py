@@ -56,6 +56,11 @@ class Handle:
         while self._callbacks:
             self._callbacks.pop(0)()
 
+    def withdraw(self) -> None:
+        """Release what the operation uses: it was not submitted, because of an error."""
+        if self._release is not None:
+            self._release()
+
     def wait(self, timeout_s: float) -> bool:
         """Block until the operation has ended, for at most ``timeout_s`` seconds; returns whether it has."""
         if not self.done and self._gate.acquire(timeout=max(0.0, timeout_s)):

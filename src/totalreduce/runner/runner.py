@@ -29,7 +29,6 @@ from totalreduce.engine.engine import Engine
 from totalreduce.engine.submission import Submission
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
 from totalreduce.foundation.forking import HomeProcess, let_go_in_children
-from totalreduce.foundation.types import Signature
 from totalreduce.runner.endpoint import EngineEndpoint, complete_owners
 from totalreduce.runner.handle import Handle
 from totalreduce.runner.turns import Turns
@@ -80,41 +79,33 @@ class Runner:
 
     # -------------------------------------------------------------------------------------------------- application
 
-    def submit(
-        self,
-        submission: Submission,
-        *,
-        finish: Callable[[], None] | None = None,
-        release: Callable[[], None] | None = None,
-    ) -> Handle:
-        """Submit an operation; return at once. Raises what ``Engine.submit`` does.
+    def submit(self, submission: Submission, handle: Handle) -> None:
+        """Submit an operation, which ``handle`` stands for from now on; return at once.
 
-        ``finish`` and ``release``: see ``Handle``; neither is called if this raises.
+        Raises what ``Engine.submit`` does. Then the handle has not changed.
         """
+        self.home.check()
+        with self._lock:
+            self._check_alive()
+            now = time.monotonic()
+            handle.operation = self.engine.submit(submission, now, owner=handle)
+            wake = self._wakes_after_submission()
+        self._endpoint.complete_ended()
+        self._look_again(now, wake=wake)
 
-        def submit(handle: Handle) -> None:
-            handle.operation = self.engine.submit(submission, time.monotonic(), owner=handle)
+    def receive_any(self, receive: AnyReceive) -> None:
+        """Receive from the rank that sends first (see ``Engine.receive_any``).
 
-        return self._start(submit, Handle(finish, release))
-
-    def receive_any(
-        self,
-        candidates: dict[int, str],
-        signature: Signature,
-        buffer: memoryview,
-        *,
-        scope: str = "",
-        priority: int = 0,
-        finish: Callable[[], None] | None = None,
-        release: Callable[[], None] | None = None,
-    ) -> Handle:
-        """Receive from the rank that sends first (see ``Engine.receive_any``); the handle gets its operation then."""
-
-        def submit(handle: Handle) -> None:
-            receive = AnyReceive(candidates, signature, buffer, scope, priority, owner=handle)
-            self.engine.receive_any(receive, time.monotonic())
-
-        return self._start(submit, Handle(finish, release))
+        The owner of the receive is a handle, which gets its operation when a message has come.
+        """
+        self.home.check()
+        with self._lock:
+            self._check_alive()
+            now = time.monotonic()
+            self.engine.receive_any(receive, now)
+            wake = self._wakes_after_submission()
+        self._endpoint.complete_ended()
+        self._look_again(now, wake=wake)
 
     def act(self, action: Callable[[float], bool]) -> None:
         """Call ``action(now)`` on what lives beside the engine, under the lock.
@@ -137,18 +128,11 @@ class Runner:
         else:
             self._turns.unpark_for_submission(now)
 
-    def _start(self, submit: Callable[[Handle], None], handle: Handle) -> Handle:
-        self.home.check()
-        with self._lock:
-            self._check_alive()
-            submit(handle)
-            if self.engine.computations.peek() is not None:  # of a floating message that waited for this operation
-                self._endpoint.work.notify()
-            wake = self._sleepers > 0
-            now = time.monotonic()
-        self._endpoint.complete_ended()
-        self._look_again(now, wake=wake)
-        return handle
+    def _wakes_after_submission(self) -> bool:
+        """Return whether a thread waits for the network, under the lock; have additions carried out that can begin."""
+        if self.engine.computations.peek() is not None:  # of a floating message that waited for this operation
+            self._endpoint.work.notify()
+        return self._sleepers > 0
 
     def wait(
         self, handle: Handle, timeout_s: float, *, explain: Callable[[float], tuple[str, str]] | None = None
