@@ -93,7 +93,7 @@ if group is not None:
 # From "not even a store" to "all but the last mapping": 21 of shared memory and 17 of TCP are enough for rank 0.
 @pytest.mark.faults("F10")
 @pytest.mark.parametrize(("transport", "left"), [("auto", left) for left in (0, 5, 9, 13, 17, 18)] + [("tcp", 16)])
-def test_too_missing_descriptors_are_named_as_the_cause_at_once(fleet, transport, left):
+def test_too_few_descriptors_are_named_as_the_cause_at_once(fleet, transport, left):
     begin = time.monotonic()
     workers = fleet.start(2, SCARCE.format(left=left, transport=transport))
     # A rank that does not fail by itself has heard of rank 0, or waits for it until the deadline.

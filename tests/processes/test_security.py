@@ -76,7 +76,7 @@ class Job:
         return self.groups[rank]._runner.transport._addresses[rank]
 
     def identity(self):
-        return self.groups[0]._runner.transport._identity
+        return self.groups[0]._runner.transport._peers._identity
 
     def refused(self, rank=0):
         return self.groups[rank].statistics().refused_connections
@@ -274,7 +274,7 @@ def test_memory_does_not_grow_with_refused_strangers(job):
 def as_rank_1(groups):
     """A connection to rank 0 that has proved to be rank 1."""
     transport = groups[0]._runner.transport
-    client = Connector(transport._identity, 1, 0)
+    client = Connector(transport._peers._identity, 1, 0)
     sock = connect(transport._addresses[0])
     sock.sendall(client.outgoing)
     sock.sendall(client.feed(sock.recv(48, socket.MSG_WAITALL)))

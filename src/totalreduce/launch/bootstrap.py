@@ -28,7 +28,6 @@ from totalreduce.native import tuning
 from totalreduce.native.collectives import NativeCollectives
 from totalreduce.observe import Timeline, rank_path
 from totalreduce.runner.runner import ComputeMode, Runner
-from totalreduce.schedules import SCHEDULES
 
 __all__ = ["init"]
 
@@ -117,7 +116,6 @@ def init(
     wire["collectives"] = collectives
     policy = probe.resolve(links, settings.links)
     wire["links"] = probe.wire_setting(policy)
-    wire["schedules of other packages"] = ", ".join(SCHEDULES.added()) or "none"
     link = connect(
         JoinRequest(
             transport=transport,

@@ -10,7 +10,7 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -25,6 +25,7 @@ from totalreduce.foundation.world import World
 from totalreduce.launch.address import choose_address, host_identity
 from totalreduce.launch.rendezvous import Meeting, Member, StoreRank, compare_settings, current_world, open_store
 from totalreduce.native.collectives import NativeCollectives
+from totalreduce.schedules import SCHEDULES
 from totalreduce.transports import shm, tcp
 from totalreduce.transports.base import Transport
 from totalreduce.transports.handshake import JobIdentity
@@ -132,7 +133,8 @@ def connect(request: JoinRequest) -> Transport:
     if request.tls is not None and not spec.encrypts:
         raise ConfigurationError(f"TLS is for TCP; what {request.transport} sends is not encrypted by this library")
     try:
-        return spec.connect(request)
+        schedules = ", ".join(SCHEDULES.added()) or "none"  # it reads the entry points of installed packages
+        return spec.connect(replace(request, wire={**request.wire, "schedules of other packages": schedules}))
     except OSError as error:
         if not is_out_of_descriptors(error):
             raise
@@ -141,7 +143,7 @@ def connect(request: JoinRequest) -> Transport:
 
 
 def meet(request: JoinRequest, address: str = "", port: int = 0) -> list[Member]:
-    """Tell every rank where this one listens, compare settings, and return what all ranks have told, by rank.
+    """Tell every rank where this one listens, compare settings, and return the same of all ranks, by rank.
 
     ``Member.host`` tells the hosts apart; :func:`host_numbers` makes the numbers of ``Transport.set_hosts`` of them.
 
