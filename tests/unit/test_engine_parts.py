@@ -16,11 +16,10 @@ from totalreduce.engine.floating import FloatingStore
 from totalreduce.engine.members import Members
 from totalreduce.engine.names import NameTable
 from totalreduce.engine.operation import Operation, State
-from totalreduce.engine.outbox import Outbox
+from totalreduce.engine.outbox import Outbox, QueuedMessage
 from totalreduce.engine.planner import Planner
 from totalreduce.engine.rendezvous import Rendezvous
 from totalreduce.engine.scratch import ScratchPool
-from totalreduce.engine.sendqueue import QueuedMessage
 from totalreduce.engine.signatures import SignatureExchange
 from totalreduce.engine.table import OperationTable
 from totalreduce.foundation.errors import GroupClosed, MismatchError, PeerLost, ProtocolError

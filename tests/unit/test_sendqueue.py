@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from totalreduce.engine.layout import Region
-from totalreduce.engine.sendqueue import QueuedMessage, SendQueue
+from totalreduce.engine.outbox import QueuedMessage, SendQueue
 from totalreduce.schedules.actions import Send
 
 

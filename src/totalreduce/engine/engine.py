@@ -12,7 +12,7 @@ This file has the life of an operation and the order of things. Its parts have f
 =====================  ================================================================================================
 ``table``              the operations in flight (the *message list* of the design) and those that have ended
 ``names``, ``planner`` ids and iterations of names; the schedule and the layout of an operation
-``outbox``             what waits to leave; ``sendqueue`` has the order of data messages (*payload_pick_ready*)
+``outbox``             what waits to leave, and the order in which it leaves (*payload_pick_ready*)
 ``rendezvous``         which messages may leave before the receiver is known to have submitted the operation
 ``reception``          where bodies are received; ``floating`` has messages that came early, ``scratch`` memory
 ``computations``       the *computation list*
@@ -53,12 +53,11 @@ from totalreduce.engine.counters import Counters
 from totalreduce.engine.floating import FloatingMessage
 from totalreduce.engine.members import Members
 from totalreduce.engine.operation import Arrival, Lane, Operation, State
-from totalreduce.engine.outbox import NO_KEY, Outbox, OutgoingMessage
+from totalreduce.engine.outbox import NO_KEY, Outbox, OutgoingMessage, QueuedMessage
 from totalreduce.engine.planner import Planner
 from totalreduce.engine.reception import Delivery, Reception
 from totalreduce.engine.rendezvous import Rendezvous
 from totalreduce.engine.reports import Reports
-from totalreduce.engine.sendqueue import QueuedMessage
 from totalreduce.engine.signatures import ENDS_EARLY, SignatureExchange
 from totalreduce.engine.stall import StallWatch
 from totalreduce.engine.submission import Submission

@@ -14,8 +14,7 @@ from totalreduce.engine.counters import Counters
 from totalreduce.engine.early import EarlyRecord
 from totalreduce.engine.floating import FloatingStore, floating_cost
 from totalreduce.engine.operation import Operation
-from totalreduce.engine.outbox import NO_KEY, Outbox
-from totalreduce.engine.sendqueue import QueuedMessage
+from totalreduce.engine.outbox import NO_KEY, Outbox, QueuedMessage
 from totalreduce.engine.table import OperationTable
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ProtocolError

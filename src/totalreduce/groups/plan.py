@@ -2,8 +2,8 @@
 
 It is for programs that reduce tensors of their own and may leave some out on some ranks. A tensor that a rank has not
 submitted when it leaves the step counts as zero there, or is an error on all ranks, by policy: leaving a step submits
-zeros for it, so no rank waits for a tensor that never comes. Under the policy ``"error"`` one more small operation tells
-all ranks which rank submitted which tensor.
+zeros for it, so no rank waits for a tensor that never comes. Under the policy ``"error"``, another small operation
+tells all ranks which rank submitted which tensor.
 
 ``DistributedOptimizer`` does not use it. It needs rounds of buckets: a bucket is sent again where gradients changed
 after it had left, its tail has the flags for which a plan needs an operation, and a rank may join without data. Both
