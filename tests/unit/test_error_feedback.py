@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from totalreduce.pytorch.correction import MomentumCorrection
-from totalreduce.pytorch.error_feedback import ErrorFeedback, Residuals
+from totalreduce.pytorch.error_feedback import ErrorFeedback, MomentumCorrection, Residuals
 
 GRADIENTS = [[1.0, -2.0, 0.5], [0.25, 4.0, -1.0], [3.0, 0.0, 8.0]]
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from totalreduce.sparse.gathering import GatheringSession
+from totalreduce.sparse.common import GatheringSession
 from totalreduce.sparse.session import Update
 from totalreduce.sparse.settings import TopkSettings
 from totalreduce.testing.conformance import ConformanceError

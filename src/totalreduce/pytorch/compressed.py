@@ -19,8 +19,14 @@ from typing import final
 
 import torch
 
-from totalreduce.pytorch.correction import MomentumCorrection
-from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, flattened, shaped
+from totalreduce.pytorch.error_feedback import (
+    CompressedPlan,
+    ErrorFeedback,
+    MomentumCorrection,
+    Residuals,
+    flattened,
+    shaped,
+)
 from totalreduce.pytorch.round import BucketReadiness, GradientReducer
 from totalreduce.sparse.accumulator import Accumulator
 from totalreduce.sparse.device import SideStreams, accumulator_of

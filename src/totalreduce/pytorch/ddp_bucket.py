@@ -19,8 +19,7 @@ import torch
 
 from totalreduce.foundation.errors import UnsupportedError
 from totalreduce.pytorch.buckets import ParameterSpec
-from totalreduce.pytorch.correction import MomentumCorrection
-from totalreduce.pytorch.error_feedback import ErrorFeedback, Residuals
+from totalreduce.pytorch.error_feedback import ErrorFeedback, MomentumCorrection, Residuals
 from totalreduce.sparse.actions import Action, Allreduce, Array
 from totalreduce.sparse.common import counted
 from totalreduce.sparse.device import SideStreams, accumulator_of

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from totalreduce.kernels import merging
+from totalreduce.sparse import blocks
 from totalreduce.sparse.accumulator import Accumulator
 from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Array, Broadcast, Messages
 from totalreduce.sparse.candidates import Workspace
 from totalreduce.sparse.greeting import Greetings, greet
 from totalreduce.sparse.selector import Selection, Selector
 from totalreduce.sparse.session import BucketShape, Report, Update
-from totalreduce.sparse.settings import DensitySettings
+from totalreduce.sparse.settings import DensitySettings, TopkSettings
 from totalreduce.sparse.threshold import magnitude
 
-__all__ = ["BaseSession", "TopkSession", "counted"]
+__all__ = ["BaseSession", "GatheringSession", "TopkSession", "counted"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound=DensitySettings)
+_Topk = TypeVar("_Topk", bound=TopkSettings)
 
 
 class BaseSession(ABC):
@@ -98,6 +102,31 @@ class TopkSession(BaseSession, Generic[S]):
 
     def _count(self) -> int:
         return self._settings.count(self._num_elements, self._steps)
+
+
+class GatheringSession(TopkSession[_Topk]):
+    """All ranks apply the sum of all selections; a rank keeps its unselected elements and its rounding errors."""
+
+    def _exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
+        selection, kind, n = self._selection, self._settings.values, self._num_elements
+        sent = blocks.rounded(selection.values, kind)
+        block = blocks.pack(selection.indices, sent, 0, n, kind)
+        keep_rest = functools.partial(self._gradients.put, selection.indices, selection.values - sent)
+        greetings, gathered = yield from self._gather(present, block, keep_rest)
+        if not greetings.finite:
+            return None
+        own = selection.indices, sent
+        lists = [own if rank == self._rank else other for rank, other in enumerate(gathered)]
+        indices, values = merging.add_up(*blocks.unpack_all(lists, [(0, n)] * self._world_size))
+        return Update(greetings.present, indices, values)
+
+    def _gather(
+        self, present: Array, block: Array, meanwhile: Callable[[], None]
+    ) -> Generator[Action, Any, tuple[Greetings, list[Array]]]:
+        """Return the greetings and the blocks of all ranks."""
+        greetings = yield from self._greet(present, [[block.size]] * self._world_size)
+        gathered = (yield Allgather(block, greetings.numbers[:, 0].tolist(), meanwhile)) if greetings.finite else []
+        return greetings, gathered
 
 
 def counted(

@@ -21,7 +21,7 @@ import numpy as np
 from totalreduce.foundation import checks
 from totalreduce.sparse.accumulator import Accumulator
 from totalreduce.sparse.candidates import Candidates
-from totalreduce.sparse.gathering import GatheringSession
+from totalreduce.sparse.common import GatheringSession
 from totalreduce.sparse.selector import NOTHING, Selection
 from totalreduce.sparse.session import BucketShape
 from totalreduce.sparse.settings import TopkSettings

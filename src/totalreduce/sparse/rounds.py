@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from totalreduce.foundation.errors import DeadlineExceededError
+from totalreduce.kernels import selection
 from totalreduce.sparse.accumulator import Accumulator
-from totalreduce.sparse.actions import Action, Carrier
+from totalreduce.sparse.actions import Action, Allreduce, Array, Carrier
 from totalreduce.sparse.candidates import Workspace
 from totalreduce.sparse.session import BucketShape, Method, Report, Session, Update
 from totalreduce.sparse.worker import ExchangeWorker, Job
-from totalreduce.sparse.xi import with_xi
 
 __all__ = ["Overlap", "SparseRounds", "with_arrays", "with_tensors"]
 
@@ -98,7 +98,7 @@ class SparseRounds:
             scale: Factor of the gradients.
             priority: Smaller is more urgent.
             dense: Send everything this time, whatever the method; on all ranks.
-            xi: Measure xi this time (see ``with_xi``), which sends everything twice; on all ranks.
+            xi: Measure xi this time (see ``_with_xi``), which sends everything twice; on all ranks.
         """
         session: Session = self.sessions[bucket]
         if dense:
@@ -110,7 +110,7 @@ class SparseRounds:
 
         def exchange() -> Generator[Action, Any, Update | None]:
             if xi:
-                return with_xi(session, flags, gradients, residuals, self._carrier.world_size)
+                return _with_xi(session, flags, gradients, residuals, self._carrier.world_size)
             return session.exchange(flags)
 
         job = Job(bucket, lambda: session.accumulate(gradients, residuals, scale), exchange, priority)
@@ -185,3 +185,44 @@ def with_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
 def with_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
     """Undo ``with_tensors``."""
     return {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def _with_xi(
+    session: Session, present: Array, gradients: Accumulator, residuals: Accumulator, world_size: int
+) -> Generator[Action, Any, Update | None]:
+    """Run a session's exchange, and add ``extra["xi"]`` to its report unless the step is skipped.
+
+    xi is the distance of the result from the best k elements, on which the convergence of Ok-Topk depends. Li and
+    Hoefler (PPoPP 2022), assumption 1: with G the ranks' gradients and e their residuals, the difference between the k
+    largest elements of the mean of G + e and the applied elements is at most xi times the norm of the mean gradient.
+    The measurement takes two dense allreduces.
+
+    Args:
+        session: The session, which has accumulated.
+        present: See ``Session.exchange``.
+        gradients: The accumulated gradients.
+        residuals: The residuals that were added to them.
+        world_size: Number of ranks.
+    """
+    total = gradients.flat()
+    with np.errstate(invalid="ignore", over="ignore"):  # a step that is not finite is skipped
+        mean_gradient = yield Allreduce(total - residuals.flat())
+        total = yield Allreduce(total)
+        norm = float(np.linalg.norm(mean_gradient.astype(np.float64))) / world_size
+    update = yield from session.exchange(present)
+    if update is not None:
+        session.report.extra["xi"] = _distance(total, update, session.report.k) / world_size / norm if norm else 0.0
+    return update
+
+
+def _distance(total: Array, update: Update, k: int) -> float:
+    best = np.zeros_like(total)
+    if k:
+        least = selection.kth_magnitude([total], min(k, total.size))
+        chosen = (total.view(np.int32) & 0x7FFFFFFF) >= max(least.bits, 1)
+        best[chosen] = total[chosen]
+    if update.indices is None:
+        best -= update.values
+    else:
+        best[update.indices] -= update.values
+    return float(np.linalg.norm(best.astype(np.float64)))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, final
 
 from totalreduce.sparse import blocks
 from totalreduce.sparse.actions import Action, Array
-from totalreduce.sparse.gathering import GatheringSession
+from totalreduce.sparse.common import GatheringSession
 from totalreduce.sparse.greeting import Greetings, greet_with_block
 from totalreduce.sparse.session import BucketShape
 from totalreduce.sparse.settings import TopkSettings
