@@ -130,12 +130,9 @@ def process_set_by_id(process_set_id: int) -> ProcessSet:
 
 
 def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:  # noqa: ARG001
-    """Record a trace from now on, on this rank.
+    """Record a trace from now on, on this rank; ``mark_cycles`` has no effect, as no cycle has a fixed length.
 
-    Args:
-        file_path: Rank 0 writes this file; rank r writes ``<name>.rank<r>.json`` beside it. ``totalreduce timeline``
-            merges them.
-        mark_cycles: Accepted, without effect: there are no cycles of a fixed length.
+    Rank 0 writes ``file_path``, and rank r ``<name>.rank<r>.json`` beside it. ``totalreduce timeline`` merges them.
 
     Raises:
         ConfigurationError: A trace is being recorded already, or the file cannot be written.

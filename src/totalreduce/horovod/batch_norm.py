@@ -17,14 +17,7 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
     Make layers after ``init``, and in the same order on all ranks.
 
     Args:
-        num_features: The number of channels C of inputs (N, C, ...).
-        eps: Added to the variance.
-        momentum: Weight of a batch in the running statistics; ``None``: all batches have the same weight.
-        affine: Whether there are weight and bias.
-        track_running_stats: Whether there are running statistics.
-        device: The device of parameters and buffers.
-        dtype: The dtype of parameters and buffers.
-        process_set: The ranks.
+        process_set: The ranks. The other arguments are those of ``torch.nn.BatchNorm2d``.
     """
 
     def __init__(

@@ -18,9 +18,6 @@ def join(device: int = -1) -> int:  # noqa: ARG001
     over all ranks that is in use here. Averages are divided by the number of all ranks, joined ones included. The other
     operations raise ``UnsupportedError`` while some ranks have joined.
 
-    Args:
-        device: Accepted, without effect.
-
     Returns:
         The rank that joined last, equal on all ranks.
 

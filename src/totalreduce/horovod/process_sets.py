@@ -64,13 +64,7 @@ class ProcessSet:
         return self._own in self.ranks
 
     def register(self, number: int, ranks: Iterable[int], own: int) -> None:
-        """Register the set, for ``init`` and ``add_process_set``.
-
-        Args:
-            number: The set's id.
-            ranks: Its members.
-            own: The rank of this process in the job.
-        """
+        """Register the set, for ``init`` and ``add_process_set``."""
         self.process_set_id, self.ranks, self._own = number, list(ranks), own
 
     def invalidate(self) -> None:

@@ -11,16 +11,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError, UnsupportedError
 from totalreduce.groups.agreement import agree_or_refuse
+from totalreduce.groups.group import Group
 from totalreduce.pytorch.wrapper import OptimizerWrapper
-
-if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
 
 __all__ = ["Adasum", "AdasumOptimizer", "adasum_"]
 

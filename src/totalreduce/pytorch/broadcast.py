@@ -7,7 +7,7 @@ handful of operations. Ranks compare names, shapes and dtypes before any of them
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -15,12 +15,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.groups.agreement import agree_or_refuse, broadcast_json
 from totalreduce.groups.encoding import decode, empty_tensors, encode
+from totalreduce.groups.group import Group
 from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.tensors.dtypes import problem_of_layout
-
-if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
-    from totalreduce.tensors.work import Work
+from totalreduce.tensors.work import Work
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -59,11 +57,6 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: Group, ro
 
     The other ranks may have no state yet, or another one. The state consists of values that the object collectives send
     (see ``docs/collectives.md``); it is never pickled.
-
-    Args:
-        optimizer: A torch optimizer or a ``DistributedOptimizer``.
-        group: The ranks.
-        root: The rank whose values are copied.
 
     Raises:
         PlanMismatchError: Kind of optimizer or parameter shapes differ between ranks; on every rank.

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.pytorch.tail import Tail, TailLayout
-
-if TYPE_CHECKING:
-    from totalreduce.tensors.work import Work
+from totalreduce.tensors.work import Work
 
 __all__ = ["Bucket", "BucketSpec", "ParameterSpec", "WireFormat", "plan_buckets"]
 
@@ -234,13 +231,6 @@ def _views(flat: torch.Tensor, members: Sequence[ParameterSpec]) -> list[torch.T
 
 class Bucket:
     """The memory of one bucket, this rank's gradients that were copied into it, and its reduction in one round.
-
-    Args:
-        spec: Its place in the plan.
-        parameters: The parameters of the whole plan.
-        specs: Their descriptions, in the same order.
-        empty: Makes flat tensors, from a number of elements, ``dtype`` and ``device``.
-        wire: How the gradients travel.
 
     Attributes:
         spec: Its place in the plan.

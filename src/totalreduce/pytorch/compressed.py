@@ -88,12 +88,6 @@ class _RoundState:
 class CompressedReducer(GradientReducer):
     """The compressed buckets of one plan.
 
-    Args:
-        plan: The parameters and their buckets.
-        rounds: Exchanges the buckets.
-        residuals: The residuals, which outlive the plan.
-        settings: The settings.
-
     Attributes:
         rounds: Exchanges the buckets.
         send_dense: Whether the next round sends everything.

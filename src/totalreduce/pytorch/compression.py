@@ -12,12 +12,12 @@ import torch
 
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.group import Group
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, shaped, states_for
 from totalreduce.pytorch.planning import PlanSettings
 from totalreduce.sparse.session import Method
 
 if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
     from totalreduce.pytorch.compressed import CompressedReducer
     from totalreduce.sparse.auto import Auto, Choice
 
@@ -29,12 +29,6 @@ _log = logging.getLogger("totalreduce")
 @final
 class Compression:
     """The compressed gradients of one ``DistributedOptimizer``.
-
-    Args:
-        group: The ranks.
-        name: Prefix of the operations' names.
-        settings: The optimizer's settings.
-        grad_scaler: The ``GradScaler`` that scales the loss, or ``None``.
 
     Attributes:
         reducer: The reducer of the present plan; ``None`` if it compresses nothing.

@@ -117,16 +117,10 @@ class HookSettings:
 
 @final
 class HookBucket:
-    """One bucket in one backward pass.
+    """One bucket in one backward pass. Its buffer has this rank's gradients, and in the end those that all ranks apply.
 
     Its methods are called one after the other, though in several threads: ``take``, ``accumulate``, ``exchange`` and,
     when the exchanges of all buckets have ended, ``commit`` or ``spoil``.
-
-    Args:
-        buffer: This rank's gradients; in the end those that all ranks apply.
-        layout: The places of the gradients.
-        session: Compresses them; ``None`` if no gradient of the bucket is compressed.
-        settings: Settings and memory of all buckets.
 
     Attributes:
         report: The report on the exchange.

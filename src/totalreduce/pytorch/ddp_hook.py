@@ -249,9 +249,6 @@ class SparseHookState:
         Every rank has a state of its own. The residuals are kept with all their bits. A new DDP begins with other
         buckets than an old one has, so that its first step may select other elements.
 
-        Args:
-            model: The model, wrapped or not.
-
         Raises:
             ConfigurationError: It is another model.
         """

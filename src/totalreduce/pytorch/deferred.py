@@ -8,17 +8,15 @@ updates each parameter by itself, which is all of ``torch.optim`` except LBFGS.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
+from totalreduce.groups.group import Group
 from totalreduce.pytorch.hooks import HookHandles, WeakHook, has_step_hooks
 from totalreduce.pytorch.order import ForwardOrder
 from totalreduce.pytorch.reducer import Reducer
-
-if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
 
 __all__ = ["DeferredUpdates"]
 
@@ -27,11 +25,7 @@ __all__ = ["DeferredUpdates"]
 class DeferredUpdates:
     """The buckets of the last closed round whose parameters have not been updated yet.
 
-    Args:
-        optimizer: The torch optimizer.
-        reducer: Its round is closed when ``begin`` is called, and stays so until every bucket was applied.
-        order: Records the modules that run.
-        group: The ranks; the updates are applied before their barriers and before the group ends.
+    The reducer's round is closed when ``begin`` is called, and stays so until every bucket was applied.
 
     Attributes:
         pending: The indices of the buckets whose updates are deferred.

@@ -24,6 +24,7 @@ import torch
 
 from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError
 from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.group import Group
 from totalreduce.pytorch.compression import Compression, refuse_unfit
 from totalreduce.pytorch.deferred import DeferredUpdates
 from totalreduce.pytorch.error_feedback import ErrorFeedback
@@ -38,7 +39,6 @@ from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.sparse.session import Method, Report
 
 if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
     from totalreduce.sparse.auto import Choice
 
 __all__ = ["DistributedOptimizer"]
@@ -396,11 +396,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._no_sync_depth -= 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as torch does. Reduced gradients that are still in flight are not lost.
-
-        Args:
-            set_to_none: ``None`` instead of zeros.
-        """
+        """Reset the gradients, as torch does. Reduced gradients that are still in flight are not lost."""
         if not set_to_none:
             self._deferred.keep_contributions()
         self._inner.zero_grad(set_to_none)

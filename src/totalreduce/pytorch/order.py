@@ -78,9 +78,6 @@ class ForwardOrder:
         """Return the priority of each bucket: its rank in the order of first use, from 0.
 
         Buckets whose parameters no module read come last, the later registered ones later.
-
-        Args:
-            members: The parameters of each bucket.
         """
         unread = len(self._first_call)
         first_use = []
@@ -94,9 +91,6 @@ class ForwardOrder:
         """Return the indices of the buckets that each module needs before it runs, by ``id(module)``.
 
         Every module waits for a bucket that has a parameter which no module is known to read.
-
-        Args:
-            members: The parameters of each bucket.
         """
         waits: dict[int, list[int]] = {id(module): [] for module in self.relevant}
         for bucket, parameters in enumerate(members):

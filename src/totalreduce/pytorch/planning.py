@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch.nn.parameter import UninitializedParameter
@@ -14,13 +14,11 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.agreement import agree_or_refuse
+from totalreduce.groups.group import Group
 from totalreduce.pytorch.buckets import BucketSpec, ParameterSpec, plan_buckets
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback
 from totalreduce.pytorch.hooks import has_weak_hook
 from totalreduce.sparse.session import Method
-
-if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
 
 __all__ = ["GradientPlan", "ParameterSource", "PlanSettings", "agree_on_plan", "build_plan"]
 

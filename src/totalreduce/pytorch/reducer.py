@@ -17,18 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, MissingTensorError
 from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.group import Group
 from totalreduce.pytorch.buckets import Bucket, BucketSpec, ParameterSpec, WireFormat
 from totalreduce.pytorch.round import BucketReadiness, GradientReducer
 from totalreduce.tensors.compilation import never_compiled
-
-if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
 
 __all__ = ["Arithmetic", "Reducer"]
 
@@ -95,15 +92,6 @@ class Arithmetic:
 @never_compiled
 class Reducer(GradientReducer):
     """The buckets of one plan.
-
-    Args:
-        group: The ranks.
-        name: Prefix of the operations' names.
-        parameters: In registration order.
-        specs: Their descriptions, in the same order.
-        plan: From ``plan_buckets``.
-        arithmetic: How the gradients of all ranks become one.
-        forbid_missing: Raise where some but not all ranks have a gradient.
 
     Attributes:
         buckets: The buckets, by index.

@@ -12,14 +12,12 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 
 from totalreduce.foundation.errors import MissingTensorError
-
-if TYPE_CHECKING:
-    from totalreduce.pytorch.order import ForwardOrder
+from totalreduce.pytorch.order import ForwardOrder
 
 __all__ = ["BucketReadiness", "GradientReducer", "Phase", "Round"]
 

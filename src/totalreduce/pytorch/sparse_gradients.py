@@ -9,16 +9,13 @@ Source: Horovod's sparse allreduce.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.groups.group import Group
 from totalreduce.pytorch.round import GradientReducer
 from totalreduce.tensors.compilation import never_compiled
-
-if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
 
 __all__ = ["SparseReducer", "SparseResults"]
 
@@ -28,15 +25,7 @@ _NO_GRADIENT = -1
 
 @never_compiled
 class SparseReducer(GradientReducer):
-    """The parameters of one plan whose gradients are sparse. They are exchanged in ``finish``, by three allgathers.
-
-    Args:
-        group: The ranks.
-        name: The prefix of the operations' names.
-        parameters: The parameters with sparse gradients, in the order of the plan.
-        names: Their names.
-        divisor: Returns the number by which sums are divided, given the number of ranks with data.
-    """
+    """The parameters of one plan whose gradients are sparse. They are exchanged in ``finish``, by three allgathers."""
 
     hooked = False
 
@@ -124,11 +113,7 @@ class SparseReducer(GradientReducer):
 
 
 class SparseResults(GradientReducer):
-    """Gives parameters sparse gradients after the other reducers have reduced them as dense ones: for ``SparseAdam``.
-
-    Args:
-        parameters: The parameters whose gradients are reduced as dense tensors.
-    """
+    """Makes gradients sparse after the other reducers have reduced them as dense ones: for ``SparseAdam``."""
 
     hooked = False
 

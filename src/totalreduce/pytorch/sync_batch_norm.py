@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -17,9 +17,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from totalreduce.foundation.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from totalreduce.groups.group import Group
+from totalreduce.groups.group import Group
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -44,13 +42,10 @@ class SyncBatchNorm(_BatchNorm):
 
     In evaluation mode, and in a group of one, it is torch's layer and does not communicate.
 
+    The statistics are copied to the CPU to be sent. Arguments that are not listed are those of
+    ``torch.nn.BatchNorm2d``.
+
     Args:
-        num_features: The number of channels C.
-        eps: Added to the variance.
-        momentum: Weight of a batch in the running statistics; ``None``: all batches have the same weight.
-        affine: Whether there are weight and bias.
-        track_running_stats: Whether there are running statistics. Without them evaluation uses its own batch.
-        device: The device of parameters and buffers. The statistics are copied to the CPU to be sent.
         dtype: The dtype of parameters and buffers. Inputs may be float16, bfloat16, float32 or float64; half types are
             computed in float32.
         group: The ranks.

@@ -64,12 +64,7 @@ class TailLayout:
 
 @final
 class Tail:
-    """The tail of one bucket in memory.
-
-    Args:
-        memory: Shape ``(layout.num_elements,)``, of any floating dtype on any device.
-        layout: The numbers of flags.
-    """
+    """The tail of one bucket in memory."""
 
     def __init__(self, memory: torch.Tensor, layout: TailLayout) -> None:
         self._memory, self._layout = memory, layout

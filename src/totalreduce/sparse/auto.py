@@ -100,12 +100,8 @@ def choose(
 ) -> list[Choice]:
     """Measure and decide, for each bucket. Collective.
 
-    Args:
-        settings: The candidates.
-        shapes: The shapes of the buckets, equal on all ranks.
-        carrier: Carries out the exchanges.
-        dense: Reduces this number of float32 over the ranks and returns the seconds that it took. Collective.
-        average: Averages numbers over the ranks. Collective.
+    ``dense`` reduces a number of float32 over the ranks and returns the seconds that it took, and ``average`` averages
+    numbers over the ranks; both are collective.
 
     Returns:
         The decision for each bucket; buckets of about the same size share a measurement.

@@ -70,13 +70,7 @@ def kernels_for(device: torch.device) -> DeviceKernels:
 
 @final
 class DeviceAccumulator(Accumulator):
-    """In the memory of one or several devices.
-
-    Args:
-        tensors: Its segments: float32, contiguous, one-dimensional.
-        streams: The side streams.
-        kernels: The kernels for selection.
-    """
+    """In the memory of one or several devices."""
 
     def __init__(self, tensors: Sequence[Tensor], streams: SideStreams, kernels: DeviceKernels) -> None:
         """Called on the stream that writes to the tensors."""

@@ -33,11 +33,7 @@ def greet(
 ) -> Generator[Action, Any, Greetings]:
     """Exchange greetings: a few bytes for each rank, so that a thousand ranks cost kilobytes.
 
-    Args:
-        rank: This rank.
-        finite: Whether this rank's gradients are finite.
-        present: For each segment whether this rank has a gradient.
-        numbers: A row of numbers from 0 to 2^32 - 1 for each destination; the rows of all ranks are equally long.
+    ``numbers`` has a row of numbers from 0 to 2^32 - 1 for each destination; the rows of all ranks are equally long.
     """
     flags = _flags(finite=finite, present=present)
     blocks = [np.concatenate([flags, np.asarray(row, np.uint32).view(np.uint8)]) for row in numbers]
@@ -54,13 +50,7 @@ def greet_with_block(
 ) -> Generator[Action, Any, tuple[Greetings, list[Array]]]:
     """Exchange greetings together with a block: one exchange instead of two if the largest size of a block is known.
 
-    Args:
-        world_size: Number of ranks.
-        finite: Whether this rank's gradients are finite.
-        present: For each segment whether this rank has a gradient.
-        block: The block for all ranks.
-        size: The largest size of a block in bytes; equal on all ranks.
-        meanwhile: See ``Allgather``.
+    ``size`` is that size in bytes, equal on all ranks.
 
     Returns:
         The greetings, and the block of each rank with zeros at its end.

@@ -246,12 +246,7 @@ class OkTopkSession(RegionSession[OkTopk]):
 def _quantiles(samples: Array, num_elements: int, world_size: int, per_sample: float, value_bits: int) -> list[int]:
     """Cut the bucket into regions with equal numbers of bits: an index has fewer bits where more are selected.
 
-    Args:
-        samples: The samples of all ranks.
-        num_elements: The number of elements of the bucket.
-        world_size: Number of ranks.
-        per_sample: The number of selected elements of its rank that a sample stands for.
-        value_bits: The number of bits of one value.
+    A sample of any rank stands for ``per_sample`` selected elements of that rank.
     """
     pooled = np.sort(samples[samples >= 0], axis=None)
     last = pooled.size - 1

@@ -22,13 +22,7 @@ class RegionSession(TopkSession[S]):
     """The session of a method that reduces regions. A region's owner knows its applied elements before the others."""
 
     def _keep_own(self, cuts: Sequence[int], applied: Array, cut_off: Array) -> None:
-        """Make the gradients in this rank's region the residual.
-
-        Args:
-            cuts: The first index of each region, and the end of the last one.
-            applied: The indices that are applied in this rank's region.
-            cut_off: The rounding errors of their sums.
-        """
+        """Make the gradients in this rank's region the residual; ``cut_off``: rounding errors of the applied sums."""
         self._keep_rest(cuts[self._rank], cuts[self._rank + 1], applied)
         self._gradients.add(applied, cut_off)
 
@@ -47,15 +41,7 @@ class RegionSession(TopkSession[S]):
 
 
 def to_owners(indices: Array, values: Array, cuts: Sequence[int], rank: int, kind: blocks.ValueKind) -> list[Array]:
-    """Cut a list into one block for each region's owner; the block for this rank is empty.
-
-    Args:
-        indices: int32, ascending.
-        values: Rounded to the kind.
-        cuts: The first index of each region, and the end of the last one.
-        rank: This rank.
-        kind: The encoding of the values.
-    """
+    """Cut a list into one block for each region's owner; the block for this rank is empty."""
     edges = np.searchsorted(indices, np.array(cuts, np.int32)).tolist()
     parts = []
     for owner in range(len(cuts) - 1):

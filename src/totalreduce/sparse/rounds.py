@@ -50,13 +50,7 @@ class Overlap:
 
 @final
 class SparseRounds:
-    """The sessions of all buckets, and the thread in which they work.
-
-    Args:
-        methods: The method of each bucket, equal on all ranks.
-        shapes: The shape of each bucket.
-        carrier: Carries out the actions of exchanges.
-        in_order: See ``ExchangeWorker``.
+    """The sessions of all buckets, and the thread in which they work; ``in_order`` is that of ``ExchangeWorker``.
 
     Attributes:
         sessions: The session of each bucket.
@@ -196,13 +190,6 @@ def _with_xi(
     Hoefler (PPoPP 2022), assumption 1: with G the ranks' gradients and e their residuals, the difference between the k
     largest elements of the mean of G + e and the applied elements is at most xi times the norm of the mean gradient.
     The measurement takes two dense allreduces.
-
-    Args:
-        session: The session, which has accumulated.
-        present: See ``Session.exchange``.
-        gradients: The accumulated gradients.
-        residuals: The residuals that were added to them.
-        world_size: Number of ranks.
     """
     total = gradients.flat()
     with np.errstate(invalid="ignore", over="ignore"):  # a step that is not finite is skipped

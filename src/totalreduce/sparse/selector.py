@@ -126,11 +126,6 @@ class Selector:
         Two points of the distribution's tail are known: the numbers of elements that reach the bound, and the k-th
         magnitude. Between them the number falls as a power of the magnitude. The tail is assumed to move as much as it
         did since the last step.
-
-        Args:
-            bound: The bound of this step.
-            chosen: Bits of the k-th largest magnitude.
-            surplus: The number of candidates divided by k.
         """
         low, high = magnitude(bound), magnitude(chosen)
         drift, self._last = high / self._last if self._last else 1.0, high
@@ -140,13 +135,7 @@ class Selector:
 
 
 def sample_bound(terms: Sequence[Accumulator], scale: float, k: int) -> int:
-    """Estimate from a sample the bits of a magnitude that ``_CANDIDATES`` times k elements reach.
-
-    Args:
-        terms: The terms of the sum: ``terms[0] * scale`` and the others.
-        scale: Factor of the first term.
-        k: From 1.
-    """
+    """Estimate from a sample the bits of a magnitude that ``_CANDIDATES`` times k elements reach."""
     n = terms[0].num_elements
     stride = max(1, min(k // _SAMPLED, n // _SAMPLED))
     with np.errstate(over="ignore", invalid="ignore"):  # the pass finds elements that are not finite

@@ -47,11 +47,7 @@ class GlobalThreshold:
     ) -> Generator[Action, Any, tuple[int, Array]]:
         """Find the bound which a number of elements of all ranks reach that is as near to k as possible.
 
-        Args:
-            values: This rank's elements: float32, finite.
-            k: The wanted number of elements, equal on all ranks.
-            world_size: Number of ranks.
-            fresh: Search; otherwise use the last bound, if there is one, and only count.
+        Without ``fresh`` the last bound is used, if there is one, and the elements are only counted.
 
         Returns:
             The bound, and the number of elements of each rank that reach it.
