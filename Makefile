@@ -7,12 +7,14 @@ TRITON := $(VENV)/triton
 # Many tests wait for other processes or for a deadline, so that one more test than there are cores runs at a time.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
 PYTEST := $(BIN)/python -m pytest
+# pip would compile every module of every package, one after the other; Python compiles those that are imported.
+PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 # Thousands of Python processes are started. Without its bytecode files each of them would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 # Torch would start a thread per core in every rank, and they would spin while they wait for each other.
 test check soak: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check torch-suite lint soak bench clean
+.PHONY: demo test check torch-suite lint warm soak bench clean
 demo: $(STAMP)
 	$(BIN)/totalreduce demo $(ARGS)
 
@@ -21,9 +23,10 @@ ifdef ARGS
 test: $(STAMP)
 	$(PYTEST) -m "not slow" $(ARGS)
 else
-test: $(STAMP) $(TRITON)/.installed lint
+test: $(STAMP) $(TRITON)/.installed
+	$(MAKE) --jobs 2 lint warm
 	$(PYTEST) -m "not slow and not alone" -n $(WORKERS) --dist worksteal
-	$(PYTEST) -m "not slow and alone" tests/threads tests/processes tests/hosts
+	$(PYTEST) -m "not slow and alone" tests/hosts $(shell grep -rl --include "test_*.py" "mark\.alone" tests/threads tests/processes)
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PYTEST) tests/unit/test_device_accumulator.py tests/unit/test_exports.py
 endif
 
@@ -41,6 +44,12 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Beside mypy, which has one core: one process compiles Python modules and Numba's kernels where that was not done yet.
+# Parallel workers that find none would each compile all of them.
+warm: $(STAMP)
+	$(BIN)/python -c 'import torch; from totalreduce.kernels import ahead; torch.optim.SGD([torch.zeros(1)]); ahead.load()'
+	$(PYTEST) --collect-only --quiet > $(VENV)/.collected || { tail -n 30 $(VENV)/.collected; exit 1; }
+
 # What is too long for every commit: a thousand simulated seeds, a thousand training steps, faults under load.
 soak: $(STAMP)
 	$(PYTEST) -m slow --timeout 1800 $(ARGS)
@@ -51,13 +60,13 @@ bench: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("totalreduce needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,dev]'
+	$(PIP) torch
+	$(PIP) --editable '.[test,dev]'
 	touch $(STAMP)
 
 # Triton's kernels are tested in its interpreter. It lies beside the rest: where torch finds it, every process loads it.
 $(TRITON)/.installed: constraints.txt $(STAMP)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --upgrade --target $(TRITON) "triton; platform_system == 'Linux'"
+	$(PIP) --no-deps --upgrade --target $(TRITON) "triton; platform_system == 'Linux'"
 	mkdir -p $(TRITON) && touch $@
 
 clean:
