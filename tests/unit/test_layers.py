@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,44 @@ def test_files_with_threads_are_known() -> None:
         "pytorch/ddp_connection.py",
         "sparse/worker.py",
     }
+
+
+# ---------------------------------------------------------------------------------------------- the architecture page
+
+PAGE = (ROOT.parents[1] / "ARCHITECTURE.md").read_text()
+METHODS_MAX, ATTRIBUTES_MAX = 30, 15
+
+
+def test_the_table_of_floors_has_the_order_that_is_enforced() -> None:
+    contracts = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    [layers] = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    rows = re.findall(r"^\| `(\w+)/` \|", PAGE, re.MULTILINE)
+    assert rows == [layer.removeprefix("totalreduce.") for layer in reversed(layers)]
+
+
+def attributes_of(definition: ast.ClassDef) -> set[str]:
+    """Fields, slots, and what the methods assign to ``self``."""
+    found = set()
+    for node in definition.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found |= set() if "ClassVar" in ast.dump(node.annotation) else {node.target.id}
+        elif isinstance(node, ast.FunctionDef):
+            found |= {
+                inner.attr
+                for inner in ast.walk(node)
+                if isinstance(inner, ast.Attribute)
+                and isinstance(inner.ctx, ast.Store)
+                and isinstance(inner.value, ast.Name)
+                and inner.value.id == "self"
+            }
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_a_large_class_has_a_sentence_that_says_why(path: Path) -> None:
+    for node in nodes(path):
+        if isinstance(node, ast.ClassDef) and not any("Enum" in ast.dump(base) for base in node.bases):
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            if len(methods) > METHODS_MAX or len(attributes_of(node)) > ATTRIBUTES_MAX:
+                sentences = [text for text in PAGE.split(". ") if f"`{node.name}`" in text]
+                assert any("attributes" in text or "methods" in text for text in sentences), node.name
