@@ -1,33 +1,43 @@
-"""The Total Reduce engine: it decides when messages leave, where they go, and when they are added up.
+"""The Total Reduce engine of one rank: an object without threads, sockets or clocks that runs collectives.
 
-The engine is a plain object without thread, socket or clock. Whatever happens is a method call, with the time as an
-argument; what is to happen next is asked for:
+Callers report each event with a method call that passes the time, and ask the engine what to do next:
 
-* the application calls ``submit``, ``receive_any`` and ``promote``, and collects ``table.pop_completed()``;
-* a transport calls ``next_message`` and ``message_sent`` to send, ``accept`` and ``delivered`` to receive;
-* whoever computes takes ``computations.take()``, carries it out (``runner.carry_out``), and calls ``computed``.
+* the application calls ``submit``, ``receive_any`` and ``promote``, and collects ended operations with
+  ``table.pop_completed()``;
+* a transport gets messages to send from ``next_message`` and reports them with ``message_sent``; it asks ``accept``
+  where to store a received body and reports a complete body with ``delivered``;
+* the thread that runs additions gets one with ``computations.take()``, runs it with ``runner.carry_out``, and reports
+  it with ``computed``.
 
-This file has the life of an operation and the order of things. Its parts have files of their own:
+This file implements the life cycle of an operation. The other tasks are those of its parts, one file each. Names in
+italics are those of the Total Reduce design:
 
 =====================  ================================================================================================
-``table``              the operations in flight (the *message list* of the design) and those that have ended
-``names``, ``planner`` ids and iterations of names; the schedule and the layout of an operation
-``outbox``             what waits to leave, and the order in which it leaves (*payload_pick_ready*)
-``rendezvous``         which messages may leave before the receiver is known to have submitted the operation
-``reception``          where bodies are received; ``floating`` has messages that came early, ``scratch`` memory
-``computations``       the *computation list*
-``signatures``         the agreement on what an operation is
-``early``              control frames about operations that were not submitted here yet
-``members``            ranks that are lost or have left
+``table``              the operations in flight (*message list*) and the operations that have ended
+``names``              the id and the next iteration of each operation name
+``planner``            the schedule and the layout of each operation
+``outbox``             the messages that wait to be sent, in the order in which they are sent (*payload_pick_ready*)
+``rendezvous``         the messages that may be sent before the receiver is known to have submitted the operation
+``reception``          the memory for received bodies; ``floating`` keeps messages that arrive before their operation is
+                       submitted, and ``scratch`` lends temporary buffers
+``computations``       the additions that can be run (*computation list*)
+``signatures``         the check that all ranks have submitted the same kind, element type, shape, reduction, root
+``early``              control frames about operations that this rank has not submitted yet
+``members``            the ranks that are lost or have departed
 ``control``            the bodies of control frames
-``channels``           messages of protocols that live beside the engine
-``any_receives``       receives from the first of several ranks that sends
-``stall``, ``reports`` which rank keeps the others waiting
+``channels``           messages of other protocols, such as the agreement on the order of native operations
+``any_receives``       receives that take a message from whichever of several ranks sends first
+``stall``, ``reports`` the search for ranks that keep other ranks waiting
 =====================  ================================================================================================
+
+Words: the *key* of an operation is its id (the hash of its name) and its iteration. A rank is *lost* if it fails
+without notice; then the group can no longer be used. A rank has *departed* if it has closed the group with a GOODBYE
+frame; then only the operations that need a message to or from that rank fail. A peer has *posted* an operation when
+this rank knows that the peer has submitted it.
 
 Invariants (checked by ``validate``):
 
-* an operation is in ``table.active`` from ``submit`` until it has ended, and its key is never active twice;
+* an operation is in ``table.active`` from ``submit`` until it has ended; no two active operations have the same key;
 * the order in which the bytes of a result are combined depends on the schedule alone, never on arrival;
 * no memory is taken for a message before its length has been compared with what is expected or allowed.
 """
@@ -81,7 +91,7 @@ class Engine:
         rank: This rank.
         config: The settings.
         counters: What the engine has done so far.
-        observers: Told of everything that happens.
+        observers: Objects that are called on every event.
     """
 
     def __init__(
@@ -101,11 +111,12 @@ class Engine:
             rank: This rank.
             world_size: The number of ranks.
             config: The settings; equal on all ranks.
-            epoch: Messages of another epoch are read and forgotten.
-            observers: Told of everything that happens; the list may be changed later.
+            epoch: A number that all ranks of this group share. Messages with another epoch are read and discarded.
+            observers: Objects that are called on every event; the list may be changed later.
             hosts: For each rank, a number that is equal for ranks of one host; by default every rank has a host of its
-                own. It is used for the choice of schedules, and equal on all ranks.
-            shared_memory: Whether ranks of one host send through shared memory. As ``hosts``.
+                own. Used to choose schedules; the same on every rank.
+            shared_memory: Whether ranks of one host send through shared memory. Used to choose schedules; the same on
+                every rank.
         """
         self.rank, self.config = rank, config
         self.counters = counters = Counters()
@@ -130,17 +141,17 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ application
 
     def submit(self, submission: Submission, now: float, *, owner: Any = None, becoming: bool = False) -> Operation:
-        """Put an operation on the message list ("when a new gradient is ready").
+        """Put an operation on the message list, and queue the messages that can be sent.
 
         Args:
             submission: The operation.
             now: The time in seconds.
             owner: A value of the caller, which is kept in the operation.
-            becoming: The operation was a receive from anybody.
+            becoming: Whether the operation is a receive from any rank, whose sender is now known.
 
         Raises:
             ConfigurationError: The name is in flight already.
-            PeerLost: A rank of the group is lost, or a rank that the operation needs has left.
+            PeerLost: A rank of the group is lost, or a rank that the operation needs has departed.
             GroupClosed: This rank has closed the group.
         """
         name, signature, buffers, ranks, scope, repeats, priority = submission
@@ -189,12 +200,17 @@ class Engine:
                 self._advance(operation, lane, now)
         for peer in members.departed:
             self._fail_if_needed(operation, peer, now)
-        if repeats and not becoming:  # a message of a later operation may have overtaken the one of this operation
+        if (
+            repeats and not becoming
+        ):  # the message of the next iteration may be here: a receive from any rank may take it
             self._match_any_receives(ranks[0], (record.op_id, record.next_iteration), now)
         return operation
 
     def promote(self, operation: Operation, now: float) -> None:
-        """Let an operation overtake every static priority, here and at its peers: a caller is blocked on it."""
+        """Send the messages of an operation before those of operations that are not promoted, here and at its peers.
+
+        It is called when a caller is blocked on the operation.
+        """
         if operation.promoted or operation.finished:
             return
         operation.promoted = True
@@ -204,10 +220,12 @@ class Engine:
             observer.promoted(operation.name, operation.key[1], now)
 
     def receive_any(self, receive: AnyReceive, now: float) -> None:
-        """Receive from the first of the candidates that sends. The operation that it becomes has the same owner.
+        """Receive a message from whichever of the candidates sends first.
+
+        When the sender is known, the receive is submitted as an operation with the same ``owner``.
 
         Raises:
-            PeerLost: A rank is lost, or all candidates have left.
+            PeerLost: A rank is lost, or all candidates have departed.
             GroupClosed: This rank has closed the group.
         """
         self.members.check_usable()
@@ -226,8 +244,8 @@ class Engine:
 
         Args:
             now: The time in seconds.
-            tell: Peers that learn that this rank has closed the group on purpose.
-            reason: Why, in words.
+            tell: Peers to which a GOODBYE frame is sent.
+            reason: The reason in words, which the peers show.
         """
         members = self.members
         if members.closed:
@@ -244,7 +262,7 @@ class Engine:
                 continue
             self.outbox.write_answers(peer)
             if members.lost is not None and members.lost.rank != peer:
-                # A peer that has not heard of the loss yet would take the end of this rank for the cause.
+                # Otherwise a peer that does not know of the lost rank yet would report this rank as the cause.
                 self.outbox.control(peer, Frame.LOST, body=LossNotice.of(members.lost).encode())
             self.outbox.control(peer, Frame.GOODBYE, body=encode_farewell(reason))
 
@@ -255,7 +273,7 @@ class Engine:
         outbox = self.outbox
         queue = outbox.queues.get(peer)
         while True:
-            if peer in outbox.control_waits:  # perhaps the REQUEST for a data message that was held back just now
+            if peer in outbox.control_waits:  # checked in every pass, because ``admit`` may have queued a REQUEST frame
                 self.counters.control_sent += 1
                 return outbox.take_control(peer)
             queued = queue.pop() if queue is not None else None
@@ -269,7 +287,7 @@ class Engine:
                 return outbox.data_message(queued, flags)
 
     def message_sent(self, message: OutgoingMessage, now: float) -> None:
-        """Note that the transport has taken a message completely; its memory may be reused."""
+        """Record that the transport no longer needs the memory of a message."""
         num_bytes = len(message.body) if message.body is not None else 0
         self.counters.bytes_sent += HEADER_BYTES + num_bytes
         queued = message.queued
@@ -295,10 +313,10 @@ class Engine:
     # -------------------------------------------------------------------------------------------------- receiving
 
     def accept(self, peer: int, header: Header, now: float, lease: Lease | None = None) -> Delivery:
-        """Decide where the body of a message goes ("decide which payload is about to be received").
+        """Return the memory into which the body of an arriving message is received.
 
         Raises:
-            ProtocolError: No correct peer sends this message.
+            ProtocolError: The message violates the protocol.
         """
         reception = self.reception
         if header.epoch != self.outbox.epoch:
@@ -314,14 +332,15 @@ class Engine:
         if header.flags & Flag.URGENT:
             self.promote(operation, now)
         if peer not in operation.posted_by:
-            self._rendezvous.posted(operation, peer)  # before this rank sends more: it would overtake what is held
+            # Messages held for this peer are queued first, or messages queued below would leave before them.
+            self._rendezvous.posted(operation, peer)
         delivery = reception.receive(peer, header, operation, lease)
         if operation.state is State.WAITING:
             self._first_byte(operation, now)
         return delivery
 
     def delivered(self, delivery: Delivery, now: float) -> None:
-        """Note that the body of an accepted message has arrived."""
+        """Record that the body of an accepted message has arrived."""
         self.reception.arriving.discard(delivery)
         header, peer = delivery.header, delivery.peer
         self.counters.bytes_received += HEADER_BYTES + header.body_bytes
@@ -336,7 +355,7 @@ class Engine:
             return
         operation, lane, arrival = delivery.operation, delivery.lane, delivery.arrival
         if operation is None or lane is None or arrival is None:
-            return  # the message was read to be forgotten
+            return  # the body was read only to discard it
         if operation.state >= State.DONE:
             arrival.release()
             return
@@ -345,7 +364,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------------- computing
 
     def computed(self, computation: Computation, seconds: float, now: float) -> None:
-        """Note that a computation was carried out, which took ``seconds``."""
+        """Record that a computation has ended. ``seconds``: the time that it took."""
         operation, lane = computation.operation, computation.lane
         self.counters.reduce_s += seconds
         computation.arrival.release()
@@ -363,12 +382,12 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------ peers
 
     def peer_lost(self, peer: int, reason: str, now: float, *, first_hand: bool = True) -> None:
-        """Fail everything that is pending and everything that is submitted later: a rank is lost.
+        """Mark a rank as lost: fail all pending operations, and refuse all later ones.
 
-        ``first_hand``: this rank has found the loss itself, and tells the others.
+        ``first_hand``: this rank has found the loss itself, and reports it to the other ranks.
         """
         members = self.members
-        # A rank that left in good order is no loss for this one, unless another rank still needed it.
+        # The connection of a departed rank ends without a loss. A rank that still needed it reports the loss.
         if members.lost is not None or members.closed or (first_hand and peer in members.departed):
             return
         members.lost = PeerLost(peer, reason)
@@ -382,12 +401,13 @@ class Engine:
         self.channels.fail(PeerLost(peer, reason), now)
 
     def peer_departed(self, peer: int, reason: str, now: float) -> None:
-        """Fail what still needs a rank that has closed the group in good order."""
+        """Mark a rank as departed: fail the operations that still need a message to or from it."""
         departed = self.members.departed
-        departed.setdefault(peer, reason)  # another rank may have told of it before
+        departed.setdefault(peer, reason)  # another rank may already have reported this departure
         for operation in self.table.select():
             self._fail_if_needed(operation, peer, now)
-        # The peer may be the only rank that was told the signature of another one, and may have left before it read it.
+        # Another rank may have described its signature to this peer only, which may have departed without reading it.
+        # So this rank describes its own operations to the remaining ranks now.
         self._signatures.describe_late(self.table.select(lambda operation: peer in operation.ranks))
         for receive in self._any_receives.take_all(lambda waiting: waiting.candidates.keys() <= departed.keys()):
             self.table.end_receive(receive, PeerLost(peer, reason))
@@ -450,7 +470,10 @@ class Engine:
             self._end(operation, now, None)
 
     def _end(self, operation: Operation, now: float, error: BaseException | None) -> None:
-        """End an operation, well or with an error. After that nothing but a running addition touches its tensor."""
+        """End an operation, successfully or with an error.
+
+        Afterwards the engine does not access the tensor, except for an addition that is already running.
+        """
         self.table.end(operation, error, now)
         self.stalls.forget(operation.key)
         if error is None:
@@ -463,14 +486,14 @@ class Engine:
             observer.done(operation.name, operation.key[1], now, error=error)
 
     def _fail_if_needed(self, operation: Operation, peer: int, now: float) -> None:
-        """Fail an operation in which a message to or from a rank that has left is missing."""
+        """Fail an operation that still has to exchange a message with a departed rank."""
         if not operation.finished and operation.needs(peer):
             reason = self.members.departed[peer]
             self.members.tell_of_loss(LossNotice(peer, reason), operation.ranks, operation.key)
             self._end(operation, now, PeerLost(peer, reason))
 
     def _check_signature(self, operation: Operation, peer: int, theirs: bytes, now: float) -> None:
-        """Fail an operation if a peer has submitted another signature."""
+        """Fail an operation if a peer has submitted a different signature."""
         if not operation.finished:
             error = self._signatures.compare(operation, peer, theirs)
             if error is not None:
@@ -502,14 +525,14 @@ class Engine:
                 continue
             try:
                 lane, index, *_ = self.reception.find_receive(operation, message.peer, message.header)
-            except ProtocolError as error:  # this is the application's thread, but the peer's fault
+            except ProtocolError as error:  # the peer is lost; the caller of ``submit`` is not to blame
                 self.reception.drop([message])
                 self.peer_lost(message.peer, f"protocol violation: {error}", now)
                 continue
             operation.posted_by.add(message.peer)
             if operation.state is State.WAITING:
                 self._first_byte(operation, now)
-            if message.complete:  # an incomplete message finds its operation when its body is here
+            if message.complete:  # otherwise ``_floating_delivered`` assigns it when the rest of the body has arrived
                 lane.arrivals[index] = Arrival(message.body, message)
                 self._note_received(operation, message.peer, message.header, now)
 
@@ -577,7 +600,7 @@ class Engine:
                 notice = LossNotice.decode(body, peer, self.members.world_size)
                 if key == NO_KEY:
                     self.peer_lost(notice.rank, notice.reason, now, first_hand=False)
-                else:  # a rank that left in good order: other operations in which it took part may still end well
+                else:  # a departed rank: other operations in which it took part may still succeed
                     self.members.departed.setdefault(notice.rank, notice.reason)
                     self._fail(peer, key, PeerLost(notice.rank, notice.reason), now)
             case Frame.STATUS_REQUEST:
@@ -593,7 +616,7 @@ class Engine:
                 raise ProtocolError(f"rank {peer} sent a {header.frame.name} frame, which the transport handles")
 
     def _fail(self, peer: int, key: _Key, error: MismatchError | PeerLost, now: float) -> None:
-        """Fail an operation, as a frame of the peer says: now, or as soon as it is submitted."""
+        """Fail the operation that a peer's frame names; if it is not submitted here yet, fail it on submission."""
         operation = self.table.active.get(key)
         if operation is not None:
             self._end(operation, now, error)
@@ -601,13 +624,16 @@ class Engine:
             self.reception.drop(self.reception.floating.claim(key))
             self.table.early.note_failure(peer, key, error)
 
-    # -------------------------------------------------------------------------------------- receives from anybody
+    # -------------------------------------------------------------------------------------- receives from any rank
 
     def _match_any_receives(self, peer: int, key: _Key, now: float) -> None:
-        """Let receives from anybody become operations, if they wait for messages of the peer that were announced."""
+        """Submit each receive from any rank that can take the message ``key`` of the peer, or one that follows it.
+
+        Such a message has arrived here, or a control frame of the peer has announced it.
+        """
         while (receive := self._any_receives.take(peer, key)) is not None:
             self._become(receive, peer, now)
-            key = (key[0], key[1] + 1)  # a later message of the peer may have overtaken this one
+            key = (key[0], key[1] + 1)  # the peer's next message may have arrived before message ``key``
 
     def _become(self, receive: AnyReceive, peer: int, now: float) -> None:
         submission = Submission(

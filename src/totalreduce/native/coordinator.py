@@ -31,7 +31,9 @@ __all__ = ["Coordinator"]
 @final
 @never_compiled
 class Coordinator:
-    """The collectives of a group by a native library. Any thread may call it. Making a coordinator is collective.
+    """The collectives of a group, carried out by a native library. Any thread may call its methods.
+
+    Making a coordinator is collective.
 
     Each rank submits operations in any order, under names that are equal on all ranks. Once all ranks have submitted an
     operation, it is ready. The ranks agree on one order of the operations that are ready, fuse small ones, and call the
@@ -39,7 +41,7 @@ class Coordinator:
 
     Args:
         members: The group. Its engine carries the messages by which the ranks agree.
-        natives: The library, with the same members.
+        natives: The library's communicator over the same ranks.
         config: The settings, equal on all ranks.
         scope: A name that no other coordinator of the job has.
 
@@ -77,25 +79,26 @@ class Coordinator:
 
         Args:
             tensor: A tensor of any shape on a device that the library knows; it need not be contiguous.
-            name: The name of the operation, equal on all ranks. ``None``: the n-th unnamed operation of a rank belongs
-                to the n-th unnamed operations of the others. Ranks do not remember unnamed operations, so each of them
-                costs more messages.
+            name: The name of the operation, equal on all ranks. ``None``: the n-th unnamed operation of a rank is
+                matched with the n-th unnamed operation of every other rank. Unnamed operations are not kept in the
+                response cache, so each of them costs more messages.
             op: The reduction.
-            prescale: Factor before the reduction. Integers are multiplied as float64 and cut off.
+            prescale: Factor before the reduction. Integers are multiplied in float64, and truncated towards zero.
             postscale: Factor after the reduction.
             priority: A signed number of 32 bits. Of operations that become ready at the same time, the one with the
-                smaller number goes first. If ranks pass different numbers, the lowest rank that has data decides. A
-                name keeps its priority as long as the ranks remember the name.
-            timeout_s: Deadline in seconds of a ``wait`` that names none.
+                smaller number goes first. If ranks pass different numbers, that of the lowest rank that has not
+                joined is used. The priority of a name is fixed while the name is in the response cache.
+            timeout_s: Deadline in seconds of a ``Work.wait`` that is called without one.
 
         Raises:
-            ValueError: ``priority`` is not such a number.
+            ValueError: ``priority`` is not a signed number of 32 bits.
             ConfigurationError: ``name`` is not a valid name, or an operation in flight has it; ``op`` is not a
-                reduction; more than 32,768 operations of this rank wait for the other ranks; or an operation in flight
-                uses the memory.
+                reduction; more than 32,768 operations of this rank wait for the other ranks; or another
+                operation in flight uses the tensor's memory.
             UnsupportedError: The tensor is sparse, nested or quantised.
             PeerLost: A rank is lost.
-            StallError: The agreement has ended.
+            StallError: The coordinator has ended, because some ranks did not submit an operation that others had
+                submitted.
         """
         return self.grouped_allreduce(
             [tensor], name=name, op=op, prescale=prescale, postscale=postscale, priority=priority, timeout_s=timeout_s
@@ -199,9 +202,9 @@ class Coordinator:
     ) -> Work:
         """Collect the tensors of all ranks on every rank. Only the first dimension may differ between ranks.
 
-        ``Work.wait`` returns one tensor with the rows of all ranks, unless ``outputs`` has one tensor for the rows of
-        each rank. ``copied`` are the tensors from which the caller has copied ``tensor``. No operation in flight may
-        write them.
+        Without ``outputs``, ``Work.wait`` returns one tensor with the rows of all ranks. With ``outputs``, one tensor
+        per rank, the rows of each rank are written to its tensor. ``copied``: the original tensors, if the caller has
+        copied ``tensor`` from others. It is an error if an operation in flight writes to them.
         """
         with self._describer.label(name, OpKind.ALLGATHER, priority) as label:
             dtypes.check_dense(tensor, label.name)
@@ -228,7 +231,8 @@ class Coordinator:
         operation has ended.
 
         Raises:
-            ConfigurationError: There is not one number of ``splits`` per rank, or they do not add up to the rows.
+            ConfigurationError: ``splits`` does not have exactly one number per rank, or its sum differs from the number
+                of rows.
         """
         with self._describer.label(name, OpKind.ALLTOALL, priority) as label:
             request = self._describer.alltoall(tensor, splits, label)
@@ -252,8 +256,9 @@ class Coordinator:
     ) -> Work:
         """Reduce a tensor over all ranks; each rank gets its share of the rows.
 
-        If the rows do not divide evenly, the first ranks get one row more. ``Work.wait`` returns the rows of this rank,
-        or they are copied into the only tensor of ``outputs``. ``copied`` as for ``allgather``.
+        If the rows do not divide evenly, the first ranks get one row more. If ``outputs`` is given, it has one tensor,
+        to which the rows of this rank are written; otherwise ``Work.wait`` returns them. ``copied`` as for
+        ``allgather``.
         """
         with self._describer.label(name, OpKind.REDUCE_SCATTER, priority) as label:
             request = self._describer.reduce_scatter(tensor, Scaling(op, prescale, postscale), label)
@@ -307,12 +312,12 @@ class Coordinator:
 
     @property
     def ended(self) -> TotalReduceError | None:
-        """The error of later submissions: a rank is lost, ranks stalled, or this coordinator is closed."""
+        """The error that later submissions raise (a lost rank, a stall, a closed coordinator), or ``None``."""
         return self._agreement.negotiator.ended
 
     @property
     def counters(self) -> NegotiationCounters:
-        """The number of cycles, messages, hits and misses so far."""
+        """The number of cycles and messages so far, and of hits and misses of the response cache."""
         return self._agreement.negotiator.counters
 
     def store(self, path: str | Path) -> None:
@@ -324,7 +329,10 @@ class Coordinator:
         tuning.write_settings(self.config, path)
 
     def cache_snapshot(self) -> list[tuple[str, int]]:
-        """Return the names and bits of the response cache, least recently used first; equal on all ranks."""
+        """Return the names in the response cache with their bit positions, least recently used first.
+
+        The result is equal on all ranks.
+        """
         with self._members.runner.locked():
             return self._agreement.negotiator.cache.snapshot()
 
@@ -332,8 +340,8 @@ class Coordinator:
         """End the coordinator on this rank. Its pending operations fail.
 
         This is not collective: the other ranks get a message. Their operations that need this rank, and all later ones,
-        fail with ``PeerLost``, which names this rank and the ``reason``. A second call does nothing, and neither does a
-        call in a forked child process.
+        fail with ``PeerLost``, which names this rank and the ``reason``. A second call does nothing. A call in a
+        forked child process does nothing.
         """
         if not self._members.runner.home.is_here:
             return

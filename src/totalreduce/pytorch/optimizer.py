@@ -6,7 +6,8 @@ hooks, or ``step()``, open the round; ``step()`` closes it and waits for the gra
 
 * ``reducer``: dense gradients, in buckets;
 * ``sparse_gradients``: the rows of sparse gradients;
-* ``compressed``: gradients that a sparse method compresses; ``compression`` keeps their residuals.
+* ``compressed``: gradients that a sparse method compresses; ``compression`` stores their residuals, which are the
+  elements that were not sent yet.
 
 ``planning`` decides which reducer has which parameters, and the ranks compare their plans. ``deferred`` has the updates
 that happen in the next forward pass, with ``overlap="iterations"``.
@@ -51,45 +52,46 @@ class DistributedOptimizer(OptimizerWrapper):
     order they come, may differ from rank to rank. See ``docs/optimizer.md``.
 
     Args:
-        optimizer: Any ``torch.optim`` optimizer. It is driven by this one: do not step it yourself.
+        optimizer: Any ``torch.optim`` optimizer. Do not call its ``step()``; ``DistributedOptimizer.step()`` calls it.
         model: The module that holds the optimizer's parameters, or ``None``. The gradients of model parameters that the
             optimizer does not hold stay local.
         group: The ranks.
-        op: ``AVG``, the gradient of the average of the ranks' losses, or ``SUM``.
+        op: ``AVG``: gradients are averaged over the ranks. ``SUM``: they are added.
         bucket_bytes: The size limit of a bucket, whose gradients travel as one operation. Default: 4 MiB, or 8 MiB
             where a native library carries the operations out.
         overlap: ``"backward"``: communication runs during backward, and ``step()`` waits for it. ``"iterations"``:
-            ``step()`` returns at once, and the next forward pass of each module waits for its own parameters only (with
-            ``on_missing="zero"``).
-        on_missing: Where some ranks have a gradient and others have not, the missing ones count as ``"zero"``, or
-            ``"error"``: every rank raises ``MissingTensorError``.
-        named_parameters: Names that all ranks know, where there is no model. Without model and names, parameters are
-            named by their places in the optimizer.
+            ``step()`` returns at once, and the next forward pass of each module waits for its own parameters only.
+            This needs ``on_missing="zero"`` and no gathered sparse gradients, and excludes LBFGS and SparseAdam;
+            otherwise ``"iterations"`` does the same as ``"backward"``.
+        on_missing: What to do if only some ranks have a gradient of a parameter. ``"zero"``: the others count as having
+            zeros. ``"error"``: every rank raises ``MissingTensorError``.
+        named_parameters: Pairs of name and parameter, for use without ``model``; the names are equal on all ranks.
+            Without model and names, a parameter is named by its index in ``optimizer.param_groups``.
         compression: ``"fp16"`` or ``"bf16"``: the dtype in which gradients travel.
-        gradient_predivide_factor: Averages are divided by this before the sum, and by the rest of the world size
-            after it; for gradients near the ends of a half type's range.
-        backward_passes_per_step: The number of backward passes that add up before gradients leave; those of a remainder
-            leave at ``step()``. Gradients are not divided by it.
-        sparse: ``"dense"``: sparse gradients are reduced as dense ones. ``"gather"``: the rows of all ranks are
-            gathered (of modules with ``sparse=True``, and of ``SparseAdam``). ``SparseAdam`` gets sparse gradients in
-            both cases; with ``"dense"`` they hold the rows that are not zero.
-        join_divisor: The divisor of averages while some ranks have joined: ``"world"``, all ranks, or ``"active"``, the
-            ranks with data.
+        gradient_predivide_factor: With ``AVG``, gradients are divided by this factor before the sum and by
+            ``world_size / factor`` after it. Use it if float16 or bfloat16 gradients overflow or underflow.
+        backward_passes_per_step: The number of backward passes whose gradients are accumulated before they are sent.
+            ``step()`` sends what is accumulated after fewer passes, too. The sum is not divided by this number.
+        sparse: ``"dense"``: sparse gradients are reduced as dense ones. ``"gather"``: sparse gradients are sent as rows
+            and gathered; they are those of modules with ``sparse=True`` and of the parameters of ``SparseAdam``.
+            ``SparseAdam`` gets sparse gradients in both cases; with ``"dense"`` they hold the rows that are not zero.
+        join_divisor: The divisor of averages while some ranks have no more data (see ``join``): ``"world"``, all ranks,
+            or ``"active"``, the ranks with data.
         sync: The sparse method that compresses the gradients of large matrices: ``tr.OkTopk(density=0.01)``, another
-            one of ``totalreduce.sparse``, or ``tr.Auto()``, which measures which is faster. ``None``: nothing is
-            compressed. See docs/sparse.md.
+            one of ``totalreduce.sparse``, or ``tr.Auto()``, which measures for each bucket whether compression is
+            faster than dense reduction. ``None``: nothing is compressed. See docs/sparse.md.
         feedback: Settings of the residuals, in which a sparse method keeps the elements that it did not send.
-        grad_scaler: The ``GradScaler`` that scales the loss, so that residuals are unscaled.
+        grad_scaler: The ``GradScaler`` in use, if any. Residuals are stored without the scale of the loss.
         name: Prefix of the operations' names; different for each optimizer that shares a group.
 
     Raises:
         ConfigurationError: A setting is wrong, or model and optimizer do not fit together.
         UnsupportedError: A parameter that is complex, or on a device that the group's transport cannot read.
-        PlanMismatchError: The ranks' models or settings differ; on every rank.
+        PlanMismatchError: The ranks' models or settings differ. Every rank raises it.
 
     Attributes:
-        skipped_steps: The number of steps without an update, because some rank's gradients were not finite. Such steps
-            are skipped with ``sync`` only.
+        skipped_steps: The number of steps without an update, because some rank's gradients were not finite. Steps
+            are skipped only if ``sync`` is set; otherwise such gradients are applied.
     """
 
     def __init__(
@@ -116,9 +118,11 @@ class DistributedOptimizer(OptimizerWrapper):
         if isinstance(optimizer, DistributedOptimizer):
             raise ConfigurationError("the optimizer is a DistributedOptimizer already: pass the torch optimizer")
         if model is None and overlap == "iterations":
-            raise ConfigurationError("overlap='iterations' needs the model, whose modules wait for their gradients")
+            raise ConfigurationError(
+                "overlap='iterations' needs the argument model: its modules wait for their gradients"
+            )
         if model is not None and named_parameters is not None:
-            raise ConfigurationError("pass the model or named_parameters: the model has names already")
+            raise ConfigurationError("pass either model or named_parameters, not both: the model has names already")
         super().__init__(optimizer)
         feedback = feedback or ErrorFeedback()
         if sync is not None:
@@ -155,16 +159,16 @@ class DistributedOptimizer(OptimizerWrapper):
     def replan(self) -> None:
         """Plan again after parameters were frozen or unfrozen, or the model changed its dtype. Collective.
 
-        Gradients that were not synchronised yet stay, and are reduced at the next ``step()``.
+        Gradients that are not synchronised yet are kept, and the next ``step()`` reduces them.
 
         Raises:
-            PlanMismatchError: The ranks' models differ; on every rank. Correct them and call ``replan()`` again.
+            PlanMismatchError: The ranks' models differ. Every rank raises it. Correct them and call ``replan()`` again.
         """
         self._end_plan()
         self._plan_gradients()
 
     def _end_plan(self) -> None:
-        """End the round and remove the hooks. Collective, since no rank knows what the others have sent."""
+        """End the round and remove the hooks. Collective, because the buckets that a rank has sent need all ranks."""
         self._check_usable(planned=False)
         if not self._planned:
             return  # the last plan failed, on every rank
@@ -214,12 +218,12 @@ class DistributedOptimizer(OptimizerWrapper):
         order = ForwardOrder(model, {parameter: index for index, parameter in enumerate(hooked)})
         self._round = Round(reducers, group.world_size, order)
         self._deferred = DeferredUpdates(self._inner, self._dense, order, group)
-        inexact = torch.optim.LBFGS | torch.optim.SparseAdam  # they do not update each parameter by itself
+        inseparable = torch.optim.LBFGS | torch.optim.SparseAdam  # these cannot update one parameter after the other
         if (
             settings.overlap == "iterations"
             and settings.on_missing == "zero"
             and not plan.sparse
-            and not isinstance(self._inner, inexact)
+            and not isinstance(self._inner, inseparable)
         ):
             self._deferred.watch(model)
         else:
@@ -245,7 +249,7 @@ class DistributedOptimizer(OptimizerWrapper):
     # -------------------- a step
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """Note that backward has added to the gradient of a parameter; called by the parameter's hook."""
+        """Record that backward has added to the gradient of a parameter; called by the parameter's hook."""
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
         if self._deferred.pending:
@@ -270,14 +274,14 @@ class DistributedOptimizer(OptimizerWrapper):
         Call it before clipping or inspecting gradients; the next ``step()`` then does not communicate again.
 
         Raises:
-            MissingTensorError: With ``on_missing="error"``; on every rank, which keep their own gradients.
+            MissingTensorError: With ``on_missing="error"``. Every rank raises it and keeps its local gradients.
             PeerLost: A rank died.
-            DeadlineExceededError: It takes longer than the group's ``timeout_s``; may be called again.
+            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. The call may be repeated.
         """
         self._synchronize()
 
     def _synchronize(self) -> None:
-        """Do what ``synchronize`` does; subclasses override that for calls by the program."""
+        """Do the work of ``synchronize``, which subclasses override; this class calls only this method."""
         self._check_usable()
         self.flush()
         if self._round.phase is not Phase.SYNCHRONISED:
@@ -296,15 +300,15 @@ class DistributedOptimizer(OptimizerWrapper):
 
         Args:
             closure: Evaluates the model and returns the loss. Its gradients and its loss are reduced over the ranks, so
-                that optimizers that decide by the loss (LBFGS) decide equally on all ranks.
+                that optimizers whose control flow depends on the loss (LBFGS) take the same way on all ranks.
 
         Returns:
             The closure's loss, reduced; ``None`` without a closure.
 
         Raises:
-            MissingTensorError: With ``on_missing="error"``; on every rank, before any parameter is changed.
+            MissingTensorError: With ``on_missing="error"``. Every rank raises it before any parameter is changed.
             PeerLost: A rank died.
-            DeadlineExceededError: It takes longer than the group's ``timeout_s``; may be called again.
+            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. The call may be repeated.
         """
         self._check_usable()
         self.flush()
@@ -320,8 +324,8 @@ class DistributedOptimizer(OptimizerWrapper):
                 result = self._inner.step()
             elif self._compression.grad_scaler is None and self.skipped_steps == 1:
                 warnings.warn(
-                    "a step was skipped on all ranks, because some rank's gradients were not finite; nothing was kept "
-                    "of it. DistributedOptimizer.skipped_steps counts such steps.",
+                    "a step was skipped on all ranks, because some rank's gradients were not finite; parameters and "
+                    "residuals have not changed. DistributedOptimizer.skipped_steps counts such steps.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -332,7 +336,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """Return a closure that also reduces the gradients and the loss of the given one over the ranks."""
 
         def reduced_closure() -> Any:
-            # Each evaluation is a round of its own, also on a rank where it makes no gradient.
+            # Each evaluation is a round of its own, even on a rank where the closure produces no gradients.
             self._round.forget_result()
             with torch.enable_grad():
                 loss = closure()
@@ -348,9 +352,10 @@ class DistributedOptimizer(OptimizerWrapper):
     def flush(self) -> None:
         """Apply every update that ``step()`` deferred. With ``overlap="backward"`` there are none.
 
-        Happens by itself before an evaluation or ``no_grad`` forward of the model, ``state_dict()`` and
-        ``load_state_dict()`` of model and optimizer, ``synchronize()``, ``group.barrier()`` and ``group.close()``. Call
-        it before reading parameters in any other way: copying the model, an average of its weights, a norm.
+        It is called automatically before a forward pass in eval mode or under ``no_grad``, before ``state_dict()`` and
+        ``load_state_dict()`` of model and optimizer, and before ``synchronize()``, ``group.barrier()`` and
+        ``group.close()``. Call it before you read parameters in other ways, for example to copy the model, to average
+        its weights, or to compute a norm.
         """
         self._deferred.flush()
 
@@ -369,7 +374,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         self._check_usable()
         if isinstance(self._inner, torch.optim.LBFGS) or not self._plan.buckets:
-            raise ConfigurationError("join() needs rounds that can be told apart: not LBFGS, and not sparse alone")
+            raise ConfigurationError("join() does not work with LBFGS, nor if no parameter has dense gradients")
         self.flush()
         if self._round.phase is not Phase.LOCAL:
             self._synchronize()
@@ -381,14 +386,14 @@ class DistributedOptimizer(OptimizerWrapper):
             self._round.finish()
             self.skipped_steps += self._round.skipped
         self._round.forget_result()
-        # The rank that joined last took part in the fewest rounds.
+        # The rank that joined last took part in the fewest rounds of this loop, so it has the largest number below.
         last = torch.tensor([self._group.rank - rounds * self._group.world_size])
         self._group.control.allreduce(last, name=f"{self._name}.joined", op=ReduceOp.MAX).wait()
         return int(last.item()) % self._group.world_size
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Have backward passes only accumulate: the sum leaves with the next one outside, or at ``step()``."""
+        """Accumulate gradients locally in this context. The next backward pass after it, or ``step()``, sends them."""
         self._no_sync_depth += 1
         try:
             yield
@@ -396,7 +401,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._no_sync_depth -= 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as torch does. Reduced gradients that are still in flight are not lost."""
+        """Reset the gradients, as torch does. Updates that ``step()`` has deferred are still applied."""
         if not set_to_none:
             self._deferred.keep_contributions()
         self._inner.zero_grad(set_to_none)
@@ -413,7 +418,9 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._closed:
             raise ConfigurationError("this DistributedOptimizer was closed: build a new one")
         if planned and not self._planned:
-            raise ConfigurationError("the last replan() failed: mend the model and call it again on every rank")
+            raise ConfigurationError(
+                "the last replan() failed: correct the model, then call replan() again on every rank"
+            )
 
     @property
     def resubmissions(self) -> int:
@@ -429,13 +436,14 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @property
     def residuals(self) -> dict[str, torch.Tensor]:
-        """The residuals of this rank by parameter: float32, in the parameter's shape. Only to be read."""
+        """The residuals of this rank by parameter: float32, in the parameter's shape. Read-only."""
         return self._compression.shaped_residuals()
 
     def flush_residuals(self) -> None:
-        """Have the next step send all gradients and residuals, so that no residual is left. On every rank.
+        """Have the next step send all gradients and residuals, so that no residual is left.
 
-        For the last step before an evaluation, or before the residuals are given up. Call it before its backward.
+        Call it on every rank, before ``backward()`` of the last step that precedes an evaluation, or after which the
+        residuals are discarded.
         """
         self._check_usable()
         if self._round.in_flight:
@@ -444,10 +452,10 @@ class DistributedOptimizer(OptimizerWrapper):
             self._compression.reducer.send_dense = True
 
     def residual_state_dict(self) -> dict[str, Any]:
-        """Return the state of ``sync`` on this rank, to go on with the same bits: save it beside ``state_dict()``.
+        """Return this rank's state of the sparse method: save it with ``state_dict()`` to resume with the same bits.
 
-        Every rank has a state of its own. To go on with fewer or more ranks, or another method, give all of them to
-        ``load_residual_state_dict``.
+        Every rank has a state of its own. To resume with a different number of ranks, or with another method, pass the
+        states of all ranks to ``load_residual_state_dict``.
         """
         self._check_usable()
         self.flush()
@@ -457,8 +465,8 @@ class DistributedOptimizer(OptimizerWrapper):
         """Go on from states that ``residual_state_dict`` returned.
 
         Args:
-            states: This rank's own. Or those of all ranks, if the number of ranks was another one: then each rank takes
-                some, so that the sum of all residuals stays the same.
+            states: This rank's state. If the number of ranks or the method has changed: the states of all previous
+                ranks, which are distributed over the ranks so that the sum of all residuals stays the same.
 
         Raises:
             ConfigurationError: States are missing, or of another model.
@@ -499,14 +507,14 @@ class DistributedOptimizer(OptimizerWrapper):
 
         Raises:
             ConfigurationError: A parameter is not in the model; the group is not added then.
-            PlanMismatchError: The ranks added different groups; on every rank.
+            PlanMismatchError: The ranks added different groups. Every rank raises it.
         """
         self._end_plan()
         self._inner.add_param_group(param_group)
         try:
             self._plan_gradients()
         except (ConfigurationError, PlanMismatchError):
-            # Every rank is here: see agree_on_plan.
+            # Every rank has raised this error (see agree_on_plan), so all ranks plan again without the group.
             self._inner.param_groups.pop()
             self._plan_gradients()
             raise
