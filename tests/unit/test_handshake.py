@@ -36,7 +36,7 @@ def test_a_wrong_key_is_noticed_by_both_ends() -> None:
     challenge = acceptor.feed(connector.outgoing)
     with pytest.raises(AuthenticationError, match="rank 1's address does not know the job's key"):
         connector.feed(challenge)
-    with pytest.raises(AuthenticationError, match="calls himself rank 0 does not know the job's key"):
+    with pytest.raises(AuthenticationError, match="claims to be rank 0 does not know the job's key"):
         acceptor.feed(bytes(32))
 
 

@@ -276,7 +276,7 @@ def test_who_talks_on_the_silent_socket_is_lost() -> None:
         host.move()
         host.ranks[0]._connections[1].sock.send(b"?")
         host.move(only=[1])
-        assert host.desks[1].lost == [(0, "its connection ended (it sent what it must not)")]
+        assert host.desks[1].lost == [(0, "its connection ended (it sent unexpected data)")]
 
 
 def test_a_heartbeat_that_stands_still_is_a_frozen_process(monkeypatch: pytest.MonkeyPatch) -> None:

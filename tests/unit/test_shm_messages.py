@@ -192,9 +192,9 @@ def forge(host: Host, what: str) -> None:
         ("piece", "100 bytes in piece 36, which the pool does not have"),
         ("beyond", f"{PIECE + 1} bytes in piece 32, which the pool does not have"),
         ("too much", "101 bytes in a piece, 100 in its header"),
-        ("continues", "the continuation of nothing"),
+        ("continues", "a continuation without a message"),
         ("header", "not a totalreduce header"),
-        ("consumed", "it has consumed what was never sent"),
+        ("consumed", "it has consumed more than was sent"),
     ],
 )
 def test_a_peers_memory_is_not_believed(what: str, text: str) -> None:

@@ -332,7 +332,7 @@ class Connection:
             except ConnectionResetError as error:
                 if channel is not None or not self.incoming.is_tls_alert():
                     raise
-                who = f"rank {self.peer}" if self.opened_here else "somebody"
+                who = f"rank {self.peer}" if self.opened_here else "a process"
                 raise AuthenticationError(
                     f"{who} speaks TLS and this rank does not: set TLS on every rank or on none"
                 ) from error

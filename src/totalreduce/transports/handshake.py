@@ -125,7 +125,7 @@ class Acceptor:
         if not self._transcript:
             return self._challenge(data)
         if not hmac.compare_digest(data, self._identity.code(b"connector", self._transcript)):
-            raise AuthenticationError(f"somebody who calls himself rank {self.peer} does not know the job's key")
+            raise AuthenticationError(f"a process that claims to be rank {self.peer} does not know the job's key")
         self.needed = 0
         return b""
 

@@ -120,8 +120,8 @@ class PeerConnections:
                 # The oldest is refused: a peer's handshake takes but a moment, so idle strangers cannot keep it out.
                 self.drop(pending[0])
                 if not pending[0].refused:
-                    self.listener.refused("too many connections that do not say who they are")
-            self._add(sock, Acceptor(self._identity, self._rank, len(self._addresses)), f"somebody at {origin[0]}")
+                    self.listener.refused("too many connections without a handshake")
+            self._add(sock, Acceptor(self._identity, self._rank, len(self._addresses)), f"a process at {origin[0]}")
 
     def advance(self, connection: Connection) -> None:
         """Go on with connecting, with the handshake, or with the end of a refused connection."""
@@ -170,7 +170,7 @@ class PeerConnections:
         if connection.opened_here:
             self._lose(connection.peer, f"no connection within {timeout_s} s")
         elif not connection.refused:
-            self.listener.refused("it did not say who it is in time")
+            self.listener.refused("it did not complete the handshake in time")
 
     def drop(self, connection: Connection) -> None:
         """Close a connection. If this rank's messages took it, the peer is gone."""

@@ -218,7 +218,7 @@ class ShmTransport(Transport):
         connection = self._sockets[fd]
         try:
             data = connection.sock.recv(1)
-            connection.ended = "it sent what it must not" if data else "the connection was closed by the other end"
+            connection.ended = "it sent unexpected data" if data else "the connection was closed by the other end"
         except BlockingIOError:
             return
         except OSError as error:

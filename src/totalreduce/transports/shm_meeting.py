@@ -291,7 +291,7 @@ class Meetings:
             if meeting.outgoing and pending_s > config.connect_timeout_s:
                 self._refuse(fd, f"no connection within {config.connect_timeout_s} s")
             elif not meeting.outgoing and pending_s > config.handshake_timeout_s:
-                self._refuse(fd, "it did not say who it is in time")
+                self._refuse(fd, "it did not complete the handshake in time")
 
     def let_go(self) -> None:
         """Close the sockets in a forked child."""
@@ -331,7 +331,7 @@ class Meetings:
             pending = [fd for fd, meeting in self._meetings.items() if not meeting.outgoing]
             if len(pending) >= self._config.pending_handshakes_max:
                 # The oldest is refused: a peer's handshake takes but a moment, so idle strangers cannot keep it out.
-                self._refuse(pending[0], "too many connections that do not say who they are")
+                self._refuse(pending[0], "too many connections without a handshake")
             self._begin(accepted[0], Acceptor(self._identity, self._rank, len(self._addresses)), now)
 
     def _begin(self, sock: socket.socket, handshake: Connector | Acceptor, now: float) -> None:

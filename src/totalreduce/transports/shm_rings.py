@@ -140,7 +140,7 @@ class OutgoingRing:
                 self.blocked = True
                 return False
             if waiting < 0:
-                raise ProtocolError("it has consumed what was never sent")
+                raise ProtocolError("it has consumed more than was sent")
             if self._order is not None:
                 self._order()  # the entry is written after the peer's word that it was read
             if self.unfinished is not None:
@@ -314,7 +314,7 @@ class IncomingRing:
     def _receive_part(self, endpoint: Endpoint, words: memoryview) -> None:
         """Receive a part of a body that is longer than a piece."""
         if self._arriving is None:
-            raise ProtocolError("the continuation of nothing")
+            raise ProtocolError("a continuation without a message")
         delivery, done = self._arriving
         word, use, body = self._find_body(words)
         view = delivery.view
