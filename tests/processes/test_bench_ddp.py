@@ -11,7 +11,7 @@ from totalreduce.bench.launching import BenchmarkFailedError, Setting
 from totalreduce.foundation.errors import ConfigurationError
 
 
-def test_a_script_is_timed_on_both_back_ends(tmp_path):
+def test_a_script_is_timed_on_both_back_ends(tmp_path, warm_workers):
     out = tmp_path / "out.json"
     tiny = ("--", "--width", "4", "--batch", "2", "--examples", "32")
     arguments = ("ddp", "-n", "2", "--steps", "2", "--rounds", "1", "--json", str(out), *tiny)
@@ -32,7 +32,7 @@ def test_a_script_is_timed_on_both_back_ends(tmp_path):
 def test_a_script_that_fails_is_quoted(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nsys.exit(f'no luck for {sys.argv[3]}' if os.environ['RANK'] == '0' else 0)")
-    setting = Setting(ranks=2, hosts=0, rate="1gbit", against=("gloo",), rounds=1)
+    setting = Setting(ranks=2, against=("gloo",), rounds=1)
     with pytest.raises(BenchmarkFailedError, match=r"(?s)--backend totalreduce: rank 0 failed.*no luck for --backend"):
         measure_ddp(setting, script, ["--steps", "5"])
 

@@ -8,13 +8,14 @@ import torch
 from typer.testing import CliRunner
 
 from totalreduce.bench import bench_app
+from totalreduce.bench.collectives import CollectivesParameters, CollectivesSamples, Contestant
 from totalreduce.bench.launching import BenchmarkFailedError, Setting, run_benchmark
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import OpKind
 from totalreduce.launch.emulate import EmulatedNetwork
 from totalreduce.schedules import algorithms_of
 
-TWO_RANKS = Setting(ranks=2, hosts=0, rate="1gbit", against=(), rounds=1)
+TWO_RANKS = Setting(ranks=2)
 TRACE = {
     "model": "tiny",
     "source": "made up",
@@ -53,15 +54,17 @@ def test_allreduce_reports_every_size_and_peer(tmp_path):
         assert (figure["gain"] is None) == (figure["gain_shared"] is None) == (peer in ("totalreduce", "shared"))
     assert "shared by" in found.stdout
     assert len(document["raw"]) == 2
-    assert len(document["raw"][1]["sizes"][0]["seconds"]["gloo"]) == 3
+    row = document["raw"][1]["rows"][0]
+    assert [contestant["peer"] for contestant in row["contestants"]] == ["totalreduce", "shared", "gloo", "fifo"]
+    assert [len(samples) for samples in row["seconds"]] == [3] * 4
     assert document["environment"]["torch"] == torch.__version__
 
 
-def test_every_collective_is_timed_and_checked_by_every_schedule_and_peer(tmp_path):
+def test_every_collective_is_timed_and_checked_by_every_schedule_and_peer(tmp_path, warm_workers):
     pytest.importorskip("mpi4py", reason="the MPI side needs mpi4py")
     out = tmp_path / "out.json"
     found = run(
-        *("collectives", "-n", 3, "--sizes", "30KiB", "--rounds", 2, "--schedule", "all", "--json", out),
+        *("collectives", "-n", 3, "--sizes", "30KiB", "--rounds", 1, "--schedule", "all", "--json", out),
         *("--against", "gloo,fifo,mpich"),
     )
     document = json.loads(out.read_text())
@@ -82,7 +85,7 @@ def test_every_collective_is_timed_and_checked_by_every_schedule_and_peer(tmp_pa
     assert "3 ranks on one host" in found.stdout
 
 
-def test_urgent_operations_meet_the_bulk_in_flight(tmp_path):
+def test_urgent_operations_meet_the_bulk_in_flight(tmp_path, warm_workers):
     out = tmp_path / "out.json"
     run(
         "urgent",
@@ -110,7 +113,7 @@ def test_urgent_operations_meet_the_bulk_in_flight(tmp_path):
         assert 0.002 + first > 0.5 * max(rank["loaded_s"][index] for rank in raw)
 
 
-def test_replay_prints_waiting_and_steps(tmp_path):
+def test_replay_prints_waiting_and_steps(tmp_path, warm_workers):
     out, path = tmp_path / "out.json", tmp_path / "tiny.json"
     path.write_text(json.dumps(TRACE))
     found = run(
@@ -130,7 +133,7 @@ def test_replay_prints_waiting_and_steps(tmp_path):
     assert figures["totalreduce"]["messages"] == 1
 
 
-def test_replay_balances_communication_and_compute(tmp_path):
+def test_replay_balances_communication_and_compute(tmp_path, warm_workers):
     out, path = tmp_path / "out.json", tmp_path / "tiny.json"
     path.write_text(json.dumps(TRACE))
     run(
@@ -156,7 +159,7 @@ def test_replay_balances_communication_and_compute(tmp_path):
 
 
 @pytest.mark.slow
-def test_step_sends_a_part_beside_the_whole(tmp_path):
+def test_step_sends_a_part_beside_the_whole(tmp_path, warm_workers):
     out = tmp_path / "out.json"
     sparse = ("--sync", "oktopk", "--dense", "--no-communication", "--bucket", "0.5")
     found = run("step", "--model", "cnn", "-n", 2, "--steps", 2, "--rounds", 1, *sparse, "--json", out)
@@ -169,10 +172,10 @@ def test_step_sends_a_part_beside_the_whole(tmp_path):
     assert all(0 <= rank["hidden_share"] <= 1 for rank in document["raw"])
 
 
-def test_step_trains_the_same_model_as_ddp(tmp_path):
+def test_step_trains_the_same_model_as_ddp(tmp_path, warm_workers):
     out = tmp_path / "out.json"
     run(
-        *("step", "--model", "cnn", "-n", 2, "--steps", 2, "--rounds", 1, "--json", out),
+        *("step", "--model", "cnn", "--batch", 1, "-n", 2, "--steps", 2, "--rounds", 1, "--json", out),
         *("--against", "gloo", "--no-communication", "--overlap", "iterations"),
     )
     document = json.loads(out.read_text())
@@ -200,8 +203,9 @@ def test_trace_records_what_replay_reads(tmp_path):
 
 
 def test_a_failing_worker_means_no_figures(capfd):
+    parameters = CollectivesParameters([4096], {"allreduce": [Contestant("totalreduce", "auto")]}, "complex64")
     with pytest.raises(BenchmarkFailedError, match=r"rank [01] failed: WrongResultError: .*complex64"):
-        run_benchmark("allreduce", {"sizes": [4096], "dtype": "complex64"}, TWO_RANKS)
+        run_benchmark("collectives_worker", parameters, TWO_RANKS, CollectivesSamples)
     assert "complex64" in capfd.readouterr().err
 
 

@@ -9,10 +9,17 @@ import pytest
 
 from totalreduce.bench import mpi_launching
 from totalreduce.bench.arithmetic import bus_factor_of, wire_bytes
-from totalreduce.bench.collectives import contestants, parse_kinds, summarise
+from totalreduce.bench.collectives import (
+    CollectiveRow,
+    CollectivesSamples,
+    Contestant,
+    contestants,
+    parse_kinds,
+    summarise,
+)
+from totalreduce.bench.command import make_setting
 from totalreduce.bench.launching import Setting
 from totalreduce.bench.mpi_rank import MpiRank
-from totalreduce.bench.options import make_setting
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.foundation.types import OpKind
 from totalreduce.schedules import algorithms_of
@@ -59,14 +66,17 @@ def test_bus_factors_are_those_of_nccl_tests():
 def test_every_schedule_there_is_takes_turns_and_no_other():
     names = [algorithm.name.lower() for algorithm in algorithms_of(OpKind.ALLREDUCE)]
     every = contestants(OpKind.ALLREDUCE, ["totalreduce", "gloo"], "all")
-    assert every[0] == ("totalreduce", "auto")
-    assert every[-1] == ("gloo", "auto")
-    assert sorted(schedule for _, schedule in every[1:-1]) == sorted(names)
+    assert every[0] == Contestant("totalreduce", "auto")
+    assert every[-1] == Contestant("gloo", "auto")
+    assert sorted(one.schedule for one in every[1:-1]) == sorted(names)
     assert contestants(OpKind.BROADCAST, ["totalreduce"], "chain,ring") == [
-        ("totalreduce", "auto"),
-        ("totalreduce", "chain"),
+        Contestant("totalreduce", "auto"),
+        Contestant("totalreduce", "chain"),
     ]
-    assert contestants(OpKind.ALLTOALL, ["totalreduce", "mpich"], "all") == [("totalreduce", "auto"), ("mpich", "auto")]
+    assert contestants(OpKind.ALLTOALL, ["totalreduce", "mpich"], "all") == [
+        Contestant("totalreduce", "auto"),
+        Contestant("mpich", "auto"),
+    ]
     with pytest.raises(ConfigurationError, match="not butterfly"):
         contestants(OpKind.ALLREDUCE, ["totalreduce"], "butterfly")
 
@@ -79,12 +89,11 @@ def test_collectives_are_chosen_by_name():
 
 
 def result(seconds, goodput=9.5e8):
-    return {
-        "goodput_bits_per_s": [goodput],
-        "rows": [
-            {"kind": "allgather", "size": 1000, "seconds": seconds, "expected_s": {"ring": 2e-5, "direct": 3e-5}},
-        ],
-    }
+    contestants = [Contestant("totalreduce", "auto"), Contestant("totalreduce", "direct"), Contestant("gloo", "auto")]
+    expected_s = {"ring": 2e-5, "direct": 3e-5}
+    return CollectivesSamples(
+        [goodput], [CollectiveRow("allgather", 1000, 250, contestants, seconds, [[]] * 3, expected_s)]
+    )
 
 
 def test_the_slowest_rank_counts_and_the_share_is_of_the_collectives_own_limit():
@@ -92,8 +101,7 @@ def test_the_slowest_rank_counts_and_the_share_is_of_the_collectives_own_limit()
         result([[1e-5, 2e-5, 4e-5], [1e-5] * 3, [4e-5] * 3]),
         result([[2e-5, 1e-5, 3e-5], [3e-5] * 3, [6e-5, 4e-5, 8e-5]]),
     ]
-    taking_part = {"allgather": [("totalreduce", "auto"), ("totalreduce", "direct"), ("gloo", "auto")]}
-    chosen, direct, gloo = summarise(results, taking_part, (0, 1), 1e9)
+    chosen, direct, gloo = summarise(results, (0, 1), 1e9)
     assert (chosen.seconds.median, chosen.seconds.high) == (2e-5, 4e-5)
     assert (chosen.chosen, chosen.expected_s, chosen.gain) == ("ring", 2e-5, None)
     # Half of 1000 bytes at 1 Gbit/s: 4 µs.
@@ -105,7 +113,7 @@ def test_the_slowest_rank_counts_and_the_share_is_of_the_collectives_own_limit()
     assert direct.gain.median == pytest.approx(1.5)  # rounds: 3/2, 3/2, 3/4
     assert (gloo.chosen, gloo.expected_s) == ("", None)
     assert gloo.gain.median == pytest.approx(2.0)  # 6/2, 4/2, 8/4
-    on_one_host = summarise(results, taking_part, (0, 0), None)
+    on_one_host = summarise(results, (0, 0), None)
     assert [figure.share_of_rate for figure in on_one_host] == [None] * 3
     assert [figure.share_of_tcp for figure in on_one_host] == [None] * 3
 
@@ -114,8 +122,8 @@ def test_the_slowest_rank_counts_and_the_share_is_of_the_collectives_own_limit()
 
 
 def test_hosts_have_blocks_of_ranks():
-    assert Setting(ranks=8, hosts=2, rate="1gbit", against=(), rounds=1).host_of_rank == TWO_BY_FOUR
-    assert Setting(ranks=3, hosts=0, rate="1gbit", against=(), rounds=1).host_of_rank == (0, 0, 0)
+    assert Setting(ranks=8, hosts=2).host_of_rank == TWO_BY_FOUR
+    assert Setting(ranks=3).host_of_rank == (0, 0, 0)
 
 
 def test_peers_and_ranks_as_options_say_them():
@@ -132,17 +140,16 @@ def test_peers_and_ranks_as_options_say_them():
     ("options", "complaint"),
     [
         ({"ranks_per_host": 2}, "goes with --emulate-hosts"),
-        ({"ranks": 5, "hosts": 2, "ranks_per_host": 2}, "are not --ranks 5"),
+        ({"ranks": 5, "emulate_hosts": 2, "ranks_per_host": 2}, "are not --ranks 5"),
         ({"mpirun": ["/opt/mpirun"]}, "openmpi=PATH"),
         ({"mpirun": ["lam=/opt/mpirun"]}, "openmpi or mpich, not lam"),
-        ({"hosts": 2, "against": ["mpich"]}, "one host only"),
+        ({"emulate_hosts": 2, "against": ["mpich"]}, "one host only"),
         ({"against": ["nccl"]}, "gloo, fifo, openmpi, mpich, not nccl"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options, complaint):
-    arguments = {"ranks": None, "hosts": 0, "rate": "1gbit", "against": None, "rounds": 1, **options}
     with pytest.raises(ConfigurationError, match=complaint):
-        make_setting(**arguments)
+        make_setting(**options)
 
 
 # ------------------------------------------------------------------------------------------------------------------ MPI

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from totalreduce.bench.ddp import differences_of, summarise
+from totalreduce.bench.ddp import DdpLaunch, differences_of, summarise
 from totalreduce.bench.launching import BenchmarkFailedError
 
 LOSSES = [4.0, 3.5, 3.0, 2.5, 2.25]
@@ -12,7 +12,7 @@ LOSSES = [4.0, 3.5, 3.0, 2.5, 2.25]
 
 def launch(step_s, losses=LOSSES):
     """Three untimed steps, then two that take so long."""
-    return {"losses": list(losses), "step_s": [9.0, 9.0, 9.0, step_s, step_s]}
+    return DdpLaunch(list(losses), [9.0, 9.0, 9.0, step_s, step_s])
 
 
 def test_ratios_are_taken_round_by_round():

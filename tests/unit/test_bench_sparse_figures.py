@@ -6,9 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from totalreduce.bench import growth, kernels, plots, sparse
-from totalreduce.bench.sparse_worker import GradientSource, bucket_edges, matrix_sides
+from totalreduce.bench import arithmetic, bench_app, growth, kernels, methods, plots, sparse
+from totalreduce.bench.gradients import GradientSource, matrix_sides
+from totalreduce.bench.launching import BenchmarkFailedError
+from totalreduce.bench.records import from_document
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback
@@ -19,52 +22,56 @@ from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback
     [("14.7M", 14_700_000), ("100k", 100_000), ("2 m", 2_000_000), ("0.001G", 1_000_000), ("512", 512), ("0.6", 1)],
 )
 def test_a_count_with_its_unit_is_elements(text, expected):
-    assert sparse.parse_count(text) == expected
+    assert arithmetic.parse_count(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "M", "-4k", "4MiB", "0", "0.4", "1e6", "2.2G"])
 def test_what_is_no_count_is_refused_with_an_example(text):
     with pytest.raises(ConfigurationError, match=r"14\.7M|2\^31"):
-        sparse.parse_count(text)
+        arithmetic.parse_count(text)
 
 
 def test_counts_are_shown_with_three_digits():
-    shown = [sparse.format_count(count) for count in (14_700_000, 2e9, 250_000, 999, 1.5)]
+    shown = [arithmetic.format_count(count) for count in (14_700_000, 2e9, 250_000, 999, 1.5)]
     assert shown == ["14.7 M", "2 G", "250 k", "999", "1.5"]
 
 
 def test_buckets_are_cut_as_large_parameters_are():
-    assert bucket_edges(10, 4) == [0, 3, 6, 10]
-    assert bucket_edges(4, 4) == [0, 4]
-    edges = bucket_edges(14_700_000, 4_000_000)
+    assert sparse.SparseParameters(elements="10", bucket_elements="4").edges == [0, 3, 6, 10]
+    assert sparse.SparseParameters(elements="4", bucket_elements="4").edges == [0, 4]
+    edges = sparse.SparseParameters(elements="14.7M", bucket_elements="4M").edges
     assert (len(edges), max(np.diff(edges)) - min(np.diff(edges))) == (5, 0)
 
 
 @pytest.mark.parametrize("count", [1, 4_000_000, 10_000_000, 12_600_000, 14_700_000, 60_000_000])
-def test_without_an_option_buckets_are_those_of_the_optimizer(count):
-    parameters = sparse.make_parameters(
-        elements=str(count),
-        density=0.01,
-        methods="oktopk",
-        distribution="normal",
-        bucket_elements=None,
-        steps=1,
-        warm_up=3,
-        against=[],
-    )
-    edges = bucket_edges(count, parameters["bucket_elements"])
+def test_without_an_option_buckets_are_those_of_the_optimizer(count, monkeypatch):
+    given = []
+
+    def measure(setting, parameters):
+        given.append(parameters)
+        raise BenchmarkFailedError("nothing is measured here")
+
+    monkeypatch.setattr(sparse, "measure_sparse", measure)
+    assert CliRunner().invoke(bench_app, ["sparse", "--elements", str(count)]).exit_code == 1
+    (parameters,) = given
+    assert parameters.count == count
+    edges = parameters.edges
     weight = torch.nn.Parameter(torch.empty(count, device="meta"))
     spec = ParameterSpec.of("weight", (), weight, any_device=True)
     plan = CompressedPlan.of([weight], [spec], ErrorFeedback(), whole=False)
     sizes = [sum(part.end - part.begin for part in bucket) for bucket in plan.buckets]
     assert len(edges) - 1 == len(sizes)
-    assert max(np.diff(edges)) == max(sizes) == parameters["bucket_elements"]
+    assert max(np.diff(edges)) == max(sizes)
 
 
 @pytest.mark.parametrize(("count", "sides"), [(16, (4, 4)), (15, (5, 3)), (17, (4, 4)), (1, (1, 1)), (2, (2, 1))])
 def test_a_bucket_is_seen_as_a_nearly_square_matrix(count, sides):
     assert matrix_sides(count) == sides
     assert 0 <= count - sides[0] * sides[1] < sides[1]
+
+
+def summarise(documents):
+    return sparse.summarise([from_document(sparse.SparseSamples, document) for document in documents])
 
 
 def rank(*, seconds, sent, received, selected, parts=(0.001, 0.002, 0.003, 0.004)):
@@ -84,7 +91,7 @@ def test_the_slowest_rank_of_each_step_counts_and_ratios_are_taken_round_by_roun
         {"contestants": {"oktopk": own | {"error": 0.5, "xi": 0.25}, "gloo": theirs}}
         for own, theirs in zip(ours, gloo, strict=True)
     ]
-    figure, peer = sparse.summarise(results)
+    figure, peer = summarise(results)
     assert (figure.contestant, peer.contestant) == ("oktopk", "gloo")
     assert (figure.seconds.low, figure.seconds.high) == pytest.approx((0.25, 0.4))  # (0.3 + 0.2) / 2, (0.4 + 0.4) / 2
     assert (figure.gains["gloo"].low, figure.gains["gloo"].high) == pytest.approx((1.0, 2.0))
@@ -107,7 +114,7 @@ def test_ranks_that_were_not_to_select_do_not_count():
     leader = rank(seconds=[[0.1, 0.1]] * 2, sent=300, received=[1] * 4, selected=100)
     other = leader | {"counts": [[[0, 0, 104], [0, 0, 12]]] * 4}
     results = [{"contestants": {"shared": own | {"error": 1.0, "xi": 1.0}}} for own in (other, leader)]
-    (figure,) = sparse.summarise(results)
+    (figure,) = summarise(results)
     assert (figure.selected_over_k, figure.selected_near) == (1.0, 1.0)
     assert figure.bytes_per_selected == pytest.approx(300 / 110)
     assert figure.applied_over_k == pytest.approx((1.04 + 1.2) / 2)
@@ -115,12 +122,12 @@ def test_ranks_that_were_not_to_select_do_not_count():
 
 def test_a_method_without_a_k_has_no_shares_of_it():
     plain = rank(seconds=[[0.1, 0.1]] * 2, sent=300, received=[1] * 4, selected=0) | {"counts": [[]] * 4}
-    (figure,) = sparse.summarise([{"contestants": {"dense": plain | {"error": 0.0, "xi": None}}}] * 2)
+    (figure,) = summarise([{"contestants": {"dense": plain | {"error": 0.0, "xi": None}}}] * 2)
     assert (figure.selected_over_k, figure.applied_near, figure.bytes_per_selected, figure.xi) == (None,) * 4
     assert figure.sent_bytes == 300
 
 
-@pytest.mark.parametrize("distribution", sparse.DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", methods.DISTRIBUTIONS)
 def test_gradients_differ_in_every_step_and_rank_and_can_be_made_again(distribution):
     count = 64 * 500 + 7
 
@@ -141,11 +148,9 @@ def test_gradients_differ_in_every_step_and_rank_and_can_be_made_again(distribut
 
 def test_the_busiest_rank_counts_where_growth_is_concerned():
     def one(received):
-        return {
-            "contestants": {
-                "gtopk": {"bytes": [[90, received + 5, 80, received]] * 2, "counts": [[[20, 20, 20]]] * 2},
-            }
-        }
+        moved = [[90, received + 5, 80, received]] * 2
+        samples = sparse.ContestantSamples([], bytes=moved, counts=[[[20, 20, 20]]] * 2)
+        return sparse.SparseSamples({"gtopk": samples})
 
     figure = growth.figure_of_processes("gtopk", [one(100), one(300)])
     assert (figure.method, figure.ranks, figure.by, figure.k) == ("gtopk", 2, growth.PROCESSES, 20)
@@ -198,7 +203,6 @@ def test_ratios_of_kernels_are_taken_round_by_round():
 
 
 def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(monkeypatch):
-    plots.require_matplotlib(None)
     with pytest.raises(ConfigurationError, match=r"\.png.*not 'out\.txt'"):
         plots.require_matplotlib(Path("out.txt"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)

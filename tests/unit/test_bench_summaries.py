@@ -1,32 +1,33 @@
 """From raw samples of all ranks to the figures in the tables, with numbers small enough to check by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from totalreduce.bench import allreduce, replay, sparse, step, summary, urgent
+from totalreduce.bench.collectives import CollectiveRow, CollectivesSamples, Contestant
 from totalreduce.bench.launching import BenchmarkFailedError, Setting
+from totalreduce.bench.machine import describe_machine
+from totalreduce.bench.records import from_document
 
 MIB = 1 << 20
 
 
+def decoded(kind, documents):
+    return [from_document(kind, document) for document in documents]
+
+
 def test_the_slowest_rank_counts_and_gains_are_taken_round_by_round():
     def rank(ours, gloo, sent):
-        return {
-            "goodput_bits_per_s": [8e8, 1e9],
-            "sizes": [
-                {
-                    "size": 1000,
-                    "count": 250,
-                    "seconds": {"totalreduce": ours, "gloo": gloo},
-                    "bytes_sent": {"totalreduce": sent},
-                }
-            ],
-        }
+        peers = [Contestant("totalreduce", "auto"), Contestant("gloo", "auto")]
+        row = CollectiveRow("allreduce", 1000, 250, peers, [ours, gloo], [sent, []], {})
+        return CollectivesSamples([8e8, 1e9], [row])
 
     results = [
         rank([1e-5, 3e-5, 2e-5], [4e-5, 6e-5, 4e-5], [1100] * 3),
         rank([2e-5] * 3, [2e-5] * 3, [1300] * 3),
     ]
-    ours, gloo = allreduce.summarise(results, ["totalreduce", "gloo"], 1e9)
+    ours, gloo = allreduce.summarise(results, 1e9)
     assert (ours.peer, ours.seconds.median, ours.seconds.high) == ("totalreduce", 2e-5, 3e-5)
     assert ours.algorithm_bytes_per_s == pytest.approx(5e7)
     assert ours.bus_bytes_per_s == pytest.approx(5e7)  # two ranks: factor 1
@@ -38,14 +39,15 @@ def test_the_slowest_rank_counts_and_gains_are_taken_round_by_round():
 
 
 def test_tensors_in_shared_memory_are_a_contestant_of_their_own():
-    seconds = {"totalreduce": [2e-3, 2e-3], "shared": [1e-3, 2e-3], "gloo": [4e-3, 8e-3]}
-    size = {"size": MIB, "count": MIB // 4, "seconds": seconds, "bytes_sent": {"totalreduce": [9], "shared": [7]}}
-    figures = allreduce.summarise([{"goodput_bits_per_s": [1e9], "sizes": [size]}] * 2, list(seconds), None)
+    peers = [Contestant(peer, "auto") for peer in ("totalreduce", "shared", "gloo")]
+    seconds = [[2e-3, 2e-3], [1e-3, 2e-3], [4e-3, 8e-3]]
+    row = CollectiveRow("allreduce", MIB, MIB // 4, peers, seconds, [[9], [7], []], {})
+    figures = allreduce.summarise([CollectivesSamples([1e9], [row])] * 2, None)
     ours, shared, gloo = figures
     assert (ours.gain, ours.gain_shared, shared.gain, shared.gain_shared) == (None,) * 4
     assert (ours.bytes_sent, shared.bytes_sent) == (9, 7)
     assert (gloo.gain.median, gloo.gain_shared.median) == (3.0, 4.0)  # rounds: 2 and 4; 4 and 4
-    rows = summary._allreduce_rows(Setting(ranks=2, hosts=0, rate="1gbit", against=("gloo",), rounds=2), figures)
+    rows = summary._allreduce_rows(Setting(ranks=2, against=("gloo",), rounds=2), figures)
     assert [(row.what, row.figure) for row in rows] == [
         ("allreduce of 1 MiB, 2 ranks on one host", "2 ms"),
         ("allreduce of 1 MiB, 2 ranks on one host, Group.empty", "1.5 ms"),
@@ -61,12 +63,12 @@ def test_an_urgent_operation_counts_only_if_all_ranks_had_the_bulk_in_flight():
         }
 
     results = [rank([0.010, 1.0], [0.5, 1.0], [0.020, 1.0]), rank([0.030, 1.0], [0.1, 0.0], [0.010, 1.0])]
-    (figure,) = urgent.summarise(results, ["totalreduce"], 125_000_000, 1e9)
+    (figure,) = urgent.summarise(decoded(urgent.UrgentSamples, results), 125_000_000, 1e9)
     assert figure.num_urgent == 2
     assert (figure.p50_s, figure.p99_s, figure.max_s) == (0.020, 0.030, 0.030)
     assert figure.bulk_share_of_rate == pytest.approx(0.5)  # 1 Gbit takes 1 s, it took 2
     with pytest.raises(BenchmarkFailedError, match="larger --bulk"):
-        urgent.summarise([rank([0.1, 0.0])] * 2, ["totalreduce"], 1000, None)
+        urgent.summarise(decoded(urgent.UrgentSamples, [rank([0.1, 0.0])] * 2), 1000, None)
 
 
 def replay_rank(ours, gloo, waited):
@@ -94,7 +96,7 @@ def test_a_step_is_compared_with_the_larger_of_compute_and_communication():
         replay_rank([1.0, 1.2], [1.4, 1.6], [0.2, 0.6]),
         replay_rank([1.2, 1.0], [1.6, 1.4], [0.0, 0.2]),
     ]
-    ours, gloo = replay.summarise(results, ["totalreduce", "gloo"], 2e9)
+    ours, gloo = replay.summarise(decoded(replay.ReplaySamples, results), 2e9)
     assert ours.communication_s == pytest.approx(1.0)  # 2 (n - 1) / n = 1, 1 Gbit at 1 Gbit/s
     assert ours.communication_nominal_s == pytest.approx(0.5)
     assert ours.step_s.median == pytest.approx(1.1)
@@ -111,27 +113,21 @@ def test_a_training_step_is_averaged_over_ranks():
         {"seconds": {"totalreduce": [0.1, 0.2], "gloo": [0.2, 0.4]}, "bytes_sent": 10.0},
         {"seconds": {"totalreduce": [0.3, 0.2], "gloo": [0.6, 0.4]}, "bytes_sent": 30.0},
     ]
-    ours, ddp = step.summarise(results)
+    ours, ddp = step.summarise(decoded(step.StepSamples, results))
     assert (ours.seconds.median, ours.bytes_sent, ours.ratio) == (pytest.approx(0.2), 20.0, None)
     assert ddp.ratio.median == pytest.approx(0.5)
 
 
 def test_the_report_is_a_markdown_table_with_the_machine_under_it():
-    environment = {
-        "processor": "a CPU",
-        "cores": 2,
-        "totalreduce": "0.1.0",
-        "torch": "2.13.0",
-        "python": "3.11.7",
-    }
-    text = summary.to_markdown([summary.Row("allreduce of 1 MiB", "2 ms", "1.2x gloo's speed")], environment)
+    machine = replace(describe_machine(), processor="a CPU", cores=2, totalreduce="0.1.0", torch="2.13.0")
+    text = summary.to_markdown([summary.Row("allreduce of 1 MiB", "2 ms", "1.2x gloo's speed")], machine)
     lines = text.splitlines()
     assert lines[:3] == [
         "| what | figure | against |",
         "|---|---|---|",
         "| allreduce of 1 MiB | 2 ms | 1.2x gloo's speed |",
     ]
-    assert "a CPU, 2 cores" in lines[-1]
+    assert "a CPU, 2 cores; totalreduce 0.1.0, torch 2.13.0" in lines[-1]
 
 
 def test_the_report_has_a_row_for_each_sparse_method_and_none_for_gloo():
@@ -142,7 +138,7 @@ def test_the_report_has_a_row_for_each_sparse_method_and_none_for_gloo():
 
     counts = {"parts": [[0.0] * 4], "bytes": [[2_000_000] * 4], "counts": [[[10, 10, 10]]], "rescans": 0}
     ranks = [{"contestants": {"topka": contestant(0.05, **counts), "gloo": contestant(1.0)}} for _ in range(2)]
-    assert summary._sparse_rows(setting, sparse.summarise(ranks)) == [
+    assert summary._sparse_rows(setting, sparse.summarise(decoded(sparse.SparseSamples, ranks))) == [
         summary.Row(
             "topka of 25.6 M elements, 2 ranks on 2 emulated hosts x 1gbit",
             "50 ms, 1.91 MiB sent per rank",
@@ -156,4 +152,4 @@ def test_settings_fill_each_other_in():
     assert setting.rate_bits_per_s == 250e6
     assert setting.peers == ["totalreduce", "gloo"]
     assert setting.describe() == "8 ranks on 4 emulated hosts x 250mbit"
-    assert Setting(ranks=2, hosts=0, rate="1gbit", against=(), rounds=1).rate_bits_per_s is None
+    assert Setting(ranks=2).rate_bits_per_s is None

@@ -2,8 +2,14 @@
 
 import pytest
 
-from totalreduce.bench.train import TrainPlan, contestants_of, summarise
+from totalreduce.bench import train
+from totalreduce.bench.records import from_document
+from totalreduce.bench.train import ModelSamples, TrainPlan, contestants_of
 from totalreduce.foundation.errors import ConfigurationError
+
+
+def summarise(documents):
+    return train.summarise(from_document(ModelSamples, documents))
 
 
 def learnt(*seeds):
@@ -67,4 +73,4 @@ def test_unknown_contestants_are_refused(methods, against):
 @pytest.mark.parametrize(("steps", "seeds"), [(13, 2), (100, 1)])
 def test_plans_that_say_nothing_are_refused(steps, seeds):
     with pytest.raises(ConfigurationError, match="at least 2 --seeds and 14 --steps"):
-        TrainPlan(models=["cnn"], contestants=["dense"], rates=[], density=0.01, steps=steps, seeds=seeds)
+        TrainPlan(steps=steps, seeds=seeds)

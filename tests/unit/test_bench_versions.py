@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import totalreduce
-from totalreduce.bench.versions import Job, find_version, summarise
+from totalreduce.bench.versions import Case, Job, RankSamples, find_version, summarise
 from totalreduce.foundation.errors import ConfigurationError
 
 SOURCE = Path(totalreduce.__path__[0]).parent
@@ -34,8 +34,7 @@ def test_a_path_without_the_package_is_refused(tmp_path):
 
 def launch(*ranks):
     """One launch with one case; of each rank the seconds by block, and processor time, messages and operations."""
-    keys = ("seconds", "cpu_s", "messages", "operations")
-    return [{"cases": [{"size": 4096, **dict(zip(keys, rank, strict=True))}]} for rank in ranks]
+    return [RankSamples("", "", [Case(*rank, size=4096)]) for rank in ranks]
 
 
 def test_the_slowest_rank_of_a_block_counts_and_ratios_are_taken_launch_by_launch():

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Annotated
 
 import typer
 
 from totalreduce.bench.arithmetic import bus_factor, parse_sizes, wire_limit_s
-from totalreduce.bench.launching import SHARED, Setting, run_benchmark
-from totalreduce.bench.options import (
-    AgainstOption,
-    HostsOption,
-    JsonOption,
-    MpirunOption,
-    RanksOption,
-    RanksPerHostOption,
-    RateOption,
-    RoundsOption,
-    TransportOption,
-    make_setting,
-)
-from totalreduce.bench.report import duration, times, write_json
-from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate
-from totalreduce.cli.report import format_bytes, print_table, share
+from totalreduce.bench.collectives import CollectiveRow, CollectivesParameters, CollectivesSamples, Contestant
+from totalreduce.bench.command import benchmark
+from totalreduce.bench.goodput import goodput_caption, mean_goodput
+from totalreduce.bench.launching import SHARED, Results, Setting, run_benchmark
+from totalreduce.bench.report import Report, Table, duration, size, times
+from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate, slowest
+from totalreduce.cli.report import format_bytes, share
 from totalreduce.foundation.errors import ConfigurationError
-
-__all__ = ["AllreduceFigure", "bench_allreduce", "mean_goodput", "measure_allreduce", "summarise"]
 
 _OURS = ("totalreduce", SHARED)
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
@@ -63,20 +54,20 @@ class AllreduceFigure:
     bytes_sent: float | None
 
 
+@benchmark(
+    "allreduce",
+    "totalreduce bench allreduce -n 2 --against gloo",
+    "totalreduce bench allreduce --emulate-hosts 8 --sizes 4MiB,64MiB --against gloo --json out.json",
+    "totalreduce bench allreduce -n 4 --against gloo,openmpi,mpich --mpirun mpich=/opt/mpich/bin/mpirun",
+    shared=("ranks", "emulate_hosts", "emulate_rate", "ranks_per_host", "transport", "against", "mpirun", "rounds"),
+    rounds=15,
+)
 def bench_allreduce(
+    setting: Setting,
     *,
     sizes: Annotated[str, typer.Option(help="Bytes per rank, separated by commas.")] = "4KiB,1MiB,4MiB,16MiB,64MiB",
     dtype: Annotated[str, typer.Option(help="float32, float64, float16, bfloat16, int32 or int64.")] = "float32",
-    ranks: RanksOption = None,
-    emulate_hosts: HostsOption = 0,
-    emulate_rate: RateOption = "1gbit",
-    ranks_per_host: RanksPerHostOption = None,
-    transport: TransportOption = "auto",
-    against: AgainstOption = None,
-    mpirun: MpirunOption = None,
-    rounds: RoundsOption = 15,
-    json: JsonOption = None,
-) -> None:
+) -> Report:
     """Time allreduce by size, beside gloo, Open MPI and MPICH if asked to.
 
     Where ranks share memory, Total Reduce is measured a second time with tensors of Group.empty ("shared"), as
@@ -84,122 +75,94 @@ def bench_allreduce(
 
     Every timed result is checked on every rank; a wrong one ends the run without a figure.
     """
-    setting = make_setting(
-        ranks,
-        emulate_hosts,
-        emulate_rate,
-        against,
-        rounds,
-        ranks_per_host=ranks_per_host,
-        transport=transport,
-        mpirun=mpirun,
-    )
     figures, results = measure_allreduce(setting, parse_sizes(sizes), dtype)
-    _print(setting, dtype, figures, results)
-    write_json(json, "allreduce", setting, [asdict(figure) for figure in figures], results)
+    table = _table(setting, dtype, figures, results.ranks)
+    return Report([table], setting.as_document(), results.machine, figures, results.raw())
 
 
 def measure_allreduce(
     setting: Setting, sizes: list[int], dtype: str
-) -> tuple[list[AllreduceFigure], list[dict[str, Any]]]:
-    """Run the workers; returns the figures and each rank's raw result.
-
-    Raises:
-        BenchmarkFailedError: A rank failed or a result was wrong.
-        ConfigurationError: No result of this dtype could be checked.
-    """
+) -> tuple[list[AllreduceFigure], Results[CollectivesSamples]]:
+    """Run the workers; returns the figures and the ranks' samples."""
     if dtype not in _DTYPES:
         raise ConfigurationError(f"--dtype is one of {', '.join(_DTYPES)}, not {dtype!r}")
     if setting.mpi_peers and dtype in ("float16", "bfloat16"):
         raise ConfigurationError(f"MPI has no {dtype}; leave --against {', '.join(setting.mpi_peers)} out")
-    results = run_benchmark("allreduce", {"sizes": sizes, "dtype": dtype}, setting)
-    peers = list(results[0]["sizes"][0]["seconds"])
-    return summarise(results, peers, setting.rate_bits_per_s, setting.hosts), results
+    contestants = [Contestant(peer, "auto") for peer in ("totalreduce", SHARED, *setting.peers[1:])]
+    parameters = CollectivesParameters(sizes, {"allreduce": contestants}, dtype)
+    results = run_benchmark("collectives_worker", parameters, setting, CollectivesSamples)
+    return summarise(results.ranks, setting.rate_bits_per_s, setting.hosts), results
 
 
 def summarise(
-    results: list[dict[str, Any]], peers: list[str], rate_bits_per_s: float | None, num_hosts: int = 0
+    ranks: Sequence[CollectivesSamples], rate_bits_per_s: float | None, num_hosts: int = 0
 ) -> list[AllreduceFigure]:
     """From every rank's samples to figures. Pure.
 
     With ``num_hosts`` (0: each rank counts as one) the wire's limit is that of a host's link, which what is combined
     inside the host crosses once for all its ranks.
     """
-    world_size = len(results)
-    num_links = num_hosts or world_size
-    goodput = mean_goodput(results)
+    num_links = num_hosts or len(ranks)
+    goodput = mean_goodput(ranks)
+    return [
+        figure
+        for rows in zip(*(rank.rows for rank in ranks), strict=True)
+        for figure in _figures(rows, num_links, goodput, rate_bits_per_s)
+    ]
+
+
+def _figures(
+    rows: Sequence[CollectiveRow], num_links: int, goodput: float, rate_bits_per_s: float | None
+) -> list[AllreduceFigure]:
+    """One size: the samples of every rank."""
+    num_bytes = rows[0].size
+    peers = [contestant.peer for contestant in rows[0].contestants]
+    samples = {peer: slowest([row.seconds[number] for row in rows]) for number, peer in enumerate(peers)}
     figures = []
-    for index, row in enumerate(results[0]["sizes"]):
-        slowest = {
-            peer: [max(rank) for rank in zip(*(r["sizes"][index]["seconds"][peer] for r in results), strict=True)]
-            for peer in peers
-        }
-        for peer in peers:
-            seconds = estimate(slowest[peer])
-            sent = [sample for r in results for sample in r["sizes"][index]["bytes_sent"].get(peer, [])]
-            algorithm = row["size"] / seconds.median
-            nominal = rate_bits_per_s and wire_limit_s(row["size"], num_links, rate_bits_per_s)
-            figures.append(
-                AllreduceFigure(
-                    row["size"],
-                    row["count"],
-                    peer,
-                    seconds,
-                    algorithm,
-                    algorithm * bus_factor(world_size),
-                    None if nominal is None else nominal / seconds.median,
-                    wire_limit_s(row["size"], num_links, goodput) / seconds.median,
-                    None if peer in _OURS else ratio_estimate(slowest[peer], slowest["totalreduce"]),
-                    ratio_estimate(slowest[peer], slowest[SHARED]) if peer not in _OURS and SHARED in peers else None,
-                    sum(sent) / len(sent) if sent else None,
-                )
+    for number, (peer, own) in enumerate(samples.items()):
+        seconds = estimate(own)
+        sent = [sample for row in rows for sample in row.bytes_sent[number]]
+        algorithm = num_bytes / seconds.median
+        nominal = rate_bits_per_s and wire_limit_s(num_bytes, num_links, rate_bits_per_s)
+        compared = peer not in _OURS
+        figures.append(
+            AllreduceFigure(
+                size=num_bytes,
+                count=rows[0].count,
+                peer=peer,
+                seconds=seconds,
+                algorithm_bytes_per_s=algorithm,
+                bus_bytes_per_s=algorithm * bus_factor(len(rows)),
+                share_of_rate=None if nominal is None else nominal / seconds.median,
+                share_of_tcp=wire_limit_s(num_bytes, num_links, goodput) / seconds.median,
+                gain=ratio_estimate(own, samples["totalreduce"]) if compared else None,
+                gain_shared=ratio_estimate(own, samples[SHARED]) if compared and SHARED in samples else None,
+                bytes_sent=fmean(sent) if sent else None,
             )
+        )
     return figures
 
 
-def mean_goodput(results: list[dict[str, Any]]) -> float:
-    """Bits per second of a plain TCP stream, averaged over links and over the run."""
-    samples = [sample for result in results for sample in result["goodput_bits_per_s"]]
-    return float(sum(samples) / len(samples))
-
-
-def _print(setting: Setting, dtype: str, figures: list[AllreduceFigure], results: list[dict[str, Any]]) -> None:
+def _table(
+    setting: Setting, dtype: str, figures: list[AllreduceFigure], ranks: Sequence[CollectivesSamples]
+) -> Table[AllreduceFigure]:
     shared = any(figure.peer == SHARED for figure in figures)
-    rows = [
-        (
-            format_bytes(figure.size),
-            str(figure.count),
-            dtype,
-            figure.peer,
-            duration(figure.seconds),
-            f"{figure.algorithm_bytes_per_s / 1e9:.3f}",
-            f"{figure.bus_bytes_per_s / 1e9:.3f}",
-            share(figure.share_of_rate),
-            share(figure.share_of_tcp),
-            "" if figure.bytes_sent is None else format_bytes(figure.bytes_sent),
-            times(figure.gain),
-            *([times(figure.gain_shared)] if shared else []),
-        )
-        for figure in figures
-    ]
-    goodput = mean_goodput(results) / 1e9
-    print_table(
+    return Table(
         f"allreduce, {setting.describe()}",
-        (
-            "size",
-            "count",
-            "type",
-            "by",
-            "time (95 %)",
-            "algbw GB/s",
-            "busbw GB/s",
-            "of rate",
-            "of TCP",
-            "sent",
-            "Total Reduce faster by",
-            *(["shared by"] if shared else []),
-        ),
-        rows,
-        f"Median of {setting.rounds} rounds of the slowest rank, all results checked. "
-        f"Plain TCP stream in the same run: {goodput:.3f} Gbit/s per link.",
+        [
+            ("size", lambda figure: format_bytes(figure.size)),
+            ("count", lambda figure: str(figure.count)),
+            ("type", lambda _: dtype),
+            ("by", lambda figure: figure.peer),
+            ("time (95 %)", lambda figure: duration(figure.seconds)),
+            ("algbw GB/s", lambda figure: f"{figure.algorithm_bytes_per_s / 1e9:.3f}"),
+            ("busbw GB/s", lambda figure: f"{figure.bus_bytes_per_s / 1e9:.3f}"),
+            ("of rate", lambda figure: share(figure.share_of_rate)),
+            ("of TCP", lambda figure: share(figure.share_of_tcp)),
+            ("sent", lambda figure: size(figure.bytes_sent)),
+            ("Total Reduce faster by", lambda figure: times(figure.gain)),
+            *([("shared by", lambda figure: times(figure.gain_shared))] if shared else []),
+        ],
+        figures,
+        f"Median of {setting.rounds} rounds of the slowest rank, all results checked. {goodput_caption(ranks)}",
     )

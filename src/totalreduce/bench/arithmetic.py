@@ -8,50 +8,40 @@ from collections.abc import Sequence
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import OpKind
 
-__all__ = [
-    "bus_factor",
-    "bus_factor_of",
-    "parse_size",
-    "parse_sizes",
-    "repetitions",
-    "scheduling_ceiling",
-    "wire_bytes",
-    "wire_limit_s",
-]
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-}
+_BYTES = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``4KiB``, ``1MiB``, ``2.5MB`` or ``512``.
-
-    Raises:
-        ConfigurationError: Not a size, or not at least one byte.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].lower() not in _UNITS:
+    """Return the bytes of ``4KiB``, ``1MiB``, ``2.5MB`` or ``512``."""
+    size = _parse(text, _BYTES)
+    if size is None:
         raise ConfigurationError(f"{text!r} is not a size; write for example 4KiB, 1MiB or 512")
-    size = int(float(match[1]) * _UNITS[match[2].lower()])
     if size < 1:
         raise ConfigurationError(f"a size must be at least one byte, not {text!r}")
-    return size
+    return int(size)
+
+
+def parse_count(text: str | int) -> int:
+    """Return the elements of ``14.7M``, ``100k`` or ``512``: at least one and below 2^31."""
+    count = _parse(str(text), _COUNTS)
+    if count is None:
+        raise ConfigurationError(f"{text!r} is not a number of elements; write for example 14.7M, 100k or 512")
+    if not 1 <= round(count) < 2**31:
+        raise ConfigurationError(f"there are from 1 to 2^31 - 1 elements, not {text!r}")
+    return round(count)
+
+
+def format_count(count: float) -> str:
+    """Return ``14.7 M`` for 14700000; at most three significant digits."""
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.3g}"
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Bytes of each entry of a comma-separated list, in the order given.
-
-    Raises:
-        ConfigurationError: An entry is not a size.
-    """
+    """Bytes of each entry of a comma-separated list, in the order given."""
     return [parse_size(entry) for entry in text.split(",")]
 
 
@@ -124,3 +114,9 @@ def scheduling_ceiling(forward_s: float, compute_s: float, communication_s: floa
     """
     perfect_ddp = max(compute_s - forward_s, communication_s) + forward_s
     return perfect_ddp / max(compute_s, communication_s)
+
+
+def _parse(text: str, units: dict[str, int]) -> float | None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = None if match is None else units.get(match[2].lower())
+    return None if match is None or unit is None else float(match[1]) * unit

@@ -2,38 +2,77 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import typer
 
-from totalreduce.bench.allreduce import mean_goodput
 from totalreduce.bench.arithmetic import bus_factor_of, parse_sizes, wire_bytes
-from totalreduce.bench.launching import Setting, run_benchmark
-from totalreduce.bench.options import (
-    AgainstOption,
-    HostsOption,
-    JsonOption,
-    MpirunOption,
-    RanksOption,
-    RanksPerHostOption,
-    RateOption,
-    RoundsOption,
-    TransportOption,
-    make_setting,
-)
-from totalreduce.bench.report import duration, times, write_json
-from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate
-from totalreduce.cli.report import format_bytes, print_table, share
+from totalreduce.bench.command import benchmark
+from totalreduce.bench.goodput import goodput_caption, mean_goodput
+from totalreduce.bench.launching import Results, Setting, run_benchmark
+from totalreduce.bench.report import Report, Table, duration, times
+from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate, slowest
+from totalreduce.cli.report import format_bytes, share
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import Algorithm, OpKind
 from totalreduce.schedules import SCHEDULES, algorithms_of
 
-__all__ = ["CollectiveFigure", "bench_collectives", "contestants", "measure_collectives", "parse_kinds", "summarise"]
-
 _KINDS = [kind.name.lower() for kind in OpKind if kind is not OpKind.BARRIER]
 #: Kinds whose schedule can be chosen by the caller.
 _CHOOSABLE = (OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.REDUCE, OpKind.ALLGATHER, OpKind.REDUCE_SCATTER)
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A peer, and the schedule it is asked for: ``auto`` unless the peer is Total Reduce."""
+
+    peer: str
+    schedule: str
+
+
+@dataclass(frozen=True, slots=True)
+class CollectivesParameters:
+    """What the workers measure: sizes in bytes, and by the name of each collective the contestants that take turns.
+
+    ``shared`` takes part where the ranks share memory.
+    """
+
+    sizes: list[int]
+    contestants: dict[str, list[Contestant]]
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRow:
+    """One collective of one size on one rank.
+
+    Attributes:
+        kind: Which collective.
+        size: Bytes of the tensor, or of all blocks of one rank together.
+        count: Elements of the same.
+        contestants: Those who took part.
+        seconds: Of one operation, by contestant and round.
+        bytes_sent: By this rank in one operation, by contestant and round; empty where unknown.
+        expected_s: What the selector expects of every schedule.
+    """
+
+    kind: str
+    size: int
+    count: int
+    contestants: list[Contestant]
+    seconds: list[list[float]]
+    bytes_sent: list[list[float]]
+    expected_s: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectivesSamples:
+    """What one rank has measured; the goodput is that of plain TCP streams, before and after."""
+
+    goodput_bits_per_s: list[float]
+    rows: list[CollectiveRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +108,16 @@ class CollectiveFigure:
     gain: Estimate | None
 
 
+@benchmark(
+    "collectives",
+    "totalreduce bench collectives --emulate-hosts 8 --against gloo",
+    "totalreduce bench collectives --emulate-hosts 2 --ranks-per-host 4 --kinds allreduce --schedule all",
+    "totalreduce bench collectives -n 4 --sizes 4KiB,1MiB,16MiB --against gloo,openmpi",
+    shared=("ranks", "emulate_hosts", "emulate_rate", "ranks_per_host", "transport", "against", "mpirun", "rounds"),
+    rounds=7,
+)
 def bench_collectives(
+    setting: Setting,
     *,
     kinds: Annotated[str, typer.Option(help=f"all, or some of {', '.join(_KINDS)}, separated by commas.")] = "all",
     sizes: Annotated[
@@ -79,41 +127,18 @@ def bench_collectives(
         str,
         typer.Option(help="Schedules to measure beside the selector's choice, separated by commas; all: every one."),
     ] = "auto",
-    ranks: RanksOption = None,
-    emulate_hosts: HostsOption = 0,
-    emulate_rate: RateOption = "1gbit",
-    ranks_per_host: RanksPerHostOption = None,
-    transport: TransportOption = "auto",
-    against: AgainstOption = None,
-    mpirun: MpirunOption = None,
-    rounds: RoundsOption = 7,
-    json: JsonOption = None,
-) -> None:
+) -> Report:
     """Time every collective, and compare it with what must cross the busiest host's link.
 
     Every timed result is checked on every rank; a wrong one ends the run without a figure.
     """
-    setting = make_setting(
-        ranks,
-        emulate_hosts,
-        emulate_rate,
-        against,
-        rounds,
-        ranks_per_host=ranks_per_host,
-        transport=transport,
-        mpirun=mpirun,
-    )
     figures, results = measure_collectives(setting, parse_kinds(kinds), parse_sizes(sizes), schedule)
-    _print(setting, figures, results)
-    write_json(json, "collectives", setting, [asdict(figure) for figure in figures], results)
+    table = _table(setting, figures, results.ranks)
+    return Report([table], setting.as_document(), results.machine, figures, results.raw())
 
 
 def parse_kinds(text: str) -> list[OpKind]:
-    """Collectives by name.
-
-    Raises:
-        ConfigurationError: There is none of that name.
-    """
+    """Collectives by name."""
     names = _KINDS if text == "all" else [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in _KINDS]
     if unknown:
@@ -121,109 +146,92 @@ def parse_kinds(text: str) -> list[OpKind]:
     return [OpKind[name.upper()] for name in names]
 
 
-def contestants(kind: OpKind, peers: list[str], schedule: str) -> list[tuple[str, str]]:
-    """Who takes turns: every peer, and Total Reduce by every wanted schedule that there is for this collective.
-
-    Raises:
-        ConfigurationError: A schedule is not known.
-    """
+def contestants(kind: OpKind, peers: list[str], schedule: str) -> list[Contestant]:
+    """Who takes turns: every peer, and Total Reduce by every wanted schedule that there is for this collective."""
     names = [Algorithm.AUTO.value, *SCHEDULES]
     wanted = names if schedule == "all" else [name.strip() for name in schedule.split(",")]
     unknown = [name for name in wanted if name not in names]
     if unknown:
         raise ConfigurationError(f"--schedule is all or some of {', '.join(names)}, not {', '.join(unknown)}")
     available = [str(algorithm) for algorithm in algorithms_of(kind)] if kind in _CHOOSABLE else []
-    explicit = [("totalreduce", name) for name in wanted if name in available]
-    return [("totalreduce", "auto"), *explicit, *((peer, "auto") for peer in peers if peer != "totalreduce")]
+    others = [Contestant(peer, "auto") for peer in peers if peer != "totalreduce"]
+    explicit = [name for name in wanted if name in available]
+    return [*(Contestant("totalreduce", name) for name in ("auto", *explicit)), *others]
 
 
 def measure_collectives(
     setting: Setting, kinds: list[OpKind], sizes: list[int], schedule: str = "auto"
-) -> tuple[list[CollectiveFigure], list[dict[str, Any]]]:
-    """Run the workers; returns the figures and each rank's raw result.
-
-    Raises:
-        BenchmarkFailedError: A rank failed or a result was wrong.
-        ConfigurationError: The setting makes no sense.
-    """
+) -> tuple[list[CollectiveFigure], Results[CollectivesSamples]]:
+    """Run the workers; returns the figures and the ranks' samples."""
     taking_part = {kind.name.lower(): contestants(kind, setting.peers, schedule) for kind in kinds}
-    parameters = {"kinds": list(taking_part), "sizes": sizes, "contestants": taking_part}
-    results = run_benchmark("collectives", parameters, setting)
-    return summarise(results, taking_part, setting.host_of_rank, setting.rate_bits_per_s), results
+    parameters = CollectivesParameters(sizes, taking_part)
+    results = run_benchmark("collectives_worker", parameters, setting, CollectivesSamples)
+    return summarise(results.ranks, setting.host_of_rank, setting.rate_bits_per_s), results
 
 
 def summarise(
-    results: list[dict[str, Any]],
-    taking_part: dict[str, list[tuple[str, str]]],
-    hosts: tuple[int, ...],
-    rate_bits_per_s: float | None,
+    ranks: Sequence[CollectivesSamples], hosts: tuple[int, ...], rate_bits_per_s: float | None
 ) -> list[CollectiveFigure]:
     """From every rank's samples to figures. Pure."""
-    goodput = mean_goodput(results) if rate_bits_per_s else None
+    goodput = mean_goodput(ranks) if rate_bits_per_s else None
     figures = []
-    for index, row in enumerate(results[0]["rows"]):
-        kind, size = OpKind[row["kind"].upper()], row["size"]
-        must_cross = 8 * wire_bytes(kind, size, hosts)
-        # By contestant and round: the slowest rank.
-        slowest = [
-            [max(ranks) for ranks in zip(*by_rank, strict=True)]
-            for by_rank in zip(*(result["rows"][index]["seconds"] for result in results), strict=True)
-        ]
-        expected = row["expected_s"]
-        for (peer, schedule), samples in zip(taking_part[row["kind"]], slowest, strict=True):
+    for rows in zip(*(rank.rows for rank in ranks), strict=True):
+        row, expected = rows[0], rows[0].expected_s
+        kind = OpKind[row.kind.upper()]
+        must_cross = 8 * wire_bytes(kind, row.size, hosts)
+        by_contestant = [slowest(samples) for samples in zip(*(rank.seconds for rank in rows), strict=True)]
+        for contestant, samples in zip(row.contestants, by_contestant, strict=True):
             seconds = estimate(samples)
-            own = peer in ("totalreduce", "fifo")
-            chosen = min(expected, key=expected.__getitem__) if own and schedule == "auto" else schedule if own else ""
+            chosen = ""
+            if contestant.peer in ("totalreduce", "fifo"):
+                is_auto = contestant.schedule == "auto"
+                chosen = min(expected, key=expected.__getitem__) if is_auto else contestant.schedule
             figures.append(
                 CollectiveFigure(
-                    row["kind"],
-                    size,
-                    peer,
-                    schedule,
-                    chosen,
-                    seconds,
-                    expected.get(chosen),
-                    size / seconds.median,
-                    size / seconds.median * bus_factor_of(kind, len(results)),
-                    must_cross / rate_bits_per_s / seconds.median if rate_bits_per_s and must_cross else None,
-                    must_cross / goodput / seconds.median if goodput and must_cross else None,
-                    None if samples is slowest[0] else ratio_estimate(samples, slowest[0]),
+                    kind=row.kind,
+                    size=row.size,
+                    peer=contestant.peer,
+                    schedule=contestant.schedule,
+                    chosen=chosen,
+                    seconds=seconds,
+                    expected_s=expected.get(chosen),
+                    algorithm_bytes_per_s=row.size / seconds.median,
+                    bus_bytes_per_s=row.size / seconds.median * bus_factor_of(kind, len(ranks)),
+                    share_of_rate=_share(must_cross, rate_bits_per_s, seconds),
+                    share_of_tcp=_share(must_cross, goodput, seconds),
+                    gain=None if samples is by_contestant[0] else ratio_estimate(samples, by_contestant[0]),
                 )
             )
     return figures
 
 
-def _print(setting: Setting, figures: list[CollectiveFigure], results: list[dict[str, Any]]) -> None:
-    rows = [
-        (
-            figure.kind,
-            format_bytes(figure.size),
-            figure.peer if not figure.chosen else f"{figure.chosen}{' (chosen)' if figure.schedule == 'auto' else ''}",
-            duration(figure.seconds),
-            "" if figure.expected_s is None else f"{figure.expected_s * 1000:.3g} ms",
-            f"{figure.algorithm_bytes_per_s / 1e9:.3f}",
-            f"{figure.bus_bytes_per_s / 1e9:.3f}",
-            share(figure.share_of_rate),
-            share(figure.share_of_tcp),
-            times(figure.gain),
-        )
-        for figure in figures
-    ]
-    print_table(
+def _share(must_cross_bits: float, bits_per_s: float | None, seconds: Estimate) -> float | None:
+    return must_cross_bits / bits_per_s / seconds.median if bits_per_s and must_cross_bits else None
+
+
+def _table(
+    setting: Setting, figures: list[CollectiveFigure], ranks: Sequence[CollectivesSamples]
+) -> Table[CollectiveFigure]:
+    def schedule(figure: CollectiveFigure) -> str:
+        return f"{figure.chosen}{' (chosen)' if figure.schedule == 'auto' else ''}" if figure.chosen else figure.peer
+
+    def expected(figure: CollectiveFigure) -> str:
+        return "" if figure.expected_s is None else f"{figure.expected_s * 1000:.3g} ms"
+
+    return Table(
         f"collectives, {setting.describe()}",
-        (
-            "collective",
-            "size",
-            "by",
-            "time (95 %)",
-            "expected",
-            "algbw GB/s",
-            "busbw GB/s",
-            "of rate",
-            "of TCP",
-            "chosen one faster by",
-        ),
-        rows,
-        f"Median of {setting.rounds} rounds of the slowest rank, all results checked. "
-        f"Plain TCP stream in the same run: {mean_goodput(results) / 1e9:.3f} Gbit/s per link.",
+        [
+            ("collective", lambda figure: figure.kind),
+            ("size", lambda figure: format_bytes(figure.size)),
+            ("by", schedule),
+            ("time (95 %)", lambda figure: duration(figure.seconds)),
+            ("expected", expected),
+            ("algbw GB/s", lambda figure: f"{figure.algorithm_bytes_per_s / 1e9:.3f}"),
+            ("busbw GB/s", lambda figure: f"{figure.bus_bytes_per_s / 1e9:.3f}"),
+            ("of rate", lambda figure: share(figure.share_of_rate)),
+            ("of TCP", lambda figure: share(figure.share_of_tcp)),
+            ("chosen one faster by", lambda figure: times(figure.gain)),
+        ],
+        figures,
+        f"Median of {setting.rounds} rounds of the slowest rank, all results checked. {goodput_caption(ranks)}",
     )

@@ -1,4 +1,4 @@
-"""One rank of ``bench collectives``: every collective by every contestant, in turns, every timed result checked.
+"""One rank of ``bench allreduce`` and ``bench collectives``: every contestant in turns, every timed result checked.
 
 Inputs are such that a block of the wrong rank, in the wrong place or added twice shows: every block is the pattern of
 ``values`` times a factor of its own.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +16,15 @@ import torch.distributed as dist
 
 from totalreduce.bench import values
 from totalreduce.bench.arithmetic import repetitions
+from totalreduce.bench.collectives import CollectiveRow, CollectivesParameters, CollectivesSamples, Contestant
 from totalreduce.bench.context import Context
+from totalreduce.bench.launching import SHARED
 from totalreduce.cli.report import format_bytes
 from totalreduce.foundation.types import OpKind
 from totalreduce.groups.group import Group
 from totalreduce.groups.probe import selector_of
 
-__all__ = ["measure"]
-
-_WARMUP_ROUNDS = 1
+_WARMUP_ROUNDS = 2
 _ROOT = 0
 
 # torch 2.13 gave them new names.
@@ -31,119 +32,136 @@ _gloo_allgather: Callable[..., Any] = getattr(dist, "all_gather_single", None) o
 _gloo_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def measure(context: Context, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Time each collective and size with each contestant.
-
-    Args:
-        context: This rank.
-        parameters: ``kinds`` by name, ``sizes`` in bytes, and ``contestants`` by kind: pairs of a peer and a schedule
-            (``auto`` unless the peer is Total Reduce).
-
-    Returns:
-        ``goodput_bits_per_s`` samples, and per kind and size the contestants' ``seconds``, what the selector would
-        choose and what it expects of every schedule.
-
-    Raises:
-        WrongResultError: A timed operation left a wrong result.
-    """
-    goodput = [context.goodput()]
+def measure(context: Context, parameters: CollectivesParameters) -> CollectivesSamples:
+    """Time each collective and size with each contestant."""
+    before = context.goodput()
+    shares = all(shares for (shares,) in context.exchange([context.group.shares_memory]))
     rows = [
-        _measure(context, OpKind[kind.upper()], size, parameters["contestants"][kind])
-        for kind in parameters["kinds"]
-        for size in parameters["sizes"]
+        _measure(context, OpKind[kind.upper()], size, parameters.dtype, _able(contestants, shares=shares))
+        for kind, contestants in parameters.contestants.items()
+        for size in parameters.sizes
     ]
-    goodput.append(context.goodput())
-    return {"goodput_bits_per_s": goodput, "rows": rows}
+    return CollectivesSamples([before, context.goodput()], rows)
 
 
-def _measure(context: Context, kind: OpKind, size: int, contestants: list[list[str]]) -> dict[str, Any]:
-    block = max(1, size // 4 // context.world_size)
-    count = block * context.world_size
-    case = _Case(context, kind, count, repetitions(4 * count))
+def _able(contestants: list[Contestant], *, shares: bool) -> list[Contestant]:
+    return [contestant for contestant in contestants if shares or contestant.peer != SHARED]
+
+
+def _measure(context: Context, kind: OpKind, size: int, dtype: str, contestants: list[Contestant]) -> CollectiveRow:
+    case = _Case(context, kind, size, values.dtype_by_name(dtype))
     seconds: list[list[float]] = [[] for _ in contestants]
+    sent: list[list[float]] = [[] for _ in contestants]
     for index in range(-_WARMUP_ROUNDS, context.rounds):
-        for (peer, schedule), samples in zip(contestants, seconds, strict=True):
-            elapsed = case.sample(peer, schedule)
+        for number, contestant in enumerate(contestants):
+            elapsed, num_bytes = case.sample(contestant.peer, contestant.schedule)
             if index >= 0:
-                samples.append(elapsed)
-    shown = kind.name.lower()
-    context.report(f"{shown} {format_bytes(4 * count)}: {context.rounds} rounds of {len(contestants)} checked")
-    selector = selector_of(context.group)
-    return {
-        "kind": shown,
-        "size": 4 * count,
-        "seconds": seconds,
-        "expected_s": {
-            str(algorithm): estimate
-            for algorithm, estimate in selector.estimates(kind, 4 * count, context.group.ranks).items()
-        },
-    }
+                seconds[number].append(elapsed)
+                if num_bytes is not None:
+                    sent[number].append(num_bytes)
+    name, num_bytes = kind.name.lower(), case.num_bytes
+    context.report(f"{name} {format_bytes(num_bytes)}: {context.rounds} rounds of {len(contestants)} checked")
+    expected = selector_of(context.group).estimates(kind, num_bytes, context.group.ranks)
+    expected_s = {str(schedule): estimate for schedule, estimate in expected.items()}
+    return CollectiveRow(name, num_bytes, case.count, contestants, seconds, sent, expected_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """What this rank's tensors hold, one factor for each block; no block: the rank has no such tensor.
+
+    Attributes:
+        given: Of the input, where the collective has one.
+        before: Of the output, before the operation.
+        after: Of the output, when it is done.
+        whole: Whether the only block is the whole tensor, not one of as many blocks as there are ranks.
+        additions: How many numbers are added for one element of the output.
+    """
+
+    given: list[int]
+    before: list[int]
+    after: list[int]
+    whole: bool = False
+    additions: int = 1
+
+
+def _factors(kind: OpKind, rank: int, size: int) -> _Factors:
+    is_root, total, every = rank == _ROOT, size * (size + 1) // 2, range(1, size + 1)
+    own, zeros = [rank + 1], [0] * size
+    match kind:
+        case OpKind.ALLREDUCE:
+            return _Factors([], own, [total], whole=True, additions=size)
+        case OpKind.REDUCE:  # the others' tensors stay as they were
+            return _Factors([], own, [total] if is_root else own, whole=True, additions=size)
+        case OpKind.BROADCAST:
+            return _Factors([], own, [_ROOT + 1], whole=True)
+        case OpKind.ALLGATHER:
+            return _Factors(own, zeros, [*every])
+        case OpKind.GATHER:
+            return _Factors(own, zeros if is_root else [], [*every] if is_root else [])
+        case OpKind.SCATTER:
+            return _Factors([*every] if is_root else [], [0], own)
+        case OpKind.REDUCE_SCATTER:
+            return _Factors([(rank + 1) * block for block in every], [0], [total * (rank + 1)], additions=size)
+        case OpKind.ALLTOALL:
+            blocks = [source * size for source in range(size)]
+            return _Factors([rank * size + block for block in every], zeros, [block + rank + 1 for block in blocks])
+        case OpKind.SEND_RECV:
+            receives = rank == size - 1 != _ROOT
+            return _Factors([1] if is_root else [], [0] if receives else [], [1] if receives else [], whole=True)
+        case OpKind.BARRIER:
+            return _Factors([], [], [])
 
 
 class _Case:
-    """One collective of one size: buffers for several operations in a row, and everybody who can carry it out.
+    """One collective of one size: tensors for several operations in a row, and all that can carry it out.
 
-    ``count`` elements are the tensor, or all blocks of one rank together.
+    Attributes:
+        count: Elements of the tensor, or of all blocks of one rank together.
+        num_bytes: Their size.
     """
 
-    def __init__(self, context: Context, kind: OpKind, count: int, times: int) -> None:
-        self._context, self._kind, self._count, self._times = context, kind, count, times
-        self._rank, self._size = context.rank, context.world_size
-        num_in, num_out = self._lengths()
-        self._inputs = list(torch.empty(times, num_in))
-        self._outputs = list(torch.empty(times, num_out))
+    def __init__(self, context: Context, kind: OpKind, size: int, dtype: torch.dtype) -> None:
+        self._context, self._kind, self._dtype = context, kind, dtype
+        self._is_root, self._last = context.rank == _ROOT, context.world_size - 1
+        self._factors = _factors(kind, context.rank, context.world_size)
+        elements = max(1, size // dtype.itemsize)
+        self.count = elements if self._factors.whole else max(1, elements // (self._last + 1)) * (self._last + 1)
+        self.num_bytes = self.count * dtype.itemsize
+        self._times = repetitions(self.num_bytes)
+        block = self.count if self._factors.whole else self.count // (self._last + 1)
+        self._inputs = list(torch.empty(self._times, block * len(self._factors.given), dtype=dtype))
+        self._outputs = list(torch.empty(self._times, block * len(self._factors.before), dtype=dtype))
+        self._shared: list[torch.Tensor] = []
 
-    @property
-    def _is_root(self) -> bool:
-        return self._rank == _ROOT
-
-    @property
-    def _last(self) -> int:
-        return self._size - 1
-
-    def _lengths(self) -> tuple[int, int]:
-        """Elements of this rank's input and output; what works in place has an output only."""
-        whole, block = self._count, self._count // self._size
-        match self._kind:
-            case OpKind.ALLREDUCE | OpKind.REDUCE | OpKind.BROADCAST:
-                return 0, whole
-            case OpKind.ALLGATHER:
-                return block, whole
-            case OpKind.GATHER:
-                return block, whole if self._is_root else 0
-            case OpKind.SCATTER:
-                return whole if self._is_root else 0, block
-            case OpKind.REDUCE_SCATTER:
-                return whole, block
-            case OpKind.ALLTOALL:
-                return whole, whole
-            case OpKind.SEND_RECV:
-                return whole if self._is_root else 0, whole if self._rank == self._last != _ROOT else 0
-            case OpKind.BARRIER:
-                return 0, 0
-
-    def sample(self, peer: str, schedule: str) -> float:
-        """Seconds of one operation on this rank.
-
-        Raises:
-            WrongResultError: A result was wrong.
-        """
+    def sample(self, peer: str, schedule: str) -> tuple[float, float | None]:
+        """Return the seconds of one operation on this rank, and the bytes that it sent, where they are known."""
         context, kind = self._context, self._kind
         if peer in context.mpi:
             name = "send" if kind is OpKind.SEND_RECV else kind.name.lower()
-            return context.mpi[peer].sample(name, self._count, self._times, "float32")
-        self._fill()
+            dtype = str(self._dtype).removeprefix("torch.")
+            return context.mpi[peer].sample(name, self.count, self._times, dtype), None
+        if peer == SHARED and not self._shared:
+            self._shared = list(context.group.empty(self.count * self._times, dtype=self._dtype).view(self._times, -1))
+        outputs = self._shared if peer == SHARED else self._outputs
+        self._fill(outputs)
+        group = None if peer == "gloo" else context.group_of(peer)
         context.barrier()
+        sent = 0 if group is None else group.statistics().bytes_sent
         begin = time.monotonic()
-        for tensor, output in zip(self._inputs, self._outputs, strict=True):
-            if peer == "gloo":
+        for tensor, output in zip(self._inputs, outputs, strict=True):
+            if group is None:
                 self._by_gloo(tensor, output)
             else:
-                self._by_engine(context.group_of(peer), tensor, output, schedule)
+                self._by_engine(group, tensor, output, schedule)
         elapsed = time.monotonic() - begin
-        if peer != "gloo" or kind is not OpKind.REDUCE or self._is_root:  # gloo leaves anything in the others' tensors
-            self._check(f"{kind.name.lower()} of {self._count} elements by {peer}, schedule {schedule}")
-        return elapsed / self._times
+        if group is not None:
+            sent = group.statistics().bytes_sent - sent
+        if (
+            group is not None or kind is not OpKind.REDUCE or self._is_root
+        ):  # gloo leaves anything in the others' tensors
+            self._check(outputs, f"{kind.name.lower()} of {self.count} elements by {peer}, schedule {schedule}")
+        return elapsed / self._times, None if group is None else sent / self._times
 
     def _by_engine(self, group: Group, tensor: torch.Tensor, output: torch.Tensor, schedule: str) -> None:
         name = "bench.collective"
@@ -167,7 +185,7 @@ class _Case:
             case OpKind.SEND_RECV if self._last != _ROOT:
                 if self._is_root:
                     group.send(tensor, dst=self._last).wait()
-                elif self._rank == self._last:
+                elif len(output):
                     group.recv(output, src=_ROOT).wait()
             case _:
                 group.barrier()
@@ -193,59 +211,22 @@ class _Case:
             case OpKind.SEND_RECV if self._last != _ROOT:
                 if self._is_root:
                     dist.send(tensor, self._last)
-                elif self._rank == self._last:
+                elif len(output):
                     dist.recv(output, _ROOT)
             case _:
                 dist.barrier()
 
     def _blocks(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return list(tensor.view(self._size, -1))
+        return list(tensor.view(self._last + 1, -1))
 
-    def _fill(self) -> None:
-        for tensor, output in zip(self._inputs, self._outputs, strict=True):
-            match self._kind:
-                case OpKind.ALLREDUCE | OpKind.REDUCE | OpKind.BROADCAST:
-                    values.fill(output, rank=self._rank)
-                    continue
-                case OpKind.ALLGATHER | OpKind.GATHER:
-                    values.fill(tensor, rank=self._rank)
-                case OpKind.SEND_RECV:
-                    values.fill_multiple(tensor, 1)
-                case OpKind.SCATTER | OpKind.REDUCE_SCATTER | OpKind.ALLTOALL:
-                    for index, block in enumerate(self._blocks(tensor)):
-                        values.fill_multiple(block, self._factor(self._rank, index))
-            output.fill_(0)
+    def _fill(self, outputs: list[torch.Tensor]) -> None:
+        for tensors, factors in ((self._inputs, self._factors.given), (outputs, self._factors.before)):
+            for tensor in tensors if factors else ():
+                for block, factor in zip(tensor.view(len(factors), -1), factors, strict=True):
+                    values.fill_multiple(block, factor)
 
-    def _factor(self, source: int, index: int) -> int:
-        """Of block ``index`` of a rank's input."""
-        match self._kind:
-            case OpKind.REDUCE_SCATTER:
-                return (source + 1) * (index + 1)
-            case OpKind.ALLTOALL:
-                return source * self._size + index + 1
-            case _:
-                return index + 1
-
-    def _check(self, what: str) -> None:
-        size, rank = self._size, self._rank
-        total = size * (size + 1) // 2
-        for output in self._outputs:
-            match self._kind:
-                case OpKind.ALLREDUCE:
-                    values.check_multiple(output, total, additions=size, what=what)
-                case OpKind.REDUCE:
-                    # The others' tensors stay as they were.
-                    expected = total if self._is_root else rank + 1
-                    values.check_multiple(output, expected, additions=size, what=what)
-                case OpKind.BROADCAST:
-                    values.check_multiple(output, _ROOT + 1, what=what)
-                case OpKind.REDUCE_SCATTER:
-                    values.check_multiple(output, total * (rank + 1), additions=size, what=what)
-                case OpKind.SCATTER:
-                    values.check_multiple(output, rank + 1, what=what)
-                case OpKind.ALLGATHER | OpKind.GATHER | OpKind.ALLTOALL if len(output):
-                    for source, block in enumerate(self._blocks(output)):
-                        factor = self._factor(source, rank) if self._kind is OpKind.ALLTOALL else source + 1
-                        values.check_multiple(block, factor, what=what)
-                case OpKind.SEND_RECV if len(output):
-                    values.check_multiple(output, 1, what=what)
+    def _check(self, outputs: list[torch.Tensor], what: str) -> None:
+        factors = self._factors.after
+        for output in outputs if factors else ():
+            for block, factor in zip(output.view(len(factors), -1), factors, strict=True):
+                values.check_multiple(block, factor, additions=self._factors.additions, what=what)

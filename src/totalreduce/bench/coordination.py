@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json as json_format
+import json
 import os
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from totalreduce.bench.command import benchmark
 from totalreduce.bench.launching import BenchmarkFailedError, Setting, run_benchmark
-from totalreduce.bench.options import JsonOption, RanksOption, RoundsOption, make_setting
-from totalreduce.bench.report import duration, print_progress, times, write_json
-from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate
-from totalreduce.cli.report import print_table
+from totalreduce.bench.machine import describe_machine
+from totalreduce.bench.records import to_document
+from totalreduce.bench.report import Report, Table, duration, print_progress, times
+from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate, slowest
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError
-
-__all__ = ["CoordinationFigure", "bench_coordination", "measure_coordination", "summarise"]
 
 _PEER = Path(__file__).with_name("horovod_peer.py")
 _LAUNCH_LIMIT_S = 300.0
@@ -32,6 +31,61 @@ _LABELS = {
 }
 #: How Horovod's handles are waited for, in seconds between looks.
 _POLLS = {"horovod": 0.0, "horovod, polled": 5e-4}
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinationParameters:
+    """What the workers submit; the fields are options."""
+
+    tensors: Annotated[int, typer.Option(help="Tensors in a step, of one element each.", min=1)] = 161
+    steps: Annotated[int, typer.Option(help="Timed steps of a launch, after 20 untimed ones.", min=1)] = 100
+    shuffle: Annotated[
+        bool, typer.Option("--shuffle", help="Submit in an order of its own on every rank (not for Horovod).")
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinationSamples:
+    """What one rank has measured in a launch.
+
+    Attributes:
+        many: Seconds of every step of many tensors.
+        one: Seconds of every step of one tensor.
+        submitted: When the last tensor of each step of many was submitted.
+        agreed: When the ranks had agreed on the last tensor of each step of many.
+        cycles: Cycles of agreement per step of many.
+        slow_cycles: Those in which ranks had something to say that was not cached.
+        messages: Messages that this rank sent in them.
+    """
+
+    many: list[float]
+    one: list[float]
+    submitted: list[float]
+    agreed: list[float]
+    cycles: float
+    slow_cycles: float
+    messages: float
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What all ranks of one launch have measured.
+
+    Attributes:
+        many: Seconds of every step of many tensors, by rank.
+        one: Seconds of every step of one tensor, by rank.
+        agreement: From the last submission on any rank until all had agreed, by step; empty for Horovod.
+        cycles: Cycles of agreement per step of many; ``None`` for Horovod.
+        slow_cycles: Those in which ranks had something to say that was not cached; ``None`` for Horovod.
+        messages: Messages that a rank sent in them; ``None`` for Horovod.
+    """
+
+    many: list[list[float]]
+    one: list[list[float]]
+    agreement: list[float]
+    cycles: float | None = None
+    slow_cycles: float | None = None
+    messages: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +102,8 @@ class CoordinationFigure:
             Horovod, which does not say.
         ratio: Step of ``torch`` divided by this contestant's. Not of their overheads: where some of those are
             negative, because a single tensor happened to take longer, the median of their ratios says nothing.
-        cycles: Cycles of agreement per step of many, and messages that a rank sent in them.
-        messages: See ``cycles``.
+        cycles: Cycles of agreement per step of many.
+        messages: Messages that a rank sent in them.
     """
 
     contestant: str
@@ -62,151 +116,132 @@ class CoordinationFigure:
     messages: float | None
 
 
+@benchmark(
+    "coordination",
+    "totalreduce bench coordination -n 4",
+    "totalreduce bench coordination -n 4 --horovod /opt/horovod/bin/python --json out.json",
+    shared=("ranks", "rounds"),
+    rounds=3,
+)
 def bench_coordination(
+    setting: Setting,
+    parameters: CoordinationParameters,
     *,
-    tensors: Annotated[int, typer.Option(help="Tensors in a step, of one element each.")] = 161,
-    steps: Annotated[int, typer.Option(help="Timed steps of a launch, after 20 untimed ones.")] = 100,
-    shuffle: Annotated[
-        bool, typer.Option("--shuffle", help="Submit in an order of its own on every rank (not for Horovod).")
-    ] = False,
     horovod: Annotated[
         Path | None, typer.Option(help="A Python with Horovod, with horovodrun beside it: measure that, too, in turns.")
     ] = None,
-    ranks: RanksOption = None,
-    rounds: RoundsOption = 3,
-    json: JsonOption = None,
-) -> None:
+) -> Report:
     """Time the agreement on many tensors whose names are known to all ranks (cached).
 
     A step submits all tensors and waits for all; beside it one tensor of the same total size. What the many cost
     more than the one is coordination and packing. Contestants take turns, one launch after the other.
     """
-    setting = make_setting(ranks, 0, "1gbit", (), rounds)
-    if tensors < 1 or steps < 1:
-        raise ConfigurationError("--tensors and --steps must be at least 1")
-    samples = measure_coordination(setting, tensors, steps, shuffle=shuffle, horovod=horovod)
-    figures = summarise(samples)
-    _print(setting, tensors, figures)
-    raw = [{"contestant": name, "launches": launches} for name, launches in samples.items()]
-    raw[0]["environment"] = samples["torch"][0]["environment"]
-    write_json(json, "coordination", setting, [asdict(figure) for figure in figures], raw)
+    launches = measure_coordination(setting, parameters, horovod)
+    figures = summarise(launches)
+    raw = [{"contestant": name, "launches": to_document(several)} for name, several in launches.items()]
+    return Report(
+        [_table(setting, parameters.tensors, figures)], setting.as_document(), describe_machine(), figures, raw
+    )
 
 
 def measure_coordination(
-    setting: Setting, tensors: int, steps: int, *, shuffle: bool, horovod: Path | None
-) -> dict[str, list[dict[str, Any]]]:
-    """Launch every contestant once a round; returns their launches' samples, ranks in rows.
-
-    Raises:
-        BenchmarkFailedError: A rank failed or found a wrong sum.
-    """
-    samples: dict[str, list[dict[str, Any]]] = {"torch": [], "auto": []}
-    samples |= {name: [] for name in (_POLLS if horovod is not None else ())}
-    parameters = {"tensors": tensors, "steps": steps, "shuffle": shuffle}
+    setting: Setting, parameters: CoordinationParameters, horovod: Path | None
+) -> dict[str, list[Launch]]:
+    """Launch every contestant once a round; returns their launches."""
+    launches: dict[str, list[Launch]] = {"torch": [], "auto": []}
+    launches |= {name: [] for name in (_POLLS if horovod is not None else ())}
     for number in range(setting.rounds):
-        for name, launches in samples.items():
+        for name, several in launches.items():
             if horovod is not None and name in _POLLS:
-                launches.append(_launch_horovod(horovod, setting.ranks, tensors, steps, _POLLS[name]))
+                several.append(_launch_horovod(horovod, setting.ranks, parameters, _POLLS[name]))
             else:
-                one_round = Setting(
-                    ranks=setting.ranks, hosts=0, rate=setting.rate, against=(), rounds=1, transport=name
-                )
-                launches.append(_joined(run_benchmark("coordination", parameters, one_round)))
+                one_round = replace(setting, rounds=1, transport=name)
+                results = run_benchmark("coordination_worker", parameters, one_round, CoordinationSamples)
+                several.append(_joined(results.ranks))
         print_progress(f"coordination: round {number + 1} of {setting.rounds}")
-    return samples
+    return launches
 
 
-def _joined(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """One launch: samples by rank, and when the ranks had agreed, which the clock of one host tells."""
-    submitted, agreed = (
-        [max(ranks) for ranks in zip(*(result[key] for result in results), strict=True)]
-        for key in ("submitted", "agreed")
+def _joined(ranks: list[CoordinationSamples]) -> Launch:
+    """Combine what the ranks have measured; when they had agreed is told by the clock of their one host."""
+    submitted, agreed = slowest([rank.submitted for rank in ranks]), slowest([rank.agreed for rank in ranks])
+    return Launch(
+        [rank.many for rank in ranks],
+        [rank.one for rank in ranks],
+        [after - before for before, after in zip(submitted, agreed, strict=True)],
+        fmean(rank.cycles for rank in ranks),
+        fmean(rank.slow_cycles for rank in ranks),
+        fmean(rank.messages for rank in ranks),
     )
-    agreement = [after - before for before, after in zip(submitted, agreed, strict=True)]
-    return {
-        **{key: [result[key] for result in results] for key in ("many", "one")},
-        **{key: fmean(result[key] for result in results) for key in ("cycles", "slow_cycles", "messages")},
-        "agreement": agreement,
-        "environment": results[0]["environment"],
-    }
 
 
-def _launch_horovod(python: Path, ranks: int, tensors: int, steps: int, poll_s: float) -> dict[str, Any]:
+def _launch_horovod(python: Path, ranks: int, parameters: CoordinationParameters, poll_s: float) -> Launch:
     launcher = python.parent / "horovodrun"
     if not launcher.exists():
         raise ConfigurationError(f"--horovod {python}: there is no horovodrun beside it")
-    command = [
-        str(launcher),
-        "--gloo",
-        "-np",
-        str(ranks),
-        str(python),
-        str(_PEER),
-        str(tensors),
-        str(steps),
-        str(poll_s),
-    ]
+    numbers = (parameters.tensors, parameters.steps, poll_s)
+    command = [str(launcher), "--gloo", "-np", str(ranks), str(python), str(_PEER), *(str(n) for n in numbers)]
     path = os.pathsep.join((str(python.parent), current().get("PATH", "")))
+    environment = {**current(), "PATH": path}
     try:
         ended = subprocess.run(
-            command,
-            env={**current(), "PATH": path},
-            capture_output=True,
-            text=True,
-            timeout=_LAUNCH_LIMIT_S,
-            check=False,
+            command, env=environment, capture_output=True, text=True, timeout=_LAUNCH_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise BenchmarkFailedError(f"horovodrun has not ended within {_LAUNCH_LIMIT_S:.0f} s") from error
     lines = [line.partition("RESULT ")[2] for line in ended.stdout.splitlines() if "RESULT " in line]
     if ended.returncode or not lines:
         raise BenchmarkFailedError(f"horovodrun ended with exit code {ended.returncode}: {ended.stderr[-600:]}")
-    document: dict[str, Any] = json_format.loads(lines[0])
-    return document
+    document = json.loads(lines[0])
+    return Launch(document["many"], document["one"], [])
 
 
-def summarise(samples: dict[str, list[dict[str, Any]]]) -> list[CoordinationFigure]:
+def summarise(launches: dict[str, list[Launch]]) -> list[CoordinationFigure]:
     """From samples to figures. Pure."""
-    many, one = ({name: _averaged(launches, key) for name, launches in samples.items()} for key in ("many", "one"))
-    overhead = {name: [a - b for a, b in zip(many[name], one[name], strict=True)] for name in samples}
+    many = {name: _averaged([launch.many for launch in several]) for name, several in launches.items()}
+    one = {name: _averaged([launch.one for launch in several]) for name, several in launches.items()}
     figures = []
-    for name, launches in samples.items():
-        ours = "cycles" in launches[0]
+    for name, several in launches.items():
+        agreement = [value for launch in several for value in launch.agreement]
         figures.append(
             CoordinationFigure(
-                name,
-                estimate(many[name]),
-                estimate(one[name]),
-                estimate(overhead[name]),
-                estimate([value for launch in launches for value in launch["agreement"]]) if ours else None,
-                None if name == "torch" else ratio_estimate(many["torch"], many[name]),
-                fmean(launch["cycles"] for launch in launches) if ours else None,
-                fmean(launch["messages"] for launch in launches) if ours else None,
+                contestant=name,
+                many=estimate(many[name]),
+                one=estimate(one[name]),
+                overhead=estimate([a - b for a, b in zip(many[name], one[name], strict=True)]),
+                agreement=estimate(agreement) if agreement else None,
+                ratio=None if name == "torch" else ratio_estimate(many["torch"], many[name]),
+                cycles=_mean([launch.cycles for launch in several]),
+                messages=_mean([launch.messages for launch in several]),
             )
         )
     return figures
 
 
-def _averaged(launches: list[dict[str, Any]], key: str) -> list[float]:
-    return [fmean(ranks) for launch in launches for ranks in zip(*launch[key], strict=True)]
+def _averaged(launches: list[list[list[float]]]) -> list[float]:
+    return [fmean(ranks) for launch in launches for ranks in zip(*launch, strict=True)]
 
 
-def _print(setting: Setting, tensors: int, figures: list[CoordinationFigure]) -> None:
-    rows = [
-        (
-            _LABELS[figure.contestant],
-            duration(figure.many),
-            duration(figure.one),
-            duration(figure.overhead),
-            "" if figure.agreement is None else duration(figure.agreement),
-            times(figure.ratio),
-            "" if figure.cycles is None else f"{figure.cycles:.1f}, {figure.messages:.1f}",
-        )
-        for figure in figures
-    ]
-    print_table(
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _table(setting: Setting, tensors: int, figures: list[CoordinationFigure]) -> Table[CoordinationFigure]:
+    def cycles(figure: CoordinationFigure) -> str:
+        return "" if figure.cycles is None else f"{figure.cycles:.1f}, {figure.messages:.1f}"
+
+    return Table(
         f"a step of {tensors} tensors of one element, {setting.describe()}",
-        ("by", "all", "one tensor", "all - one", "agreement", "all: first row / this", "cycles, messages"),
-        rows,
+        [
+            ("by", lambda figure: _LABELS[figure.contestant]),
+            ("all", lambda figure: duration(figure.many)),
+            ("one tensor", lambda figure: duration(figure.one)),
+            ("all - one", lambda figure: duration(figure.overhead)),
+            ("agreement", lambda figure: duration(figure.agreement)),
+            ("all: first row / this", lambda figure: times(figure.ratio)),
+            ("cycles, messages", cycles),
+        ],
+        figures,
         "Agreement: from the last submission on any rank until every rank knows. All sums are right on all ranks.",
     )

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from totalreduce.bench.context import Context
+from totalreduce.bench.coordination import CoordinationParameters, CoordinationSamples
 from totalreduce.bench.values import WrongResultError
 from totalreduce.foundation.observer import Observer
 from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.native.coordinator import Coordinator
-
-__all__ = ["measure"]
 
 _WARMUP_STEPS = 20
 _SEED = 7
@@ -33,35 +32,23 @@ class _Recorder(Observer):
             self.last_agreed = max(self.last_agreed, facts["agreed"])
 
 
-def measure(context: Context, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Take turns: a step of many tensors, and one of a single tensor.
-
-    Args:
-        context: This rank.
-        parameters: ``tensors``, ``steps``, ``shuffle`` (an order of submission of its own on every rank).
-
-    Returns:
-        ``many`` and ``one``: seconds of every step on this rank; ``submitted`` and ``agreed``: times of the last tensor
-        of each step; ``cycles``, ``slow_cycles``, ``messages``: of the agreement, per step of many.
-
-    Raises:
-        WrongResultError: A sum is wrong.
-    """
+def measure(context: Context, parameters: CoordinationParameters) -> CoordinationSamples:
+    """Take turns: a step of many tensors, and one of a single tensor."""
     group = context.group
     coordinator = group.coordinator
     if coordinator is None:
         coordinator = group.coordinate(EngineCollectives(group.subgroup(range(group.world_size)).operations))
     recorder = _Recorder()
     group.observers.append(recorder)
-    count = parameters["tensors"]
+    count = parameters.tensors
     tensors = [torch.empty(1) for _ in range(count)]
     one = torch.empty(count)
     order = list(range(count))
     generator = random.Random(_SEED + context.rank)
     samples: dict[str, list[float]] = {"many": [], "one": [], "submitted": [], "agreed": []}
     spent = [0, 0, 0]
-    for step in range(_WARMUP_STEPS + parameters["steps"]):
-        if parameters["shuffle"]:
+    for step in range(_WARMUP_STEPS + parameters.steps):
+        if parameters.shuffle:
             generator.shuffle(order)
         recorder.last_submitted = recorder.last_agreed = 0.0
         before = _spent(coordinator)
@@ -74,8 +61,8 @@ def measure(context: Context, parameters: dict[str, Any]) -> dict[str, Any]:
             samples["submitted"].append(recorder.last_submitted)
             samples["agreed"].append(recorder.last_agreed)
             spent = [total + now - then for total, now, then in zip(spent, after, before, strict=True)]
-    cycles, slow_cycles, messages = (total / parameters["steps"] for total in spent)
-    return {**samples, "cycles": cycles, "slow_cycles": slow_cycles, "messages": messages}
+    cycles, slow_cycles, messages = (total / parameters.steps for total in spent)
+    return CoordinationSamples(**samples, cycles=cycles, slow_cycles=slow_cycles, messages=messages)
 
 
 def _step(context: Context, coordinator: Coordinator, tensors: list[torch.Tensor], names: list[str]) -> float:

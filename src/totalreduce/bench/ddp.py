@@ -13,30 +13,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from totalreduce.bench.launching import BenchmarkFailedError, Setting
-from totalreduce.bench.options import (
-    HostsOption,
-    JsonOption,
-    RanksOption,
-    RanksPerHostOption,
-    RateOption,
-    RoundsOption,
-    make_setting,
-)
-from totalreduce.bench.report import duration, print_progress, times, write_json
+from totalreduce.bench.command import benchmark
+from totalreduce.bench.launching import BenchmarkFailedError, Setting, find_script, run_script
+from totalreduce.bench.machine import describe_machine
+from totalreduce.bench.report import Report, Table, duration, print_progress, times
 from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate
-from totalreduce.bench.scripts import describe_environment, find_script, launch_script
-from totalreduce.cli.report import print_table
 from totalreduce.foundation.errors import ConfigurationError
-
-__all__ = ["DdpFigure", "bench_ddp", "compare_exactly", "differences_of", "measure_ddp", "summarise"]
 
 #: DistributedDataParallel makes its buckets anew after the first step.
 _WARMUP_STEPS = 3
@@ -44,6 +33,25 @@ _EXACT_STEPS = 6
 _EXACT_TOLERANCE = 1e-10
 _TIMED_TOLERANCE = 0.1
 _LAUNCH_LIMIT_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class DdpLaunch:
+    """What a script has written.
+
+    Attributes:
+        losses: Of every step.
+        step_s: Seconds of every step, averaged over ranks.
+        backend: Its name in torch.distributed.
+        model: What was trained.
+        world_size: Number of ranks.
+    """
+
+    losses: list[float]
+    step_s: list[float]
+    backend: str = ""
+    model: str = ""
+    world_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,15 @@ class DdpFigure:
     difference: float
 
 
+@benchmark(
+    "ddp",
+    "totalreduce bench ddp -n 2",
+    "totalreduce bench ddp --script torch_fsdp --model gpt --emulate-hosts 4 -- --batch 4",
+    shared=("ranks", "emulate_hosts", "emulate_rate", "ranks_per_host", "rounds"),
+    rounds=6,
+)
 def bench_ddp(
+    setting: Setting,
     arguments: Annotated[
         list[str] | None, typer.Argument(help="More options for the script, after --.", show_default=False)
     ] = None,
@@ -76,19 +92,13 @@ def bench_ddp(
     ] = "torch_ddp",
     model: Annotated[str, typer.Option(help="cnn or gpt.")] = "cnn",
     steps: Annotated[int, typer.Option(help="Timed steps of a launch, after three untimed ones.")] = 20,
-    ranks: RanksOption = None,
-    emulate_hosts: HostsOption = 0,
-    ranks_per_host: RanksPerHostOption = None,
-    emulate_rate: RateOption = "1gbit",
-    rounds: RoundsOption = 6,
-    json: JsonOption = None,
-) -> None:
+) -> Report:
     """Time an unmodified DDP or FSDP2 script on this back end and on gloo.
 
     The two take turns, one launch after the other. Every step's loss must agree, tightly in float64
     and coarsely in the timed float32, or there is no figure.
     """
-    setting = make_setting(ranks, emulate_hosts, emulate_rate, ("gloo",), rounds, ranks_per_host=ranks_per_host)
+    setting = replace(setting, against=("gloo",))
     if steps < 1:
         raise ConfigurationError(f"--steps must be at least 1, not {steps}")
     options = ["--model", model, *(arguments or [])]
@@ -96,11 +106,9 @@ def bench_ddp(
     exact = compare_exactly(setting, path, options)
     launches = measure_ddp(setting, path, [*options, "--steps", str(_WARMUP_STEPS + steps)])
     figures = summarise(launches)
-    _print(setting, f"{path.stem} {model}", figures, exact)
-    raw = [
-        {"environment": describe_environment(), "options": options, "difference_float64": exact, "launches": launches}
-    ]
-    write_json(json, "ddp", setting, [asdict(figure) for figure in figures], raw)
+    raw = [{"options": options, "difference_float64": exact, "launches": launches}]
+    table = _table(setting, f"{path.stem} {model}", figures, exact)
+    return Report([table], setting.as_document(), describe_machine(), figures, raw)
 
 
 def compare_exactly(setting: Setting, script: Path, options: Sequence[str]) -> float:
@@ -110,18 +118,15 @@ def compare_exactly(setting: Setting, script: Path, options: Sequence[str]) -> f
         setting: Where, and against which back ends.
         script: Takes ``--backend``, ``--steps``, ``--dtype`` and ``--json``.
         options: Further ones.
-
-    Raises:
-        BenchmarkFailedError: The losses differ, or a launch failed.
     """
     command = [str(script), *options, "--steps", str(_EXACT_STEPS), "--dtype", "float64"]
-    losses = {backend: [_launch(setting, command, backend)["losses"]] for backend in setting.peers}
+    losses = {backend: [_launch(setting, command, backend).losses] for backend in setting.peers}
     differences = differences_of(losses, _EXACT_TOLERANCE)
     print_progress("ddp: float64 losses checked")
     return max(differences.values())
 
 
-def measure_ddp(setting: Setting, script: Path, options: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+def measure_ddp(setting: Setting, script: Path, options: Sequence[str]) -> dict[str, list[DdpLaunch]]:
     """Launch the script once per back end and round; who is first changes from round to round.
 
     Args:
@@ -130,32 +135,21 @@ def measure_ddp(setting: Setting, script: Path, options: Sequence[str]) -> dict[
         options: Further ones.
 
     Returns:
-        What the script wrote, by back end and in the order of rounds: ``losses`` and ``step_s`` of every step.
-
-    Raises:
-        BenchmarkFailedError: A launch failed; names the rank that failed first.
-        ConfigurationError: The setting cannot be run here, for example because of missing rights.
+        What the script wrote, by back end and in the order of rounds.
     """
-    launches: dict[str, list[dict[str, Any]]] = {backend: [] for backend in setting.peers}
+    launches: dict[str, list[DdpLaunch]] = {backend: [] for backend in setting.peers}
     for index in range(setting.rounds):
         for backend in setting.peers if index % 2 == 0 else reversed(setting.peers):
             launches[backend].append(_launch(setting, [str(script), *options], backend))
-            step_ms = 1000 * median(launches[backend][-1]["step_s"][_WARMUP_STEPS:])
+            step_ms = 1000 * _step_s(launches[backend][-1])
             print_progress(f"ddp: round {index + 1} of {setting.rounds}: {backend} {step_ms:.1f} ms")
     return launches
 
 
-def summarise(launches: dict[str, list[dict[str, Any]]]) -> list[DdpFigure]:
-    """From every launch's losses and times to figures. Pure.
-
-    Raises:
-        BenchmarkFailedError: The losses differ by more than rounding explains.
-    """
-    seconds = {
-        backend: [median(launch["step_s"][_WARMUP_STEPS:]) for launch in several]
-        for backend, several in launches.items()
-    }
-    losses = {backend: [launch["losses"] for launch in several] for backend, several in launches.items()}
+def summarise(launches: dict[str, list[DdpLaunch]]) -> list[DdpFigure]:
+    """From every launch's losses and times to figures. Pure."""
+    seconds = {backend: [_step_s(launch) for launch in several] for backend, several in launches.items()}
+    losses = {backend: [launch.losses for launch in several] for backend, several in launches.items()}
     differences = differences_of(losses, _TIMED_TOLERANCE)
     return [
         DdpFigure(
@@ -174,9 +168,6 @@ def differences_of(losses: dict[str, list[list[float]]], tolerance: float) -> di
     Args:
         losses: Every step's, by back end and launch.
         tolerance: What rounding explains.
-
-    Raises:
-        BenchmarkFailedError: They are further apart.
     """
     reference = losses["totalreduce"][0]
     differences = {backend: max(_difference(own, reference) for own in several) for backend, several in losses.items()}
@@ -195,19 +186,25 @@ def _difference(losses: Sequence[float], reference: Sequence[float]) -> float:
     return max(math.inf if math.isnan(value) else value for value in differences)
 
 
-def _launch(setting: Setting, command: Sequence[str], backend: str) -> dict[str, Any]:
-    return launch_script(
-        setting, [*command, "--backend", backend], over_gloo=backend == "gloo", timeout_s=_LAUNCH_LIMIT_S
-    )
+def _step_s(launch: DdpLaunch) -> float:
+    return median(launch.step_s[_WARMUP_STEPS:])
 
 
-def _print(setting: Setting, what: str, figures: list[DdpFigure], exact: float) -> None:
-    rows = [(figure.backend, duration(figure.seconds), times(figure.ratio)) for figure in figures]
+def _launch(setting: Setting, command: Sequence[str], backend: str) -> DdpLaunch:
+    argv = [*command, "--backend", backend]
+    return run_script(setting, argv, DdpLaunch, over_gloo=backend == "gloo", timeout_s=_LAUNCH_LIMIT_S)
+
+
+def _table(setting: Setting, what: str, figures: list[DdpFigure], exact: float) -> Table[DdpFigure]:
     difference = max(figure.difference for figure in figures)
-    print_table(
+    return Table(
         f"step of {what}, {setting.describe()}",
-        ("back end", "step (95 %)", "totalreduce / this"),
-        rows,
+        [
+            ("back end", lambda figure: figure.backend),
+            ("step (95 %)", lambda figure: duration(figure.seconds)),
+            ("totalreduce / this", lambda figure: times(figure.ratio)),
+        ],
+        figures,
         f"The same script with another --backend. Losses agree to {exact:.1e} of their value in float64, "
         f"{difference:.1e} in float32.",
     )

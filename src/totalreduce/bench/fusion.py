@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from totalreduce.pytorch.buckets import ParameterSpec, plan_buckets
 
-__all__ = ["DDP_BUCKET_BYTES", "DDP_FIRST_BUCKET_BYTES", "Message", "ddp_messages", "optimizer_messages"]
-
 DDP_FIRST_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 DDP_BUCKET_BYTES = 25 << 20  # bucket_cap_mb of DistributedDataParallel
 _ELEMENT_BYTES = 4

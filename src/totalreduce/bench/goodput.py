@@ -10,13 +10,30 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-
-__all__ = ["ring_goodput"]
+from statistics import fmean
+from typing import Protocol
 
 _BLOCK_BYTES = 256 * 1024
 _PATIENCE_S = 20.0
 
 Exchange = Callable[[Sequence[float]], list[list[float]]]
+
+
+class _Samples(Protocol):
+    """What a rank has measured, and the goodput of plain TCP streams in the same run."""
+
+    @property
+    def goodput_bits_per_s(self) -> list[float]: ...
+
+
+def mean_goodput(ranks: Sequence[_Samples]) -> float:
+    """Return the bits per second of a plain TCP stream, averaged over links and over the run."""
+    return fmean(sample for rank in ranks for sample in rank.goodput_bits_per_s)
+
+
+def goodput_caption(ranks: Sequence[_Samples]) -> str:
+    """Return the sentence that says it below a table."""
+    return f"Plain TCP stream in the same run: {mean_goodput(ranks) / 1e9:.3f} Gbit/s per link."
 
 
 def ring_goodput(*, rank: int, members: Sequence[int], address: str, exchange: Exchange, seconds: float = 1.0) -> float:
@@ -30,9 +47,6 @@ def ring_goodput(*, rank: int, members: Sequence[int], address: str, exchange: E
         address: IPv4 address of this process.
         exchange: Gathers every rank's numbers; also keeps the ranks together.
         seconds: How long to send.
-
-    Raises:
-        OSError: A stream could not be made or broke.
     """
     with socket.create_server((address, 0), backlog=1) as listener:
         listener.settimeout(_PATIENCE_S)

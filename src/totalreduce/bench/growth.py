@@ -9,29 +9,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from totalreduce.bench.arithmetic import bus_factor
-from totalreduce.bench.kernels import environment
+from totalreduce.bench.arithmetic import bus_factor, format_count, parse_count
+from totalreduce.bench.command import benchmark, split_names
 from totalreduce.bench.launching import Setting, run_benchmark
+from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.methods import make_method
-from totalreduce.bench.options import JsonOption
-from totalreduce.bench.plots import Line, draw_lines, require_matplotlib
-from totalreduce.bench.report import print_progress
-from totalreduce.bench.sparse import PlotOption, format_count, make_parameters, parse_count
-from totalreduce.cli.report import format_bytes, print_table, write_document
+from totalreduce.bench.plots import Line, draw_lines
+from totalreduce.bench.report import Report, Table, print_progress, size
+from totalreduce.bench.sparse import SparseParameters, SparseSamples
 from totalreduce.foundation.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from totalreduce.sparse.actions import Exchange
     from totalreduce.sparse.session import Update
     from totalreduce.testing.lockstep import Traffic
-
-__all__ = ["PROCESSES", "SIMULATED", "GrowthFigure", "bench_growth", "figure_of_processes", "simulate"]
 
 PROCESSES, SIMULATED = "processes", "lockstep"
 #: Those whose exchange only writes to the gradients, so that ranks may share them.
@@ -73,6 +70,12 @@ class GrowthFigure:
     first_bytes: float | None
 
 
+@benchmark(
+    "growth",
+    "totalreduce bench growth --plot growth.png",
+    "totalreduce bench growth --processes 2,4 --lockstep 64,256 --json growth.json",
+    plot=True,
+)
 def bench_growth(
     *,
     processes: Annotated[str, typer.Option(help="Numbers of ranks, each a process on this host; may be empty.")] = (
@@ -85,9 +88,7 @@ def bench_growth(
     selected: Annotated[str, typer.Option(help="Elements that a rank in lockstep selects.")] = "100k",
     density: Annotated[float, typer.Option(help="Share of the elements that is selected.")] = 0.01,
     methods: Annotated[str, typer.Option(help="oktopk, topka, gtopk.")] = "oktopk,topka,gtopk",
-    json: JsonOption = None,
-    plot: PlotOption = None,
-) -> None:
+) -> Report:
     """Count the bytes of a rank over the number of ranks: real processes, and up to a thousand ranks in lockstep.
 
     Ok-Topk's stay where they are, those of TopkA grow as the number of ranks does, and those of gTopk's busiest rank as
@@ -95,9 +96,7 @@ def bench_growth(
     Lockstep with 1024 ranks takes two minutes of one core and 5 GiB of memory for Ok-Topk, and half of that for each of
     the others.
     """
-    names = [name for name in dict.fromkeys(name.strip() for name in methods.split(",")) if name]
-    if not names or set(names) - set(_METHODS):
-        raise ConfigurationError(f"--methods are some of {', '.join(_METHODS)} here, not {methods!r}")
+    names = split_names("--methods", methods, _METHODS)
     sizes, simulated = _sizes("--processes", processes), _sizes("--lockstep", lockstep)
     if not sizes and not simulated:
         raise ConfigurationError("with neither --processes nor --lockstep there is nothing to count")
@@ -106,52 +105,38 @@ def bench_growth(
         raise ConfigurationError(f"--density must be above 0 and at most 0.5 here, not {density:g}")
     if k / density >= 2**31:
         raise ConfigurationError(f"{k} are not {density:g} of less than 2^31 elements; ask for fewer --selected")
-    parameters = make_parameters(
-        elements=elements,
-        density=density,
-        methods=",".join(names),
-        distribution="normal",
-        bucket_elements=elements,
-        steps=3,
-        warm_up=4,
-        against=[],
-    )
-    require_matplotlib(plot)
+    parameters = SparseParameters(elements=elements, density=density, methods=",".join(names), bucket_elements=elements)
     figures: list[GrowthFigure] = []
     raw: list[dict[str, Any]] = []
-    for size in sizes:
-        print_progress(f"growth: {size} processes")
-        results = run_benchmark("sparse", parameters, Setting(ranks=size, hosts=0, rate="1gbit", against=(), rounds=2))
-        figures += [figure_of_processes(name, results) for name in names]
-        raw += [{"ranks": size, "results": results}]
-    for size in simulated:
-        figures += [simulate(name, size, k, density) for name in names]
+    for ranks in sizes:
+        print_progress(f"growth: {ranks} processes")
+        setting = Setting(ranks=ranks, rounds=2)
+        results = run_benchmark("sparse_worker", parameters, setting, SparseSamples)
+        figures += [figure_of_processes(name, results.ranks) for name in names]
+        raw += [{"ranks": ranks, "results": results.raw()}]
+    for ranks in simulated:
+        figures += [simulate(name, ranks, k, density) for name in names]
     figures.sort(key=lambda figure: (names.index(figure.method), figure.ranks, figure.by))
-    _print(density, figures)
-    write_document(
-        json,
-        {
-            "benchmark": "growth",
-            "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "setting": {"density": density, "selected": k, "parameters": parameters},
-            "environment": environment(),
-            "figures": [asdict(figure) for figure in figures],
-            "raw": raw,
-        },
-    )
-    draw_lines(
-        plot,
-        f"payload that a rank receives in one step, density {density:g}",
-        ("ranks", "most received, bytes per selected element"),
-        list(_lines(figures, density)),
+    return Report(
+        [_table(density, figures)],
+        {"density": density, "selected": k, "parameters": parameters},
+        describe_machine(),
+        figures,
+        raw,
+        lambda path: draw_lines(
+            path,
+            f"payload that a rank receives in one step, density {density:g}",
+            ("ranks", "most received, bytes per selected element"),
+            list(_lines(figures, density)),
+        ),
     )
 
 
-def figure_of_processes(name: str, results: list[dict[str, Any]]) -> GrowthFigure:
+def figure_of_processes(name: str, samples: list[SparseSamples]) -> GrowthFigure:
     """From the samples of ``bench sparse``, with one bucket. Pure."""
-    ranks = [result["contestants"][name] for result in results]
-    steps = list(zip(*(rank["bytes"] for rank in ranks), strict=True))
-    k = ranks[0]["counts"][0][0][0]
+    ranks = [rank.contestants[name] for rank in samples]
+    steps = list(zip(*(rank.bytes for rank in ranks), strict=True))
+    k = ranks[0].counts[0][0][0]
 
     def mean(column: int) -> float:
         return fmean(row[column] for step in steps for row in step)
@@ -160,7 +145,7 @@ def figure_of_processes(name: str, results: list[dict[str, Any]]) -> GrowthFigur
         return fmean(max(row[column] for row in step) for step in steps)
 
     return GrowthFigure(
-        name, len(results), PROCESSES, k, mean(3), most(3), mean(2), most(2), most(3) / k, mean(1), None
+        name, len(samples), PROCESSES, k, mean(3), most(3), mean(2), most(2), most(3) / k, mean(1), None
     )
 
 
@@ -258,40 +243,22 @@ def _lines(figures: list[GrowthFigure], density: float) -> Iterator[Line]:
     yield Line("dense, computed", every, [4 * bus_factor(size) / density for size in every], dashed=True)
 
 
-def _print(density: float, figures: list[GrowthFigure]) -> None:
-    def size(value: float | None) -> str:
-        return "" if value is None else format_bytes(value)
-
-    print_table(
+def _table(density: float, figures: list[GrowthFigure]) -> Table[GrowthFigure]:
+    return Table(
         f"payload of one step by number of ranks, density {density:g}",
-        (
-            "method",
-            "ranks",
-            "by",
-            "selected",
-            "received",
-            "most received",
-            "sent",
-            "most sent",
-            "most received per selected",
-            "with headers",
-            "first step",
-        ),
         [
-            (
-                figure.method,
-                str(figure.ranks),
-                figure.by,
-                format_count(figure.k),
-                size(figure.received_bytes),
-                size(figure.received_bytes_max),
-                size(figure.sent_bytes),
-                size(figure.sent_bytes_max),
-                f"{figure.bytes_per_selected:.2f} B",
-                size(figure.wire_bytes),
-                size(figure.first_bytes),
-            )
-            for figure in figures
+            ("method", lambda figure: figure.method),
+            ("ranks", lambda figure: str(figure.ranks)),
+            ("by", lambda figure: figure.by),
+            ("selected", lambda figure: format_count(figure.k)),
+            ("received", lambda figure: size(figure.received_bytes)),
+            ("most received", lambda figure: size(figure.received_bytes_max)),
+            ("sent", lambda figure: size(figure.sent_bytes)),
+            ("most sent", lambda figure: size(figure.sent_bytes_max)),
+            ("most received per selected", lambda figure: f"{figure.bytes_per_selected:.2f} B"),
+            ("with headers", lambda figure: size(figure.wire_bytes)),
+            ("first step", lambda figure: size(figure.first_bytes)),
         ],
+        figures,
         f"Per rank. A dense ring receives {8 / density:.3g} B per selected element, but for a factor of (n - 1) / n.",
     )

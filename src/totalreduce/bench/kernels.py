@@ -5,27 +5,20 @@ Everything runs in this process, in one thread; NumPy, Numba and torch are impor
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from importlib import metadata
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated
 
 import typer
 
-import totalreduce
-from totalreduce.bench.methods import make_method
-from totalreduce.bench.options import JsonOption, RoundsOption
-from totalreduce.bench.report import print_progress, times
+from totalreduce.bench.arithmetic import format_count, parse_count
+from totalreduce.bench.command import benchmark
+from totalreduce.bench.machine import describe_machine
+from totalreduce.bench.methods import DISTRIBUTIONS, DistributionOption, make_method
+from totalreduce.bench.report import Report, Table, print_progress, times
 from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate
-from totalreduce.bench.sparse import DISTRIBUTIONS, DistributionOption, format_count, parse_count
-from totalreduce.cli.report import print_table, write_document
 from totalreduce.foundation.errors import ConfigurationError
-
-__all__ = ["COPY", "FUSED", "TOPK", "Kernel", "KernelFigure", "bench_kernels", "environment", "measure", "summarise"]
 
 FUSED = "select + residual"
 COPY = "plain copy"
@@ -80,14 +73,18 @@ class KernelFigure:
     topk_over: Estimate | None
 
 
+@benchmark(
+    "kernels",
+    "totalreduce bench kernels",
+    "totalreduce bench kernels --elements 100M --density 0.001 --distribution student --json out.json",
+)
 def bench_kernels(
     *,
     elements: Annotated[str, typer.Option(help="Elements of the gradient, float32, as 25M.")] = "25M",
     density: Annotated[float, typer.Option(help="Share of the elements that is selected, from 0 to 1.")] = 0.01,
     distribution: DistributionOption = "normal",
-    rounds: RoundsOption = 11,
-    json: JsonOption = None,
-) -> None:
+    rounds: Annotated[int, typer.Option(help="How often each kernel is measured.")] = 11,
+) -> Report:
     """Time the kernels of the sparse methods on one core, in turns with a plain copy of as many bytes and torch.topk.
 
     The fused pass adds the residual and lists what is large: it reads two float32 for each element and writes one, 12
@@ -106,18 +103,9 @@ def bench_kernels(
         raise ConfigurationError(f"a density of {density:g} selects {k} of {count} elements; some must be, and not all")
     seconds, kernels = measure(count, k, distribution, rounds)
     figures = summarise(kernels, seconds)
-    _print(f"{format_count(count)} float32 ({distribution}), {format_count(k)} selected, one core", rounds, figures)
-    write_document(
-        json,
-        {
-            "benchmark": "kernels",
-            "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "setting": {"elements": count, "k": k, "distribution": distribution, "rounds": rounds},
-            "environment": environment(),
-            "figures": [asdict(figure) for figure in figures],
-            "raw": seconds,
-        },
-    )
+    what = f"{format_count(count)} float32 ({distribution}), {format_count(k)} selected, one core"
+    setting = {"elements": count, "k": k, "distribution": distribution, "rounds": rounds}
+    return Report(_tables(what, rounds, figures), setting, describe_machine(), figures, seconds)
 
 
 def measure(num_elements: int, k: int, distribution: str, rounds: int) -> tuple[dict[str, list[float]], list[Kernel]]:
@@ -164,28 +152,11 @@ def summarise(kernels: Sequence[Kernel], seconds: dict[str, list[float]]) -> lis
     return figures
 
 
-def environment() -> dict[str, Any]:
-    """Versions and machine, for the JSON document."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "totalreduce": totalreduce.__version__,
-        **{package: metadata.version(package) for package in ("torch", "numpy", "numba", "llvmlite")},
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "processor": named[0] if named else platform.processor() or "unknown",
-        "cores": len(os.sched_getaffinity(0)),
-    }
-
-
 def _kernels(num_elements: int, k: int, distribution: str) -> list[Kernel]:
     import numpy as np
     import torch
 
-    from totalreduce.bench.sparse_worker import GradientSource
+    from totalreduce.bench.gradients import GradientSource
     from totalreduce.kernels import merging, selection
     from totalreduce.sparse import blocks
     from totalreduce.sparse.accumulator import HostAccumulator
@@ -258,29 +229,31 @@ def _kernels(num_elements: int, k: int, distribution: str) -> list[Kernel]:
     ]
 
 
-def _print(what: str, rounds: int, figures: Sequence[KernelFigure]) -> None:
+def _tables(what: str, rounds: int, figures: Sequence[KernelFigure]) -> list[Table[KernelFigure]]:
     def nanoseconds(figure: KernelFigure) -> str:
         own = figure.ns_per_item
         return f"{own.median:.3g} \\[{own.low:.3g}, {own.high:.3g}]"
 
-    print_table(
-        f"selection, {what}",
-        ("kernel", "ns per element (95 %)", "GB/s", "time / copy", "faster than torch.topk"),
-        [
-            (
-                figure.kernel,
-                nanoseconds(figure),
-                "" if figure.bytes_per_s is None else f"{figure.bytes_per_s / 1e9:.1f}",
-                times(figure.over_copy),
-                times(figure.topk_over),
-            )
-            for figure in figures
-            if not figure.selected
-        ],
-        f"Median of {rounds} rounds. GB/s: reads and writes. torch.topk: of magnitudes, without adding the residual.",
-    )
-    print_table(
-        "what is selected",
-        ("kernel", "elements", "ns per selected element (95 %)"),
-        [(figure.kernel, format_count(figure.items), nanoseconds(figure)) for figure in figures if figure.selected],
-    )
+    return [
+        Table(
+            f"selection, {what}",
+            [
+                ("kernel", lambda figure: figure.kernel),
+                ("ns per element (95 %)", nanoseconds),
+                ("GB/s", lambda figure: "" if figure.bytes_per_s is None else f"{figure.bytes_per_s / 1e9:.1f}"),
+                ("time / copy", lambda figure: times(figure.over_copy)),
+                ("faster than torch.topk", lambda figure: times(figure.topk_over)),
+            ],
+            [figure for figure in figures if not figure.selected],
+            f"Median of {rounds} rounds. GB/s: reads and writes. torch.topk: of magnitudes, without the residual.",
+        ),
+        Table(
+            "what is selected",
+            [
+                ("kernel", lambda figure: figure.kernel),
+                ("elements", lambda figure: format_count(figure.items)),
+                ("ns per selected element (95 %)", nanoseconds),
+            ],
+            [figure for figure in figures if figure.selected],
+        ),
+    ]

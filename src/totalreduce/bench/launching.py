@@ -1,24 +1,29 @@
-"""The launcher's side of a benchmark: start workers, wait, collect one result per rank. No torch here."""
+"""The launcher's side of a benchmark: start workers, wait, collect one result per rank; does not load torch."""
 
 from __future__ import annotations
 
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from totalreduce.bench.machine import Machine
 from totalreduce.bench.mpi_launching import MPI_PEERS, mpi_jobs
+from totalreduce.bench.records import from_document, to_document
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.launch.emulate import EmulateOptions, rate_bits_per_s
 from totalreduce.launch.local import run_workers
-
-__all__ = ["SHARED", "BenchmarkFailedError", "Setting", "run_benchmark"]
+from totalreduce.launch.output import Output
+from totalreduce.launch.workers import RunResult
 
 _LIMIT_S = 3600.0
+#: In an installed package, and in a source tree.
+_EXAMPLES = (Path(__file__).with_name("examples"), Path(__file__).parents[3] / "examples")
+R = TypeVar("R")
 #: Among what ``bench allreduce`` measures: Total Reduce with tensors that the ranks of a host read where they lie.
 SHARED = "shared"
 
@@ -50,19 +55,15 @@ class Setting:
     """
 
     ranks: int
-    hosts: int
-    rate: str
-    against: tuple[str, ...]
-    rounds: int
+    hosts: int = 0
+    rate: str = "1gbit"
+    against: tuple[str, ...] = ()
+    rounds: int = 1
     transport: str = "auto"
-    mpirun: Mapping[str, Path] = field(default_factory=dict)
+    mpirun: dict[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse settings that cannot work.
-
-        Raises:
-            ConfigurationError: Says which setting and what would work.
-        """
+        """Refuse settings that cannot work."""
         if self.ranks < 1:
             raise ConfigurationError(f"--ranks must be at least 1, not {self.ranks}")
         if self.hosts and self.ranks % self.hosts:
@@ -105,11 +106,7 @@ class Setting:
         return tuple(rank * (self.hosts or 1) // self.ranks for rank in range(self.ranks))
 
     def refuse_mpi(self, command: str) -> None:
-        """Say that a benchmark has no MPI side.
-
-        Raises:
-            ConfigurationError: An MPI is among the peers.
-        """
+        """Say that a benchmark has no MPI side."""
         if self.mpi_peers:
             raise ConfigurationError(f"bench {command} has nothing to compare with {', '.join(self.mpi_peers)}")
 
@@ -119,77 +116,134 @@ class Setting:
             return f"{self.ranks} ranks on {self.hosts} emulated hosts x {self.rate}"
         return f"{self.ranks} ranks on one host"
 
+    def as_document(self) -> dict[str, Any]:
+        """Return what a document says about the setting."""
+        return {
+            "ranks": self.ranks,
+            "hosts": self.hosts,
+            "rate_bits_per_s": self.rate_bits_per_s,
+            "peers": self.peers,
+            "rounds": self.rounds,
+        }
 
-def run_benchmark(kind: str, parameters: dict[str, Any], setting: Setting) -> list[dict[str, Any]]:
+
+@dataclass(frozen=True, slots=True)
+class Results(Generic[R]):
+    """What the ranks of a benchmark have measured.
+
+    Attributes:
+        ranks: The record that each rank's ``measure`` returned.
+        machine: As rank 0 sees it.
+    """
+
+    ranks: list[R]
+    machine: Machine
+
+    def raw(self) -> list[dict[str, Any]]:
+        """Return the records as documents, each with the machine."""
+        return [{**to_document(rank), "environment": asdict(self.machine)} for rank in self.ranks]
+
+
+def run_benchmark(worker: str, parameters: Any, setting: Setting, kind: type[R]) -> Results[R]:
     """Run one benchmark on all ranks.
 
     Args:
-        kind: Name of the worker's function, see ``worker.py``.
-        parameters: What the function needs to know; ready for JSON.
+        worker: Name of the module in this package whose ``measure(context, parameters)`` every rank calls.
+        parameters: The record that ``measure`` takes.
         setting: Where and against whom.
-
-    Returns:
-        What each rank's function returned, by rank.
-
-    Raises:
-        BenchmarkFailedError: A rank failed or a result was wrong; names the rank that failed first.
-        ConfigurationError: The setting cannot be run here, for example because of missing rights.
+        kind: The record that ``measure`` returns.
     """
     with tempfile.TemporaryDirectory(prefix="totalreduce-bench-") as name:
         folder = Path(name)
-        config = {
-            "kind": kind,
-            "parameters": parameters,
-            "peers": setting.peers,
-            "rounds": setting.rounds,
-            "rate_bits_per_s": setting.rate_bits_per_s,
-            "folder": str(folder),
-            "host_of_rank": setting.host_of_rank,
-            "transport": setting.transport,
-        }
+        config = {"worker": worker, "folder": folder, "setting": setting, "parameters": parameters}
         path = folder / "config.json"
-        path.write_text(json.dumps(config), encoding="utf-8")
-        emulate = None
-        if setting.hosts:
-            emulate = EmulateOptions(
-                num_hosts=setting.hosts, rate=setting.rate, ranks_per_host=setting.ranks // setting.hosts
-            )
+        path.write_text(json.dumps(to_document(config)), encoding="utf-8")
         with mpi_jobs(setting.mpi_peers, setting.mpirun, setting.ranks, folder):
-            outcome = run_workers(
+            outcome = run_job(
                 [sys.executable, "-m", "totalreduce.bench.worker", str(path)],
-                num_workers=setting.ranks,
-                emulate=emulate,
+                setting,
                 # c10d's store warns about hosts without a name, which emulated ones are.
                 environment={"TORCH_CPP_LOG_LEVEL": "ERROR", **current()},
-                output="all",
-                timeout_s=_LIMIT_S,
             )
-        if outcome.interrupted_by is not None:
-            raise BenchmarkFailedError(f"stopped by {outcome.interrupted_by}", outcome.exit_code)
-        if outcome.timed_out:
-            raise BenchmarkFailedError(f"not finished after {_LIMIT_S:.0f} s; ask for less")
-        documents = [_read(folder / f"rank{rank}.json") for rank in range(setting.ranks)]
-    failed = [rank for rank, document in enumerate(documents) if document is None or "error" in document]
-    if failed or outcome.exit_code != 0:
-        raise BenchmarkFailedError(_explain(documents, failed, outcome.exit_code))
-    return [document["result"] for document in documents if document is not None]
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return document
-
-
-def _explain(documents: list[dict[str, Any] | None], failed: list[int], exit_code: int) -> str:
-    """The earliest error is the cause; what the others report is mostly its echo."""
-    errors = [(document["time"], rank) for rank, document in enumerate(documents) if document and "error" in document]
+        paths = {rank: folder / f"rank{rank}.json" for rank in range(setting.ranks)}
+        found = {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
+    errors = [(document["time"], rank, document["error"]) for rank, document in found.items() if "error" in document]
     if errors:
-        _, rank = min(errors)
-        document = documents[rank]
-        assert document is not None
-        return f"rank {rank} failed: {document['error']}"
-    if failed:
-        return f"rank(s) {', '.join(map(str, failed))} ended without a result (exit code {exit_code})"
-    return f"a worker ended with exit code {exit_code} after the results were written"
+        # The earliest error is the cause; what the others report is mostly its echo.
+        _, rank, error = min(errors)
+        raise BenchmarkFailedError(f"rank {rank} failed: {error}")
+    missing = ", ".join(str(rank) for rank in paths if rank not in found)
+    if missing or outcome.exit_code:
+        what = f"rank(s) {missing} ended without a result" if missing else "a worker ended after its result was written"
+        raise BenchmarkFailedError(f"{what} (exit code {outcome.exit_code})")
+    ranks = [from_document(kind, found[rank]["result"]) for rank in paths]
+    return Results(ranks, from_document(Machine, found[0]["environment"]))
+
+
+def run_job(
+    argv: Sequence[str],
+    setting: Setting,
+    *,
+    environment: Mapping[str, str] | None = None,
+    output: Output = "all",
+    timeout_s: float = _LIMIT_S,
+) -> RunResult:
+    """Run a command on all ranks of a setting, to its end."""
+    emulate = None
+    if setting.hosts:
+        per_host = setting.ranks // setting.hosts
+        emulate = EmulateOptions(num_hosts=setting.hosts, rate=setting.rate, ranks_per_host=per_host)
+    outcome = run_workers(
+        argv,
+        num_workers=setting.ranks,
+        emulate=emulate,
+        environment=environment,
+        output=output,
+        timeout_s=timeout_s,
+    )
+    if outcome.interrupted_by is not None:
+        raise BenchmarkFailedError(f"stopped by {outcome.interrupted_by}", outcome.exit_code)
+    if outcome.timed_out:
+        raise BenchmarkFailedError(f"not finished after {timeout_s:.0f} s; ask for less")
+    return outcome
+
+
+def find_script(script: str) -> Path:
+    """Return a file, or an example by its name."""
+    for path in (Path(script), *(folder / f"{script}.py" for folder in _EXAMPLES)):
+        if path.is_file():
+            return path.resolve()
+    raise ConfigurationError(f"there is neither a file {script} nor an example of this name in {_EXAMPLES[0]}")
+
+
+def run_script(setting: Setting, command: Sequence[str], kind: type[R], *, over_gloo: bool, timeout_s: float) -> R:
+    """Run a script on all ranks, started as a user would start it, and return what it wrote.
+
+    Args:
+        setting: Where.
+        command: The script and its options, without ``--json``.
+        kind: The record that the script writes.
+        over_gloo: Whether torch's gloo carries its messages: it sometimes aborts in its destructors after all work is
+            done, which is no failure then.
+        timeout_s: How long it may take.
+    """
+    with tempfile.TemporaryDirectory(prefix="totalreduce-bench-") as folder:
+        out = Path(folder) / "out.json"
+        argv = [sys.executable, *command, "--json", str(out)]
+        outcome = run_job(argv, setting, output="capture", timeout_s=timeout_s)
+        afterwards = out.exists() and all(
+            worker.exit_code == 0 or worker.signal == "SIGABRT" for worker in outcome.workers
+        )
+        if not (over_gloo and afterwards):
+            require_success(outcome, " ".join(command))
+        if not out.exists():
+            raise BenchmarkFailedError(f"{command[0]} did not write its --json file")
+        return from_document(kind, json.loads(out.read_text(encoding="utf-8")))
+
+
+def require_success(outcome: RunResult, what: str) -> None:
+    """Raise the failure of a job whose output was captured."""
+    failure = outcome.first_failure
+    if failure is not None:
+        lines = "\n".join(failure.last_errors)
+        raise BenchmarkFailedError(f"{what}: rank {failure.rank} failed: {failure.describe()}\n{lines}")

@@ -14,8 +14,6 @@ from pathlib import Path
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["MPI_PEERS", "explain", "mpi_jobs", "signature_of"]
-
 #: By peer: how its library and its ``mpirun --version`` call themselves, and names of its launcher on PATH.
 _KNOWN = {
     "openmpi": ("Open MPI", ("Open MPI", "OpenRTE", "PRRTE"), ("mpirun.openmpi", "mpirun")),
@@ -60,9 +58,6 @@ def mpi_jobs(peers: Sequence[str], places: Mapping[str, Path], num_ranks: int, f
         places: ``mpirun`` by peer; the others are looked for on PATH.
         num_ranks: Size of each job.
         folder: For sockets and errors; the workers know it.
-
-    Raises:
-        ConfigurationError: An MPI, or a Python for it, is not there.
     """
     script = str(Path(__file__).with_name("mpi_peer.py"))
     with contextlib.ExitStack() as stack:

@@ -12,8 +12,6 @@ from typing import Any
 from totalreduce.bench.mpi_launching import explain, signature_of
 from totalreduce.foundation.errors import TotalReduceError
 
-__all__ = ["MpiRank"]
-
 _PATIENCE_S = 60.0
 _SAMPLE_S = 300.0
 
@@ -36,11 +34,7 @@ class MpiRank:
         self._stream: Any = None
 
     def meet(self, world_size: int) -> None:
-        """Wait for the MPI rank to connect.
-
-        Raises:
-            TotalReduceError: It did not come, or is a rank of another MPI than its name says.
-        """
+        """Wait for the MPI rank to connect."""
         with self._listener:
             self._connection = self._accept()
         self._connection.settimeout(_SAMPLE_S)
@@ -67,11 +61,7 @@ class MpiRank:
                     raise TotalReduceError(f"{self._peer}'s rank {self._rank}: {why}") from error
 
     def sample(self, kind: str, count: int, times: int, dtype: str) -> float:
-        """Seconds of one operation, averaged over ``times``, on this rank; checked by the MPI's side.
-
-        Raises:
-            TotalReduceError: A result was wrong, or the MPI job ended.
-        """
+        """Seconds of one operation, averaged over ``times``, on this rank; checked by the MPI's side."""
         try:
             self._say({"kind": kind, "count": count, "times": times, "dtype": dtype})
             line = self._stream.readline()

@@ -6,15 +6,13 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from totalreduce.foundation.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["Bar", "Line", "Panel", "draw_bars", "draw_lines", "draw_panels", "require_matplotlib"]
 
 _FORMATS = (".png", ".svg", ".pdf")
 _DPI = 150
@@ -58,28 +56,16 @@ class Panel:
     lines: Sequence[Line]
 
 
-def require_matplotlib(path: Path | None) -> None:
-    """Look before anything is measured whether a picture can be drawn; without a path none is wanted.
-
-    Raises:
-        ConfigurationError: It cannot.
-    """
-    if path is None:
-        return
+def require_matplotlib(path: Path) -> None:
+    """Check before anything is measured that a picture can be drawn."""
     if path.suffix not in _FORMATS:
         raise ConfigurationError(f"--plot writes {', '.join(_FORMATS)}, not {path.name!r}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError("--plot needs matplotlib: pip install 'totalreduce[plot]', or leave --plot out")
 
 
-def draw_bars(path: Path | None, title: str, unit: str, bars: Sequence[Bar]) -> None:
-    """Stacked bars beside each other; nothing where no file was asked for.
-
-    Raises:
-        ConfigurationError: The file cannot be written.
-    """
-    if path is None:
-        return
+def draw_bars(path: Path, title: str, unit: str, bars: Sequence[Bar]) -> None:
+    """Draw stacked bars beside each other."""
     figure, axes = _axes(title, max(6.0, 1.1 * len(bars)))
     names = list(dict.fromkeys(part for bar in bars for part in bar.parts))
     for bar in bars:
@@ -103,48 +89,26 @@ def draw_bars(path: Path | None, title: str, unit: str, bars: Sequence[Bar]) -> 
     _save(figure, path)
 
 
-def draw_lines(path: Path | None, title: str, axes_names: tuple[str, str], lines: Sequence[Line]) -> None:
-    """Lines over logarithmic axes; a name that comes twice has one colour. Nothing where no file was asked for.
-
-    Raises:
-        ConfigurationError: The file cannot be written.
-    """
-    if path is None:
-        return
+def draw_lines(path: Path, title: str, axes_names: tuple[str, str], lines: Sequence[Line]) -> None:
+    """Draw lines over logarithmic axes; lines whose names begin alike have one colour."""
     figure, axes = _axes(title, 8.0)
     colours: dict[str, str] = {}
     for line in lines:
         colour = colours.setdefault(line.name.split(",", maxsplit=1)[0], f"C{len(colours)}")
-        style = "--" if line.dashed else "-"
-        marker = "o" if line.dashed else "s"
-        axes.plot(
-            line.x,
-            line.y,
-            style,
-            marker=marker,
-            fillstyle="none" if line.dashed else "full",
-            color=colour,
-            label=line.name,
+        look: dict[str, Any] = (
+            {"linestyle": "--", "marker": "o", "fillstyle": "none"} if line.dashed else {"marker": "s"}
         )
+        axes.plot(line.x, line.y, color=colour, label=line.name, **look)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel(axes_names[0])
-    axes.set_ylabel(axes_names[1])
-    axes.grid(visible=True, which="major", alpha=0.3)
-    axes.legend()
+    _finish(axes, axes_names)
     _save(figure, path)
 
 
-def draw_panels(path: Path | None, title: str, columns: int, panels: Sequence[Panel]) -> None:
-    """Lines over a logarithmic x, so many panels in a row. Nothing where no file was asked for.
-
-    Raises:
-        ConfigurationError: The file cannot be written.
-    """
-    if path is None:
-        return
+def draw_panels(path: Path, title: str, columns: int, panels: Sequence[Panel]) -> None:
+    """Draw lines over a logarithmic x, so many panels in a row."""
     from matplotlib.figure import Figure
 
     rows = -(-len(panels) // columns)
@@ -157,10 +121,7 @@ def draw_panels(path: Path | None, title: str, columns: int, panels: Sequence[Pa
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_title(panel.title, fontsize="medium")
-        axes.set_xlabel(panel.axes_names[0])
-        axes.set_ylabel(panel.axes_names[1])
-        axes.grid(visible=True, which="major", alpha=0.3)
-        axes.legend()
+        _finish(axes, panel.axes_names)
     _save(figure, path)
 
 
@@ -171,6 +132,13 @@ def _axes(title: str, width: float) -> tuple[Figure, Axes]:
     axes = figure.add_subplot()
     axes.set_title(title, fontsize="medium", wrap=True)
     return figure, axes
+
+
+def _finish(axes: Axes, names: tuple[str, str]) -> None:
+    axes.set_xlabel(names[0])
+    axes.set_ylabel(names[1])
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend()
 
 
 def _save(figure: Figure, path: Path) -> None:

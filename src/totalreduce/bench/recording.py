@@ -11,8 +11,6 @@ from torch import nn
 from totalreduce.bench.traces import Layer, Trace, as_document, parse_trace
 from totalreduce.bench.workloads import Workload, loss_of
 
-__all__ = ["record_trace"]
-
 _WARMUP_STEPS = 2
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,11 @@ from totalreduce.bench import values
 from totalreduce.bench.arithmetic import wire_limit_s
 from totalreduce.bench.context import Context, sleep_until
 from totalreduce.bench.fusion import Message, ddp_messages, optimizer_messages
-from totalreduce.bench.traces import Trace, compute_scale, parse_trace
+from totalreduce.bench.replay import Block, ReplayJob, ReplayParameters, ReplaySamples, TraceSamples
+from totalreduce.bench.traces import Trace, compute_scale
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.tensors.work import Work
-
-__all__ = ["measure"]
 
 _WARMUP_STEPS = 2
 
@@ -90,69 +89,51 @@ class DdpPlayer:
         """Nothing: all is there."""
 
 
-def measure(context: Context, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Replay each trace.
-
-    Args:
-        context: This rank.
-        parameters: ``traces`` (documents), ``balance`` (``time``, ``elements`` or ``none``), ``ratio`` of
-            communication to compute, ``steps`` per block, ``bucket_bytes``.
-
-    Returns:
-        ``traces``: per trace the goodput, the scaled times and sizes, and per peer and round the steps'
-        durations and the time spent waiting per layer.
-
-    Raises:
-        WrongResultError: A block of steps did not end with the closed form.
-    """
-    return {"traces": [_replay(context, document, parameters) for document in parameters["traces"]]}
+def measure(context: Context, parameters: ReplayJob) -> ReplaySamples:
+    """Replay each trace."""
+    return ReplaySamples([_replay(context, trace, parameters.parameters) for trace in parameters.traces])
 
 
-def _replay(context: Context, document: Any, parameters: dict[str, Any]) -> dict[str, Any]:
-    goodput = [context.goodput()]
-    trace = _balance(context, parse_trace(document, "trace"), goodput[0], parameters)
+def _replay(context: Context, given: Trace, parameters: ReplayParameters) -> TraceSamples:
+    before = context.goodput()
+    trace = _balance(context, given, before, parameters)
     elements = [layer.elements for layer in trace.layers]
     flat = torch.empty(sum(elements))
     players: dict[str, Player] = {
         peer: DdpPlayer(elements)
         if peer == "gloo"
-        else EnginePlayer(context.group_of(peer), elements, parameters["bucket_bytes"])
+        else EnginePlayer(context.group_of(peer), elements, parameters.bucket_bytes)
         for peer in context.peers
     }
-    blocks: dict[str, list[dict[str, Any]]] = {peer: [] for peer in players}
+    blocks: dict[str, list[Block]] = {peer: [] for peer in players}
     for index in range(context.rounds):
         for peer, player in players.items():
-            block = _play_block(
-                context, trace, player, flat, steps=parameters["steps"], what=f"{trace.model} by {peer}"
-            )
+            block = _play_block(context, trace, player, flat, steps=parameters.steps, what=f"{trace.model} by {peer}")
             blocks[peer].append(block)
         context.report(f"replay {trace.model}: round {index + 1} of {context.rounds} checked")
-    goodput.append(context.goodput())
-    return {
-        "model": trace.model,
-        "source": trace.source,
-        "goodput_bits_per_s": goodput,
-        "compute_s": trace.compute_s,
-        "forward_s": trace.forward_s,
-        "num_bytes": trace.num_bytes,
-        "messages": {peer: len(player.messages) for peer, player in players.items()},
-        "blocks": blocks,
-    }
+    return TraceSamples(
+        model=trace.model,
+        source=trace.source,
+        goodput_bits_per_s=[before, context.goodput()],
+        compute_s=trace.compute_s,
+        forward_s=trace.forward_s,
+        num_bytes=trace.num_bytes,
+        messages={peer: len(player.messages) for peer, player in players.items()},
+        blocks=blocks,
+    )
 
 
-def _balance(context: Context, trace: Trace, goodput: float, parameters: dict[str, Any]) -> Trace:
+def _balance(context: Context, trace: Trace, goodput: float, parameters: ReplayParameters) -> Trace:
     """Scale compute or gradients so that communication takes the wanted share; the same on every rank."""
-    if parameters["balance"] == "none":
+    if parameters.balance == "none":
         return trace
     everyone = [row[0] for row in context.exchange([goodput])]
     communication_s = wire_limit_s(trace.num_bytes, context.world_size, sum(everyone) / len(everyone))
-    scale = compute_scale(trace, communication_s, parameters["ratio"])
-    return trace.scaled(time=scale) if parameters["balance"] == "time" else trace.scaled(elements=1 / scale)
+    scale = compute_scale(trace, communication_s, parameters.ratio)
+    return trace.scaled(time=scale) if parameters.balance == "time" else trace.scaled(elements=1 / scale)
 
 
-def _play_block(
-    context: Context, trace: Trace, player: Player, flat: torch.Tensor, *, steps: int, what: str
-) -> dict[str, Any]:
+def _play_block(context: Context, trace: Trace, player: Player, flat: torch.Tensor, *, steps: int, what: str) -> Block:
     """Play some steps in a row, the first ones untimed, and check what they leave behind."""
     values.fill(flat, rank=context.rank)
     tensors = [flat[message.begin : message.end] for message in player.messages]
@@ -170,7 +151,7 @@ def _play_block(
                 waited[layer] += seconds
         begin = end
     values.check(flat, world_size=context.world_size, times=_WARMUP_STEPS + steps, what=what)
-    return {"step_s": durations, "waited_s": waited}
+    return Block(durations, waited)
 
 
 # When, whether it is a need (needs of one instant come after readiness), which layer, which message.

@@ -1,54 +1,100 @@
-"""How benchmarks show durations and ratios, and the document that they write."""
+"""What a benchmark has found, how it is printed, and the document that ``--json`` writes."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from totalreduce.bench.launching import Setting
+from totalreduce.bench.machine import Machine
+from totalreduce.bench.records import to_document
 from totalreduce.bench.sampling import Estimate
-from totalreduce.cli.report import write_document
+from totalreduce.cli.report import format_bytes, print_table, write_document
 
-__all__ = ["duration", "print_progress", "times", "write_json"]
+F = TypeVar("F")
 
 
-def duration(figure: Estimate) -> str:
-    """Median with its interval: ``12.3 ms [12.1, 12.9]``."""
+@dataclass(frozen=True, slots=True)
+class Table(Generic[F]):
+    """Figures as lines of a table.
+
+    Attributes:
+        title: Stands above the table.
+        columns: Of each column the head, and a function that returns the text of a figure.
+        figures: One record for each line.
+        caption: Stands below the table.
+    """
+
+    title: str
+    columns: Sequence[tuple[str, Callable[[F], str]]]
+    figures: Sequence[F]
+    caption: str = ""
+
+    def print(self) -> None:
+        """Print the table to standard output."""
+        rows = [[text(figure) for _, text in self.columns] for figure in self.figures]
+        print_table(self.title, [head for head, _ in self.columns], rows, self.caption)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a command of ``totalreduce bench`` prints and saves.
+
+    Attributes:
+        tables: Are printed in this order.
+        setting: What was measured, where, and how often.
+        machine: The machine and the versions.
+        figures: Records.
+        raw: All samples.
+        draw: Draws the figures into a file; ``None`` where the command has no picture.
+    """
+
+    tables: Sequence[Table[Any]]
+    setting: Any
+    machine: Machine
+    figures: Any
+    raw: Any
+    draw: Callable[[Path], None] | None = None
+
+    def save(self, name: str, path: Path | None) -> None:
+        """Write figures, samples, versions and machine as JSON; without a path nothing is written."""
+        document: Mapping[str, Any] = {
+            "benchmark": name,
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "setting": self.setting,
+            "environment": self.machine,
+            "figures": self.figures,
+            "raw": self.raw,
+        }
+        write_document(path, to_document(document))
+
+
+def duration(figure: Estimate | None) -> str:
+    """Return the median with its interval: ``12.3 ms [12.1, 12.9]``; nothing for ``None``."""
+    if figure is None:
+        return ""
     unit, name = (1.0, "s") if figure.median >= 1 else (1e-3, "ms") if figure.median >= 1e-3 else (1e-6, "µs")
-    low, high = figure.low / unit, figure.high / unit
-    return f"{figure.median / unit:.4g} {name} \\[{low:.4g}, {high:.4g}]"
+    return f"{figure.median / unit:.4g} {name} \\[{figure.low / unit:.4g}, {figure.high / unit:.4g}]"
 
 
 def times(figure: Estimate | None) -> str:
-    """A ratio with its interval: ``1.23x [1.20, 1.25]``; empty where there is none."""
+    """Return a ratio with its interval: ``1.23x [1.20, 1.25]``; nothing for ``None``."""
     return "" if figure is None else f"{figure.median:.2f}x \\[{figure.low:.2f}, {figure.high:.2f}]"
 
 
+def number(value: float | None, form: str = ".3f") -> str:
+    """Return the formatted number; nothing for ``None``."""
+    return "" if value is None else f"{value:{form}}"
+
+
+def size(value: float | None) -> str:
+    """Return a number of bytes as ``4 MiB``; nothing for ``None``."""
+    return "" if value is None else format_bytes(value)
+
+
 def print_progress(text: str) -> None:
-    """Say on stderr what is going on."""
+    """Tell the user on standard error how far the benchmark is."""
     print(text, file=sys.stderr, flush=True)
-
-
-def write_json(path: Path | None, kind: str, setting: Setting, figures: Any, results: list[dict[str, Any]]) -> None:
-    """Write figures, raw samples of every rank, versions and machine.
-
-    Raises:
-        ConfigurationError: The file cannot be written.
-    """
-    document = {
-        "benchmark": kind,
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "setting": {
-            "ranks": setting.ranks,
-            "hosts": setting.hosts,
-            "rate_bits_per_s": setting.rate_bits_per_s,
-            "peers": setting.peers,
-            "rounds": setting.rounds,
-        },
-        "environment": results[0]["environment"],
-        "figures": figures,
-        "raw": results,
-    }
-    write_document(path, document)

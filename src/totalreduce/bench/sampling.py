@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Estimate", "estimate", "percentile", "ratio_estimate"]
-
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -27,22 +25,14 @@ class Estimate:
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
-    """The smallest sample that at least ``share`` of all samples do not exceed (nearest rank).
-
-    Raises:
-        ValueError: No samples, or ``share`` outside (0, 1].
-    """
+    """The smallest sample that at least ``share`` of all samples do not exceed (nearest rank)."""
     if not samples or not 0 < share <= 1:
         raise ValueError(f"percentile needs samples and a share in (0, 1], not {len(samples)} and {share}")
     return sorted(samples)[math.ceil(share * len(samples)) - 1]
 
 
 def estimate(samples: Sequence[float]) -> Estimate:
-    """Median and 95 % interval from order statistics (binomial, no assumption about the distribution).
-
-    Raises:
-        ValueError: No samples.
-    """
+    """Median and 95 % interval from order statistics (binomial, no assumption about the distribution)."""
     if not samples:
         raise ValueError("an estimate needs at least one sample")
     ordered = sorted(samples)
@@ -52,12 +42,13 @@ def estimate(samples: Sequence[float]) -> Estimate:
     return Estimate(middle, ordered[outside], ordered[count - 1 - outside], count)
 
 
-def ratio_estimate(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Estimate of the ratio, sample by sample: both were taken in the same round and share its disturbances.
+def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Return of every sample the largest one of any rank."""
+    return [max(samples) for samples in zip(*ranks, strict=True)]
 
-    Raises:
-        ValueError: No samples, or not equally many.
-    """
+
+def ratio_estimate(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
+    """Estimate of the ratio, sample by sample: both were taken in the same round and share its disturbances."""
     return estimate([above / below for above, below in zip(numerators, denominators, strict=True)])
 
 

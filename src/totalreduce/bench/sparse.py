@@ -2,68 +2,132 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from totalreduce.bench.launching import Setting, run_benchmark
-from totalreduce.bench.methods import make_method
-from totalreduce.bench.options import (
-    HostsOption,
-    JsonOption,
-    RanksOption,
-    RanksPerHostOption,
-    RateOption,
-    RoundsOption,
-    TransportOption,
-    make_setting,
-)
-from totalreduce.bench.plots import Bar, draw_bars, require_matplotlib
-from totalreduce.bench.report import duration, times, write_json
-from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate
-from totalreduce.cli.report import format_bytes, print_table, share
+from totalreduce.bench.arithmetic import format_count, parse_count
+from totalreduce.bench.command import benchmark
+from totalreduce.bench.launching import Results, Setting, run_benchmark
+from totalreduce.bench.methods import DISTRIBUTIONS, DistributionOption, make_method
+from totalreduce.bench.plots import Bar, draw_bars
+from totalreduce.bench.report import Report, Table, duration, number, size, times
+from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate, slowest
+from totalreduce.cli.report import share
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.pytorch.sizes import even_bucket_elements
 
-__all__ = [
-    "DISTRIBUTIONS",
-    "PARTS",
-    "PEERS",
-    "DistributionOption",
-    "PlotOption",
-    "SparseFigure",
-    "bench_sparse",
-    "format_count",
-    "make_parameters",
-    "measure_sparse",
-    "parse_count",
-    "summarise",
-]
-
 #: What else can be measured in the same run.
 PEERS = ("gloo", "fp16", "powersgd-hook")
-DISTRIBUTIONS = ("normal", "student", "embedding")
 #: Where a step's time goes, in the order of a worker's samples.
 PARTS = ("selection", "coding", "waiting", "writing")
 #: A count within this share of k is on target.
 _NEAR = 0.05
-_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
-DistributionOption = Annotated[
-    str,
-    typer.Option(
-        help="Of the gradient's elements: normal, student (heavy tails, 3 degrees of freedom), or embedding (rows of "
-        "64, present in a step the more seldom the further back they are)."
-    ),
-]
-PlotOption = Annotated[Path | None, typer.Option("--plot", help="Draw the figures into this file, as out.png or .svg.")]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseParameters:
+    """What the workers measure; the fields are options."""
+
+    elements: Annotated[str, typer.Option(help="Elements of the gradient, float32, as 14.7M.")] = "14.7M"
+    density: Annotated[float, typer.Option(help="Share of the elements that is sent, from 0 to 1.")] = 0.01
+    methods: Annotated[str, typer.Option(help="Separated by commas.")] = (
+        "oktopk,topka,gtopk,topkdsa,gaussiank,shared,powersgd,dense"
+    )
+    distribution: DistributionOption = "normal"
+    bucket_elements: Annotated[
+        str | None,
+        typer.Option(
+            help="Elements that are selected and sent together, at most. [dim]default: as DistributedOptimizer's, a "
+            "quarter of all; of fewer than twelve millions a third, a half, or all[/dim]",
+        ),
+    ] = None
+    steps: Annotated[int, typer.Option(help="Timed steps in a row, after an untimed one.")] = 3
+    warm_up: Annotated[int, typer.Option(help="Untimed steps at first, from 3.")] = 4
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Measure this too, in turns in the same run: gloo (dense allreduce of torch.distributed), fp16 and "
+            "powersgd-hook (torch's own hooks of DDP over gloo). Repeatable, or separated by commas."
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense."""
+        for count in (self.elements, self.bucket_elements or self.elements):
+            parse_count(count)
+        if not self.method_names:
+            raise ConfigurationError("--methods names none")
+        for name in self.method_names:
+            make_method(name, self.density)
+        unknown = set(self.peers) - set(PEERS)
+        if unknown:
+            raise ConfigurationError(f"--against knows {', '.join(PEERS)} here, not {', '.join(unknown)}")
+        if self.distribution not in DISTRIBUTIONS:
+            raise ConfigurationError(f"--distribution is {', '.join(DISTRIBUTIONS)}, not {self.distribution!r}")
+        if self.steps < 1 or self.warm_up < 3:
+            raise ConfigurationError(
+                f"--steps is at least 1 and --warm-up at least 3 (torch's PowerSGD hook begins then), not {self.steps} "
+                f"and {self.warm_up}"
+            )
+
+    @property
+    def method_names(self) -> list[str]:
+        """The sparse methods, each once."""
+        return _names([self.methods])
+
+    @property
+    def peers(self) -> list[str]:
+        """The peers, each once."""
+        return _names(self.against or ())
+
+    @property
+    def count(self) -> int:
+        """Elements of the gradient."""
+        return parse_count(self.elements)
+
+    @property
+    def edges(self) -> list[int]:
+        """Where buckets begin, and where the last one ends: equal ones, as large parameters are cut."""
+        most = even_bucket_elements(self.count) if self.bucket_elements is None else parse_count(self.bucket_elements)
+        pieces = -(-self.count // most)
+        return [self.count * piece // pieces for piece in range(pieces + 1)]
 
 
 @dataclass(frozen=True, slots=True)
+class ContestantSamples:
+    """What one rank has measured of a method or peer.
+
+    Attributes:
+        seconds: By round and step.
+        error: Of the untimed step, see ``SparseFigure``.
+        xi: Likewise.
+        parts: Seconds by step, in the order of ``PARTS``; this and what follows only of methods.
+        bytes: By step: sent and received, with headers; sent and received, without.
+        counts: By step and bucket: k, selected and applied; a step has none where a method has no k.
+        rescans: Candidates that were listed again, mean of a step.
+    """
+
+    seconds: list[list[float]]
+    error: float = 0.0
+    xi: float | None = None
+    parts: list[list[float]] = field(default_factory=list)
+    bytes: list[list[int]] = field(default_factory=list)
+    counts: list[list[list[int]]] = field(default_factory=list)
+    rescans: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SparseSamples:
+    """What one rank has measured, by contestant."""
+
+    contestants: dict[str, ContestantSamples]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SparseFigure:
     """One method or peer.
 
@@ -91,57 +155,32 @@ class SparseFigure:
     contestant: str
     seconds: Estimate
     gains: dict[str, Estimate]
-    parts_s: dict[str, float]
-    sent_bytes: float | None
-    received_bytes: float | None
-    payload_sent_bytes: float | None
-    payload_received_bytes: float | None
-    imbalance_sent: float | None
-    imbalance_received: float | None
-    bytes_per_selected: float | None
-    selected_over_k: float | None
-    selected_near: float | None
-    applied_over_k: float | None
-    applied_near: float | None
-    rescans: float | None
     error: float
     xi: float | None
+    parts_s: dict[str, float] = field(default_factory=dict)
+    sent_bytes: float | None = None
+    received_bytes: float | None = None
+    payload_sent_bytes: float | None = None
+    payload_received_bytes: float | None = None
+    imbalance_sent: float | None = None
+    imbalance_received: float | None = None
+    bytes_per_selected: float | None = None
+    selected_over_k: float | None = None
+    selected_near: float | None = None
+    applied_over_k: float | None = None
+    applied_near: float | None = None
+    rescans: float | None = None
 
 
-def bench_sparse(
-    *,
-    elements: Annotated[str, typer.Option(help="Elements of the gradient, float32, as 14.7M.")] = "14.7M",
-    density: Annotated[float, typer.Option(help="Share of the elements that is sent, from 0 to 1.")] = 0.01,
-    methods: Annotated[
-        str, typer.Option(help="Separated by commas.")
-    ] = "oktopk,topka,gtopk,topkdsa,gaussiank,shared,powersgd,dense",
-    distribution: DistributionOption = "normal",
-    bucket_elements: Annotated[
-        str | None,
-        typer.Option(
-            help="Elements that are selected and sent together, at most. [dim]default: as DistributedOptimizer's, a "
-            "quarter of all; of fewer than twelve millions a third, a half, or all[/dim]"
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Timed steps in a row, after an untimed one.")] = 3,
-    warm_up: Annotated[int, typer.Option("--warm-up", help="Untimed steps at first, from 3.")] = 4,
-    transport: TransportOption = "auto",
-    ranks: RanksOption = None,
-    emulate_hosts: HostsOption = 0,
-    ranks_per_host: RanksPerHostOption = None,
-    emulate_rate: RateOption = "1gbit",
-    against: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--against",
-            help="Measure this too, in turns in the same run: gloo (dense allreduce of torch.distributed), fp16 and "
-            "powersgd-hook (torch's own hooks of DDP over gloo). Repeatable, or separated by commas.",
-        ),
-    ] = None,
-    rounds: RoundsOption = 7,
-    json: JsonOption = None,
-    plot: PlotOption = None,
-) -> None:
+@benchmark(
+    "sparse",
+    "totalreduce bench sparse -n 4 --against gloo,fp16,powersgd-hook",
+    "totalreduce bench sparse --emulate-hosts 4 --elements 25.6M --methods oktopk,topka --against gloo --plot out.png",
+    shared=("transport", "ranks", "emulate_hosts", "ranks_per_host", "emulate_rate", "rounds"),
+    plot=True,
+    rounds=7,
+)
+def bench_sparse(setting: Setting, parameters: SparseParameters) -> Report:
     """Time selection and allreduce of one flat gradient by the sparse methods, in turns with dense peers.
 
     Every step has a fresh gradient; a method's residual goes on from step to step as in training. A step ends when the
@@ -150,164 +189,84 @@ def bench_sparse(
     In an untimed step every method's result is checked: the same bits on all ranks, and all that went in came out or
     is in the residuals.
     """
-    setting = make_setting(
-        ranks, emulate_hosts, emulate_rate, None, rounds, ranks_per_host=ranks_per_host, transport=transport
-    )
-    parameters = make_parameters(
-        elements=elements,
-        density=density,
-        methods=methods,
-        distribution=distribution,
-        bucket_elements=bucket_elements,
-        steps=steps,
-        warm_up=warm_up,
-        against=[name for text in against or () for name in text.split(",")],
-    )
-    require_matplotlib(plot)
     figures, results = measure_sparse(setting, parameters)
-    what = f"{format_count(parameters['elements'])} float32 ({distribution}), density {density:g}, {setting.describe()}"
-    _print(setting, parameters, what, figures)
-    write_json(json, "sparse", setting, [{"parameters": parameters, **asdict(figure)} for figure in figures], results)
-    draw_bars(plot, f"selection and allreduce of {what}", "ms for one step", [_bar(figure) for figure in figures])
+    what = (
+        f"{format_count(parameters.count)} float32 ({parameters.distribution}), density {parameters.density:g}, "
+        f"{setting.describe()}"
+    )
+    return Report(
+        _tables(setting, parameters, what, figures),
+        setting.as_document(),
+        results.machine,
+        [{"parameters": parameters, **asdict(figure)} for figure in figures],
+        results.raw(),
+        lambda path: draw_bars(
+            path, f"selection and allreduce of {what}", "ms for one step", [_bar(figure) for figure in figures]
+        ),
+    )
 
 
-def make_parameters(
-    *,
-    elements: str,
-    density: float,
-    methods: str,
-    distribution: str,
-    bucket_elements: str | None,
-    steps: int,
-    warm_up: int,
-    against: list[str],
-) -> dict[str, Any]:
-    """What the workers need to know, ready for JSON.
-
-    Raises:
-        ConfigurationError: Something makes no sense.
-    """
-    names = _names(methods)
-    for name in names:
-        make_method(name, density)
-    peers = list(dict.fromkeys(name.strip() for name in against))
-    if set(peers) - set(PEERS):
-        raise ConfigurationError(f"--against knows {', '.join(PEERS)} here, not {', '.join(set(peers) - set(PEERS))}")
-    if distribution not in DISTRIBUTIONS:
-        raise ConfigurationError(f"--distribution is {', '.join(DISTRIBUTIONS)}, not {distribution!r}")
-    if steps < 1 or warm_up < 3:
-        raise ConfigurationError(
-            f"--steps is at least 1 and --warm-up at least 3 (torch's PowerSGD hook begins then), not {steps} and "
-            f"{warm_up}"
-        )
-    count = parse_count(elements)
-    return {
-        "elements": count,
-        "density": density,
-        "methods": names,
-        "against": peers,
-        "distribution": distribution,
-        "bucket_elements": even_bucket_elements(count) if bucket_elements is None else parse_count(bucket_elements),
-        "steps": steps,
-        "warm_up": warm_up,
-    }
-
-
-def measure_sparse(setting: Setting, parameters: dict[str, Any]) -> tuple[list[SparseFigure], list[dict[str, Any]]]:
-    """Run the workers; returns the figures and each rank's raw result.
-
-    Raises:
-        BenchmarkFailedError: A rank failed or a result was wrong.
-        ConfigurationError: There are too few ranks.
-    """
+def measure_sparse(setting: Setting, parameters: SparseParameters) -> tuple[list[SparseFigure], Results[SparseSamples]]:
+    """Run the workers; returns the figures and the ranks' samples."""
     if setting.ranks < 2:
         raise ConfigurationError(f"sparse methods are compared on at least 2 ranks, not {setting.ranks}")
-    results = run_benchmark("sparse", parameters, setting)
-    return summarise(results), results
+    results = run_benchmark("sparse_worker", parameters, setting, SparseSamples)
+    return summarise(results.ranks), results
 
 
-def summarise(results: list[dict[str, Any]]) -> list[SparseFigure]:
+def summarise(samples: Sequence[SparseSamples]) -> list[SparseFigure]:
     """From every rank's samples to figures. Pure."""
-    names = list(results[0]["contestants"])
-    columns = {name: [result["contestants"][name] for result in results] for name in names}
-    seconds = {name: _round_times([rank["seconds"] for rank in ranks]) for name, ranks in columns.items()}
-    peers = [name for name in PEERS if name in names]
+    columns = {name: [rank.contestants[name] for rank in samples] for name in samples[0].contestants}
+    seconds = {name: _round_times([rank.seconds for rank in ranks]) for name, ranks in columns.items()}
+    peers = [name for name in PEERS if name in columns]
     return [
         _figure(name, ranks, seconds[name], {peer: seconds[peer] for peer in peers if peer != name})
         for name, ranks in columns.items()
     ]
 
 
-def parse_count(text: str) -> int:
-    """Elements of ``14.7M``, ``100k`` or ``512``.
-
-    Raises:
-        ConfigurationError: Not a count, or not at least one and below 2^31 of them.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)\s*", text)
-    if match is None:
-        raise ConfigurationError(f"{text!r} is not a number of elements; write for example 14.7M, 100k or 512")
-    count = round(float(match[1]) * _COUNT_UNITS[match[2].lower()])
-    if not 1 <= count < 2**31:
-        raise ConfigurationError(f"there are from 1 to 2^31 - 1 elements, not {text!r}")
-    return count
-
-
-def format_count(count: float) -> str:
-    """``14700000`` as ``14.7 M``; at most three significant digits."""
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count:.3g}"
-
-
-def _names(methods: str) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in methods.split(",") if name.strip()))
-    if not names:
-        raise ConfigurationError("--methods names none")
-    return names
+def _names(texts: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
 
 
 def _round_times(ranks: list[list[list[float]]]) -> list[float]:
     """The mean step of each round, each step as long as on the slowest rank."""
-    return [fmean(max(step) for step in zip(*steps, strict=True)) for steps in zip(*ranks, strict=True)]
+    return [fmean(slowest(steps)) for steps in zip(*ranks, strict=True)]
 
 
 def _figure(
-    name: str, ranks: list[dict[str, Any]], seconds: list[float], peers: dict[str, list[float]]
+    name: str, ranks: list[ContestantSamples], seconds: list[float], peers: dict[str, list[float]]
 ) -> SparseFigure:
-    sparse = "bytes" in ranks[0]
-    traffic = [_means(rank["bytes"]) for rank in ranks] if sparse else []
-    sent, received, payload_sent, payload_received = _means(traffic) if sparse else [None] * 4
-    selected, applied = _shares_of_k([rank["counts"] for rank in ranks]) if sparse else ([], [])
-    chosen = _selected([rank["counts"] for rank in ranks]) if sparse else []
-    return SparseFigure(
-        contestant=name,
-        seconds=estimate(seconds),
-        gains={peer: ratio_estimate(theirs, seconds) for peer, theirs in peers.items()},
-        parts_s=dict(zip(PARTS, _means([_means(rank["parts"]) for rank in ranks]), strict=True)) if sparse else {},
+    gains = {peer: ratio_estimate(theirs, seconds) for peer, theirs in peers.items()}
+    plain = SparseFigure(contestant=name, seconds=estimate(seconds), gains=gains, error=ranks[0].error, xi=ranks[0].xi)
+    if not ranks[0].bytes:
+        return plain
+    sent, received, payload_sent, payload_received = _means([_means(rank.bytes) for rank in ranks])
+    selected, applied = _shares_of_k([rank.counts for rank in ranks])
+    chosen = _selected([rank.counts for rank in ranks])
+    return replace(
+        plain,
+        parts_s=dict(zip(PARTS, _means([_means(rank.parts) for rank in ranks]), strict=True)),
         sent_bytes=sent,
         received_bytes=received,
         payload_sent_bytes=payload_sent,
         payload_received_bytes=payload_received,
-        imbalance_sent=_imbalance([rank["bytes"] for rank in ranks], 0) if sparse else None,
-        imbalance_received=_imbalance([rank["bytes"] for rank in ranks], 1) if sparse else None,
-        bytes_per_selected=sent / fmean(chosen) if sent is not None and any(chosen) else None,
+        imbalance_sent=_imbalance([rank.bytes for rank in ranks], 0),
+        imbalance_received=_imbalance([rank.bytes for rank in ranks], 1),
+        bytes_per_selected=sent / fmean(chosen) if any(chosen) else None,
         selected_over_k=fmean(selected) if selected else None,
         selected_near=_near(selected),
         applied_over_k=fmean(applied) if applied else None,
         applied_near=_near(applied),
-        rescans=fmean(rank["rescans"] for rank in ranks) if selected else None,
-        error=ranks[0]["error"],
-        xi=ranks[0]["xi"],
+        rescans=fmean(rank.rescans for rank in ranks) if selected else None,
     )
 
 
-def _means(rows: list[list[float]]) -> list[float]:
+def _means(rows: Sequence[Sequence[float]]) -> list[float]:
     return [fmean(column) for column in zip(*rows, strict=True)]
 
 
-def _imbalance(ranks: list[list[list[float]]], column: int) -> float:
+def _imbalance(ranks: list[list[list[int]]], column: int) -> float:
     """Mean over steps of the largest over the mean number of bytes that a rank has sent or received."""
     moved = [[rank[column] for rank in step] for step in zip(*ranks, strict=True)]
     return fmean(max(step) / fmean(step) if any(step) else 1.0 for step in moved)
@@ -341,68 +300,51 @@ def _bar(figure: SparseFigure) -> Bar:
     return Bar(figure.contestant, milliseconds, 1000 * figure.seconds.low, 1000 * figure.seconds.high, parts)
 
 
-def _print(setting: Setting, parameters: dict[str, Any], what: str, figures: list[SparseFigure]) -> None:
-    peers = [peer for peer in PEERS if peer in parameters["against"]]
-    rows = [
-        (
-            figure.contestant,
-            duration(figure.seconds),
-            *(f"{1000 * figure.parts_s[part]:.1f}" if figure.parts_s else "" for part in PARTS),
-            *(times(figure.gains.get(peer)) for peer in peers),
-        )
-        for figure in figures
-    ]
-    print_table(
-        f"selection and allreduce of {what}",
-        ("by", "step (95 %)", *(f"{part} ms" for part in PARTS), *(f"faster than {peer}" for peer in peers)),
-        rows,
-        f"Slowest rank; mean of {parameters['steps']} steps, median of {setting.rounds} rounds. Parts: means over "
-        "ranks. coding: computing within the exchange; waiting: nothing to compute, in any bucket.",
-    )
-    print_table(
-        "what travelled, and what it was worth",
-        (
-            "by",
-            "sent",
-            "max / mean",
-            "received",
-            "max / mean",
-            "payload sent",
-            "per selected",
-            "selected / k",
-            "near k",
-            "applied / k",
-            "near k",
-            "rescans",
-            "error",
-            "xi",
+def _tables(
+    setting: Setting, parameters: SparseParameters, what: str, figures: list[SparseFigure]
+) -> list[Table[SparseFigure]]:
+    def part(name: str) -> Callable[[SparseFigure], str]:
+        return lambda figure: f"{1000 * figure.parts_s[name]:.1f}" if figure.parts_s else ""
+
+    def gain(peer: str) -> Callable[[SparseFigure], str]:
+        return lambda figure: times(figure.gains.get(peer))
+
+    def per_selected(figure: SparseFigure) -> str:
+        return "" if figure.bytes_per_selected is None else f"{figure.bytes_per_selected:.2f} B"
+
+    return [
+        Table(
+            f"selection and allreduce of {what}",
+            [
+                ("by", lambda figure: figure.contestant),
+                ("step (95 %)", lambda figure: duration(figure.seconds)),
+                *((f"{name} ms", part(name)) for name in PARTS),
+                *((f"faster than {peer}", gain(peer)) for peer in PEERS if peer in parameters.peers),
+            ],
+            figures,
+            f"Slowest rank; mean of {parameters.steps} steps, median of {setting.rounds} rounds. Parts: means over "
+            "ranks. coding: computing within the exchange; waiting: nothing to compute, in any bucket.",
         ),
-        [_row(figure) for figure in figures],
-        "Per rank and step, with headers; max / mean: over ranks; near k: within 5 %, of all buckets and steps. "
-        "error: of the update, relative to the dense mean of gradients and residuals.",
-    )
-
-
-def _row(figure: SparseFigure) -> tuple[str, ...]:
-    def number(value: float | None, form: str = ".3f") -> str:
-        return "" if value is None else f"{value:{form}}"
-
-    def size(value: float | None) -> str:
-        return "" if value is None else format_bytes(value)
-
-    return (
-        figure.contestant,
-        size(figure.sent_bytes),
-        number(figure.imbalance_sent),
-        size(figure.received_bytes),
-        number(figure.imbalance_received),
-        size(figure.payload_sent_bytes),
-        "" if figure.bytes_per_selected is None else f"{figure.bytes_per_selected:.2f} B",
-        number(figure.selected_over_k),
-        share(figure.selected_near),
-        number(figure.applied_over_k),
-        share(figure.applied_near),
-        number(figure.rescans, ".1f"),
-        f"{figure.error:.2g}",
-        number(figure.xi),
-    )
+        Table(
+            "what travelled, and what it was worth",
+            [
+                ("by", lambda figure: figure.contestant),
+                ("sent", lambda figure: size(figure.sent_bytes)),
+                ("max / mean", lambda figure: number(figure.imbalance_sent)),
+                ("received", lambda figure: size(figure.received_bytes)),
+                ("max / mean", lambda figure: number(figure.imbalance_received)),
+                ("payload sent", lambda figure: size(figure.payload_sent_bytes)),
+                ("per selected", per_selected),
+                ("selected / k", lambda figure: number(figure.selected_over_k)),
+                ("near k", lambda figure: share(figure.selected_near)),
+                ("applied / k", lambda figure: number(figure.applied_over_k)),
+                ("near k", lambda figure: share(figure.applied_near)),
+                ("rescans", lambda figure: number(figure.rescans, ".1f")),
+                ("error", lambda figure: f"{figure.error:.2g}"),
+                ("xi", lambda figure: number(figure.xi)),
+            ],
+            figures,
+            "Per rank and step, with headers; max / mean: over ranks; near k: within 5 %, of all buckets and steps. "
+            "error: of the update, relative to the dense mean of gradients and residuals.",
+        ),
+    ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol, final
 
@@ -15,25 +15,19 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from totalreduce.bench.context import Context
+from totalreduce.bench.gradients import GradientSource, matrix_sides
 from totalreduce.bench.methods import make_method
+from totalreduce.bench.sparse import PEERS, ContestantSamples, SparseParameters, SparseSamples
 from totalreduce.bench.values import WrongResultError
 from totalreduce.kernels.selection import kth_magnitude
 from totalreduce.sparse.accumulator import Accumulator, HostAccumulator
 from totalreduce.sparse.actions import Action, Array
-from totalreduce.sparse.candidates import Workspace
 from totalreduce.sparse.group_driver import GroupDriver
 from totalreduce.sparse.powersgd import PowerSGD
 from totalreduce.sparse.rounds import SparseRounds
-from totalreduce.sparse.session import BucketShape, Report, Session, Update
+from totalreduce.sparse.session import BucketShape, Session, Update
 
-__all__ = ["GradientSource", "bucket_edges", "matrix_sides", "measure"]
-
-_SEED = 11
 _TIMEOUT_S = 300.0
-#: What all ranks have in common, beside noise of their own of size 1: the gradient that training is after.
-_SIGNAL = 0.1
-_ROW = 64
-_POOL = 2
 #: Allowed difference between what came out and what went in, relative to what went in.
 _TOLERANCE = 1e-5
 
@@ -53,109 +47,41 @@ class Contestant(Protocol):
         """The mean that the last ``reduce`` has made."""
 
 
-def measure(context: Context, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Time every method and peer.
-
-    Args:
-        context: This rank.
-        parameters: See ``sparse.make_parameters``.
-
-    Returns:
-        ``contestants``, by name: ``seconds`` by round and step; ``error`` and ``xi`` of an untimed step. Methods have
-        besides, by step: ``parts`` (seconds, see ``sparse.PARTS``), ``bytes`` (sent and received, with headers and
-        without), and ``counts`` (k, selected and applied, by bucket; none where a method has no k); and ``rescans``,
-        the mean of a step.
-
-    Raises:
-        WrongResultError: A method's result differs between ranks, or something was lost.
-    """
-    source = GradientSource(parameters["elements"], parameters["distribution"], context.rank)
-    names = [*parameters["methods"], *parameters["against"]]
+def measure(context: Context, parameters: SparseParameters) -> SparseSamples:
+    """Time every method and peer."""
+    source = GradientSource(parameters.count, parameters.distribution, context.rank)
+    names = [*parameters.method_names, *parameters.peers]
     contestants = {name: _contestant(context, name, parameters) for name in names}
     step = 0
     for name, contestant in contestants.items():
-        for number in range(parameters["warm_up"]):
+        for number in range(parameters.warm_up):
             source.write(contestant.gradient, step + number)
             contestant.reduce()
-        context.report(f"sparse {name}: {parameters['warm_up']} untimed steps")
-    step += parameters["warm_up"]
-    rows: dict[str, dict[str, Any]] = {name: {"seconds": []} for name in names}
+        context.report(f"sparse {name}: {parameters.warm_up} untimed steps")
+    step += parameters.warm_up
+    rows = {name: ContestantSamples([]) for name in names}
+    rescans = dict.fromkeys(names, 0)
     for index in range(context.rounds):
         for name, contestant in contestants.items():
-            _block(context, contestant, source, step, parameters["steps"], rows[name])
-        step += parameters["steps"] + 1
+            rescans[name] += _block(context, contestant, source, range(step, step + parameters.steps + 1), rows[name])
+        step += parameters.steps + 1
         context.report(f"sparse: round {index + 1} of {context.rounds}")
     for name, contestant in contestants.items():
-        rows[name] |= _check(context, name, contestant, source, step, parameters)
+        error, xi = _check(context, name, contestant, source, step, parameters)
+        rescans_of_step = rescans[name] / (parameters.steps * context.rounds)
+        rows[name] = replace(rows[name], error=error, xi=xi, rescans=rescans_of_step)
         if isinstance(contestant, _Sparse):
             contestant.close()
     context.report("sparse: results checked")
-    return {"contestants": rows}
+    return SparseSamples(rows)
 
 
-@final
-class GradientSource:
-    """Gradients that differ in every element, step and rank, made of a few arrays of noise.
-
-    Args:
-        num_elements: Of each.
-        distribution: See ``sparse.DistributionOption``.
-        rank: Ranks have noise of their own, and a tenth as much in common.
-    """
-
-    def __init__(self, num_elements: int, distribution: str, rank: int) -> None:
-        """Draws the noise."""
-        self._rank, self._distribution = rank, distribution
-        generators = [np.random.default_rng([_SEED, rank, number]) for number in range(_POOL)]
-        self._pool = [_noise(generator, num_elements, distribution) for generator in generators]
-        self._signal = _noise(np.random.default_rng([_SEED]), num_elements, distribution)
-        self._signal *= np.float32(_SIGNAL)
-
-    def write(self, out: Array, step: int) -> None:
-        """The gradient of a step; equal for equal steps."""
-        generator = np.random.default_rng([_SEED, self._rank, _POOL, step])
-        noise = self._pool[int(generator.integers(_POOL))]
-        sign = np.float32(generator.choice([-1.0, 1.0]))
-        turn = int(generator.integers(noise.size))
-        np.multiply(noise[turn:], sign, out=out[: noise.size - turn])
-        np.multiply(noise[:turn], sign, out=out[noise.size - turn :])
-        out += self._signal
-        if self._distribution == "embedding":
-            rows = np.arange(-(-out.size // _ROW))
-            # As words of a text are: the first hundredth of the rows is always there, row r with a chance of 1 / r.
-            absent = generator.random(rows.size) * (rows + 1) > max(1.0, rows.size / 100)
-            whole = out.size // _ROW * _ROW
-            out[:whole].reshape(-1, _ROW)[absent[: whole // _ROW]] = 0.0
-            if whole < out.size and absent[-1]:
-                out[whole:] = 0.0
-
-
-def bucket_edges(num_elements: int, bucket_elements: int) -> list[int]:
-    """Where buckets begin, and where the last one ends: equal ones, as large parameters are cut."""
-    pieces = -(-num_elements // bucket_elements)
-    return [num_elements * piece // pieces for piece in range(pieces + 1)]
-
-
-def matrix_sides(num_elements: int) -> tuple[int, int]:
-    """Rows and columns of the largest nearly square matrix that so many elements fill, but for a rest."""
-    columns = max(1, int(np.sqrt(num_elements)))
-    return num_elements // columns, columns
-
-
-def _noise(generator: np.random.Generator, num_elements: int, distribution: str) -> Array:
-    if distribution == "normal":
-        return generator.standard_normal(num_elements, dtype=np.float32)
-    return generator.standard_t(3, num_elements).astype(np.float32)
-
-
-def _contestant(context: Context, name: str, parameters: dict[str, Any]) -> Contestant:
-    num_elements = parameters["elements"]
-    edges = bucket_edges(num_elements, parameters["bucket_elements"])
+def _contestant(context: Context, name: str, parameters: SparseParameters) -> Contestant:
     if name == "gloo":
-        return _Gloo(num_elements, context.world_size)
-    if name in ("fp16", "powersgd-hook"):
-        return _Hook(name, edges)
-    return _Sparse(context, name, parameters["density"], edges)
+        return _Gloo(parameters.count, context.world_size)
+    if name in PEERS:
+        return _Hook(name, parameters.edges)
+    return _Sparse(context, name, parameters.density, parameters.edges)
 
 
 @dataclass(slots=True)
@@ -183,14 +109,12 @@ class _Sparse:
         self._edges, self._shapes = edges, shapes
         self._rounds = SparseRounds([method] * len(shapes), shapes, GroupDriver(context.group, f"bench {name}"))
         self._watches = [_Watch(session) for session in self._rounds.sessions]
-        self._rounds.sessions[:] = self._watches
         self.gradient, self._residual = (np.zeros(edges[-1], np.float32) for _ in range(2))
         self._update = self._residual
         self._rescans = 0
         self.sample = _Sample([], [], [], 0)
 
     def reduce(self) -> None:
-        """See ``Contestant``; how it went is in ``sample``."""
         begin = time.monotonic()
         gradients, residuals = self._segments(self.gradient), self._segments(self._residual)
         for number, (gradient, residual) in enumerate(zip(gradients, residuals, strict=True)):
@@ -208,11 +132,9 @@ class _Sparse:
         self._take_sample(exchanged - begin, end - exchanged, updates)
 
     def pending(self) -> Array | None:
-        """See ``Contestant``."""
         return self._residual
 
     def update(self) -> Array:
-        """See ``Contestant``."""
         return self._update
 
     def close(self) -> None:
@@ -241,9 +163,8 @@ class _Sparse:
         self._rescans = rescans
 
 
-@final
 class _Watch:
-    """A session that says how long it has computed: a ``Session``.
+    """Measures how long a session computes.
 
     Attributes:
         selection_s: In the last ``accumulate``.
@@ -251,31 +172,18 @@ class _Watch:
     """
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self._accumulate, self._exchange = session.accumulate, session.exchange
         self.selection_s, self.coding_s = 0.0, 0.0
+        # The session keeps its place among the others; only these two methods of this one object are measured.
+        vars(session).update(accumulate=self._timed_accumulate, exchange=self._timed_exchange)
 
-    @property
-    def report(self) -> Report:
-        """The session's own."""
-        return self._session.report
-
-    @report.setter
-    def report(self, report: Report) -> None:
-        self._session.report = report
-
-    def share(self, workspace: Workspace) -> None:
-        """See ``Session``."""
-        self._session.share(workspace)
-
-    def accumulate(self, gradients: Accumulator, residuals: Accumulator, scale: float) -> None:
-        """See ``Session``."""
+    def _timed_accumulate(self, gradients: Accumulator, residuals: Accumulator, scale: float) -> None:
         begin = time.monotonic()
-        self._session.accumulate(gradients, residuals, scale)
+        self._accumulate(gradients, residuals, scale)
         self.selection_s, self.coding_s = time.monotonic() - begin, 0.0
 
-    def exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
-        """See ``Session``."""
-        inner = self._session.exchange(present)
+    def _timed_exchange(self, present: Array) -> Generator[Action, Any, Update | None]:
+        inner = self._exchange(present)
         reply = None
         while True:
             begin = time.monotonic()
@@ -288,14 +196,6 @@ class _Watch:
                 self.coding_s += time.monotonic() - begin
             reply = yield action
 
-    def state(self) -> Mapping[str, Any]:
-        """See ``Session``."""
-        return self._session.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """See ``Session``."""
-        self._session.load_state(state)
-
 
 @final
 class _Gloo:
@@ -306,15 +206,12 @@ class _Gloo:
         self._tensor, self._world_size = torch.from_numpy(self.gradient), world_size
 
     def reduce(self) -> None:
-        """See ``Contestant``."""
         dist.all_reduce(self._tensor)
 
     def pending(self) -> Array | None:
-        """See ``Contestant``."""
         return None
 
     def update(self) -> Array:
-        """See ``Contestant``."""
         return self.gradient / np.float32(self._world_size)
 
 
@@ -345,16 +242,13 @@ class _Hook:
             )
 
     def reduce(self) -> None:
-        """See ``Contestant``."""
         self._hook(self._state, self._bucket).wait()
 
     def pending(self) -> Array | None:
-        """See ``Contestant``."""
         error = self._state.error_dict.get(0) if self._state is not None else None
         return None if error is None else error.numpy()
 
     def update(self) -> Array:
-        """See ``Contestant``."""
         return self.gradient
 
 
@@ -381,30 +275,36 @@ class _OneBucket:
 
 
 def _block(
-    context: Context, contestant: Contestant, source: GradientSource, first: int, steps: int, row: dict[str, Any]
-) -> None:
-    """Steps in a row; the first one, untimed, brings the contestant's memory back into the caches."""
+    context: Context, contestant: Contestant, source: GradientSource, steps: range, row: ContestantSamples
+) -> int:
+    """Time steps in a row; the first one, untimed, brings the contestant's memory back into the caches.
+
+    Returns:
+        How often candidates were listed again in the timed steps.
+    """
     durations = []
+    rescans = 0
     after = context.group.statistics()
-    for number in range(steps + 1):
-        source.write(contestant.gradient, first + number)
+    for step in steps:
+        source.write(contestant.gradient, step)
         context.barrier()
         begin = time.monotonic()
         contestant.reduce()
         elapsed = time.monotonic() - begin
         # From one step's end to the next one's: past the barrier, a faster rank's messages may be here already.
         before, after = after, context.group.statistics()
-        if number == 0:
+        if step == steps[0]:
             continue
         durations.append(elapsed)
         if isinstance(contestant, _Sparse):
             sample = contestant.sample
             moved = [after.bytes_sent - before.bytes_sent, after.bytes_received - before.bytes_received]
-            row.setdefault("parts", []).append(sample.parts)
-            row.setdefault("bytes", []).append([*moved, *sample.payload])
-            row.setdefault("counts", []).append(sample.counts)
-            row["rescans"] = row.get("rescans", 0.0) + sample.rescans / (steps * context.rounds)
-    row["seconds"].append(durations)
+            row.parts.append(sample.parts)
+            row.bytes.append([*moved, *sample.payload])
+            row.counts.append(sample.counts)
+            rescans += sample.rescans
+    row.seconds.append(durations)
+    return rescans
 
 
 def _check(
@@ -413,13 +313,9 @@ def _check(
     contestant: Contestant,
     source: GradientSource,
     step: int,
-    parameters: dict[str, Any],
-) -> dict[str, Any]:
-    """One more step, and what came of it.
-
-    Raises:
-        WrongResultError: The result differs between ranks, or what went in is neither in it nor in the residuals.
-    """
+    parameters: SparseParameters,
+) -> tuple[float, float | None]:
+    """Check one more step; returns the update's error and, where there is a k, xi."""
     source.write(contestant.gradient, step)
     gradient = contestant.gradient.copy()
     pending = contestant.pending()
@@ -440,11 +336,11 @@ def _check(
             raise WrongResultError(f"{name} has lost {lost:.1e} of what went in (rounding explains {_TOLERANCE:.0e})")
     error = _norm(update - wanted) / (_norm(wanted) or 1.0)
     if not counts:
-        return {"error": error, "xi": None}
+        return error, None
     wanted_k = [int(max(ranks)) for ranks in zip(*context.exchange([k for k, _, _ in counts]), strict=True)]
-    edges = bucket_edges(parameters["elements"], parameters["bucket_elements"])
+    edges = parameters.edges
     difference = _largest(wanted, edges, wanted_k) - _largest(update, edges, wanted_k)
-    return {"error": error, "xi": _norm(difference) / (_norm(_mean(context, gradient)) or 1.0)}
+    return error, _norm(difference) / (_norm(_mean(context, gradient)) or 1.0)
 
 
 def _mean(context: Context, values: Array) -> Array:

@@ -13,9 +13,9 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -25,11 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 import totalreduce as tr
 from totalreduce.bench.context import Context
 from totalreduce.bench.methods import make_sync
+from totalreduce.bench.step import StepParameters, StepSamples
 from totalreduce.bench.values import WrongResultError
 from totalreduce.bench.workloads import Workload, loss_of, workload_by_name
 from totalreduce.sparse.powersgd import PowerSGD
-
-__all__ = ["measure"]
 
 _WARMUP_STEPS = 2
 _SEED = 7
@@ -67,47 +66,35 @@ class Contestant:
         return _flatten(self.model)
 
 
-def measure(context: Context, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Train with every contestant, in turns.
-
-    Args:
-        context: This rank.
-        parameters: ``model``, ``overlap``, ``steps`` per block, ``bucket_bytes``, ``no_communication``, ``timeline``,
-            ``sync``, ``density``, ``hooks``.
-
-    Returns:
-        ``seconds`` of every timed step per contestant, ``bytes_sent`` per step by Total Reduce,
-        ``num_parameters``, and ``difference`` from DDP's parameters relative to what training changed, in float64
-        and in the timed float32, where DDP took part.
-
-    Raises:
-        WrongResultError: The ranks' replicas differ, or DDP's are others.
-    """
-    workload = workload_by_name(parameters["model"])
-    compressed = parameters.get("sync") is not None
+def measure(context: Context, parameters: StepParameters) -> StepSamples:
+    """Train with every contestant, in turns."""
+    workload = workload_by_name(parameters.model)
+    workload = replace(workload, batch=parameters.batch or workload.batch)
+    compressed = parameters.sync is not None
     exact = None if compressed else _train_exactly(context, workload, parameters)
-    names = [*context.peers, *(["timeline"] if parameters["timeline"] else []), *parameters.get("hooks", [])]
-    names += ["dense"] if parameters.get("dense") else []
-    names += ["alone"] if parameters["no_communication"] else []
+    names = [*context.peers, *(["timeline"] if parameters.timeline else []), *parameters.chosen_hooks]
+    names += ["dense"] if parameters.dense else []
+    names += ["alone"] if parameters.no_communication else []
     contestants = {name: _contestant(context, name, workload, parameters, torch.float32) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     sent_before = context.group.statistics().bytes_sent
     for index in range(context.rounds):
         for name, contestant in contestants.items():
-            seconds[name] += _block(context, contestant, workload, parameters["steps"])
+            seconds[name] += _block(context, contestant, workload, parameters.steps)
         context.report(f"step {workload.name}: round {index + 1} of {context.rounds}")
     bytes_sent = context.group.statistics().bytes_sent - sent_before
-    return {
-        "seconds": seconds,
-        "bytes_sent": bytes_sent / contestants["totalreduce"].steps_done,
-        "hidden_share": fmean(shares) if (shares := contestants["totalreduce"].hidden) else None,
-        "num_parameters": len(contestants["totalreduce"].flat()),
-        "difference": _check(context, workload, contestants, torch.float32, None if compressed else _TIMED_TOLERANCE),
-        "difference_float64": exact,
-    }
+    ours = contestants["totalreduce"]
+    return StepSamples(
+        seconds=seconds,
+        bytes_sent=bytes_sent / ours.steps_done,
+        num_parameters=len(ours.flat()),
+        difference=_check(context, workload, contestants, torch.float32, None if compressed else _TIMED_TOLERANCE),
+        difference_float64=exact,
+        hidden_share=fmean(ours.hidden) if ours.hidden else None,
+    )
 
 
-def _train_exactly(context: Context, workload: Workload, parameters: dict[str, Any]) -> float | None:
+def _train_exactly(context: Context, workload: Workload, parameters: StepParameters) -> float | None:
     """A few untimed steps in float64; returns the difference from DDP."""
     contestants = {name: _contestant(context, name, workload, parameters, torch.float64) for name in context.peers}
     for contestant in contestants.values():
@@ -122,7 +109,7 @@ def _train_exactly(context: Context, workload: Workload, parameters: dict[str, A
 
 
 def _contestant(
-    context: Context, name: str, workload: Workload, parameters: dict[str, Any], dtype: torch.dtype
+    context: Context, name: str, workload: Workload, parameters: StepParameters, dtype: torch.dtype
 ) -> Contestant:
     model = workload.model(_SEED).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9)
@@ -141,16 +128,16 @@ def _contestant(
     if name == "timeline":
         folder = tempfile.mkdtemp(prefix="totalreduce-bench-timeline-")
         group = context.another_group("timeline", timeline=folder)
-    compressed = parameters.get("sync") is not None and name != "dense"
-    elements = None if parameters["bucket_bytes"] is None else max(1, parameters["bucket_bytes"] // 4)
+    method = None if name == "dense" or parameters.sync is None else make_sync(parameters.sync, parameters.density)
+    elements = None if parameters.bucket_bytes is None else max(1, parameters.bucket_bytes // 4)
     wrapped = tr.DistributedOptimizer(
         optimizer,
         model,
         group=group,
-        bucket_bytes=None if compressed else parameters["bucket_bytes"],
-        feedback=tr.ErrorFeedback(bucket_elements=elements) if compressed else None,
-        overlap=parameters["overlap"],
-        sync=make_sync(parameters["sync"], parameters["density"]) if compressed else None,
+        bucket_bytes=None if method is not None else parameters.bucket_bytes,
+        feedback=tr.ErrorFeedback(bucket_elements=elements) if method is not None else None,
+        overlap=cast("Literal['backward', 'iterations']", parameters.overlap),
+        sync=method,
         name=f"bench.{name}.{dtype}",
     )
     return Contestant(model, wrapped, wrapped.flush, wrapped.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,22 +10,23 @@ from typing import Annotated, Any
 import typer
 
 from totalreduce.bench.allreduce import AllreduceFigure, measure_allreduce
-from totalreduce.bench.launching import SHARED, Setting
-from totalreduce.bench.replay import ReplayFigure, measure_replay
+from totalreduce.bench.arithmetic import format_count, parse_count
+from totalreduce.bench.command import benchmark
+from totalreduce.bench.launching import SHARED, Results, Setting
+from totalreduce.bench.machine import Machine
+from totalreduce.bench.replay import ReplayFigure, ReplayJob, ReplayParameters, measure_replay
 from totalreduce.bench.report import print_progress
-from totalreduce.bench.sparse import SparseFigure, format_count, make_parameters, measure_sparse
-from totalreduce.bench.step import StepFigure, measure_step
-from totalreduce.bench.traces import as_document, find_traces, load_trace
-from totalreduce.bench.urgent import UrgentFigure, measure_urgent
+from totalreduce.bench.sparse import SparseFigure, SparseParameters, measure_sparse
+from totalreduce.bench.step import StepFigure, StepParameters, measure_step
+from totalreduce.bench.traces import find_traces, load_trace
+from totalreduce.bench.urgent import UrgentFigure, UrgentParameters, measure_urgent
 from totalreduce.cli.report import format_bytes, write_document
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.emulate import EmulatedNetwork
 
-__all__ = ["Row", "bench_report", "to_markdown"]
-
 _MIB = 1 << 20
 #: As many as ResNet-50 has parameters.
-_SPARSE_ELEMENTS = 25_600_000
+_SPARSE_ELEMENTS = "25.6M"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,22 @@ class Row:
     against: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A benchmark of the report: its name, its setting, how it is measured, and how its figures become rows."""
+
+    what: str
+    setting: Setting
+    measure: Callable[[Setting], tuple[list[Any], Results[Any]]]
+    rows: Callable[[Setting, list[Any]], list[Row]]
+
+
+@benchmark(
+    "report",
+    "totalreduce bench report > figures.md",
+    "totalreduce bench report --traces-dir traces --json figures.json",
+    json=False,
+)
 def bench_report(
     *,
     emulate: Annotated[
@@ -51,34 +69,36 @@ def bench_report(
     """
     rows: list[Row] = []
     raw: list[dict[str, Any]] = []
-    _one_host(rows, raw)
-    if _can_emulate(emulate):
-        _emulated(rows, raw, traces_dir or [])
-    print(to_markdown(rows, raw[0]["environment"]))
+    parts = [*_one_host(), *(_emulated(traces_dir or []) if _can_emulate(emulate) else [])]
+    machine: Machine | None = None
+    for part in parts:
+        print_progress(f"{part.what}, {part.setting.describe()}")
+        figures, results = part.measure(part.setting)
+        rows += part.rows(part.setting, figures)
+        raw += results.raw()
+        machine = machine or results.machine
+    assert machine is not None
+    print(to_markdown(rows, machine))
     write_document(json, {"rows": [[row.what, row.figure, row.against] for row in rows], "raw": raw})
 
 
-def to_markdown(rows: list[Row], environment: dict[str, Any]) -> str:
+def to_markdown(rows: list[Row], machine: Machine) -> str:
     """The table, and what it was measured on. Pure."""
     lines = ["| what | figure | against |", "|---|---|---|"]
     lines += [f"| {row.what} | {row.figure} | {row.against} |" for row in rows]
     lines += [
         "",
         (
-            f"Measured by `totalreduce bench report` on {environment['processor']}, {environment['cores']} "
-            f"cores; totalreduce {environment['totalreduce']}, torch {environment['torch']}, "
-            f"Python {environment['python']}. Medians with 95 % intervals; all results checked on every rank."
+            f"Measured by `totalreduce bench report` on {machine.processor}, {machine.cores} "
+            f"cores; totalreduce {machine.totalreduce}, torch {machine.torch}, "
+            f"Python {machine.python}. Medians with 95 % intervals; all results checked on every rank."
         ),
     ]
     return "\n".join(lines)
 
 
 def _can_emulate(wanted: bool | None) -> bool:
-    """Emulated hosts where asked for; otherwise where this machine can, saying so where it cannot.
-
-    Raises:
-        ConfigurationError: Asked for, but not possible.
-    """
+    """Emulated hosts where asked for; otherwise where this machine can, saying so where it cannot."""
     if wanted is False:
         return False
     try:
@@ -91,70 +111,37 @@ def _can_emulate(wanted: bool | None) -> bool:
     return True
 
 
-def _one_host(rows: list[Row], raw: list[dict[str, Any]]) -> None:
+def _one_host() -> Iterator[_Part]:
     for ranks in (2, 4):
-        setting = Setting(ranks=ranks, hosts=0, rate="1gbit", against=("gloo",), rounds=11)
-        print_progress(f"allreduce, {setting.describe()}")
-        figures, results = measure_allreduce(setting, [_MIB, 16 * _MIB, 64 * _MIB], "float32")
-        rows += _allreduce_rows(setting, figures)
-        raw += results
-    setting = Setting(ranks=4, hosts=0, rate="1gbit", against=("gloo",), rounds=4)
-    print_progress(f"training step, {setting.describe()}")
-    parameters = {
-        "model": "mlp",
-        "overlap": "backward",
-        "steps": 10,
-        "bucket_bytes": 4 * _MIB,
-        "no_communication": False,
-        "timeline": False,
-    }
-    figures_of_step, results = measure_step(setting, parameters)
-    rows += _step_rows(setting, figures_of_step)
-    raw += results
+        yield _allreduce(Setting(ranks=ranks, against=("gloo",), rounds=11), 1, 16, 64)
+    parameters = StepParameters(bucket=4)
+    setting = Setting(ranks=4, against=("gloo",), rounds=4)
+    yield _Part("training step", setting, lambda setting: measure_step(setting, parameters), _step_rows)
 
 
-def _emulated(rows: list[Row], raw: list[dict[str, Any]], directories: list[Path]) -> None:
-    setting = Setting(ranks=8, hosts=8, rate="1gbit", against=("gloo",), rounds=7)
-    print_progress(f"allreduce, {setting.describe()}")
-    figures, results = measure_allreduce(setting, [4 * _MIB, 64 * _MIB], "float32")
-    rows += _allreduce_rows(setting, figures)
-    raw += results
-
-    parameters = make_parameters(
-        elements=str(_SPARSE_ELEMENTS),
-        density=0.01,
+def _emulated(directories: list[Path]) -> Iterator[_Part]:
+    yield _allreduce(Setting(ranks=8, hosts=8, against=("gloo",), rounds=7), 4, 64)
+    sparse = SparseParameters(
+        elements=_SPARSE_ELEMENTS,
         methods="oktopk,topka",
-        distribution="normal",
-        bucket_elements=str(_SPARSE_ELEMENTS),
-        steps=3,
-        warm_up=4,
+        bucket_elements=_SPARSE_ELEMENTS,
         against=["gloo"],
     )
     for hosts in (2, 4):
-        setting = Setting(ranks=hosts, hosts=hosts, rate="1gbit", against=("gloo",), rounds=7)
-        print_progress(f"sparse, {setting.describe()}")
-        sparse, results = measure_sparse(setting, parameters)
-        rows += _sparse_rows(setting, sparse)
-        raw += results
+        setting = Setting(ranks=hosts, hosts=hosts, against=("gloo",), rounds=7)
+        yield _Part("sparse", setting, lambda setting: measure_sparse(setting, sparse), _sparse_rows)
+    urgent = UrgentParameters()
+    setting = Setting(ranks=4, hosts=4, against=(), rounds=3)
+    yield _Part("urgent", setting, lambda setting: measure_urgent(setting, urgent), _urgent_rows)
+    traces = [load_trace(path) for path in find_traces((), directories)]
+    replay = ReplayJob(traces, ReplayParameters(bucket=4))
+    setting = Setting(ranks=4, hosts=4, against=("gloo", "fifo"), rounds=2)
+    yield _Part("replay", setting, lambda setting: measure_replay(setting, replay), _replay_rows)
 
-    setting = Setting(ranks=4, hosts=4, rate="1gbit", against=(), rounds=3)
-    print_progress(f"urgent, {setting.describe()}")
-    urgent, results = measure_urgent(setting, 256 * _MIB, 4096, 0.02)
-    rows += _urgent_rows(setting, urgent)
-    raw += results
 
-    setting = Setting(ranks=4, hosts=4, rate="1gbit", against=("gloo", "fifo"), rounds=2)
-    print_progress(f"replay, {setting.describe()}")
-    parameters = {
-        "traces": [as_document(load_trace(path)) for path in find_traces((), directories)],
-        "balance": "time",
-        "ratio": 1.0,
-        "steps": 5,
-        "bucket_bytes": 4 * _MIB,
-    }
-    replay, results = measure_replay(setting, parameters)
-    rows += _replay_rows(setting, replay)
-    raw += results
+def _allreduce(setting: Setting, *sizes_mib: int) -> _Part:
+    sizes = [size * _MIB for size in sizes_mib]
+    return _Part("allreduce", setting, lambda setting: measure_allreduce(setting, sizes, "float32"), _allreduce_rows)
 
 
 def _allreduce_rows(setting: Setting, figures: list[AllreduceFigure]) -> list[Row]:
@@ -179,7 +166,7 @@ def _allreduce_rows(setting: Setting, figures: list[AllreduceFigure]) -> list[Ro
 def _sparse_rows(setting: Setting, figures: list[SparseFigure]) -> list[Row]:
     return [
         Row(
-            f"{figure.contestant} of {format_count(_SPARSE_ELEMENTS)} elements, {setting.describe()}",
+            f"{figure.contestant} of {format_count(parse_count(_SPARSE_ELEMENTS))} elements, {setting.describe()}",
             f"{_time(figure.seconds.median)}, {format_bytes(figure.sent_bytes)} sent per rank",
             f"{gain.median:.1f}x dense gloo's speed [{gain.low:.1f}, {gain.high:.1f}]",
         )

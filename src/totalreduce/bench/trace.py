@@ -8,13 +8,18 @@ from typing import Annotated
 
 import typer
 
+from totalreduce.bench.command import benchmark
 from totalreduce.bench.traces import Trace, as_document
 from totalreduce.cli.report import format_bytes
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["bench_trace"]
 
-
+@benchmark(
+    "trace",
+    "totalreduce bench trace --model gpt --out gpt.json",
+    "totalreduce bench replay gpt.json --emulate-hosts 4 --against gloo",
+    json=False,
+)
 def bench_trace(
     *,
     out: Annotated[Path, typer.Option(help="File to write.")],

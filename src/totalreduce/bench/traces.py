@@ -21,17 +21,6 @@ from typing import Any
 
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = [
-    "Layer",
-    "Trace",
-    "as_document",
-    "compute_scale",
-    "find_traces",
-    "load_trace",
-    "parse_trace",
-    "shipped_traces",
-]
-
 ELEMENT_BYTES = 4  # gradients are replayed as float32
 _COLUMNS = ["ready_s", "needed_s", "elements"]
 
@@ -89,11 +78,7 @@ def compute_scale(trace: Trace, communication_s: float, ratio: float) -> float:
 
 
 def parse_trace(document: Any, where: str) -> Trace:
-    """Check a decoded JSON document and build the trace.
-
-    Raises:
-        ConfigurationError: Something is missing or makes no sense; says what and in which file.
-    """
+    """Check a decoded JSON document and build the trace."""
     if not isinstance(document, dict) or document.get("columns") != _COLUMNS:
         raise ConfigurationError(f'{where} is not a trace: it needs "columns": {json.dumps(_COLUMNS)}')
     rows = document.get("layers")
@@ -118,11 +103,7 @@ def as_document(trace: Trace) -> dict[str, Any]:
 
 
 def load_trace(path: Path) -> Trace:
-    """Read a trace file.
-
-    Raises:
-        ConfigurationError: The file cannot be read or is not a trace.
-    """
+    """Read a trace file."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -139,11 +120,7 @@ def shipped_traces() -> dict[str, Path]:
 
 
 def find_traces(names: Sequence[str], directories: Iterable[Path]) -> list[Path]:
-    """Files for names (in the directories, then among the shipped ones) and for paths; all if none is named.
-
-    Raises:
-        ConfigurationError: Nothing of that name; lists what there is.
-    """
+    """Files for names (in the directories, then among the shipped ones) and for paths; all if none is named."""
     known = shipped_traces()
     given: dict[str, Path] = {}
     for directory in directories:

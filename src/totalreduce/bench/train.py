@@ -14,25 +14,22 @@ From both follows when a contestant's loss was, for the first time, what dense t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from statistics import fmean, median, stdev
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from totalreduce.bench.launching import Setting
-from totalreduce.bench.options import HostsOption, JsonOption, RanksOption, make_setting
-from totalreduce.bench.plots import Line, Panel, draw_panels, require_matplotlib
-from totalreduce.bench.report import print_progress, write_json
-from totalreduce.bench.scripts import describe_environment, find_script, launch_script
-from totalreduce.bench.sparse import PlotOption
-from totalreduce.cli.report import print_table
+from totalreduce.bench.arithmetic import wire_limit_s
+from totalreduce.bench.command import benchmark, split_names
+from totalreduce.bench.launching import Setting, find_script, run_script
+from totalreduce.bench.machine import describe_machine
+from totalreduce.bench.plots import Line, Panel, draw_panels
+from totalreduce.bench.report import Report, Table, print_progress
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.emulate import rate_bits_per_s
-
-__all__ = ["LinkFigure", "TrainFigure", "bench_train", "contestants_of", "measure_train", "summarise"]
 
 MODELS = ("cnn", "lstm", "gpt")
 #: What DDP over gloo can train with; ``dense`` is what all are compared with.
@@ -49,35 +46,89 @@ _LOOKS = 25
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Held-out loss and accuracy after a step, and the seconds until then."""
+
+    step: float
+    loss: float
+    accuracy: float
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training from one seed: every step's seconds, and what the model was worth from time to time."""
+
+    step_s: list[float] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What examples/sparse_training.py has written: its options, the number of ranks and parameters, and its runs."""
+
+    runs: list[Run]
+    model: str = ""
+    method: str = ""
+    door: str = ""
+    steps: int = 0
+    density: float = 0.0
+    world_size: int = 0
+    num_parameters: int = 0
+
+    @property
+    def step_s(self) -> list[float]:
+        """Seconds of every step of the first run."""
+        return self.runs[0].step_s
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSamples:
+    """All trainings of one model: ``learnt`` by contestant, ``timed`` by rate and contestant, of which one is alone."""
+
+    learnt: dict[str, Training]
+    timed: dict[str, dict[str, Training]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainPlan:
-    """What is trained.
+    """What is trained; the fields are options."""
 
-    Attributes:
-        models: Their names.
-        contestants: Dense first.
-        rates: Of the emulated links, as ``1gbit``.
-        density: Of the sparse methods.
-        steps: Of one training.
-        seeds: Trainings of each contestant.
-
-    Raises:
-        ConfigurationError: Too little to say anything.
-    """
-
-    models: list[str]
-    contestants: list[str]
-    rates: list[str]
-    density: float
-    steps: int
-    seeds: int
+    models: Annotated[str, typer.Option(help="Separated by commas: cnn, lstm, gpt.")] = "cnn,lstm,gpt"
+    methods: Annotated[str, typer.Option(help="Of DistributedOptimizer, separated by commas.")] = "oktopk"
+    against: Annotated[str, typer.Option(help="DDP over gloo: dense (always), fp16, powersgd.")] = "dense,fp16,powersgd"
+    density: Annotated[float, typer.Option(help="Share of the elements that a sparse method sends.")] = 0.01
+    steps: Annotated[int, typer.Option(help="Of one training.")] = 1000
+    seeds: Annotated[int, typer.Option(help="Trainings of each contestant, at least two.")] = 5
+    rates: Annotated[str, typer.Option(help="Of the emulated links, separated by commas.")] = "1gbit,100mbit"
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Forty steps from two seeds: to see it work, not to learn anything.")
+    ] = False
 
     def __post_init__(self) -> None:
-        """Refuse plans that cannot work."""
+        """Refuse plans that cannot work, and unknown names."""
         if self.seeds < _SEEDS_MIN or self.steps < _UNTIMED_STEPS + 2:
             raise ConfigurationError(
                 f"bench train needs at least {_SEEDS_MIN} --seeds and {_UNTIMED_STEPS + 2} --steps, "
                 f"not {self.seeds} and {self.steps}"
             )
+        split_names("--models", self.models, MODELS)
+        contestants_of(self.methods, self.against)
+        if not self.links:
+            raise ConfigurationError("--rates names none")
+        for rate in self.links:
+            rate_bits_per_s(rate)
+
+    @property
+    def contestants(self) -> list[str]:
+        """Dense first."""
+        return contestants_of(self.methods, self.against)
+
+    @property
+    def links(self) -> list[str]:
+        """Rates of the emulated links, each once."""
+        return list(dict.fromkeys(rate.strip() for rate in self.rates.split(",") if rate.strip()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +144,12 @@ class LinkFigure:
     step_s: float
     seconds: float | None
     gain: float | None
+
+    def describe(self) -> str:
+        """Return ``91.2 ms, 22.0 s, 2.8x``."""
+        seconds = "never" if self.seconds is None else f"{self.seconds:.1f} s"
+        gain = "" if self.gain is None else f", {self.gain:.1f}x"
+        return f"{1000 * self.step_s:.1f} ms, {seconds}{gain}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,110 +179,83 @@ class TrainFigure:
     links: dict[str, LinkFigure]
 
 
-def bench_train(
-    *,
-    models: Annotated[str, typer.Option(help="Separated by commas: cnn, lstm, gpt.")] = "cnn,lstm,gpt",
-    methods: Annotated[str, typer.Option(help="Of DistributedOptimizer, separated by commas.")] = "oktopk",
-    against: Annotated[
-        str, typer.Option(help="DDP over gloo: dense (always), fp16, powersgd.")
-    ] = "dense,fp16,powersgd",
-    density: Annotated[float, typer.Option(help="Share of the elements that a sparse method sends.")] = 0.01,
-    steps: Annotated[int, typer.Option(help="Of one training.")] = 1000,
-    seeds: Annotated[int, typer.Option(help="Trainings of each contestant, at least two.")] = 5,
-    rates: Annotated[str, typer.Option(help="Of the emulated links, separated by commas.")] = "1gbit,100mbit",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Forty steps from two seeds: to see it work, not to learn anything.")
-    ] = False,
-    ranks: RanksOption = None,
-    emulate_hosts: HostsOption = 4,
-    json: JsonOption = None,
-    plot: PlotOption = None,
-) -> None:
+@benchmark(
+    "train",
+    "totalreduce bench train --models cnn --quick",
+    "totalreduce bench train --methods oktopk,topka --json train.json --plot train.png",
+    shared=("ranks", "emulate_hosts"),
+    plot=True,
+    emulate_hosts=4,
+)
+def bench_train(setting: Setting, parameters: TrainPlan) -> Report:
     """Train the three models of examples/sparse_training.py: what is learnt, and how long that takes on slow links.
 
     All contestants take the same number of steps with the same batches and learning rates.
     Needs --emulate-hosts, that is root; takes hours as it is.
     """
-    require_matplotlib(plot)
-    setting = make_setting(ranks, emulate_hosts, "1gbit", None, 1)
     if setting.hosts < 2:
         raise ConfigurationError(
-            f"bench train is about links between hosts: --emulate-hosts from 2, not {emulate_hosts}"
+            f"bench train is about links between hosts: --emulate-hosts from 2, not {setting.hosts}"
         )
-    plan = TrainPlan(
-        models=_split(models, MODELS, "--models"),
-        contestants=contestants_of(methods, against),
-        rates=_rates(rates),
-        density=density,
-        steps=_QUICK_STEPS if quick else steps,
-        seeds=_SEEDS_MIN if quick else seeds,
+    plan = replace(parameters, steps=_QUICK_STEPS, seeds=_SEEDS_MIN) if parameters.quick else parameters
+    models = split_names("--models", plan.models, MODELS)
+    samples = {model: measure_train(setting, model, plan) for model in models}
+    figures = {model: summarise(own) for model, own in samples.items()}
+    panels = [_panel(model, rate, samples[model]) for model in models for rate in plan.links]
+    return Report(
+        [_table(setting, model, samples[model], figures[model]) for model in models],
+        setting.as_document(),
+        describe_machine(),
+        figures,
+        [{"plan": plan, "models": samples}],
+        lambda path: draw_panels(path, "held-out loss over training time, seed 0", len(plan.links), panels),
     )
-    figures, documents = {}, {}
-    for model in plan.models:
-        documents[model] = measure_train(setting, model, plan)
-        figures[model] = summarise(documents[model])
-        _print(setting, model, documents[model], figures[model])
-    raw = [{"environment": describe_environment(), "plan": asdict(plan), "models": documents}]
-    columns = {model: [asdict(figure) for figure in column] for model, column in figures.items()}
-    write_json(json, "train", setting, columns, raw)
-    panels = [_panel(model, rate, documents[model]) for model in plan.models for rate in plan.rates]
-    draw_panels(plot, "held-out loss over training time, seed 0", len(plan.rates), panels)
 
 
 def contestants_of(methods: str, against: str) -> list[str]:
-    """Dense first, then the other peers, then the methods.
-
-    Raises:
-        ConfigurationError: There is no such method or peer.
-    """
+    """Dense first, then the other peers, then the methods."""
     from totalreduce.sparse.methods import METHODS
 
     known = [name for name in METHODS if name not in PEERS]
-    peers = _split(against, PEERS, "--against")
-    return ["dense", *(peer for peer in peers if peer != "dense"), *_split(methods, known, "--methods")]
+    peers = split_names("--against", against, PEERS)
+    return ["dense", *(peer for peer in peers if peer != "dense"), *split_names("--methods", methods, known)]
 
 
-def measure_train(setting: Setting, model: str, plan: TrainPlan) -> dict[str, Any]:
+def measure_train(setting: Setting, model: str, plan: TrainPlan) -> ModelSamples:
     """Launch all trainings of one model.
 
     Args:
         setting: The links' rate in it is not used.
         model: Its name.
         plan: What else.
-
-    Returns:
-        What the script wrote: ``learnt`` by contestant, ``timed`` by rate and contestant (``alone`` has no
-        communication).
-
-    Raises:
-        BenchmarkFailedError: A launch failed; names the rank that failed first.
-        ConfigurationError: The setting cannot be run here, for example because of missing rights.
     """
     common = ["--model", model, "--steps", str(plan.steps), "--density", str(plan.density)]
     common += ["--evaluations", str(_LOOKS)]
-    learnt, timed = {}, {}
-    for contestant in plan.contestants:
-        here = replace(setting, hosts=0)
-        learnt[contestant] = _launch(here, contestant, [*common, "--seeds", str(plan.seeds)])
-    for rate in plan.rates:
+    here = replace(setting, hosts=0)
+    learnt = {
+        contestant: _launch(here, contestant, [*common, "--seeds", str(plan.seeds)]) for contestant in plan.contestants
+    }
+    timed = {}
+    for rate in plan.links:
         there = replace(setting, rate=rate)
         timed[rate] = {
             contestant: _launch(there, contestant, [*common, "--stop-after", str(_timed_steps(contestant, plan))])
             for contestant in (_ALONE, *plan.contestants)
         }
-    return {"learnt": learnt, "timed": timed}
+    return ModelSamples(learnt, timed)
 
 
-def summarise(documents: dict[str, Any]) -> list[TrainFigure]:
+def summarise(samples: ModelSamples) -> list[TrainFigure]:
     """From what the script wrote to figures. Pure."""
-    learnt = documents["learnt"]
-    ends = {name: [run["evaluations"][-1] for run in document["runs"]] for name, document in learnt.items()}
-    dense = [end["loss"] for end in ends["dense"]]
+    ends = {name: [run.evaluations[-1] for run in training.runs] for name, training in samples.learnt.items()}
+    dense = [end.loss for end in ends["dense"]]
     goal = fmean(dense) + stdev(dense)
-    figures = []
-    for name, document in learnt.items():
-        losses, accuracies = ([end[what] for end in ends[name]] for what in ("loss", "accuracy"))
-        reached = [step for run in document["runs"] if (step := _first_step(run["evaluations"], goal)) is not None]
+    figures: list[TrainFigure] = []
+    for name, training in samples.learnt.items():
+        losses, accuracies = [end.loss for end in ends[name]], [end.accuracy for end in ends[name]]
+        reached = [step for run in training.runs if (step := _first_step(run.evaluations, goal)) is not None]
+        links = {rate: _on_link(timed[name].step_s, reached) for rate, timed in samples.timed.items()}
+        of_dense = figures[0].links if figures else links
         figures.append(
             TrainFigure(
                 contestant=name,
@@ -236,17 +266,10 @@ def summarise(documents: dict[str, Any]) -> list[TrainFigure]:
                 distance=(fmean(losses) - fmean(dense)) / (stdev(dense) or math.inf),
                 reached=len(reached),
                 steps=fmean(reached) if reached else None,
-                links={
-                    rate: _on_link(timed[name]["runs"][0]["step_s"], reached)
-                    for rate, timed in documents["timed"].items()
-                },
+                links={rate: _compared(link, of_dense[rate]) for rate, link in links.items()},
             )
         )
-    by_rate = figures[0].links
-    return [
-        replace(figure, links={rate: _compared(link, by_rate[rate]) for rate, link in figure.links.items()})
-        for figure in figures
-    ]
+    return figures
 
 
 def _timed_steps(contestant: str, plan: TrainPlan) -> int:
@@ -255,34 +278,37 @@ def _timed_steps(contestant: str, plan: TrainPlan) -> int:
     return min(plan.steps, _ALONE_STEPS) if contestant == _ALONE else plan.steps
 
 
-def _launch(setting: Setting, contestant: str, options: Sequence[str]) -> dict[str, Any]:
+def _launch(setting: Setting, contestant: str, options: Sequence[str]) -> Training:
     door = "ddp" if contestant in PEERS else "optimizer"
     command = [str(find_script("sparse_training")), *options, "--method", contestant, "--door", door]
-    document = launch_script(setting, command, over_gloo=door == "ddp", timeout_s=_LAUNCH_LIMIT_S)
-    end = document["runs"][-1]["evaluations"][-1]
-    step_ms = 1000 * median(document["runs"][0]["step_s"][_UNTIMED_STEPS:])
+    training = run_script(setting, command, Training, over_gloo=door == "ddp", timeout_s=_LAUNCH_LIMIT_S)
+    end = training.runs[-1].evaluations[-1]
     print_progress(
-        f"train {document['model']}: {contestant}, {setting.describe()}: {step_ms:.1f} ms for a step; "
-        f"loss {end['loss']:.4f} after {end['step']}"
+        f"train {training.model}: {contestant}, {setting.describe()}: {1000 * _typical(training.step_s):.1f} ms for a "
+        f"step; loss {end.loss:.4f} after {end.step:g}"
     )
-    return document
+    return training
 
 
-def _first_step(evaluations: list[dict[str, float]], goal: float) -> float | None:
+def _typical(step_s: Sequence[float]) -> float:
+    return median(step_s[_UNTIMED_STEPS:])
+
+
+def _first_step(evaluations: list[Evaluation], goal: float) -> float | None:
     """When the held-out loss was first at the goal, between two looks at it by a straight line."""
-    before: dict[str, float] | None = None
+    before: Evaluation | None = None
     for now in evaluations:
-        if now["loss"] <= goal:
+        if now.loss <= goal:
             if before is None:
-                return now["step"]
-            part = (before["loss"] - goal) / (before["loss"] - now["loss"])
-            return before["step"] + part * (now["step"] - before["step"])
+                return now.step
+            part = (before.loss - goal) / (before.loss - now.loss)
+            return before.step + part * (now.step - before.step)
         before = now
     return None
 
 
 def _on_link(step_s: list[float], reached: list[float]) -> LinkFigure:
-    typical = median(step_s[_UNTIMED_STEPS:])
+    typical = _typical(step_s)
     # As they were; the rest, if the launch did not train to the end, as the typical one.
     elapsed = [0.0, *accumulate(step_s)]
     seconds = [
@@ -297,69 +323,43 @@ def _compared(link: LinkFigure, dense: LinkFigure) -> LinkFigure:
     return replace(link, gain=dense.seconds / link.seconds)
 
 
-def _split(text: str, known: Sequence[str], option: str) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names or set(names) - set(known):
-        raise ConfigurationError(f"{option} takes {', '.join(known)}, not {text!r}")
-    return names
+def _table(setting: Setting, model: str, samples: ModelSamples, figures: list[TrainFigure]) -> Table[TrainFigure]:
+    def peer(figure: TrainFigure) -> str:
+        return figure.contestant if figure.contestant not in PEERS else f"DDP / gloo, {figure.contestant}"
 
+    def reached(figure: TrainFigure) -> str:
+        return f"{figure.reached}" if figure.steps is None else f"{figure.reached}, step {figure.steps:.0f}"
 
-def _rates(text: str) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise ConfigurationError("--rates names none")
-    for name in names:
-        rate_bits_per_s(name)
-    return names
+    def link(rate: str) -> Callable[[TrainFigure], str]:
+        return lambda figure: figure.links[rate].describe()
 
-
-def _print(setting: Setting, model: str, documents: dict[str, Any], figures: list[TrainFigure]) -> None:
-    rates = list(documents["timed"])
-    dense = documents["learnt"]["dense"]
-    rows = [
-        (
-            figure.contestant if figure.contestant not in PEERS else f"DDP / gloo, {figure.contestant}",
-            f"{figure.loss:.4f} ± {figure.loss_sd:.4f}",
-            f"{figure.accuracy:.2%} ± {figure.accuracy_sd:.2%}",
-            f"{figure.distance:+.2f}",
-            f"{figure.reached}" if figure.steps is None else f"{figure.reached}, step {figure.steps:.0f}",
-            *(
-                f"{1000 * link.step_s:.1f} ms, "
-                + ("never" if link.seconds is None else f"{link.seconds:.1f} s")
-                + ("" if link.gain is None else f", {link.gain:.1f}x")
-                for link in figure.links.values()
-            ),
-        )
-        for figure in figures
-    ]
+    dense = samples.learnt["dense"]
     shares = []
-    for rate, timed in documents["timed"].items():
-        alone = median(timed[_ALONE]["runs"][0]["step_s"][_UNTIMED_STEPS:])
-        wire = (
-            2 * (dense["world_size"] - 1) / dense["world_size"] * 32 * dense["num_parameters"] / rate_bits_per_s(rate)
-        )
+    for rate, timed in samples.timed.items():
+        alone = _typical(timed[_ALONE].step_s)
+        wire = wire_limit_s(4 * dense.num_parameters, dense.world_size, rate_bits_per_s(rate))
         shares.append(f"{rate}: arithmetic {1000 * alone:.1f} ms, dense on the wire {wire / alone:.1f}x that")
-    print_table(
-        f"{model}, {dense['num_parameters'] / 1e6:.1f} M parameters, {dense['steps']} steps from {len(dense['runs'])} "
-        f"seeds, density {dense['density']:g}, {setting.ranks} ranks on {setting.hosts} emulated hosts",
-        (
-            "by",
-            "held-out loss",
-            "accuracy",
-            "sd from dense",
-            "seeds at its loss",
-            *(f"{rate}: step, time, gain" for rate in rates),
-        ),
-        rows,
+    return Table(
+        f"{model}, {dense.num_parameters / 1e6:.1f} M parameters, {dense.steps} steps from {len(dense.runs)} "
+        f"seeds, density {dense.density:g}, {setting.ranks} ranks on {setting.hosts} emulated hosts",
+        [
+            ("by", peer),
+            ("held-out loss", lambda figure: f"{figure.loss:.4f} ± {figure.loss_sd:.4f}"),
+            ("accuracy", lambda figure: f"{figure.accuracy:.2%} ± {figure.accuracy_sd:.2%}"),
+            ("sd from dense", lambda figure: f"{figure.distance:+.2f}"),
+            ("seeds at its loss", reached),
+            *((f"{rate}: step, time, gain", link(rate)) for rate in samples.timed),
+        ],
+        figures,
         f"Its loss: where dense training ends, a standard deviation granted. {'; '.join(shares)}.",
     )
 
 
-def _panel(model: str, rate: str, documents: dict[str, Any]) -> Panel:
+def _panel(model: str, rate: str, samples: ModelSamples) -> Panel:
     lines = []
-    for name, document in documents["learnt"].items():
-        step_s = documents["timed"][rate][name]["runs"][0]["step_s"]
-        looks = document["runs"][0]["evaluations"]
-        seconds = [_on_link(step_s, [look["step"]]).seconds or 0.0 for look in looks]
-        lines.append(Line(name, seconds, [look["loss"] for look in looks]))
+    for name, training in samples.learnt.items():
+        step_s = samples.timed[rate][name].step_s
+        looks = training.runs[0].evaluations
+        seconds = [_on_link(step_s, [look.step]).seconds or 0.0 for look in looks]
+        lines.append(Line(name, seconds, [look.loss for look in looks]))
     return Panel(f"{model}, {rate}", ("s", "loss"), lines)

@@ -1,32 +1,68 @@
-"""``totalreduce bench urgent``: how long a small urgent allreduce takes while a large one holds the wire."""
+"""``totalreduce bench urgent``: small urgent allreduces while a large one is in flight."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import typer
 
-from totalreduce.bench.allreduce import mean_goodput
 from totalreduce.bench.arithmetic import parse_size, wire_limit_s
-from totalreduce.bench.launching import BenchmarkFailedError, Setting, run_benchmark
-from totalreduce.bench.options import (
-    AgainstOption,
-    HostsOption,
-    JsonOption,
-    RanksOption,
-    RateOption,
-    RoundsOption,
-    make_setting,
-)
-from totalreduce.bench.report import duration, write_json
-from totalreduce.bench.sampling import Estimate, estimate, percentile
-from totalreduce.cli.report import format_bytes, print_table, share
+from totalreduce.bench.command import benchmark
+from totalreduce.bench.goodput import mean_goodput
+from totalreduce.bench.launching import BenchmarkFailedError, Results, Setting, run_benchmark
+from totalreduce.bench.report import Report, Table, duration
+from totalreduce.bench.sampling import Estimate, estimate, percentile, slowest
+from totalreduce.cli.report import format_bytes, share
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["UrgentFigure", "bench_urgent", "measure_urgent", "summarise"]
 
-_URGENT_MAX = 1000
+@dataclass(frozen=True, slots=True)
+class UrgentParameters:
+    """What the workers measure; the fields are options."""
+
+    bulk: Annotated[str, typer.Option(help="Size of the large allreduce.")] = "256MiB"
+    size: Annotated[str, typer.Option(help="Size of each urgent allreduce.")] = "4KiB"
+    interval_ms: Annotated[float, typer.Option(help="An urgent allreduce is submitted this often.")] = 20.0
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense."""
+        if self.interval_ms <= 0:
+            raise ConfigurationError(f"--interval-ms must be positive, not {self.interval_ms:g}")
+
+    @property
+    def bulk_bytes(self) -> int:
+        """Size of the large allreduce."""
+        return parse_size(self.bulk)
+
+    @property
+    def urgent_bytes(self) -> int:
+        """Size of each urgent allreduce."""
+        return parse_size(self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSamples:
+    """One peer on one rank.
+
+    Attributes:
+        alone_s: Seconds of the bulk alone, by round.
+        loaded_s: Seconds of the bulk with urgent operations, by round.
+        urgent: By round and urgent operation: its latency in seconds, and 1 if the bulk was in flight.
+    """
+
+    alone_s: list[float]
+    loaded_s: list[float]
+    urgent: list[list[tuple[float, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class UrgentSamples:
+    """What one rank has measured; the goodput is that of plain TCP streams, before and after."""
+
+    goodput_bits_per_s: list[float]
+    peers: dict[str, PeerSamples]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,91 +93,63 @@ class UrgentFigure:
     bulk_share_of_tcp: float
 
 
-def bench_urgent(
-    *,
-    bulk: Annotated[str, typer.Option(help="Size of the large allreduce.")] = "256MiB",
-    size: Annotated[str, typer.Option(help="Size of each urgent allreduce.")] = "4KiB",
-    interval_ms: Annotated[float, typer.Option(help="An urgent allreduce is submitted this often.")] = 20.0,
-    ranks: RanksOption = None,
-    emulate_hosts: HostsOption = 0,
-    emulate_rate: RateOption = "1gbit",
-    against: AgainstOption = None,
-    rounds: RoundsOption = 3,
-    json: JsonOption = None,
-) -> None:
+@benchmark(
+    "urgent",
+    "totalreduce bench urgent --emulate-hosts 4",
+    "totalreduce bench urgent -n 2 --bulk 64MiB --interval-ms 5 --against fifo",
+    shared=("ranks", "emulate_hosts", "emulate_rate", "against", "rounds"),
+    rounds=3,
+)
+def bench_urgent(setting: Setting, parameters: UrgentParameters) -> Report:
     """Time small urgent allreduces while a large one is in flight.
 
     Every result is checked on every rank; a wrong one ends the run without a figure.
     """
-    setting = make_setting(ranks, emulate_hosts, emulate_rate, against, rounds)
+    figures, results = measure_urgent(setting, parameters)
+    table = _table(setting, parameters, figures)
+    return Report([table], setting.as_document(), results.machine, figures, results.raw())
+
+
+def measure_urgent(setting: Setting, parameters: UrgentParameters) -> tuple[list[UrgentFigure], Results[UrgentSamples]]:
+    """Run the workers; returns the figures and the ranks' samples."""
     setting.refuse_mpi("urgent")
-    figures, results = measure_urgent(setting, parse_size(bulk), parse_size(size), interval_ms / 1000)
-    _print(setting, parse_size(bulk), parse_size(size), figures)
-    write_json(json, "urgent", setting, [asdict(figure) for figure in figures], results)
-
-
-def measure_urgent(
-    setting: Setting, bulk_bytes: int, urgent_bytes: int, interval_s: float
-) -> tuple[list[UrgentFigure], list[dict[str, Any]]]:
-    """Run the workers; returns the figures and each rank's raw result.
-
-    Raises:
-        BenchmarkFailedError: A rank failed, a result was wrong, or no urgent one met the bulk in flight.
-        ConfigurationError: ``gloo`` is among the peers: it knows no priorities.
-    """
     if "gloo" in setting.against:
         raise ConfigurationError("bench urgent compares --against fifo only; gloo knows no priorities")
-    if interval_s <= 0:
-        raise ConfigurationError(f"--interval-ms must be positive, not {interval_s * 1000:g}")
-    parameters = {
-        "bulk_bytes": bulk_bytes,
-        "urgent_bytes": urgent_bytes,
-        "interval_s": interval_s,
-        "urgent_max": _URGENT_MAX,
-    }
-    results = run_benchmark("urgent", parameters, setting)
-    return summarise(results, setting.peers, bulk_bytes, setting.rate_bits_per_s), results
+    results = run_benchmark("urgent_worker", parameters, setting, UrgentSamples)
+    return summarise(results.ranks, parameters.bulk_bytes, setting.rate_bits_per_s), results
 
 
-def summarise(
-    results: list[dict[str, Any]], peers: list[str], bulk_bytes: int, rate_bits_per_s: float | None
-) -> list[UrgentFigure]:
-    """From every rank's samples to figures. Pure.
-
-    Raises:
-        BenchmarkFailedError: No urgent operation of a peer met the bulk in flight.
-    """
-    world_size, goodput = len(results), mean_goodput(results)
+def summarise(ranks: Sequence[UrgentSamples], bulk_bytes: int, rate_bits_per_s: float | None) -> list[UrgentFigure]:
+    """From every rank's samples to figures. Pure."""
+    world_size, goodput = len(ranks), mean_goodput(ranks)
     figures = []
-    for peer in peers:
-        latencies = _latencies([result["peers"][peer]["urgent"] for result in results])
+    for peer in ranks[0].peers:
+        own = [rank.peers[peer] for rank in ranks]
+        latencies = _latencies([samples.urgent for samples in own])
         if not latencies:
             raise BenchmarkFailedError(
                 f"{peer}: the bulk allreduce was over before an urgent one was submitted; use a larger "
                 "--bulk or a shorter --interval-ms"
             )
-        alone, loaded = (
-            estimate([max(ranks) for ranks in zip(*(r["peers"][peer][key] for r in results), strict=True)])
-            for key in ("alone_s", "loaded_s")
-        )
+        loaded = estimate(slowest([samples.loaded_s for samples in own]))
         nominal = rate_bits_per_s and wire_limit_s(bulk_bytes, world_size, rate_bits_per_s)
         figures.append(
             UrgentFigure(
-                peer,
-                len(latencies),
-                percentile(latencies, 0.5),
-                percentile(latencies, 0.99),
-                max(latencies),
-                alone,
-                loaded,
-                None if nominal is None else nominal / loaded.median,
-                wire_limit_s(bulk_bytes, world_size, goodput) / loaded.median,
+                peer=peer,
+                num_urgent=len(latencies),
+                p50_s=percentile(latencies, 0.5),
+                p99_s=percentile(latencies, 0.99),
+                max_s=max(latencies),
+                alone_s=estimate(slowest([samples.alone_s for samples in own])),
+                loaded_s=loaded,
+                bulk_share_of_rate=None if nominal is None else nominal / loaded.median,
+                bulk_share_of_tcp=wire_limit_s(bulk_bytes, world_size, goodput) / loaded.median,
             )
         )
     return figures
 
 
-def _latencies(ranks: list[list[list[list[float]]]]) -> list[float]:
+def _latencies(ranks: list[list[list[tuple[float, float]]]]) -> list[float]:
     """The slowest rank's latency of every operation that met the bulk in flight on all of them."""
     return [
         max(latency for latency, _ in operation)
@@ -151,34 +159,21 @@ def _latencies(ranks: list[list[list[list[float]]]]) -> list[float]:
     ]
 
 
-def _print(setting: Setting, bulk_bytes: int, urgent_bytes: int, figures: list[UrgentFigure]) -> None:
-    rows = [
-        (
-            figure.peer,
-            str(figure.num_urgent),
-            f"{figure.p50_s * 1000:.2f}",
-            f"{figure.p99_s * 1000:.2f}",
-            f"{figure.max_s * 1000:.2f}",
-            duration(figure.alone_s),
-            duration(figure.loaded_s),
-            share(figure.bulk_share_of_rate),
-            share(figure.bulk_share_of_tcp),
-        )
-        for figure in figures
-    ]
-    print_table(
-        f"{format_bytes(urgent_bytes)} while {format_bytes(bulk_bytes)} is in flight, {setting.describe()}",
-        (
-            "by",
-            "urgent ops",
-            "p50 ms",
-            "p99 ms",
-            "max ms",
-            "bulk alone",
-            "bulk beside them",
-            "of rate",
-            "of TCP",
-        ),
-        rows,
+def _table(setting: Setting, parameters: UrgentParameters, figures: list[UrgentFigure]) -> Table[UrgentFigure]:
+    urgent, bulk = format_bytes(parameters.urgent_bytes), format_bytes(parameters.bulk_bytes)
+    return Table(
+        f"{urgent} while {bulk} is in flight, {setting.describe()}",
+        [
+            ("by", lambda figure: figure.peer),
+            ("urgent ops", lambda figure: str(figure.num_urgent)),
+            ("p50 ms", lambda figure: f"{figure.p50_s * 1000:.2f}"),
+            ("p99 ms", lambda figure: f"{figure.p99_s * 1000:.2f}"),
+            ("max ms", lambda figure: f"{figure.max_s * 1000:.2f}"),
+            ("bulk alone", lambda figure: duration(figure.alone_s)),
+            ("bulk beside them", lambda figure: duration(figure.loaded_s)),
+            ("of rate", lambda figure: share(figure.bulk_share_of_rate)),
+            ("of TCP", lambda figure: share(figure.bulk_share_of_tcp)),
+        ],
+        figures,
         "Latency: from a rank's own submission until done, the slowest rank of each. All results checked.",
     )

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 
 from totalreduce.bench import values
 from totalreduce.bench.context import Context, sleep_until
-
-__all__ = ["measure", "num_urgent"]
+from totalreduce.bench.urgent import PeerSamples, UrgentParameters, UrgentSamples
 
 _BULK_PRIORITY = 10
 _URGENT_PRIORITY = 0
 _FLIGHT_SHARE = 0.9
+#: Urgent operations per bulk, at most.
+_URGENT_MAX = 1000
 
 
 def num_urgent(bulk_s: float, interval_s: float, limit: int) -> int:
@@ -22,41 +22,27 @@ def num_urgent(bulk_s: float, interval_s: float, limit: int) -> int:
     return max(1, min(limit, int(_FLIGHT_SHARE * bulk_s / interval_s)))
 
 
-def measure(context: Context, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Time urgent operations beside a bulk one, and the bulk one alone.
-
-    Args:
-        context: This rank.
-        parameters: ``bulk_bytes``, ``urgent_bytes``, ``interval_s`` and ``urgent_max`` per bulk.
-
-    Returns:
-        ``goodput_bits_per_s`` samples and per peer: ``alone_s`` and ``loaded_s`` of the bulk per round, and
-        per round a list of ``[latency_s, in_flight]`` of the urgent ones.
-
-    Raises:
-        WrongResultError: An operation did not give the closed form.
-    """
-    bulk = torch.empty(parameters["bulk_bytes"] // 4)
-    small = torch.empty(max(1, parameters["urgent_bytes"] // 4))
-    interval_s = parameters["interval_s"]
-    goodput = [context.goodput()]
-    peers: dict[str, dict[str, list[Any]]] = {}
+def measure(context: Context, parameters: UrgentParameters) -> UrgentSamples:
+    """Time urgent operations beside a bulk one, and the bulk one alone."""
+    bulk = torch.empty(parameters.bulk_bytes // 4)
+    small = torch.empty(max(1, parameters.urgent_bytes // 4))
+    interval_s = parameters.interval_ms / 1000
+    before = context.goodput()
     for peer in context.peers:
         _run_bulk(context, peer, bulk, small, count=0, interval_s=interval_s)
-        peers[peer] = {"alone_s": [], "loaded_s": [], "urgent": []}
+    peers = {peer: PeerSamples([], [], []) for peer in context.peers}
     for index in range(context.rounds):
         for peer, samples in peers.items():
             alone_s, _ = _run_bulk(context, peer, bulk, small, count=0, interval_s=interval_s)
             # The slowest rank's time: all ranks must submit equally many urgent operations.
             longest_s = max(row[0] for row in context.exchange([alone_s]))
-            count = num_urgent(longest_s, interval_s, parameters["urgent_max"])
+            count = num_urgent(longest_s, interval_s, _URGENT_MAX)
             loaded_s, urgent = _run_bulk(context, peer, bulk, small, count=count, interval_s=interval_s)
-            samples["alone_s"].append(alone_s)
-            samples["loaded_s"].append(loaded_s)
-            samples["urgent"].append(urgent)
+            samples.alone_s.append(alone_s)
+            samples.loaded_s.append(loaded_s)
+            samples.urgent.append(urgent)
         context.report(f"urgent: round {index + 1} of {context.rounds} checked")
-    goodput.append(context.goodput())
-    return {"goodput_bits_per_s": goodput, "peers": peers}
+    return UrgentSamples([before, context.goodput()], peers)
 
 
 def _run_bulk(
@@ -67,13 +53,13 @@ def _run_bulk(
     *,
     count: int,
     interval_s: float,
-) -> tuple[float, list[list[float]]]:
+) -> tuple[float, list[tuple[float, float]]]:
     """Reduce the bulk with ``count`` urgent operations beside it; returns its time and their latencies."""
     group = context.group_of(peer)
     values.fill(bulk, rank=context.rank)
     values.fill(small, rank=context.rank)
     tensors = [small.clone() for _ in range(count)]
-    urgent: list[list[float]] = []
+    urgent: list[tuple[float, float]] = []
     context.barrier()
     begin = time.monotonic()
     bulk_work = group.allreduce(bulk, name="bench.bulk", priority=_BULK_PRIORITY)
@@ -84,7 +70,7 @@ def _run_bulk(
         in_flight = not bulk_work.done()
         group.allreduce(tensor, name=f"bench.urgent{index}", priority=_URGENT_PRIORITY).wait()
         now = time.monotonic()
-        urgent.append([now - submitted, float(in_flight)])
+        urgent.append((now - submitted, float(in_flight)))
         if finished is None and bulk_work.done():
             finished = now
     bulk_work.wait()

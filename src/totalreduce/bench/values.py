@@ -10,16 +10,10 @@ import torch
 
 from totalreduce.foundation.errors import TotalReduceError
 
-__all__ = ["WrongResultError", "check", "check_multiple", "dtype_by_name", "fill", "fill_multiple"]
-
-# The largest sum should be exact in the type's significand; primes, so that no chunk boundary is a multiple.
+#: The largest sum should be exact in the type's significand; primes, so that no chunk boundary is a multiple.
 _PERIODS = {
-    torch.float64: 8191,
-    torch.float32: 8191,
-    torch.int64: 8191,
-    torch.int32: 8191,
-    torch.float16: 31,
-    torch.bfloat16: 31,
+    **dict.fromkeys((torch.float64, torch.float32, torch.int64, torch.int32), 8191),
+    **dict.fromkeys((torch.float16, torch.bfloat16), 31),
 }
 _ROWS_PER_CHECK = 512
 
@@ -29,16 +23,11 @@ class WrongResultError(TotalReduceError):
 
 
 def dtype_by_name(name: str) -> torch.dtype:
-    """``torch.float32`` for ``float32``.
-
-    Raises:
-        WrongResultError: The benchmark has no inputs whose sum it could check in this type.
-    """
-    for dtype in _PERIODS:
-        if str(dtype) == f"torch.{name}":
-            return dtype
-    known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _PERIODS)
-    raise WrongResultError(f"the benchmark cannot check results of dtype {name!r}; choose one of {known}")
+    """Return ``torch.float32`` for ``float32``; only types whose sums can be checked."""
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in _PERIODS}
+    if name not in known:
+        raise WrongResultError(f"the benchmark cannot check sums of dtype {name!r}; choose one of {', '.join(known)}")
+    return known[name]
 
 
 def fill(flat: torch.Tensor, *, rank: int) -> None:
@@ -58,20 +47,13 @@ def check(flat: torch.Tensor, *, world_size: int, times: int = 1, what: str) -> 
     """Compare with the closed form after ``times`` allreduces (sum) in place of the same tensor.
 
     Each further allreduce multiplies by the world size, because all ranks then hold the same.
-
-    Raises:
-        WrongResultError: An element differs by more than the type's rounding; names the first one.
     """
     factor = world_size * (world_size + 1) // 2 * world_size ** (times - 1)
     check_multiple(flat, factor, additions=world_size * times, what=what)
 
 
 def check_multiple(flat: torch.Tensor, factor: int, *, additions: int = 1, what: str) -> None:
-    """Compare with the pattern times a factor, reached by so many additions.
-
-    Raises:
-        WrongResultError: An element differs by more than the type's rounding; names the first one.
-    """
+    """Compare with the pattern times a factor, reached by so many additions."""
     expected = _pattern(flat.dtype) * factor
     tolerance = _tolerance(flat.dtype, int(expected[-1]), additions)
     whole, tail = _rows(flat)

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import json as json_format
+import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated, Any
 
 import typer
 
-from totalreduce.bench.arithmetic import parse_sizes
-from totalreduce.bench.launching import BenchmarkFailedError
-from totalreduce.bench.options import JsonOption
-from totalreduce.bench.report import duration, print_progress, times
-from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate
-from totalreduce.bench.scripts import describe_environment
-from totalreduce.bench.sparse import parse_count
-from totalreduce.cli.report import format_bytes, print_table, write_document
+from totalreduce.bench.arithmetic import parse_count, parse_sizes
+from totalreduce.bench.command import benchmark, split_names
+from totalreduce.bench.launching import BenchmarkFailedError, Setting, require_success, run_job
+from totalreduce.bench.machine import describe_machine
+from totalreduce.bench.records import from_document, to_document
+from totalreduce.bench.report import Report, Table, duration, print_progress, times
+from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate, slowest
+from totalreduce.cli.report import format_bytes
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.launch.local import run_workers
-
-__all__ = ["Job", "Version", "VersionsFigure", "bench_versions", "find_version", "summarise"]
 
 _WORKER = Path(__file__).with_name("versions_worker.py")
 _LIMIT_S = 600.0
@@ -71,6 +67,34 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class Case:
+    """One case on one rank of a launch.
+
+    Attributes:
+        seconds: Of one operation or step, by block.
+        cpu_s: Processor time of all timed blocks.
+        messages: Sent in them.
+        operations: Carried out in them.
+        size: Bytes per rank, of allreduce.
+    """
+
+    seconds: list[float]
+    cpu_s: float
+    messages: int
+    operations: int
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankSamples:
+    """What one rank of a launch has measured, and with which version of the package."""
+
+    package: str
+    version: str
+    cases: list[Case]
+
+
+@dataclass(frozen=True, slots=True)
 class VersionsFigure:
     """One case, measured with both versions.
 
@@ -101,6 +125,11 @@ class VersionsFigure:
     new_messages: float
 
 
+@benchmark(
+    "versions",
+    "totalreduce bench versions --old ../before --new .",
+    "totalreduce bench versions --old before/bin/python --new after/bin/python --what allreduce --sizes 4KiB -n 2",
+)
 def bench_versions(
     *,
     old: Annotated[Path, typer.Option(help="The package's folder src, or the python of a virtual environment.")],
@@ -114,8 +143,7 @@ def bench_versions(
     elements: Annotated[str, typer.Option(help="Elements of the sparse gradient.")] = "25.6M",
     seconds: Annotated[float, typer.Option(help="Timed seconds of a case in one launch, about.")] = 1.0,
     rounds: Annotated[int, typer.Option(help="Launches of each version.")] = 7,
-    json: JsonOption = None,
-) -> None:
+) -> Report:
     """Compare two versions of this package: allreduce, training steps, and Ok-Topk.
 
     In every round each version is launched anew, in turns, and the ratios are taken launch by launch. Beside the times
@@ -125,9 +153,9 @@ def bench_versions(
     counts = [_parse_ranks(word) for word in ranks.split(",")]
     jobs = [
         Job(kind, count, transport)
-        for kind in _chosen("--what", what, _KINDS)
+        for kind in split_names("--what", what, _KINDS)
         for count in counts
-        for transport in (_chosen("--transports", transports, _TRANSPORTS) if kind == "allreduce" else ["auto"])
+        for transport in (split_names("--transports", transports, _TRANSPORTS) if kind == "allreduce" else ["auto"])
     ]
     if rounds < 1 or seconds <= 0:
         raise ConfigurationError(f"--rounds must be at least 1 and --seconds positive, not {rounds} and {seconds:g}")
@@ -137,27 +165,13 @@ def bench_versions(
     for job in jobs:
         launches = _measure(versions, job, settings, rounds)
         figures += summarise(job, launches)
-        raw.append({**asdict(job), "launches": launches})
-    _print(versions, rounds, figures)
-    write_document(
-        json,
-        {
-            "benchmark": "versions",
-            "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "setting": {**settings, "rounds": rounds, "old": str(old), "new": str(new)},
-            "environment": describe_environment(),
-            "figures": [asdict(figure) for figure in figures],
-            "raw": raw,
-        },
-    )
+        raw.append({**to_document(job), "launches": launches})
+    setting = {**settings, "rounds": rounds, "old": old, "new": new}
+    return Report([_table(versions, rounds, figures)], setting, describe_machine(), figures, raw)
 
 
 def find_version(label: str, path: Path) -> Version:
-    """Return the version that a folder or an interpreter has.
-
-    Raises:
-        ConfigurationError: The folder holds no package, or the file is no program.
-    """
+    """Return the version that a folder or an interpreter has."""
     for folder in (path, path / "src"):
         if (folder / "totalreduce" / "__init__.py").is_file():
             return Version(label, sys.executable, str(folder.absolute()))
@@ -168,55 +182,50 @@ def find_version(label: str, path: Path) -> Version:
     )
 
 
-def summarise(job: Job, launches: dict[str, list[list[dict[str, Any]]]]) -> list[VersionsFigure]:
+def summarise(job: Job, launches: dict[str, list[list[RankSamples]]]) -> list[VersionsFigure]:
     """From every launch's samples, by version and rank, to figures. Pure."""
     figures = []
-    for index, case in enumerate(launches["old"][0][0]["cases"]):
-        seconds, cpu, messages = (
-            {
-                label: [of([rank["cases"][index] for rank in ranks]) for ranks in several]
-                for label, several in launches.items()
-            }
-            for of in (_seconds, _cpu_per_message, _messages_per_operation)
-        )
-        what = {"step": "step of an MLP", "sparse": "step with Ok-Topk"}.get(job.what, "")
+    for index, case in enumerate(launches["old"][0][0].cases):
+        old, new = ([[rank.cases[index] for rank in ranks] for ranks in launches[label]] for label in ("old", "new"))
+        old_s, new_s = [_seconds(ranks) for ranks in old], [_seconds(ranks) for ranks in new]
+        old_cpu_s, new_cpu_s = [_cpu_per_message(ranks) for ranks in old], [_cpu_per_message(ranks) for ranks in new]
+        what = {"step": "step of an MLP", "sparse": "step with Ok-Topk"}.get(job.what)
         figures.append(
             VersionsFigure(
-                what=what or f"allreduce of {format_bytes(case['size'])}",
+                what=what or f"allreduce of {format_bytes(case.size)}",
                 ranks=job.ranks,
                 transport=job.transport,
-                old_s=estimate(seconds["old"]),
-                new_s=estimate(seconds["new"]),
-                speed=ratio_estimate(seconds["old"], seconds["new"]),
-                old_cpu_s=estimate(cpu["old"]),
-                new_cpu_s=estimate(cpu["new"]),
-                cpu=ratio_estimate(cpu["new"], cpu["old"]),
-                old_messages=median(messages["old"]),
-                new_messages=median(messages["new"]),
+                old_s=estimate(old_s),
+                new_s=estimate(new_s),
+                speed=ratio_estimate(old_s, new_s),
+                old_cpu_s=estimate(old_cpu_s),
+                new_cpu_s=estimate(new_cpu_s),
+                cpu=ratio_estimate(new_cpu_s, old_cpu_s),
+                old_messages=_messages_per_operation(old),
+                new_messages=_messages_per_operation(new),
             )
         )
     return figures
 
 
-def _seconds(ranks: list[dict[str, Any]]) -> float:
+def _seconds(ranks: list[Case]) -> float:
     """The median block of a launch; of each block the slowest rank counts."""
-    blocks: list[float] = [max(block) for block in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-    return median(blocks)
+    return median(slowest([rank.seconds for rank in ranks]))
 
 
-def _cpu_per_message(ranks: list[dict[str, Any]]) -> float:
-    return float(sum(rank["cpu_s"] for rank in ranks) / max(1, sum(rank["messages"] for rank in ranks)))
+def _cpu_per_message(ranks: list[Case]) -> float:
+    return sum(rank.cpu_s for rank in ranks) / max(1, sum(rank.messages for rank in ranks))
 
 
-def _messages_per_operation(ranks: list[dict[str, Any]]) -> float:
-    return float(sum(rank["messages"] for rank in ranks) / sum(rank["operations"] for rank in ranks))
+def _messages_per_operation(launches: list[list[Case]]) -> float:
+    return fmean(rank.messages / rank.operations for ranks in launches for rank in ranks)
 
 
 def _measure(
     versions: Sequence[Version], job: Job, settings: dict[str, Any], rounds: int
-) -> dict[str, list[list[dict[str, Any]]]]:
+) -> dict[str, list[list[RankSamples]]]:
     """Launch each version once per round; the order within a round alternates, so that a drift cancels out."""
-    launches: dict[str, list[list[dict[str, Any]]]] = {version.label: [] for version in versions}
+    launches: dict[str, list[list[RankSamples]]] = {version.label: [] for version in versions}
     for index in range(rounds):
         for version in versions if index % 2 == 0 else reversed(versions):
             launches[version.label].append(_launch(version, job, settings))
@@ -224,33 +233,21 @@ def _measure(
     return launches
 
 
-def _launch(version: Version, job: Job, settings: dict[str, Any]) -> list[dict[str, Any]]:
+def _launch(version: Version, job: Job, settings: dict[str, Any]) -> list[RankSamples]:
+    setting = Setting(ranks=job.ranks)
     with tempfile.TemporaryDirectory(prefix="totalreduce-bench-") as name:
         config = Path(name) / "config.json"
-        config.write_text(json_format.dumps({**settings, **asdict(job)}), encoding="utf-8")
-        outcome = run_workers(
-            # -P: the folder of the worker's file holds modules of this version.
-            [version.python, "-P", str(_WORKER), str(config)],
-            num_workers=job.ranks,
-            environment=version.environment(),
-            output="capture",
-            timeout_s=_LIMIT_S,
-        )
-        if outcome.interrupted_by is not None:
-            raise BenchmarkFailedError(f"stopped by {outcome.interrupted_by}", outcome.exit_code)
-        if outcome.timed_out:
-            raise BenchmarkFailedError(f"the {version.label} version has not finished after {_LIMIT_S:.0f} s")
-        if outcome.first_failure is not None:
-            failure = outcome.first_failure
-            lines = "\n".join(failure.last_errors)
-            raise BenchmarkFailedError(
-                f"the {version.label} version: rank {failure.rank} failed: {failure.describe()}\n{lines}"
-            )
-        documents = [json_format.loads(config.with_name(f"rank{rank}.json").read_text()) for rank in range(job.ranks)]
-    package = documents[0]["package"]
+        config.write_text(json.dumps({**settings, **to_document(job)}), encoding="utf-8")
+        # -P: the folder of the worker's file holds modules of this version.
+        argv = [version.python, "-P", str(_WORKER), str(config)]
+        outcome = run_job(argv, setting, environment=version.environment(), output="capture", timeout_s=_LIMIT_S)
+        require_success(outcome, f"the {version.label} version")
+        documents = [json.loads(config.with_name(f"rank{rank}.json").read_text()) for rank in range(job.ranks)]
+    samples = [from_document(RankSamples, document) for document in documents]
+    package = samples[0].package
     if version.source is not None and not package.startswith(version.source):
         raise BenchmarkFailedError(f"the {version.label} version is {package}, not that of {version.source}")
-    return documents
+    return samples
 
 
 def _parse_ranks(word: str) -> int:
@@ -259,44 +256,23 @@ def _parse_ranks(word: str) -> int:
     return int(word)
 
 
-def _chosen(option: str, text: str, known: Sequence[str]) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names or set(names) - set(known):
-        raise ConfigurationError(f"{option} takes {', '.join(known)}, not {text!r}")
-    return names
-
-
-def _print(versions: Sequence[Version], rounds: int, figures: Sequence[VersionsFigure]) -> None:
+def _table(versions: Sequence[Version], rounds: int, figures: list[VersionsFigure]) -> Table[VersionsFigure]:
     old, new = (version.source or version.python for version in versions)
-    print_table(
+    return Table(
         f"old {old}, new {new}",
-        (
-            "what",
-            "ranks",
-            "over",
-            "old (95 %)",
-            "new (95 %)",
-            "new faster by",
-            "messages",
-            "CPU per message: old",
-            "new",
-            "new / old",
-        ),
         [
-            (
-                figure.what,
-                str(figure.ranks),
-                figure.transport,
-                duration(figure.old_s),
-                duration(figure.new_s),
-                times(figure.speed),
-                f"{figure.old_messages:.4g}, {figure.new_messages:.4g}",
-                duration(figure.old_cpu_s),
-                duration(figure.new_cpu_s),
-                times(figure.cpu),
-            )
-            for figure in figures
+            ("what", lambda figure: figure.what),
+            ("ranks", lambda figure: str(figure.ranks)),
+            ("over", lambda figure: figure.transport),
+            ("old (95 %)", lambda figure: duration(figure.old_s)),
+            ("new (95 %)", lambda figure: duration(figure.new_s)),
+            ("new faster by", lambda figure: times(figure.speed)),
+            ("messages", lambda figure: f"{figure.old_messages:.4g}, {figure.new_messages:.4g}"),
+            ("CPU per message: old", lambda figure: duration(figure.old_cpu_s)),
+            ("new", lambda figure: duration(figure.new_cpu_s)),
+            ("new / old", lambda figure: times(figure.cpu)),
         ],
+        figures,
         f"Slowest rank, median of a launch, median of {rounds} launches, all results checked. CPU: of all ranks. "
         "Messages: of an operation, old and new, by the average rank.",
     )

@@ -12,8 +12,6 @@ from torch.nn import functional
 from totalreduce.cli.models import MLP, SmallGPT
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["WORKLOADS", "Workload", "loss_of", "workload_by_name"]
-
 _VOCABULARY = 96
 _CONTEXT = 64
 
@@ -99,11 +97,7 @@ WORKLOADS = {
 
 
 def workload_by_name(name: str) -> Workload:
-    """Look a workload up.
-
-    Raises:
-        ConfigurationError: There is none of that name; lists those there are.
-    """
+    """Look a workload up."""
     if name not in WORKLOADS:
         raise ConfigurationError(f"--model is one of {', '.join(WORKLOADS)}, not {name!r}")
     return WORKLOADS[name]
