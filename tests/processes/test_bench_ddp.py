@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from totalreduce.bench import bench_app
+from totalreduce.bench.app import bench_app
 from totalreduce.bench.ddp import measure_ddp
 from totalreduce.bench.launching import BenchmarkFailedError, Setting
 from totalreduce.foundation.errors import ConfigurationError

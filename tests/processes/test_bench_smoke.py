@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from totalreduce.bench import bench_app
+from totalreduce.bench.app import bench_app
 from totalreduce.bench.collectives import CollectivesParameters, CollectivesSamples, Contestant
 from totalreduce.bench.launching import BenchmarkFailedError, Setting, run_benchmark
 from totalreduce.foundation.errors import ConfigurationError

@@ -6,7 +6,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 import totalreduce
-from totalreduce.bench import bench_app
+from totalreduce.bench.app import bench_app
 
 SOURCE = Path(totalreduce.__path__[0]).parent
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from totalreduce.bench import bench_app
+from totalreduce.bench.app import bench_app
 from totalreduce.foundation.errors import ConfigurationError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -8,7 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from totalreduce.bench import arithmetic, bench_app, growth, kernels, methods, plots, sparse
+from totalreduce.bench import arithmetic, growth, kernels, methods, plots, sparse
+from totalreduce.bench.app import bench_app
 from totalreduce.bench.gradients import GradientSource, matrix_sides
 from totalreduce.bench.launching import BenchmarkFailedError
 from totalreduce.bench.records import from_document

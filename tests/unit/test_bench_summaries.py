@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from totalreduce.bench import allreduce, replay, sparse, step, summary, urgent
+from totalreduce.bench import collectives, coordination, replay, sparse, step, summary, urgent
 from totalreduce.bench.collectives import CollectiveRow, CollectivesSamples, Contestant
+from totalreduce.bench.coordination import CoordinationSamples
 from totalreduce.bench.launching import BenchmarkFailedError, Setting
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.records import from_document
@@ -27,7 +28,7 @@ def test_the_slowest_rank_counts_and_gains_are_taken_round_by_round():
         rank([1e-5, 3e-5, 2e-5], [4e-5, 6e-5, 4e-5], [1100] * 3),
         rank([2e-5] * 3, [2e-5] * 3, [1300] * 3),
     ]
-    ours, gloo = allreduce.summarise(results, 1e9)
+    ours, gloo = collectives.summarise(results, (0, 1), 1e9)
     assert (ours.peer, ours.seconds.median, ours.seconds.high) == ("totalreduce", 2e-5, 3e-5)
     assert ours.algorithm_bytes_per_s == pytest.approx(5e7)
     assert ours.bus_bytes_per_s == pytest.approx(5e7)  # two ranks: factor 1
@@ -42,7 +43,7 @@ def test_tensors_in_shared_memory_are_a_contestant_of_their_own():
     peers = [Contestant(peer, "auto") for peer in ("totalreduce", "shared", "gloo")]
     seconds = [[2e-3, 2e-3], [1e-3, 2e-3], [4e-3, 8e-3]]
     row = CollectiveRow("allreduce", MIB, MIB // 4, peers, seconds, [[9], [7], []], {})
-    figures = allreduce.summarise([CollectivesSamples([1e9], [row])] * 2, None)
+    figures = collectives.summarise([CollectivesSamples([1e9], [row])] * 2, (0, 1), None)
     ours, shared, gloo = figures
     assert (ours.gain, ours.gain_shared, shared.gain, shared.gain_shared) == (None,) * 4
     assert (ours.bytes_sent, shared.bytes_sent) == (9, 7)
@@ -116,6 +117,22 @@ def test_a_training_step_is_averaged_over_ranks():
     ours, ddp = step.summarise(decoded(step.StepSamples, results))
     assert (ours.seconds.median, ours.bytes_sent, ours.ratio) == (pytest.approx(0.2), 20.0, None)
     assert ddp.ratio.median == pytest.approx(0.5)
+
+
+def test_agreement_is_from_the_last_submission_until_the_last_rank_knows():
+    ranks = [
+        CoordinationSamples([0.2, 0.4], [0.1, 0.1], [10.0, 20.0], [10.5, 20.25], 3.0, 0.0, 2.0),
+        CoordinationSamples([0.4, 0.4], [0.1, 0.3], [10.25, 19.0], [10.25, 20.5], 5.0, 0.0, 4.0),
+    ]
+    horovod = [CoordinationSamples([0.6, 0.8], [0.2, 0.2])] * 2
+    ours, theirs = coordination.summarise({"torch": [ranks], "horovod": [horovod]})
+    assert (ours.many.low, ours.many.high) == pytest.approx((0.3, 0.4))
+    assert (ours.one.low, ours.one.high) == pytest.approx((0.1, 0.2))
+    assert (ours.overhead.low, ours.overhead.high) == pytest.approx((0.2, 0.2))
+    assert (ours.agreement.low, ours.agreement.high) == (0.25, 0.5)
+    assert (ours.cycles, ours.messages, ours.ratio) == (4.0, 3.0, None)
+    assert (theirs.agreement, theirs.cycles, theirs.messages) == (None, None, None)
+    assert (theirs.ratio.low, theirs.ratio.high) == pytest.approx((0.5, 0.5))
 
 
 def test_the_report_is_a_markdown_table_with_the_machine_under_it():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Annotated
 
 import typer
@@ -11,7 +12,7 @@ import typer
 from totalreduce.bench.arithmetic import bus_factor_of, parse_sizes, wire_bytes
 from totalreduce.bench.command import benchmark
 from totalreduce.bench.goodput import goodput_caption, mean_goodput
-from totalreduce.bench.launching import Results, Setting, run_benchmark
+from totalreduce.bench.launching import SHARED, Results, Setting, run_benchmark
 from totalreduce.bench.report import Report, Table, duration, times
 from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate, slowest
 from totalreduce.cli.report import format_bytes, share
@@ -82,20 +83,24 @@ class CollectiveFigure:
     Attributes:
         kind: Which collective.
         size: Bytes of the tensor, or of all blocks of one rank together.
-        peer: Who was measured.
+        count: Elements of the same.
+        peer: The peer; ``shared`` is Total Reduce with tensors of ``Group.empty``.
         schedule: ``auto``, or the one that was asked for.
         chosen: The schedule that carried it out; empty for others than Total Reduce.
         seconds: Time of one operation on the slowest rank.
         expected_s: What the selector expects of that schedule; ``None`` for others than Total Reduce.
         algorithm_bytes_per_s: ``size / seconds``.
         bus_bytes_per_s: As nccl-tests define it.
-        share_of_rate: Of the nominal rate, of what must cross the busiest host's link; ``None`` on one host.
-        share_of_tcp: Of the goodput of plain TCP streams between the hosts in the same run; ``None`` on one host.
-        gain: The peer's time divided by Total Reduce's own choice, round by round; ``None`` for that itself.
+        share_of_rate: Of the nominal rate, of what must cross the busiest host's link; ``None`` where nothing must.
+        share_of_tcp: Of the goodput of plain TCP streams on the same links in the same run; likewise.
+        gain: The peer's time divided by Total Reduce's own choice, round by round: above 1, Total Reduce is faster.
+        gain_shared: The same beside ``shared``, where that was measured.
+        bytes_sent: By the average rank for one operation, headers included; ``None`` where unknown.
     """
 
     kind: str
     size: int
+    count: int
     peer: str
     schedule: str
     chosen: str
@@ -106,6 +111,8 @@ class CollectiveFigure:
     share_of_rate: float | None
     share_of_tcp: float | None
     gain: Estimate | None
+    gain_shared: Estimate | None
+    bytes_sent: float | None
 
 
 @benchmark(
@@ -170,27 +177,37 @@ def measure_collectives(
 
 
 def summarise(
-    ranks: Sequence[CollectivesSamples], hosts: tuple[int, ...], rate_bits_per_s: float | None
+    ranks: Sequence[CollectivesSamples], hosts: Sequence[int], rate_bits_per_s: float | None
 ) -> list[CollectiveFigure]:
-    """From every rank's samples to figures. Pure."""
-    goodput = mean_goodput(ranks) if rate_bits_per_s else None
+    """From every rank's samples to figures. Pure.
+
+    Args:
+        ranks: Their samples.
+        hosts: Host of every rank: what is combined inside a host crosses its link once for all its ranks.
+        rate_bits_per_s: Nominal rate of a host's link.
+    """
+    goodput = mean_goodput(ranks)
     figures = []
     for rows in zip(*(rank.rows for rank in ranks), strict=True):
         row, expected = rows[0], rows[0].expected_s
         kind = OpKind[row.kind.upper()]
         must_cross = 8 * wire_bytes(kind, row.size, hosts)
-        by_contestant = [slowest(samples) for samples in zip(*(rank.seconds for rank in rows), strict=True)]
-        for contestant, samples in zip(row.contestants, by_contestant, strict=True):
-            seconds = estimate(samples)
+        every = [slowest(samples) for samples in zip(*(rank.seconds for rank in rows), strict=True)]
+        shared = [samples for one, samples in zip(row.contestants, every, strict=True) if one.peer == SHARED]
+        for number, (contestant, samples) in enumerate(zip(row.contestants, every, strict=True)):
+            peer, seconds = contestant.peer, estimate(samples)
             chosen = ""
-            if contestant.peer in ("totalreduce", "fifo"):
-                is_auto = contestant.schedule == "auto"
+            if peer in ("totalreduce", "fifo"):
+                is_auto = contestant.schedule == "auto" and expected
                 chosen = min(expected, key=expected.__getitem__) if is_auto else contestant.schedule
+            compared = number > 0 and peer != SHARED
+            sent = [sample for rank in rows for sample in rank.bytes_sent[number]]
             figures.append(
                 CollectiveFigure(
                     kind=row.kind,
                     size=row.size,
-                    peer=contestant.peer,
+                    count=row.count,
+                    peer=peer,
                     schedule=contestant.schedule,
                     chosen=chosen,
                     seconds=seconds,
@@ -199,7 +216,9 @@ def summarise(
                     bus_bytes_per_s=row.size / seconds.median * bus_factor_of(kind, len(ranks)),
                     share_of_rate=_share(must_cross, rate_bits_per_s, seconds),
                     share_of_tcp=_share(must_cross, goodput, seconds),
-                    gain=None if samples is by_contestant[0] else ratio_estimate(samples, by_contestant[0]),
+                    gain=ratio_estimate(samples, every[0]) if compared else None,
+                    gain_shared=ratio_estimate(samples, shared[0]) if compared and shared else None,
+                    bytes_sent=fmean(sent) if sent else None,
                 )
             )
     return figures

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -15,7 +16,6 @@ import typer
 from totalreduce.bench.command import benchmark
 from totalreduce.bench.launching import BenchmarkFailedError, Setting, run_benchmark
 from totalreduce.bench.machine import describe_machine
-from totalreduce.bench.records import to_document
 from totalreduce.bench.report import Report, Table, duration, print_progress, times
 from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate, slowest
 from totalreduce.foundation.environment import current
@@ -46,7 +46,7 @@ class CoordinationParameters:
 
 @dataclass(frozen=True, slots=True)
 class CoordinationSamples:
-    """What one rank has measured in a launch.
+    """What one rank has measured in a launch; of Horovod only seconds are known.
 
     Attributes:
         many: Seconds of every step of many tensors.
@@ -60,32 +60,15 @@ class CoordinationSamples:
 
     many: list[float]
     one: list[float]
-    submitted: list[float]
-    agreed: list[float]
-    cycles: float
-    slow_cycles: float
-    messages: float
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What all ranks of one launch have measured.
-
-    Attributes:
-        many: Seconds of every step of many tensors, by rank.
-        one: Seconds of every step of one tensor, by rank.
-        agreement: From the last submission on any rank until all had agreed, by step; empty for Horovod.
-        cycles: Cycles of agreement per step of many; ``None`` for Horovod.
-        slow_cycles: Those in which ranks had something to say that was not cached; ``None`` for Horovod.
-        messages: Messages that a rank sent in them; ``None`` for Horovod.
-    """
-
-    many: list[list[float]]
-    one: list[list[float]]
-    agreement: list[float]
+    submitted: list[float] = field(default_factory=list)
+    agreed: list[float] = field(default_factory=list)
     cycles: float | None = None
     slow_cycles: float | None = None
     messages: float | None = None
+
+
+Launch = list[CoordinationSamples]
+"""What the ranks of one launch have measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +121,7 @@ def bench_coordination(
     """
     launches = measure_coordination(setting, parameters, horovod)
     figures = summarise(launches)
-    raw = [{"contestant": name, "launches": to_document(several)} for name, several in launches.items()]
+    raw = [{"contestant": name, "launches": several} for name, several in launches.items()]
     return Report(
         [_table(setting, parameters.tensors, figures)], setting.as_document(), describe_machine(), figures, raw
     )
@@ -157,22 +140,9 @@ def measure_coordination(
             else:
                 one_round = replace(setting, rounds=1, transport=name)
                 results = run_benchmark("coordination_worker", parameters, one_round, CoordinationSamples)
-                several.append(_joined(results.ranks))
+                several.append(results.ranks)
         print_progress(f"coordination: round {number + 1} of {setting.rounds}")
     return launches
-
-
-def _joined(ranks: list[CoordinationSamples]) -> Launch:
-    """Combine what the ranks have measured; when they had agreed is told by the clock of their one host."""
-    submitted, agreed = slowest([rank.submitted for rank in ranks]), slowest([rank.agreed for rank in ranks])
-    return Launch(
-        [rank.many for rank in ranks],
-        [rank.one for rank in ranks],
-        [after - before for before, after in zip(submitted, agreed, strict=True)],
-        fmean(rank.cycles for rank in ranks),
-        fmean(rank.slow_cycles for rank in ranks),
-        fmean(rank.messages for rank in ranks),
-    )
 
 
 def _launch_horovod(python: Path, ranks: int, parameters: CoordinationParameters, poll_s: float) -> Launch:
@@ -193,16 +163,17 @@ def _launch_horovod(python: Path, ranks: int, parameters: CoordinationParameters
     if ended.returncode or not lines:
         raise BenchmarkFailedError(f"horovodrun ended with exit code {ended.returncode}: {ended.stderr[-600:]}")
     document = json.loads(lines[0])
-    return Launch(document["many"], document["one"], [])
+    return [CoordinationSamples(*seconds) for seconds in zip(document["many"], document["one"], strict=True)]
 
 
 def summarise(launches: dict[str, list[Launch]]) -> list[CoordinationFigure]:
     """From samples to figures. Pure."""
-    many = {name: _averaged([launch.many for launch in several]) for name, several in launches.items()}
-    one = {name: _averaged([launch.one for launch in several]) for name, several in launches.items()}
+    many = {name: _averaged(several, lambda rank: rank.many) for name, several in launches.items()}
+    one = {name: _averaged(several, lambda rank: rank.one) for name, several in launches.items()}
     figures = []
     for name, several in launches.items():
-        agreement = [value for launch in several for value in launch.agreement]
+        agreement = [seconds for launch in several for seconds in _agreement(launch)]
+        ranks = [rank for launch in several for rank in launch]
         figures.append(
             CoordinationFigure(
                 contestant=name,
@@ -211,15 +182,21 @@ def summarise(launches: dict[str, list[Launch]]) -> list[CoordinationFigure]:
                 overhead=estimate([a - b for a, b in zip(many[name], one[name], strict=True)]),
                 agreement=estimate(agreement) if agreement else None,
                 ratio=None if name == "torch" else ratio_estimate(many["torch"], many[name]),
-                cycles=_mean([launch.cycles for launch in several]),
-                messages=_mean([launch.messages for launch in several]),
+                cycles=_mean([rank.cycles for rank in ranks]),
+                messages=_mean([rank.messages for rank in ranks]),
             )
         )
     return figures
 
 
-def _averaged(launches: list[list[list[float]]]) -> list[float]:
-    return [fmean(ranks) for launch in launches for ranks in zip(*launch, strict=True)]
+def _agreement(launch: Launch) -> list[float]:
+    """From the last submission on any rank until all had agreed, by step; the ranks' host has one clock."""
+    submitted, agreed = slowest([rank.submitted for rank in launch]), slowest([rank.agreed for rank in launch])
+    return [after - before for before, after in zip(submitted, agreed, strict=True)]
+
+
+def _averaged(launches: list[Launch], seconds: Callable[[CoordinationSamples], list[float]]) -> list[float]:
+    return [fmean(ranks) for launch in launches for ranks in zip(*map(seconds, launch), strict=True)]
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 300.0
 #: As in ``values.py``: element i of a contribution is (i mod P + 1) times a factor.
 _PERIOD = 8191
 

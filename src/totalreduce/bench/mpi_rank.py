@@ -12,7 +12,7 @@ from typing import Any
 from totalreduce.bench.mpi_launching import explain, signature_of
 from totalreduce.foundation.errors import TotalReduceError
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 300.0
 _SAMPLE_S = 300.0
 
 

@@ -61,10 +61,6 @@ class Contestant:
         if isinstance(self.optimizer, tr.DistributedOptimizer) and self.optimizer.hidden_share is not None:
             self.hidden.append(self.optimizer.hidden_share)
 
-    def flat(self) -> torch.Tensor:
-        """All parameters in a row."""
-        return _flatten(self.model)
-
 
 def measure(context: Context, parameters: StepParameters) -> StepSamples:
     """Train with every contestant, in turns."""
@@ -87,7 +83,7 @@ def measure(context: Context, parameters: StepParameters) -> StepSamples:
     return StepSamples(
         seconds=seconds,
         bytes_sent=bytes_sent / ours.steps_done,
-        num_parameters=len(ours.flat()),
+        num_parameters=len(_flatten(ours.model)),
         difference=_check(context, workload, contestants, torch.float32, None if compressed else _TIMED_TOLERANCE),
         difference_float64=exact,
         hidden_share=fmean(ours.hidden) if ours.hidden else None,
@@ -177,7 +173,7 @@ def _check(
     tolerance: float | None,
 ) -> float | None:
     """Replicas of all ranks must be the same bits, and close to DDP's, whose sums have another order."""
-    replicas = {name: contestant.flat() for name, contestant in contestants.items() if name != "alone"}
+    replicas = {name: _flatten(contestant.model) for name, contestant in contestants.items() if name != "alone"}
     for name, replica in replicas.items():
         digests = context.exchange([float(zlib.crc32(replica.numpy().tobytes()))])
         if any(digest != digests[0] for digest in digests):

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from totalreduce.bench.allreduce import AllreduceFigure, measure_allreduce
+from totalreduce.bench.allreduce import measure_allreduce
 from totalreduce.bench.arithmetic import format_count, parse_count
+from totalreduce.bench.collectives import CollectiveFigure
 from totalreduce.bench.command import benchmark
 from totalreduce.bench.launching import SHARED, Results, Setting
 from totalreduce.bench.machine import Machine
@@ -144,7 +145,7 @@ def _allreduce(setting: Setting, *sizes_mib: int) -> _Part:
     return _Part("allreduce", setting, lambda setting: measure_allreduce(setting, sizes, "float32"), _allreduce_rows)
 
 
-def _allreduce_rows(setting: Setting, figures: list[AllreduceFigure]) -> list[Row]:
+def _allreduce_rows(setting: Setting, figures: list[CollectiveFigure]) -> list[Row]:
     """Total Reduce's time, with tensors in shared memory too where there is any; gloo's beside it."""
     rows = []
     for figure in (figure for figure in figures if figure.peer != "gloo"):
