@@ -167,7 +167,7 @@ class TestNetwork:
         assert namespaces_of(os.getpid()) == []
 
     def test_nothing_is_left_if_it_cannot_be_made(self, monkeypatch):
-        monkeypatch.setattr(emulating, "MTU_BYTES", 1)
+        monkeypatch.setattr(emulating, "_MTU_BYTES", 1)
         with pytest.raises(ConfigurationError, match=r"cannot be made: ip -n .* -batch"), EmulatedNetwork(2):
             pass
         assert namespaces_of(os.getpid()) == []
