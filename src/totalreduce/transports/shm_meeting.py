@@ -25,6 +25,7 @@ import select
 import socket
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from totalreduce.foundation.config import TcpConfig
@@ -199,6 +200,19 @@ class _Meeting:
                 os.close(descriptor)
 
 
+@dataclass(slots=True)
+class _Awaited:
+    """A peer that has not arrived although a message for it is ready.
+
+    Attributes:
+        since: Since when, in seconds.
+        asked_at: When this rank last asked whether the peer listens.
+    """
+
+    since: float
+    asked_at: float
+
+
 @final
 class Meetings:
     """The listening socket of one rank, and all its connections whose other ends have not proved their membership.
@@ -232,8 +246,8 @@ class Meetings:
         self._met: set[int] = set()
         #: By peer: when to connect to it next.
         self._connect_at = {p: 0.0 for p, address in enumerate(addresses) if address is not None and p > rank}
-        #: By peer that was not there when a message was ready: since when, and when it was last looked for.
-        self._wanted: dict[int, list[float]] = {}
+        #: By peer that has not arrived although a message for it is ready.
+        self._awaited: dict[int, _Awaited] = {}
         self._listener = Listener(rank, sock, epoll, counters)
         self._shortage = DescriptorShortage(rank, config.connect_timeout_s)
 
@@ -265,10 +279,10 @@ class Meetings:
         """Return why a peer for which a message is ready will never arrive, or ``None`` as long as it may."""
         if peer in self.absent:
             return self.absent[peer]
-        wanted = self._wanted.setdefault(peer, [now, now])
-        if peer < self._rank and now - wanted[1] > _RETRY_S:
+        awaited = self._awaited.setdefault(peer, _Awaited(now, now))
+        if peer < self._rank and now - awaited.asked_at > _RETRY_S:
             # It should have come. Does it still listen? An empty connection is ignored there.
-            wanted[1] = now
+            awaited.asked_at = now
             try:
                 sock = self._connect(peer, now)
             except OSError as error:
@@ -277,8 +291,8 @@ class Meetings:
                 sock.close()
         timeout_s = self._config.connect_timeout_s
         if self._shortage.lasts:  # this rank cannot open a socket, which says nothing about the peer
-            wanted[0] = now
-        elif now - wanted[0] > timeout_s:
+            awaited.since = now
+        elif now - awaited.since > timeout_s:
             return f"no connection within {timeout_s} s"
         return None
 

@@ -127,8 +127,10 @@ class TcpTransport(Transport):
         self._addresses, self._config = addresses, config
         self._poller = _Poller()
         self._liveness = Liveness(config, time.monotonic())
-        door = Listener(rank, listener, self._poller.epoll, self.counters)
-        self._peers = PeerConnections(rank, addresses, door, identity, config, credentials, self._liveness, self._lose)
+        accepting = Listener(rank, listener, self._poller.epoll, self.counters)
+        self._peers = PeerConnections(
+            rank, addresses, accepting, identity, config, credentials, self._liveness, self._lose
+        )
         self._connections, self._routes = self._peers.open, self._peers.routes
         #: Peers of which a connection has ended: when, and why. They are lost if nothing reports that they have left.
         self._ended: dict[int, tuple[float, str]] = {}
