@@ -61,14 +61,18 @@ def test_a_killed_rank_is_named(fleet, collective, link):
     check(workers, since, collective)
 
 
-@pytest.mark.parametrize(
-    "part", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-)
-def test_a_stopped_rank_is_named(fleet, part):
-    """Half of the collectives over one link: two parts have every collective once, and four have all over both."""
-    link = [*LINKS][part // 2 ^ part % 2]
+def parts():
+    """Over each link every fourth collective in ``make test``, and every one in ``make soak``."""
+    for index, link in enumerate(LINKS):
+        yield pytest.param(link, 2 + index, 4, id=f"{link}-some")
+        for first in range(2):
+            yield pytest.param(link, first, 2, marks=pytest.mark.slow, id=f"{link}-half-{first}")
+
+
+@pytest.mark.parametrize(("link", "first", "stride"), [*parts()])
+def test_a_stopped_rank_is_named(fleet, link, first, stride):
     # It takes two seconds to notice: the jobs start one after the other, and their waiting overlaps.
-    names = [*COLLECTIVES][part % 2 :: 2]
+    names = [*COLLECTIVES][first::stride]
     jobs = [(name, *strike(fleet, name, link, signal.SIGSTOP)) for name in names]
     for name, workers, since in jobs:
         check(workers, since, name)

@@ -30,7 +30,7 @@ def installed(tmp_path_factory):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def run(environment, *arguments, timeout_s=60):
+def run(environment, *arguments, timeout_s=100):
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=timeout_s
     )
@@ -50,7 +50,7 @@ def test_a_schedule_conforms_and_is_chosen(installed):
     asked = [c.name for case in cases_for(5) for c in case.collectives if c.schedule == "line"]
     places = (0, 1, 2), (0, 0, 0)
     apart, together = (Selector(LinkModel(), hosts).choose(OpKind.ALLREDUCE, 1 << 20, (0, 1, 2)) for hosts in places)
-    compared = check_simulated(world_sizes=(1, 2, 4))
+    compared = check_simulated(world_sizes=(1, 2, 3))
     print(json.dumps([algorithms_of(OpKind.ALLREDUCE)[-1], len(asked), compared, apart, together]))
     """
     name, num_asked, compared, apart, together = json.loads(run(installed, "-c", textwrap.dedent(program)))
@@ -85,53 +85,58 @@ def test_a_wrong_schedule_is_refused(installed):
 
 
 WORKER = """
-import json, os, torch
+import json, torch
 import totalreduce as tr
 from totalreduce.sparse.methods import METHODS
 
-group = tr.init(os.environ["WAY"], timeout_s=30)
-rank, n = group.rank, group.world_size
-total = group.allreduce(torch.full((1000,), float(rank + 1)), name="x", schedule="line").wait()
-bits = group.allgather_object(total.tolist())
-blocks = list(torch.empty(n, 3))
-group.allgather(blocks, torch.full((3,), float(rank)), name="y").wait()
-big = group.allreduce(torch.arange(300_000.0) * (rank + 1), name="big").wait()
+for way in ("auto", "mailbox"):
+    group = tr.init(way, timeout_s=30)
+    rank, n = group.rank, group.world_size
+    total = group.allreduce(torch.full((1000,), float(rank + 1)), name="x", schedule="line").wait()
+    bits = group.allgather_object(total.tolist())
+    blocks = list(torch.empty(n, 3))
+    group.allgather(blocks, torch.full((3,), float(rank)), name="y").wait()
+    big = group.allreduce(torch.arange(300_000.0) * (rank + 1), name="big").wait()
 
-torch.manual_seed(0)
-model = torch.nn.Linear(400, 50)
-optimizer = tr.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.1), model, group=group, sync=METHODS["turns"](density=0.5)
-)
-before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
-for _ in range(2):  # two turns: every element was exchanged once
-    optimizer.zero_grad()
-    (model(torch.full((1, 400), float(rank + 1))).sum()).backward()
-    optimizer.step()
-moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
-seen = group.allgather_object(moved.tolist())
-if rank == 0:
-    print(json.dumps({
-        "way": type(group._runner.transport).__name__,
-        "total": total.unique().tolist(),
-        "equal": len(set(map(tuple, bits))),
-        "blocks": [b.tolist() for b in blocks],
-        "big": bool((big == torch.arange(300_000.0) * (n * (n + 1) // 2)).all()),
-        "moved": sorted({round(float(m), 5) for m in moved}),
-        "counts": [int((moved[:20_000] < limit).sum()) for limit in (-0.3, -0.1)],
-        "replicas": len(set(map(tuple, seen))),
-    }))
-group.close()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(400, 50)
+    optimizer = tr.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, group=group, sync=METHODS["turns"](density=0.5)
+    )
+    before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    for _ in range(2):  # two turns: every element was exchanged once
+        optimizer.zero_grad()
+        (model(torch.full((1, 400), float(rank + 1))).sum()).backward()
+        optimizer.step()
+    moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+    seen = group.allgather_object(moved.tolist())
+    if rank == 0:
+        print(json.dumps({
+            "way": type(group._runner.transport).__name__,
+            "total": total.unique().tolist(),
+            "equal": len(set(map(tuple, bits))),
+            "blocks": [b.tolist() for b in blocks],
+            "big": bool((big == torch.arange(300_000.0) * (n * (n + 1) // 2)).all()),
+            "moved": sorted({round(float(m), 5) for m in moved}),
+            "counts": [int((moved[:20_000] < limit).sum()) for limit in (-0.3, -0.1)],
+            "replicas": len(set(map(tuple, seen))),
+        }))
+    group.close()
 """
 
 
-@pytest.mark.parametrize("way", ["auto", "mailbox"])
-def test_a_job_uses_the_schedule_the_transport_and_the_method(installed, way, tmp_path):
+def test_a_job_uses_the_schedule_the_transport_and_the_method(installed, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    environment = {**installed, "WAY": way, "MAILBOX": str(tmp_path / "boxes")}
+    environment = {**installed, "MAILBOX": str(tmp_path / "boxes")}
     output = run(environment, "-m", "totalreduce", "run", "-n", 3, script)
-    facts = json.loads(output.partition("] ")[2])
-    assert facts["way"] == {"auto": "ShmTransport", "mailbox": "MailboxTransport"}[way]
+    groups = [json.loads(line.partition("] ")[2]) for line in output.splitlines()]
+    assert [facts["way"] for facts in groups] == ["ShmTransport", "MailboxTransport"]
+    for facts in groups:
+        check(facts)
+
+
+def check(facts):
     assert (facts["total"], facts["equal"], facts["big"]) == ([6.0], 1, True)
     assert facts["blocks"] == [[0] * 3, [1] * 3, [2] * 3]
     # The gradients of the weights are 1, 2 and 3. Half of the weights have their turn in the first step, and move by

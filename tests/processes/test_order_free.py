@@ -36,7 +36,7 @@ def _check(ranks: list[dict[str, float | str]]) -> str:
 
 
 def test_random_orders_delays_and_sets_give_the_same_bits_twice(fleet):
-    assert _check(_run(fleet, 30, chaos=1)) == _check(_run(fleet, 30, chaos=2))
+    assert _check(_run(fleet, 15, chaos=1)) == _check(_run(fleet, 15, chaos=2))
 
 
 @pytest.mark.slow

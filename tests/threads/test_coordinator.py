@@ -3,6 +3,7 @@ reference; every error on every rank; and the next operation works."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import threading
@@ -102,7 +103,11 @@ def make(rank: int, dtype: torch.dtype, op: ReduceOp, count: int = COUNT) -> tor
 
 def expected(ranks: Any, dtype: torch.dtype, op: ReduceOp, divisor: int = 0, count: int = COUNT) -> list[float]:
     """The result where these ranks have data."""
-    ranks = list(ranks)
+    return list(_expected(tuple(ranks), dtype, op, divisor, count))
+
+
+@functools.cache
+def _expected(ranks: tuple[int, ...], dtype: torch.dtype, op: ReduceOp, divisor: int, count: int) -> list[float]:
     results = []
     for index in range(count):
         number = reduced([brought(rank, index, dtype, op) for rank in ranks], dtype, op)
