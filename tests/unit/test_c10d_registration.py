@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import totalreduce
 from totalreduce.c10d import registration
-from totalreduce.c10d.errors import as_torch_error
-from totalreduce.c10d.reductions import reduction_of
+from totalreduce.c10d.calls import reduction_of
+from totalreduce.c10d.work import as_torch_error
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost
 from totalreduce.foundation.types import ReduceOp
 

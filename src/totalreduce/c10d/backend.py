@@ -7,10 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from totalreduce.c10d.errors import as_torch_error
 from totalreduce.c10d.names import BACKEND_NAME
 from totalreduce.c10d.process_group import ProcessGroupTotalReduce
-from totalreduce.c10d.work import seconds_of
+from totalreduce.c10d.work import as_torch_error, seconds_of
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.groups.group import Group
 from totalreduce.launch.bootstrap import init

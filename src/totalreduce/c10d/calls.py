@@ -10,14 +10,11 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from totalreduce.c10d import profiling
 from totalreduce.c10d.callbacks import Callbacks
-from totalreduce.c10d.errors import as_torch_error
 from totalreduce.c10d.names import BACKEND_NAME
 from totalreduce.c10d.pinned_memory import Stager
-from totalreduce.c10d.reductions import arithmetic_view
 from totalreduce.c10d.sparse import allreduce_sparse
-from totalreduce.c10d.work import OperationWork, seconds_of
+from totalreduce.c10d.work import OperationWork, as_torch_error, begin_record, seconds_of
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
@@ -27,9 +24,11 @@ __all__ = [
     "Calls",
     "Host",
     "Tensors",
+    "arithmetic_view",
     "one_list",
     "options_for",
     "reduce_op_of",
+    "reduction_of",
     "root_of",
     "single_tensor",
     "split_sizes",
@@ -39,6 +38,16 @@ __all__ = [
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 #: From a tensor to its counterpart in host memory.
 Host = Callable[[torch.Tensor], torch.Tensor]
+_REDUCTIONS = {
+    dist.ReduceOp.SUM: ReduceOp.SUM,
+    dist.ReduceOp.AVG: ReduceOp.AVG,
+    dist.ReduceOp.MIN: ReduceOp.MIN,
+    dist.ReduceOp.MAX: ReduceOp.MAX,
+    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
+    dist.ReduceOp.BAND: ReduceOp.BAND,
+    dist.ReduceOp.BOR: ReduceOp.BOR,
+    dist.ReduceOp.BXOR: ReduceOp.BXOR,
+}
 
 
 @final
@@ -90,7 +99,7 @@ class Calls:
         """
         self.count += 1
         title = f"{BACKEND_NAME}:{title}"
-        record = profiling.begin(title, reads if shown is None else shown)
+        record = begin_record(title, reads if shown is None else shown)
         staged = self._stager.stage(reads, writes)
         try:
             works = submit(_as_is if staged is None else staged.host)
@@ -213,3 +222,28 @@ def split_sizes(tensor: torch.Tensor, sizes: Sequence[int] | None, world_size: i
     if len(sizes) != world_size or sum(sizes) != rows:
         raise ValueError(f"{what} splits {list(sizes)} must be {world_size} numbers whose sum is dim 0, {rows}")
     return list(sizes)
+
+
+def reduction_of(op: Any) -> ReduceOp:
+    """Return the reduction for torch's ``ReduceOp`` (or its ``RedOpType``).
+
+    Raises:
+        ValueError: ``PREMUL_SUM``, which only NCCL has.
+    """
+    kind = getattr(op, "op", op)
+    if kind not in _REDUCTIONS:
+        raise ValueError(f"Cannot use ReduceOp.{getattr(kind, 'name', kind)} with totalreduce; scale the tensor first")
+    return _REDUCTIONS[kind]
+
+
+def arithmetic_view(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """Return the tensor as numbers that can be reduced: a complex tensor as pairs of real numbers, for sums only.
+
+    Raises:
+        ValueError: Complex numbers have no order, and their product is not that of their parts.
+    """
+    if not tensor.is_complex():
+        return tensor
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise ValueError(f"{op.name} is not defined for complex tensors")
+    return torch.view_as_real(tensor)

@@ -23,16 +23,17 @@ from totalreduce.c10d.calls import (
     Calls,
     Host,
     Tensors,
+    arithmetic_view,
     one_list,
     options_for,
     reduce_op_of,
+    reduction_of,
     root_of,
     single_tensor,
     split_sizes,
 )
 from totalreduce.c10d.monitored import monitored_barrier
 from totalreduce.c10d.names import BACKEND_NAME
-from totalreduce.c10d.reductions import arithmetic_view, reduction_of
 from totalreduce.c10d.work import seconds_of
 from totalreduce.foundation import checks
 from totalreduce.foundation.types import ReduceOp

@@ -14,23 +14,48 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from totalreduce.c10d.callbacks import Callbacks
-from totalreduce.c10d.errors import as_torch_error
 from totalreduce.foundation.checks import SECONDS_MAX
-from totalreduce.foundation.errors import DeadlineExceededError
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost, TotalReduceError
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import when_all_done
 
 if TYPE_CHECKING:
-    from totalreduce.c10d.profiling import Record
     from totalreduce.tensors.work import Work as GroupWork
 
-__all__ = ["Finish", "OperationWork", "seconds_of"]
+__all__ = ["Finish", "OperationWork", "as_torch_error", "begin_record", "seconds_of"]
 
 #: Torch's number of the backward pass outside a backward pass.
 _NO_BACKWARD = -1
+
+
+@final
+class Record:
+    """One event of torch's profiler, from the submission of an operation to its end, which another thread reports.
+
+    Attributes:
+        ended: Set when the event has ended.
+    """
+
+    def __init__(self, title: str, tensors: Sequence[torch.Tensor]) -> None:
+        self.ended = threading.Event()
+        handle = torch._C._autograd._record_function_with_args_enter(title, *tensors)
+        # Through a future, because that alone carries the profiler's state over to the thread where the event ends.
+        self._future: Any = torch.futures.Future()
+        torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(handle, self._future)
+
+    def end(self) -> None:
+        """End the event; called once."""
+        self._future.set_result(None)
+        self.ended.set()
+
+
+def begin_record(title: str, tensors: Sequence[torch.Tensor]) -> Record | None:
+    """Begin an event of torch's profiler, if it is active, with name and shapes as gloo reports them."""
+    return Record(title, tensors) if torch._C._autograd._profiler_enabled() else None
 
 
 class Finish(Protocol):
@@ -201,3 +226,22 @@ def _flat(result: Any) -> Any:
     else:
         for part in result:
             yield from _flat(part)
+
+
+def as_torch_error(error: BaseException, what: str = "") -> BaseException:
+    """Return the ``torch.distributed`` error for an error of the library; other errors are returned unchanged.
+
+    Faults of the network and of other ranks become a ``DistBackendError`` (a ``RuntimeError``) with the library's error
+    as its cause; its attribute ``rank`` names a lost rank. Wrong arguments stay a ``ValueError``, as with gloo.
+    ``what`` is the operation, for messages that do not name it.
+    """
+    if not isinstance(error, TotalReduceError) or isinstance(error, ConfigurationError):
+        return error
+    text = str(error)
+    if isinstance(error, DeadlineExceededError):
+        text = f"{what}: Timed out ({text})" if what else text
+    translated = dist.DistBackendError(text)
+    if isinstance(error, PeerLost):
+        translated.rank = error.rank  # type: ignore[attr-defined]
+    translated.__cause__ = error
+    return translated
