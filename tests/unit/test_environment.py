@@ -4,7 +4,7 @@ import pytest
 
 from totalreduce.foundation.environment import is_debugging, read_job_key, read_settings, read_world
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.foundation.hostlist import expand_counts, expand_hostlist
+from totalreduce.foundation.world import expand_counts, expand_hostlist
 
 TORCHRUN = {
     "RANK": "3",

@@ -18,17 +18,23 @@ Without any of them it is a world of one. The functions are pure; ``environment.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.foundation.hostlist import expand_counts, expand_hostlist
 
-__all__ = ["World", "world_from"]
+__all__ = ["World", "expand_counts", "expand_hostlist", "world_from"]
 
-PORT_FIRST, PORT_COUNT = 20_000, 12_000
-"""The range of ports derived from the job's id: the ports of outgoing connections begin at 32768."""
+#: The range of ports derived from the job's id: the ports of outgoing connections begin at 32768.
+_PORT_FIRST, _PORT_COUNT = 20_000, 12_000
+#: A longer Slurm list is a mistake, not a cluster; expanding ``n[0-9999999999]`` would take all memory.
+_HOSTS_MAX = 100_000
+
+_PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +228,61 @@ def _port(env: Mapping[str, str], job_id: str) -> int:
                 raise ConfigurationError(f"{name}={port} is not a port from 1 to 65535")
             return port
     digest = hashlib.blake2b(job_id.encode(), digest_size=4).digest()
-    return PORT_FIRST + int.from_bytes(digest, "little") % PORT_COUNT
+    return _PORT_FIRST + int.from_bytes(digest, "little") % _PORT_COUNT
 
 
 def _job_id(env: Mapping[str, str], names: tuple[str, ...]) -> str:
     return next((env[name] for name in ("TOTALREDUCE_JOB_ID", *names) if name in env), "")
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Return every host of a Slurm host list, such as ``rack[0-1]n[00-03],login``, in the list's order."""
+    hosts: list[str] = []
+    for word in _split_outside_brackets(text):
+        pieces = _PIECE.findall(word)
+        if not word or "".join(f"[{ranges}]" if ranges else literal for ranges, literal in pieces) != word:
+            raise ConfigurationError(f"cannot read the host list {text!r} at {word!r}")
+        choices = [_expand_ranges(ranges, text) if ranges else [literal] for ranges, literal in pieces]
+        total = len(hosts)
+        for choice in choices:
+            total = max(total, 1) * len(choice)
+        if total > _HOSTS_MAX:
+            raise ConfigurationError(f"the host list {text!r} names more than {_HOSTS_MAX} hosts")
+        hosts.extend("".join(parts) for parts in itertools.product(*choices))
+    return hosts
+
+
+def expand_counts(text: str) -> list[int]:
+    """Return the number of tasks of each host: ``2(x3),1`` is ``[2, 2, 2, 1]``."""
+    counts: list[int] = []
+    for word in text.split(","):
+        match = _COUNT.fullmatch(word.strip())
+        repeat = int(match[2] or 1) if match else 0
+        if match is None or len(counts) + repeat > _HOSTS_MAX:
+            raise ConfigurationError(f"cannot read the list of tasks per host {text!r} at {word!r}")
+        counts.extend([int(match[1])] * repeat)
+    return counts
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    words, depth = [""], 0
+    for character in text.strip():
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            words.append("")
+        else:
+            words[-1] += character
+    return words
+
+
+def _expand_ranges(ranges: str, text: str) -> list[str]:
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ConfigurationError(f"cannot read the host list {text!r} at [{ranges}]")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or last - first >= _HOSTS_MAX:
+            raise ConfigurationError(f"the host list {text!r} has the range {part!r}, empty or too long")
+        numbers.extend(str(number).zfill(len(match[1])) for number in range(first, last + 1))
+    return numbers
