@@ -1,6 +1,6 @@
-"""Do all ranks mean the same thing? One small allreduce says yes; a no is explained on every rank.
+"""Compares documents of all ranks: one small allreduce shows that they are equal, and every rank gets the differences.
 
-The document is canonical JSON. Steady state costs nothing: agreement is made once, when a plan is.
+A document is canonical JSON. Ranks compare settings and plans once, so training steps cost nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def agree(group: Collectives, name: str, document: Mapping[str, Any]) -> None:
         document: JSON-ready values.
 
     Raises:
-        PlanMismatchError: With the differences to rank 0, at most a screenful, equal on every rank.
+        PlanMismatchError: Documents differ. The message has the differences to rank 0, at most a screenful.
     """
     text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
@@ -83,7 +83,7 @@ def agree_or_refuse(
 
 
 def broadcast_json(group: Collectives, name: str, value: Any, *, root: int) -> Any:
-    """Broadcast a JSON value: its length, then its bytes. Never pickled, bounded.
+    """Broadcast a JSON value: its length, then its bytes.
 
     Raises:
         ValueError: The value is larger than 64 MiB.
@@ -101,36 +101,30 @@ def broadcast_json(group: Collectives, name: str, value: Any, *, root: int) -> A
 
 
 def _differences(reference: Any, mine: Any, rank: int, path: str = "") -> list[str]:
-    """One line per difference between rank 0's document and this rank's."""
-    if isinstance(reference, dict) and isinstance(mine, dict):
+    """Return one line per difference between rank 0's document and this rank's."""
+    theirs, own = _parts(reference), _parts(mine)
+    if theirs is not None and own is not None and type(reference) is type(mine):
         lines = []
-        for key in dict.fromkeys([*reference, *mine]):
-            where = f"{path}.{key}" if path else str(key)
-            if key not in mine:
-                lines.append(f"{where}: rank 0 has {_short(reference[key])}, rank {rank} has nothing")
-            elif key not in reference:
-                lines.append(f"{where}: rank 0 has nothing, rank {rank} has {_short(mine[key])}")
+        for key in dict.fromkeys([*theirs, *own]):
+            where = (path + key).removeprefix(".")
+            if key in theirs and key in own:
+                lines += _differences(theirs[key], own[key], rank, where)
             else:
-                lines += _differences(reference[key], mine[key], rank, where)
-        return lines
-    if isinstance(reference, list) and isinstance(mine, list) and (_nested(reference) or _nested(mine)):
-        lines = []
-        for index in range(max(len(reference), len(mine))):
-            where = f"{path}[{index}]"
-            if index >= len(mine):
-                lines.append(f"{where}: rank 0 has {_short(reference[index])}, rank {rank} has nothing")
-            elif index >= len(reference):
-                lines.append(f"{where}: rank 0 has nothing, rank {rank} has {_short(mine[index])}")
-            else:
-                lines += _differences(reference[index], mine[index], rank, where)
+                both = (_short(parts[key]) if key in parts else "nothing" for parts in (theirs, own))
+                lines.append("{}: rank 0 has {}, rank {rank} has {}".format(where, *both, rank=rank))
         return lines
     if reference != mine:
         return [f"{path}: rank 0 has {_short(reference)}, rank {rank} has {_short(mine)}"]
     return []
 
 
-def _nested(values: list[Any]) -> bool:
-    return any(isinstance(value, (dict, list)) for value in values)
+def _parts(value: Any) -> dict[str, Any] | None:
+    """Return the parts of a value that are compared one by one, by their paths; ``None``: it is compared as a whole."""
+    if isinstance(value, dict):
+        return {f".{key}": item for key, item in value.items()}
+    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        return {f"[{index}]": item for index, item in enumerate(value)}
+    return None
 
 
 def _short(value: Any) -> str:

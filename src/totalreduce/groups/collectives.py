@@ -1,4 +1,4 @@
-"""The collectives and messages of a group: the methods that ``Group`` and the library's own groups share."""
+"""The collectives and messages of a group."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ __all__ = ["Collectives"]
 
 @never_compiled
 class Collectives:
-    """Collectives and messages among some ranks. Any thread.
+    """Collectives and messages among some ranks. Any thread may call them.
 
     Attributes:
-        rank: This process's index in the group, from 0.
+        rank: Index of this process in the group, from 0.
         world_size: Number of ranks of the group.
-        ranks: Their numbers in the whole job; errors such as ``PeerLost`` speak of those.
-        name: The group's name.
+        ranks: The numbers of these ranks in the job, which errors such as ``PeerLost`` name.
+        name: The name of the group.
         operations: The operations that the engine carries out for the group.
     """
 
     def __init__(self, operations: Operations) -> None:
-        """Have the engine carry the collectives out."""
         self.operations = operations
         self.rank, self.world_size = operations.rank, operations.world_size
         self.ranks, self.name = operations.ranks, operations.name
@@ -44,26 +43,26 @@ class Collectives:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Reduce a tensor over all ranks, in place; returns at once.
+        """Reduce a tensor over all ranks, in place; return at once.
 
-        All ranks end with bit-identical results; so does another run that chooses the same schedule. float16 and
-        bfloat16 are accumulated in float32, unless ``EngineConfig.half_accumulation`` says otherwise.
+        The results have the same bits on all ranks, and in all runs that choose the same schedule. float16 and bfloat16
+        are accumulated in float32, unless ``EngineConfig.half_accumulation`` says otherwise.
 
         Args:
-            tensor: Any shape, from 0 elements; CPU, strided; need not be contiguous.
-            name: Equal on all ranks. ``None``: the n-th unnamed operation meets the n-th unnamed one elsewhere.
-            op: How to reduce.
+            tensor: A strided tensor of any shape on the CPU; it need not be contiguous.
+            name: The name of the operation, equal on all ranks. ``None``: the n-th unnamed operation of a rank belongs
+                to the n-th unnamed operations of the others.
+            op: The reduction.
             schedule: ``auto``, ``ring``, ``star``, ``tree``, ``halving_doubling``, ``direct`` or ``hierarchical``.
-            priority: Smaller is more urgent; equal ones leave in the order of submission. 32 bits, signed. Where a
-                native library carries operations out, it orders those that become ready on all ranks at the same time
-                (see ``Coordinator.allreduce``).
+            priority: A signed number of 32 bits. Operations with a smaller number are more urgent. Equally urgent ones
+                leave in the order of submission. See ``Coordinator.allreduce`` for native libraries.
             timeout_s: Deadline in seconds of a ``wait`` that names none.
 
         Raises:
-            ValueError: The name is in flight already, or ``priority`` is no such number.
-            UnsupportedError: The tensor's device, layout or dtype, or the reduction for this dtype.
-            PeerLost: A rank is gone.
-            GroupClosed: This rank closed the group.
+            ValueError: An operation in flight has this name, or ``priority`` is not such a number.
+            UnsupportedError: The tensor's device, layout or dtype, or the reduction for this dtype, is not supported.
+            PeerLost: A rank is lost.
+            GroupClosed: This rank has closed the group.
         """
         return self._backend.allreduce(tensor, op, Options(name, schedule, priority, timeout_s))
 
@@ -78,7 +77,7 @@ class Collectives:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Reduce a tensor over all ranks into the root's, in place; the others' tensors stay as they are.
+        """Reduce a tensor over all ranks into the root's tensor. The tensors of the other ranks do not change.
 
         Args and Raises as for ``allreduce``; ``schedule`` is ``auto``, ``chain`` or ``tree``.
         """
@@ -96,14 +95,13 @@ class Collectives:
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Work:
-        """Copy the root's tensor to all ranks, in place; blocks unless ``async_op``.
+        """Copy the root's tensor into the tensors of all ranks; block unless ``async_op``.
 
-        ``schedule`` is ``auto``, ``chain`` or ``tree``.
+        Args and Raises as for ``allreduce``; ``schedule`` is ``auto``, ``chain`` or ``tree``.
 
         Raises:
-            ConfigurationError: ``root`` is no rank of the group.
-            DeadlineExceededError: Not finished in time (when blocking).
-            ValueError: As for ``allreduce``, like the other errors.
+            ConfigurationError: ``root`` is not a rank of the group.
+            DeadlineExceededError: The broadcast has not ended in time (when blocking).
         """
         work = self._backend.broadcast(tensor, self._root(root), Options(name, schedule, priority, timeout_s))
         if not async_op:
@@ -120,19 +118,14 @@ class Collectives:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Collect every rank's tensor on every rank; returns at once.
+        """Collect the tensors of all ranks on every rank; return at once.
 
-        Args:
-            outputs: One tensor per rank, of any sizes (allgatherv), or one contiguous tensor for equal blocks.
-            tensor: This rank's block, as large as its place in ``outputs``.
-            name: As for ``allreduce``, like the other arguments.
-            schedule: ``auto``, ``ring`` or ``direct``.
-            priority: Smaller is more urgent.
-            timeout_s: Deadline in seconds of a ``wait`` that names none.
+        ``outputs`` is one tensor per rank, of any sizes (allgatherv), or one contiguous tensor for equal blocks. The
+        other arguments are as for ``allreduce``; ``schedule`` is ``auto``, ``ring`` or ``direct``.
 
         Raises:
-            ConfigurationError: Sizes, dtypes or the number of tensors do not fit together here.
-            MismatchError: By ``wait``: ranks disagree about the sizes.
+            ConfigurationError: On this rank, sizes, dtypes or the number of tensors do not fit together.
+            MismatchError: Raised by ``wait``: ranks disagree about the sizes.
         """
         return self._backend.allgather(outputs, tensor, Options(name, schedule, priority, timeout_s))
 
@@ -147,18 +140,11 @@ class Collectives:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Reduce the r-th block of all ranks into rank r's tensor; returns at once.
+        """Reduce block r of all ranks into the tensor of rank r; return at once.
 
-        The inputs are only read. The tensor may be this rank's block of them, which takes the result then.
-
-        Args:
-            tensor: The result, as large as this rank's place in ``inputs``.
-            inputs: One tensor per rank, of sizes equal on all ranks, or one contiguous tensor for equal blocks.
-            name: As for ``allreduce``, like the other arguments and the errors.
-            op: How to reduce.
-            schedule: ``auto``, ``ring`` or ``direct``.
-            priority: Smaller is more urgent.
-            timeout_s: Deadline in seconds of a ``wait`` that names none.
+        ``inputs`` is one tensor per rank, of sizes that are equal on all ranks, or one contiguous tensor for equal
+        blocks. It is only read, but ``tensor`` may be this rank's block, which takes the result then. Other arguments
+        and errors are as for ``allreduce``; ``schedule`` is ``auto``, ``ring`` or ``direct``.
         """
         return self._backend.reduce_scatter(tensor, inputs, op, Options(name, schedule, priority, timeout_s))
 
@@ -172,7 +158,7 @@ class Collectives:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Collect every rank's tensor on the root, in ``outputs`` (``None`` elsewhere); sizes may differ (gatherv)."""
+        """Copy every rank's tensor into the root's ``outputs`` (``None`` elsewhere); sizes may differ (gatherv)."""
         options = Options(name, "auto", priority, timeout_s)
         return self._backend.gather(outputs, tensor, self._root(root), options)
 
@@ -186,7 +172,7 @@ class Collectives:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Give every rank its block of the root's ``inputs`` (``None`` elsewhere); sizes may differ (scatterv)."""
+        """Copy the root's ``inputs`` (``None`` elsewhere) into the ranks' tensors; sizes may differ (scatterv)."""
         options = Options(name, "auto", priority, timeout_s)
         return self._backend.scatter(tensor, inputs, self._root(root), options)
 
@@ -199,9 +185,9 @@ class Collectives:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Give block r of ``inputs`` to rank r; ``outputs[r]`` gets rank r's block for this rank (alltoallv).
+        """Send block r of ``inputs`` to rank r, and receive rank r's block for this rank in ``outputs[r]`` (alltoallv).
 
-        ``outputs[i]`` on rank j is as large as ``inputs[j]`` on rank i; a difference is a ``MismatchError`` on both.
+        If ``outputs[i]`` on rank j and ``inputs[j]`` on rank i differ in size, both ranks get a ``MismatchError``.
         """
         return self._backend.alltoall(outputs, inputs, Options(name, "auto", priority, timeout_s))
 
@@ -210,12 +196,13 @@ class Collectives:
     def send(
         self, tensor: torch.Tensor, *, dst: int, tag: int = 0, priority: int = 0, timeout_s: float | None = None
     ) -> Work:
-        """Send a tensor to a rank; returns at once. The n-th message with a tag meets the n-th receive with it.
+        """Send a tensor to a rank; return at once.
 
-        The work is done when the tensor's memory may be reused, which says nothing about the receiver.
+        The n-th ``send`` with a tag goes to the n-th ``recv`` with this tag. The work is done when the program may use
+        the tensor's memory again. The receiver may not have the message then.
 
         Raises:
-            ConfigurationError: ``dst`` is no other rank of the group.
+            ConfigurationError: ``dst`` is not another rank of the group.
         """
         return self.operations.send(tensor, dst, tag, priority, timeout_s)
 
@@ -228,12 +215,12 @@ class Collectives:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Receive a tensor from a rank, or with ``src=None`` from whoever sends first; returns at once.
+        """Receive a tensor from rank ``src``, or with ``src=None`` from the rank that sends first; return at once.
 
         ``Work.source`` is the sender's rank when the work is done. Dtype and number of elements must be the sender's.
 
         Raises:
-            ConfigurationError: ``src`` is no other rank of the group.
+            ConfigurationError: ``src`` is not another rank of the group.
         """
         if src is None:
             return self.operations.receive_any(tensor, tag, priority, timeout_s)
@@ -242,7 +229,7 @@ class Collectives:
     def submit(
         self, operation: CheckedOperation, name: str | None, priority: int, timeout_s: float | None = None
     ) -> Work:
-        """Have the engine carry out an operation of ``groups.checked``: for callers that have bytes and no tensors.
+        """Have the engine carry out an operation of ``groups.checked``, for callers that have bytes and no tensors.
 
         Args and Raises as for ``allreduce``.
         """

@@ -1,13 +1,13 @@
-"""Nested plain values, tensors and NumPy arrays as bounded JSON plus a list of tensors. Nothing is pickled or executed.
+"""Encodes nested plain values as bounded JSON and a list of tensors. Nothing is pickled or executed.
 
 A document is ``{"tensors": [[dtype, shape], ...], "value": node}``. A node is a scalar of JSON, which stands for
 itself, or an object with one key, which is the kind of the value::
 
     {"list": [node, ...]}  {"dict": [[key node, node], ...]}  {"tensor": 0}  {"array": [1, "<f8", [2, 3]]}
 
-Numbers such as those of ``tensor`` and ``array`` are places in the list of tensors, which holds all bytes. Floats
-survive exactly, as Python writes them. A value arrives with the type that was sent. A value whose type is only derived
-from one of these types is refused, because it would arrive as something else than what the sender has.
+The numbers of ``tensor`` and ``array`` are indices in the list of tensors, which holds all bytes. Floats arrive
+exactly. A value arrives with the type that was sent. A value of a subclass of these types is refused, because it would
+arrive as a value of another type.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from totalreduce.tensors.dtypes import problem_of_layout
 
 __all__ = ["decode", "empty_tensors", "encode", "pack", "pack_refusal", "unpack"]
 
-#: Deeper than any optimizer's state, and far below Python's recursion limit.
+#: The deepest nesting: deeper than any optimizer's state, and far below Python's recursion limit.
 _DEPTH_MAX = 32
-#: Tensors do not count; a million numbers do not reach it.
+#: The longest JSON, tensors not counted. A million numbers are shorter.
 _DOCUMENT_BYTES_MAX = 24 * 1024 * 1024
 
-#: Of a whole packed object.
+#: The largest packed object.
 PACKED_BYTES_MAX = 1 << 30
 
-#: Of tensors.
+#: The types of tensors, by name.
 _DTYPES: Final = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -64,8 +64,8 @@ _DTYPES: Final = {
     )
 }
 
-#: Booleans, integers, floats, complex numbers, times, texts and bytes of a fixed length. No objects, no records, and no
-#: ``long double``, whose bytes mean something else on other machines.
+#: The types of arrays: booleans, integers, floats, complex numbers, times, texts and bytes of a fixed length. No
+#: objects, no records, and no ``long double``, whose bytes differ between machines.
 _ARRAY_DTYPE: Final = re.compile(
     r"[<>|](b1|[iu][1248]|f[248]|c(8|16)|[SU][1-9]\d{0,8}|[mM]8(\[\d{0,9}[a-zA-Zμ]{1,7}\])?)"
 )
@@ -83,8 +83,8 @@ def encode(value: object) -> tuple[str, list[torch.Tensor]]:
     """Turn a nested value into JSON and the tensors that hold its bytes.
 
     Raises:
-        ConfigurationError: It holds something that cannot be sent (see ``docs/collectives.md``), or too much of it;
-            the message says where.
+        ConfigurationError: A part of the value cannot be sent (see ``docs/collectives.md``) or is too large. The
+            message says which part.
     """
     writer = _Writer()
     node = writer.node(value, "value", 0)
@@ -102,17 +102,17 @@ def encode(value: object) -> tuple[str, list[torch.Tensor]]:
 
 
 def decode(document: str, tensors: Sequence[torch.Tensor]) -> Any:
-    """The value that ``encode`` turned into ``document``, with these tensors in it.
+    """Return the value that ``encode`` has turned into this document and these tensors.
 
     Raises:
         ProtocolError: ``encode`` makes no such document.
-        ConfigurationError: It holds a member of an enumeration that this process does not have.
+        ConfigurationError: The value has a member of an enumeration that this process does not have.
     """
     return _decode(_parsed(document), tensors)
 
 
 def empty_tensors(document: str) -> list[torch.Tensor]:
-    """Memory for the tensors of a document, in order.
+    """Return empty tensors of the types and shapes in a document.
 
     Raises:
         ProtocolError: ``encode`` makes no such document.
@@ -121,25 +121,25 @@ def empty_tensors(document: str) -> list[torch.Tensor]:
 
 
 def pack(value: object) -> torch.Tensor:
-    """A nested value as bytes: length of the JSON (8 bytes), the JSON, the tensors' bytes one after the other.
+    """Turn a nested value into bytes: the length of the JSON (8 bytes), the JSON, and the tensors' bytes.
 
     Raises:
-        ConfigurationError: See ``encode``; or more than 1 GiB in all.
+        ConfigurationError: As for ``encode``; or there are more than 1 GiB.
     """
     return _packed(*encode(value))
 
 
 def pack_refusal(reason: str) -> torch.Tensor:
-    """Bytes in the place of a value that cannot be sent: ``unpack`` raises a ``ConfigurationError`` with the reason."""
+    """Return the bytes of a refusal: ``unpack`` raises a ``ConfigurationError`` with the reason."""
     return _packed(json.dumps({"tensors": [], "refused": reason}), [])
 
 
 def unpack(data: torch.Tensor) -> Any:
-    """The value that ``pack`` turned into these bytes.
+    """Return the value that ``pack`` has turned into these bytes.
 
     Raises:
         ProtocolError: ``pack`` makes no such bytes.
-        ConfigurationError: They are those of ``pack_refusal``; or see ``decode``.
+        ConfigurationError: ``pack_refusal`` has made them; or as for ``decode``.
     """
     body = data.numpy().data.cast("B")
     length = int.from_bytes(body[:8], "little")
@@ -152,16 +152,16 @@ def unpack(data: torch.Tensor) -> Any:
     if "refused" in document:
         raise ConfigurationError(str(document["refused"]))
     announced = _announced(document)
-    place = 8 + length
+    offset = 8 + length
     num_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in announced)
-    if num_bytes != len(body) - place:  # before any memory is taken for them
-        raise ProtocolError(f"a packed object that announces {num_bytes} bytes of tensors has {len(body) - place}")
+    if num_bytes != len(body) - offset:  # before any memory is taken for them
+        raise ProtocolError(f"a packed object that announces {num_bytes} bytes of tensors has {len(body) - offset}")
     tensors = _empty(announced)
     for tensor in tensors:
-        part = body[place : place + tensor.nbytes]
+        part = body[offset : offset + tensor.nbytes]
         if len(part):
             tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(part, dtype=torch.uint8))
-        place += len(part)
+        offset += len(part)
     return _decode(document, tensors)
 
 
@@ -195,15 +195,10 @@ class _Writer:
         self.tensors: list[torch.Tensor] = []
 
     def node(self, value: Any, path: str, depth: int) -> object:
-        """The node of a value.
-
-        Args:
-            value: Anything.
-            path: Where it is, for messages.
-            depth: Within how many others it is.
+        """Return the node of a value that is nested ``depth`` levels deep; ``path`` is its name in messages.
 
         Raises:
-            ConfigurationError: It cannot be sent.
+            ConfigurationError: The value cannot be sent.
         """
         kind = type(value)
         if kind in _SCALARS:
@@ -216,7 +211,7 @@ class _Writer:
         if kind in _MAPPINGS:
             return {_MAPPINGS[kind]: self._pairs(value, path, depth)}
         if kind is OrderedDict:
-            # The versions of a module's parts, which load_state_dict goes by.
+            # The versions of a module's parts, which load_state_dict uses.
             metadata = self.node(vars(value).get("_metadata"), f"{path}._metadata", depth + 1)
             return {"ordered dict": [self._pairs(value, path, depth), metadata]}
         if kind in _NAMESPACES:
@@ -268,8 +263,8 @@ class _Writer:
                 f"{path}: a NumPy {form} of dtype {value.dtype} cannot be sent{advice}; only booleans, numbers, times, "
                 "and texts of a fixed length can"
             )
-        place = self._attach(value.tobytes())
-        return {"number": [place, dtype]} if isinstance(value, np.generic) else {"array": [place, dtype, value.shape]}
+        index = self._attach(value.tobytes())
+        return {"number": [index, dtype]} if isinstance(value, np.generic) else {"array": [index, dtype, value.shape]}
 
     @staticmethod
     def _member(value: enum.Enum, path: str) -> object:
@@ -284,7 +279,7 @@ class _Writer:
 
 
 def _hint(value: Any) -> str:
-    """What to do about a value that cannot be sent."""
+    """Say what to send instead of a value that cannot be sent."""
     if is_dataclass(value) and not isinstance(value, type):
         return "send dataclasses.asdict(...) of it"
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -296,7 +291,7 @@ def _hint(value: Any) -> str:
 
 
 def _member_of(module: str, qualname: str, name: str) -> enum.Enum | None:
-    """The member of an enumeration of this process. Nothing is imported, and no code of the module runs."""
+    """Return a member of an enumeration of this process. Nothing is imported, and no code of the module runs."""
     scope: object = sys.modules.get(module)
     for part in qualname.split("."):
         if isinstance(scope, types.ModuleType):
@@ -326,12 +321,11 @@ def _parsed(document: str) -> dict[str, Any]:
 
 
 def _announced(document: dict[str, Any]) -> list[tuple[torch.dtype, list[int]]]:
-    """Dtypes and shapes of a document's tensors."""
+    """Return the dtypes and shapes of a document's tensors."""
     try:
-        announced = [(_DTYPES[dtype], _checked_shape(shape)) for dtype, shape in document["tensors"]]
+        return [(_DTYPES[dtype], _checked_shape(shape)) for dtype, shape in document["tensors"]]
     except _MALFORMED as cause:
         raise ProtocolError(f"tensors that no correct peer sends: {str(document['tensors'])[:80]!r}") from cause
-    return announced
 
 
 def _empty(announced: Iterable[tuple[torch.dtype, list[int]]]) -> list[torch.Tensor]:
@@ -359,13 +353,13 @@ def _decode(document: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
 
 @final
 class _Reader:
-    """Makes a value of the nodes of one document. Raises one of ``_MALFORMED`` for what ``_Writer`` does not make."""
+    """Makes a value of the nodes of one document. Raises one of ``_MALFORMED`` for other nodes than ``_Writer``'s."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
 
     def value(self, node: Any, depth: int) -> Any:
-        """The value of a node that is within ``depth`` others."""
+        """Return the value of a node that is nested ``depth`` levels deep."""
         if isinstance(node, _SCALARS):
             return node
         if depth > _DEPTH_MAX:
@@ -390,8 +384,8 @@ class _Reader:
             case "array":
                 return self._array(*content)
             case "number":
-                place, dtype = content
-                return self._array(place, dtype, [])[()]
+                index, dtype = content
+                return self._array(index, dtype, [])[()]
             case "enum":
                 return _found_member(*content)
         return _WORD_KINDS[kind](content)
@@ -399,15 +393,15 @@ class _Reader:
     def _pairs(self, pairs: Any, depth: int) -> dict[Any, Any]:
         return {self.value(key, depth + 1): self.value(item, depth + 1) for key, item in _listed(pairs)}
 
-    def _attached(self, place: Any) -> torch.Tensor:
-        if type(place) is not int or place < 0:
-            raise ValueError(place)
-        return self._tensors[place]
+    def _attached(self, index: Any) -> torch.Tensor:
+        if type(index) is not int or index < 0:
+            raise ValueError(index)
+        return self._tensors[index]
 
-    def _array(self, place: Any, dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
+    def _array(self, index: Any, dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
         if _ARRAY_DTYPE.fullmatch(dtype) is None:
             raise ValueError(dtype)
-        data = self._attached(place)
+        data = self._attached(index)
         if data.dtype is not torch.uint8:
             raise ValueError(data.dtype)
         flat = data.view(-1).numpy().view(np.dtype(dtype))
@@ -453,7 +447,7 @@ def _with_attributes(namespace: Any, attributes: dict[Any, Any]) -> Any:
 
 
 def _wall_clock(value: datetime.datetime | datetime.time) -> str:
-    """As ISO 8601 writes it, where that says everything: the names of time zones are lost in it."""
+    """Write a time by ISO 8601, which loses the names of time zones: such times are refused."""
     if value.tzinfo is not None and type(value.tzinfo) is not datetime.timezone:
         raise ConfigurationError(
             f"the time zone {value.tzinfo} of {value} cannot be sent: convert it with astimezone(datetime.timezone.utc)"
@@ -461,29 +455,21 @@ def _wall_clock(value: datetime.datetime | datetime.time) -> str:
     return value.isoformat()
 
 
-def _seconds(value: datetime.timedelta) -> list[int]:
-    return [value.days, value.seconds, value.microseconds]
-
-
-def _parts(value: complex) -> list[float]:
-    return [value.real, value.imag]
-
-
 def _complex(parts: Any) -> complex:
     real, imaginary = parts
     return complex(float(real), float(imaginary))
 
 
-#: Types, the kind of their nodes, and what is written.
+#: Types, the kind of their nodes, and the function that writes them.
 _WORDS: Final[tuple[tuple[tuple[type, ...], str, Callable[[Any], object]], ...]] = (
-    ((complex,), "complex", _parts),
+    ((complex,), "complex", lambda value: [value.real, value.imag]),
     ((pathlib.PosixPath, pathlib.WindowsPath), "path", str),
     ((pathlib.PurePosixPath,), "posix path", str),
     ((pathlib.PureWindowsPath,), "windows path", str),
     ((datetime.datetime,), "datetime", _wall_clock),
     ((datetime.date,), "date", datetime.date.isoformat),
     ((datetime.time,), "time", _wall_clock),
-    ((datetime.timedelta,), "timedelta", _seconds),
+    ((datetime.timedelta,), "timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
     ((torch.device,), "device", str),
     ((torch.dtype,), "dtype", _dtype_name),
 )

@@ -1,4 +1,4 @@
-"""The engine in a native library's place: groups of operations, and ranks that join, where there is no library."""
+"""The engine in the role of a native library, for coordinators of groups that have no library."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ class _EngineWork:
     """``NativeWork`` of an operation of the engine."""
 
     def __init__(self, work: Work) -> None:
-        """Watch an operation."""
         self.done = work.done
         self._work = work
 
     def wait(self, timeout_s: float) -> bool:
-        """Move messages until it is done."""
         try:
             self._work.wait(max(timeout_s, 1e-3))
         except DeadlineExceededError:
@@ -42,7 +40,7 @@ class EngineCollectives:
     """``NativeCollectives`` by the engine. CPU tensors; every reduction of the engine."""
 
     def __init__(self, operations: Operations) -> None:
-        """Use the operations of a group that nobody else uses: they have no names, so their order counts."""
+        """Use the operations of a group of its own: they have no names, so ranks match them by their order."""
         self._operations = operations.apart()  # the coordinator has claimed the memory of the tensors
         self._backend = EngineBackend(self._operations)
         self.world_size, self.device = operations.world_size, torch.device("cpu")

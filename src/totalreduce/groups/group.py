@@ -1,4 +1,4 @@
-"""A group of ranks: the object everything else is written against."""
+"""The group of ranks that users and all higher floors call."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _log = logging.getLogger(__name__)
 @final
 @never_compiled
 class Group(Collectives):
-    """All ranks of a job, joined by one engine. Made by ``totalreduce.init``; usable from any thread.
+    """All ranks of a job, or some of them. Made by ``totalreduce.init``; any thread may call it.
 
-    Operations may be submitted in any order on different ranks. Names are unique among operations in flight.
-    Several groups can live in one process. Attributes as for ``Collectives``.
+    Each rank submits operations in any order. Names are unique among operations in flight. A process may have several
+    groups. Attributes as for ``Collectives``.
     """
 
     def __init__(self, runner: Runner, name: str = "", *, operations: Operations | None = None) -> None:
-        """Wrap a running engine; ``operations``: of a part of its ranks, for ``subgroup``."""
+        """Make the group of all ranks of an engine, or with ``operations`` the group of some ranks."""
         super().__init__(Operations(runner, name) if operations is None else operations)
         self._runner = runner
         self._control: Group | None = None
@@ -52,7 +52,7 @@ class Group(Collectives):
         self._quiesce: list[Callable[[], None]] = []
         self._at_close: list[Callable[[], None]] = []
         if operations is None:
-            # The interpreter's exit closes the group, so that a finished rank is not taken for a dead one.
+            # The exit of the interpreter closes the group, so that other ranks do not take this rank for lost.
             self._finalizer = weakref.finalize(self.operations, _close, runner, self._at_close)
 
     def __repr__(self) -> str:
@@ -69,13 +69,13 @@ class Group(Collectives):
         self.close(reason=_reason(error))
 
     def barrier(self, *, timeout_s: float | None = None) -> Work:
-        """Return when every rank has called it; deferred work (see ``on_quiesce``) is flushed first.
+        """Call the callbacks of ``on_quiesce``; return when every rank has called ``barrier``.
 
-        Called again after a ``DeadlineExceededError`` it goes on waiting for the same barrier.
+        A call after a ``DeadlineExceededError`` waits for the same barrier.
 
         Raises:
-            DeadlineExceededError: Some rank did not come in time; the message names it.
-            PeerLost: A rank is gone.
+            DeadlineExceededError: A rank is late; the message names it.
+            PeerLost: A rank is lost.
         """
         self._flush()
         return self.operations.barrier(timeout_s)
@@ -83,40 +83,40 @@ class Group(Collectives):
     # ------------------------------------------------------------------------------------------------------- objects
 
     def broadcast_object(self, value: Any, *, root: int = 0) -> Any:
-        """The root's value on every rank. ``docs/collectives.md`` lists the types of values; nothing is ever pickled.
+        """Return the root's value on every rank. ``docs/collectives.md`` lists the types; nothing is ever pickled.
 
         Raises:
-            ConfigurationError: The value cannot be sent; on every rank. So do the other object collectives, on every
-                rank that would get the value.
+            ConfigurationError: The value cannot be sent. All object collectives raise this error, on every rank that
+                would get the value.
         """
         return objects.broadcast_object(self.control, value, root=self._root(root))
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, on every rank."""
+        """Return the values of all ranks, by rank."""
         return objects.allgather_object(self.control, value)
 
     def gather_object(self, value: Any, *, root: int = 0) -> list[Any] | None:
-        """Every rank's value, by rank, on the root; ``None`` elsewhere."""
+        """Return the values of all ranks, by rank, on the root, and ``None`` on the other ranks."""
         return objects.gather_object(self.control, value, root=self._root(root))
 
     def scatter_object(self, values: Sequence[Any] | None, *, root: int = 0) -> Any:
-        """This rank's one of the root's ``values`` (one per rank; ``None`` elsewhere)."""
+        """Return this rank's value out of the root's ``values``, one per rank. The other ranks pass ``None``."""
         return objects.scatter_object(self.control, values, root=self._root(root))
 
     # ----------------------------------------------------------------------------------------------------- subgroups
 
     def subgroup(self, ranks: Sequence[int], *, name: str | None = None) -> Group:
-        """A group of some ranks of this one, over the same engine, connections and threads. Not collective.
+        """Make a group of some ranks of this one, with the same engine, connections and threads.
 
-        Every member calls it, with the same ranks in the same order. Ranks of the subgroup count from 0, in the order
-        given. The loss of a rank ends all groups of a job.
+        All members call it, with the same ranks in the same order; other ranks need not. Ranks of the subgroup count
+        from 0, in the order given. The loss of a rank ends all groups of a job.
 
         Args:
-            ranks: Ranks of this group, this one among them.
-            name: Tells subgroups of the same ranks apart; by default they are told apart by the order of the calls.
+            ranks: Ranks of this group, this rank among them.
+            name: Distinguishes subgroups of the same ranks; by default the order of the calls does.
 
         Raises:
-            ConfigurationError: Not ranks of this group, or this rank is not among them.
+            ConfigurationError: These are not ranks of this group, or this rank is not among them.
         """
         group = Group(self._runner, operations=self.operations.subgroup(ranks, name))
         if self.coordinator is not None:
@@ -127,19 +127,19 @@ class Group(Collectives):
 
     @property
     def control(self) -> Group:
-        """The same ranks by messages alone, for operations that must not depend on a native library.
+        """The same ranks by the engine, for operations that must not depend on a native library.
 
-        The library's own operations are done through it; their names never meet those of users.
+        totalreduce itself uses it; its names are separate from those of users.
         """
         if self._control is None:
             self._control = Group(self._runner, operations=self.operations.within("control"))
         return self._control
 
     def keep_order(self) -> None:
-        """Have operations wait for those in flight that use the same memory, instead of raising an error.
+        """Have operations wait for those in flight that use the same memory, as torch.distributed promises.
 
-        torch.distributed promises this. A submission may block then, so it must not be made in a callback of
-        ``Work.on_done``. Subgroups that are made afterwards do the same.
+        Otherwise they raise an error. A submission may block then, so callbacks of ``Work.on_done`` must not submit
+        operations. Subgroups that are made afterwards do the same.
         """
         self.operations.waits_for_memory = True
 
@@ -151,7 +151,7 @@ class Group(Collectives):
         return self._backend.coordinator
 
     def use(self, natives: NativeCollectives, config: CoordinationConfig) -> Coordinator:
-        """Have a native library carry out its collectives, in an order on which the ranks agree. Collective.
+        """Have a native library carry out the collectives, in an order on which the ranks agree. Collective.
 
         Raises:
             PlanMismatchError: The ranks' settings differ; on every rank.
@@ -163,28 +163,28 @@ class Group(Collectives):
     def coordinate(
         self, natives: NativeCollectives | None = None, config: CoordinationConfig | None = None
     ) -> Coordinator:
-        """A coordinator of this group, beside its own collectives: groups of operations, joining ranks. Collective.
+        """Make a coordinator of this group beside the group's own collectives. Collective.
 
         Args:
             natives: The library that carries operations out; by default the engine.
-            config: Its settings; equal on all ranks.
+            config: The settings; equal on all ranks.
 
         Raises:
             PlanMismatchError: The ranks' settings differ; on every rank.
         """
         self._coordinators += 1
         config = config or CoordinationConfig()
-        if natives is None:  # a subgroup, so that no other unnamed operation meets those of the coordinator
+        if natives is None:  # in a subgroup, the coordinator's unnamed operations are separate from others
             members, name = range(self.world_size), f"coordinated {self._coordinators}"
             natives = EngineCollectives(self.operations.within("control").subgroup(members, name))
         self.agree("coordination", config.shared())
         return Coordinator(self.operations, natives, config, scope=f"{self.operations.scope}#{self._coordinators}")
 
     def planned(self, names: Sequence[str]) -> PlannedReductions:
-        """Reductions that come again in every round, without any metadata. Collective where a library needs one order.
+        """Return a stream of reductions that come again in every round. Collective with a native library.
 
         Args:
-            names: Of the operations, in the order in which they are expected; equal on all ranks.
+            names: The names of the operations, equal on all ranks. A native library starts them in this order.
         """
         return self._backend.planned(names)
 
@@ -199,12 +199,19 @@ class Group(Collectives):
         on_missing: Literal["zero", "error"] = "zero",
         settings: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """Agree on a list of tensors that every step will reduce. Collective.
+        """Agree on a list of tensors that every step reduces. Collective.
 
-        In a step each rank may submit them in its own order, and leave some out (see ``Plan``).
+        In a step each rank submits the tensors in any order, and may leave some out.
+
+        Args:
+            name: The name of the plan, equal on all ranks, like the other arguments.
+            specs: The tensors.
+            op: ``SUM`` or ``AVG``.
+            on_missing: A tensor that a rank leaves out counts as ``"zero"``, or is an ``"error"`` on all ranks.
+            settings: Further values that are compared between the ranks.
 
         Raises:
-            PlanMismatchError: On every rank, with the differences, if the ranks disagree.
+            PlanMismatchError: The ranks disagree. All ranks raise this error, with the differences.
         """
         return Plan(self.control, self._backend, name, specs, op=op, on_missing=on_missing, settings=settings)
 
@@ -212,7 +219,7 @@ class Group(Collectives):
         """Return if all ranks pass an equal JSON document. Collective.
 
         Raises:
-            PlanMismatchError: On every rank, with readable differences.
+            PlanMismatchError: The documents differ. All ranks raise this error, with the differences.
         """
         agreement.agree(self.control, name, document)
 
@@ -220,41 +227,41 @@ class Group(Collectives):
 
     @property
     def observers(self) -> list[Observer]:
-        """The observers of the engine, which get its events; append to the list to observe."""
+        """The observers, which get the events of the engine. Append to the list to observe."""
         return self._runner.engine.observers
 
     @property
     def timeout_s(self) -> float:
-        """Patience, in seconds, of waits that name none."""
+        """Time-out in seconds of waits that name none."""
         return self._runner.engine.config.timeout_s
 
     @property
     def shares_memory(self) -> bool:
-        """Whether ``empty`` makes tensors that other ranks read where they lie."""
+        """Whether ``empty`` makes tensors that other ranks read in place."""
         return (
             not self.operations.closed and self._runner.home.is_here and self._runner.transport.allocate(1) is not None
         )
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Make a tensor that the other ranks of this host read where it lies, so that nothing is staged in between.
+        """Make a tensor on the CPU that the other ranks of this host read in place, so that messages are not copied.
 
-        It is a CPU tensor like any other, and its elements are not initialised. An operation on it is done when the
-        other ranks have read their parts of it. A child process shares the memory, as after
-        ``torch.Tensor.share_memory_``. Where ranks share no memory, or there is not enough, it is in usual memory.
+        Its elements are not initialised. An operation on it is done when the other ranks have read their parts. A child
+        process shares the memory, as after ``torch.Tensor.share_memory_``. If ranks share no memory, or there is not
+        enough, the tensor is in usual memory.
 
         Raises:
-            GroupClosed: This rank closed the group.
+            GroupClosed: This rank has closed the group.
         """
         return self.operations.empty(*shape, dtype=dtype)
 
     def statistics(self) -> Statistics:
-        """Numbers since the group was made."""
+        """Return numbers of operations and messages since the group was made."""
         return snapshot(self._runner)
 
     # -------------------------------------------------------------------------------------------------------- ending
 
     def on_quiesce(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have ``callback`` called before a barrier and before the end; returns a function that undoes this."""
+        """Have ``callback`` called before a barrier and before the end; return a function that undoes this."""
         self._quiesce.append(callback)
 
         def remove() -> None:
@@ -268,14 +275,14 @@ class Group(Collectives):
         self._at_close.append(callback)
 
     def close(self, timeout_s: float = 5.0, *, reason: str = "") -> None:
-        """Flush deferred work, tell the peers, end threads and connections; harmless when called twice.
+        """Call the callbacks of ``on_quiesce``, inform the other ranks, and end threads and connections.
 
-        Pending operations fail with ``GroupClosed``; the others' error says the ``reason``, if there is one. Not
-        collective: the others notice when they need this rank. A subgroup only stops taking operations: threads and
-        connections are the whole group's. In a forked child this does nothing: the group is the parent's.
+        Pending operations fail with ``GroupClosed``. This is not collective: the other ranks get an error with the
+        ``reason`` when they need this rank. Closing a subgroup ends no threads and connections, which belong to the
+        group of all ranks. A second call does nothing, and neither does a call in a forked child process.
 
-        Every callback of ``on_quiesce`` and ``at_close`` is called, whether or not an earlier one raised. The first
-        exception is raised when all of this is done; further ones are logged.
+        All callbacks of ``on_quiesce`` and ``at_close`` are called, also after an exception. Then the first exception
+        is raised; the others are logged.
         """
         if self.operations.closed or not self._runner.home.is_here:
             return
@@ -302,9 +309,9 @@ def _reason(error: BaseException | None) -> str:
 def _close(
     runner: Runner, at_close: list[Callable[[], None]], timeout_s: float = 5.0, reason: str | None = None
 ) -> None:
-    if not runner.home.is_here:  # the interpreter of a forked child ends: the group and its callbacks are the parent's
+    if not runner.home.is_here:  # a forked child process ends: the group and its callbacks belong to the parent
         return
-    if reason is None and not hasattr(sys, "ps1"):  # the interpreter ends: of an exception that was not caught?
+    if reason is None and not hasattr(sys, "ps1"):  # the interpreter ends, perhaps by an exception
         reason = _reason(getattr(sys, "last_value", None))
     final_reason = reason or ""
     callbacks = list(at_close)
@@ -313,7 +320,7 @@ def _close(
 
 
 def _call_all(steps: Sequence[Callable[[], None]]) -> None:
-    """Call all of them in order; raise the first exception afterwards, and log the others."""
+    """Call all steps in order; then raise the first exception, and log the others."""
     first: BaseException | None = None
     for step in steps:
         try:

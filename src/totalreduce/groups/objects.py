@@ -1,7 +1,7 @@
-"""Object collectives: values of plain types in a bounded encoding (see ``encoding``). Nothing is ever unpickled.
+"""Object collectives: they block, and send values of plain types in a bounded encoding (see ``encoding.py``).
 
-Lengths go first, so that no rank takes memory for more than was announced and is allowed. They block. A value that
-cannot be sent fails the operation on every rank that would get it: its place is taken by the reason.
+Lengths travel first, so that no rank takes more memory than was announced and is allowed. If a value cannot be sent,
+the reason is sent instead, and the operation fails on every rank that would get the value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["allgather_object", "broadcast_object", "gather_object", "scatter_obj
 
 
 def broadcast_object(group: Collectives, value: Any, *, root: int) -> Any:
-    """The root's value on every rank."""
+    """Return the root's value on every rank."""
     refusal = None
     if group.rank == root:
         packed, refusal = _packed(group, value)
@@ -36,7 +36,7 @@ def broadcast_object(group: Collectives, value: Any, *, root: int) -> Any:
 
 
 def allgather_object(group: Collectives, value: Any) -> list[Any]:
-    """Every rank's value on every rank."""
+    """Return the values of all ranks on every rank."""
     packed, _ = _packed(group, value)
     lengths = torch.empty(group.world_size, dtype=torch.int64)
     group.allgather(lengths, torch.tensor([packed.numel()])).wait()
@@ -46,7 +46,7 @@ def allgather_object(group: Collectives, value: Any) -> list[Any]:
 
 
 def gather_object(group: Collectives, value: Any, *, root: int) -> list[Any] | None:
-    """Every rank's value on the root."""
+    """Return the values of all ranks on the root."""
     is_root = group.rank == root
     packed, refusal = _packed(group, value)
     lengths = torch.empty(group.world_size, dtype=torch.int64) if is_root else None
@@ -59,7 +59,7 @@ def gather_object(group: Collectives, value: Any, *, root: int) -> list[Any] | N
 
 
 def scatter_object(group: Collectives, values: Sequence[Any] | None, *, root: int) -> Any:
-    """This rank's one of the root's values."""
+    """Return this rank's value out of the root's values."""
     parts = lengths = refusal = None
     if group.rank == root:
         parts, refusal = _all_packed(group, values)
@@ -74,7 +74,7 @@ def scatter_object(group: Collectives, values: Sequence[Any] | None, *, root: in
 
 
 def _packed(group: Collectives, value: Any) -> tuple[torch.Tensor, ConfigurationError | None]:
-    """The packed value; or the packed reason of a refusal, and the error that this rank raises after sending it."""
+    """Return the packed value; or the packed reason of a refusal, and the error that this rank raises afterwards."""
     try:
         return pack(value), None
     except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""The operations that the engine carries out for one group: their scope, their memory, and submitting them."""
+"""Submits the operations of one group to the engine, with the scope of their names and the memory in flight."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from totalreduce.tensors.work import Work
 
 __all__ = ["Operations"]
 
-#: So many threads of one rank may wait in barriers at the same time.
+#: The number of threads of one rank that may wait in barriers at the same time.
 _BARRIER_NAMES = 64
 #: Scopes of names that the library gives. Scopes of subgroups begin with a quote or a digit, users' names with "n:".
 _BARRIERS, _MESSAGES = "barrier/", "message/"
@@ -33,23 +33,23 @@ _BARRIERS, _MESSAGES = "barrier/", "message/"
 @final
 @never_compiled
 class Operations:
-    """Submits operations of one group to the engine. Any thread.
+    """Submits operations of one group to the engine. Any thread may call it.
 
     Args:
         runner: The engine of this rank.
-        name: The group's name, for messages.
-        ranks: The members' numbers in the whole job; by default all ranks.
+        name: The name of the group, for messages.
+        ranks: The members' numbers in the job; by default all ranks.
         scope: Prefix of the operations' names, different for each group of a job; empty for the group of all ranks.
-        parent: The operations that these were derived from. The reference keeps the group of all ranks open, which
+        parent: The operations from which these were derived. The reference keeps the group of all ranks open, which
             closes when nothing refers to its operations any more.
-        memory: The memory that operations in flight use, of this group and of those that share the record with it.
+        memory: The record of memory in flight, which groups may share.
 
     Attributes:
-        rank: This process's index in the group, from 0.
+        rank: Index of this process in the group, from 0.
         world_size: Number of ranks of the group.
         waits_for_memory: Whether an operation waits for those in flight that use the same memory, instead of raising
             an error. Subgroups that are made afterwards do the same.
-        closed: Whether the group takes operations no more.
+        closed: Whether the group takes no more operations.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class Operations:
         parent: Operations | None = None,
         memory: MemoryInFlight | None = None,
     ) -> None:
-        """See the class."""
         self.runner, self.name, self.scope, self.parent = runner, name, scope, parent
         self.ranks = runner.engine.members.everybody if ranks is None else ranks
         self.rank, self.world_size = self.ranks.index(runner.engine.rank), len(self.ranks)
@@ -87,12 +86,12 @@ class Operations:
 
         Args:
             operation: The operation, made by ``groups.checked``.
-            name: Its name; ``None``: the engine numbers it.
-            priority: Smaller is more urgent.
+            name: The name of the operation; ``None``: the engine numbers it.
+            priority: Operations with a smaller number are more urgent.
             timeout_s: Deadline in seconds of a ``wait`` that names none.
-            ranks: The ranks of the job that take part, if not all of this group do.
-            scope: Sets names of the library apart from those of users.
-            repeats: The name may be in flight several times.
+            ranks: The ranks of the job that take part; by default all ranks of the group.
+            scope: A further prefix of the name, for names that totalreduce itself gives.
+            repeats: Whether several operations of this name may be in flight.
         """
         self._check_open()
         patience_s, priority = self.patience(timeout_s), checks.priority(priority)
@@ -139,10 +138,10 @@ class Operations:
 
     def barrier(self, timeout_s: float | None) -> Work:
         """Return when every rank has called it (see ``Group.barrier``)."""
-        # A barrier that ran out of time is still pending: the next call waits for it, not for one more.
+        # A barrier that has exceeded its deadline is still pending: the next call waits for it, not for another one.
         work, self._late_barrier = self._late_barrier, None
         if work is None:
-            # A few names in turn: the engine never forgets a name, and a job may have any number of barriers.
+            # The barriers of a job share a few names, because the engine never forgets a name.
             name = f"barrier#{next(self._barriers) % _BARRIER_NAMES}"
             work = self.submit(checked.barrier(), name, -1, timeout_s, scope=_BARRIERS)
         try:
@@ -168,7 +167,7 @@ class Operations:
         return lambda: memory.release(operands)
 
     def patience(self, timeout_s: float | None) -> float:
-        """The time-out in force, in seconds: ``timeout_s``, or the group's where it is ``None``."""
+        """Return the time-out in seconds: ``timeout_s``, or that of the group if it is ``None``."""
         return self.runner.engine.config.timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -185,7 +184,7 @@ class Operations:
     # ----------------------------------------------------------------------------------------------- other operations
 
     def subgroup(self, ranks: Sequence[int], name: str | None) -> Operations:
-        """The operations of some ranks of the group (see ``Group.subgroup``)."""
+        """Return operations of some ranks of the group (see ``Group.subgroup``)."""
         members = checks.ranks_in(ranks, self.world_size)
         if name is not None:
             checks.operation_name(name)
@@ -200,7 +199,7 @@ class Operations:
         return self._derived(shown, tuple(self.ranks[rank] for rank in members), scope, self._memory)
 
     def within(self, purpose: str) -> Operations:
-        """Operations of the same ranks for the library itself, whose names never meet those of users."""
+        """Return operations of the same ranks for totalreduce itself, with names separate from those of users."""
         inner = self._inner.get(purpose)
         if inner is None:
             scope = f"{self.scope}{purpose}/"
@@ -208,11 +207,11 @@ class Operations:
         return inner
 
     def apart(self) -> Operations:
-        """The same operations, with a memory record of their own: their callers have claimed the memory already."""
+        """Return the same operations with another record of memory, for callers that have claimed the memory."""
         return self._derived(self.name, self.ranks, self.scope, MemoryInFlight())
 
     def close(self) -> None:
-        """Take no more operations. For the group of all ranks the engine refuses them itself, once it is closed."""
+        """Take no more operations. For the group of all ranks the engine refuses them, once it is closed."""
         self.closed = True
         if self.parent is not None:
             for inner in self._inner.values():

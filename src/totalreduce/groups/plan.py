@@ -32,7 +32,7 @@ __all__ = ["Plan", "Step", "TensorSpec"]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One planned tensor: name, shape and dtype, equal on all ranks; ``priority`` may differ."""
+    """A tensor of a plan. Name, shape and dtype are equal on all ranks; ``priority`` may differ."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,19 @@ class TensorSpec:
 @final
 @never_compiled
 class Plan:
-    """Made by ``Group.plan``."""
+    """A plan, made by ``Group.plan``, which documents the arguments.
+
+    Attributes:
+        control: The group by which the ranks agree.
+        name: The name of the plan.
+        op: The reduction: a sum or an average.
+        on_missing: The policy for tensors that a rank leaves out.
+        device: The device of the zeros for these tensors, in a step in which the rank submits none.
+        specs: The tensors, by name.
+        num_steps: The number of steps that were begun.
+        stream: Carries the reductions out.
+        indices: The index of each tensor in the plan.
+    """
 
     def __init__(
         self,
@@ -56,7 +68,6 @@ class Plan:
         on_missing: Literal["zero", "error"],
         settings: Mapping[str, Any] | None,
     ) -> None:
-        """Agree with the other ranks by ``control``, and reduce by ``backend``; collective."""
         if on_missing not in ("zero", "error"):
             raise ConfigurationError(f"on_missing is 'zero' or 'error', not {on_missing!r}")
         if op not in (ReduceOp.SUM, ReduceOp.AVG):
@@ -76,10 +87,10 @@ class Plan:
         }
         agree(control, f"plan {name}", document)
         self.stream = backend.planned([f"{name}/{spec.name}" for spec in specs])
-        self.places = {spec.name: place for place, spec in enumerate(specs)}
+        self.indices = {spec.name: index for index, spec in enumerate(specs)}
 
     def step(self) -> Step:
-        """Begin the next step; use it as a context manager. The one before has been left."""
+        """Begin the next step, and return it for use as a context manager. The last step has ended."""
         self.num_steps += 1
         self.stream.begin()
         return Step(self, self.num_steps - 1)
@@ -88,10 +99,9 @@ class Plan:
 @final
 @never_compiled
 class Step:
-    """One step of a plan: submit tensors in any order; leaving the step waits for the results."""
+    """One step of a plan, made by ``Plan.step``. The end of the ``with`` statement waits for the results."""
 
     def __init__(self, plan: Plan, number: int) -> None:
-        """Made by ``Plan.step``."""
         self._plan, self.number = plan, number
         self._works: dict[str, Work] = {}
         self._results: dict[str, torch.Tensor] = {}
@@ -106,10 +116,10 @@ class Step:
             self.finish()
 
     def submit(self, name: str, tensor: torch.Tensor) -> Work:
-        """Reduce a planned tensor, in place; returns at once.
+        """Reduce a tensor of the plan, in place; return at once.
 
         Raises:
-            ConfigurationError: Not in the plan, not as planned, or already submitted in this step.
+            ConfigurationError: The plan has no such tensor or plans another shape or type; or this step has it already.
         """
         spec = self._plan.specs.get(name)
         if spec is None:
@@ -123,10 +133,10 @@ class Step:
         return self._start(spec, tensor)
 
     def finish(self, timeout_s: float | None = None) -> dict[str, torch.Tensor]:
-        """Contribute zeros for the tensors that this rank leaves out, wait for all results, and return them by name.
+        """Submit zeros for the tensors that this rank leaves out, wait for all results, and return them by name.
 
         Raises:
-            MissingTensorError: Some rank left a tensor out and the policy is ``"error"``; on every rank.
+            MissingTensorError: A rank left a tensor out and the policy is ``"error"``. All ranks raise this error.
         """
         plan = self._plan
         present = torch.zeros(plan.control.world_size, len(plan.specs), dtype=torch.uint8)
@@ -146,14 +156,12 @@ class Step:
         return self._results
 
     def _device(self) -> torch.device:
-        """Where this rank's tensors are: that of a tensor of this step, or where the native library works."""
-        for tensor in self._results.values():
-            return tensor.device
-        return self._plan.device
+        """Return the device of the zeros: that of the other tensors of this step."""
+        return next((tensor.device for tensor in self._results.values()), self._plan.device)
 
     def _start(self, spec: TensorSpec, tensor: torch.Tensor) -> Work:
         plan = self._plan
-        work = plan.stream.submit(plan.places[spec.name], tensor, op=plan.op, priority=spec.priority)
+        work = plan.stream.submit(plan.indices[spec.name], tensor, op=plan.op, priority=spec.priority)
         self._works[spec.name], self._results[spec.name] = work, tensor
         return work
 

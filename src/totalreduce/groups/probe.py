@@ -1,19 +1,19 @@
-"""What messages cost in this group: a short measurement at start, so that the selector decides by facts.
+"""Measures the links of a group at start, so that the selector chooses schedules by measured costs. Collective.
 
-Collective. Three things are measured, by all ranks at the same time, because that is how collectives use links:
+All ranks measure at the same time, because collectives use links so:
 
-* the latency between neighbours inside a host and between neighbouring hosts: the first piece of a chain runs to the
-  neighbour and its consent runs back;
-* the bandwidth of one host's link: the first rank of every host streams to the next host's, all at once;
-* the bandwidth inside a host: every rank streams to the next one of its host.
+* the latency between neighbours inside a host and between neighbouring hosts: a message travels to the neighbour and
+  back;
+* the bandwidth of each host's link: the first rank of every host streams to the first rank of the next host;
+* the bandwidth inside a host: every rank streams to the next rank of its host.
 
-Streams grow fourfold until one takes long enough, which is repeated; it is compared with the one before, so that
-neither the latency nor a token bucket's burst (256 KiB, say, that pass at once) counts as bandwidth. Between hosts in
-different cities that ends early.
+Each stream is four times as long as the one before, until one takes long enough, which is repeated. It is compared with
+the one before, so that neither the latency nor the burst of a token bucket (for example 256 KiB that pass at once)
+counts as bandwidth. Between hosts in different cities the first streams take long enough.
 
-All ranks then know what every rank has measured, because one allreduce tells them, and compute the same ``LinkModel``
-from it: a disagreement is impossible. The slowest rank counts. The model's numbers are rounded (``rounded``), so that
-two runs on the same network mostly choose the same schedules and get the same bits; a stored file makes that certain.
+One allreduce gives all measurements to all ranks, which compute the same ``LinkModel``. The slowest rank counts. The
+numbers are rounded (``rounded``), so that two runs on one network mostly choose the same schedules and get the same
+bits; a stored file makes that certain.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ __all__ = [
     "write_links",
 ]
 
-#: ``auto`` measures where the job spans several hosts, ``measure`` always, ``off`` never; or the numbers themselves.
+#: ``auto`` measures if the job has several hosts, ``measure`` always, ``off`` never; or the numbers themselves.
 LinkPolicy = Literal["auto", "measure", "off"] | LinkModel
 
 _WORDS = ("auto", "measure", "off")
 _FILE_BYTES_MAX = 64 * 1024
 
-#: Round trips of the latency: one that makes the connection, then as many as fit into the time, within these bounds.
+#: Round trips that measure the latency: one that makes the connection, then as many as fit into the time and the
+#: bounds.
 _ROUND_TRIPS_MIN = 2
 _ROUND_TRIPS_MAX = 15
 _LATENCY_S = 0.003
@@ -66,13 +67,13 @@ _LATENCY_S = 0.003
 
 @dataclass(frozen=True, slots=True)
 class _Streams:
-    """How bandwidth is measured.
+    """The streams that measure a bandwidth.
 
     Attributes:
-        bytes_min: The first stream.
-        bytes_max: The longest one. Streams grow fourfold.
-        enough_s: One that takes as long, and is not the first, counts.
-        repeat_s: It is repeated unless that takes longer: what disturbs a stream makes it longer, never shorter.
+        bytes_min: Length of the first stream.
+        bytes_max: Length of the longest stream.
+        enough_s: A stream that takes so long, and is not the first, gives the bandwidth.
+        repeat_s: It is repeated for so long: disturbances make a stream longer, never shorter.
     """
 
     bytes_min: int
@@ -81,34 +82,34 @@ class _Streams:
     repeat_s: float
 
 
-#: At 1 Gbit/s 1 MiB counts, four times a usual burst.
+#: At 1 Gbit/s the stream of 1 MiB gives the bandwidth, which is four times a usual burst.
 _BETWEEN_HOSTS = _Streams(64 * 1024, 16 << 20, 0.005, 0.1)
-#: Shorter ones measure how long it takes to wake each other.
+#: Shorter streams would measure the time in which processes wake each other.
 _INSIDE_HOST = _Streams(512 * 1024, 2 << 20, 0.005, 0.02)
 _STREAM_GROWTH = 4
 _REPETITIONS = 3
-#: A stream this long may be the first one: the next would take more than a second.
+#: If the first stream takes so long, it gives the bandwidth: the next would take more than a second.
 _STREAM_LONG_S = 0.3
 
-#: Of a message where ranks of one host take turns on its cores. Measured with 4 ranks on 2: star wins up to 512 KiB.
+#: The latency if a host has more ranks than cores. Measured with 4 ranks on 2 cores: star wins up to 512 KiB.
 _CROWDED_LATENCY_S = 2e-4
 
-#: Grids of ``rounded``: what a message costs varies from run to run, what a link carries hardly does.
+#: Grids of ``rounded``: latencies vary from run to run, bandwidths hardly do.
 _LATENCY_UNIT_S, _LATENCY_FACTOR = 1e-5, 4.0
 _BANDWIDTH_UNIT, _BANDWIDTH_FACTOR = 1.25e8, 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What every rank has measured towards its neighbour; 0 where it had none. Equal on all ranks.
+    """The measurements of all ranks, by rank; 0 for a rank without such a neighbour. Equal on all ranks.
 
     Attributes:
-        hosts: Host of every rank.
-        latency_s: By rank: to the first rank of the next host, one way, for an empty message.
-        bytes_per_s: By rank: received from the first rank of the previous host, while all hosts stream.
-        local_latency_s: By rank: to the next rank of the host.
-        local_bytes_per_s: By rank: received from the previous rank of the host, while all ranks stream.
-        seconds: How long measuring took, on the slowest rank.
+        hosts: The host of each rank.
+        latency_s: Time of an empty message to the first rank of the next host, one way.
+        bytes_per_s: Bandwidth from the first rank of the previous host, while all hosts stream.
+        local_latency_s: Time of an empty message to the next rank of the host.
+        local_bytes_per_s: Bandwidth from the previous rank of the host, while all ranks stream.
+        seconds: Duration of the measurement on the slowest rank.
     """
 
     hosts: tuple[int, ...]
@@ -120,20 +121,13 @@ class Survey:
 
     @property
     def links(self) -> LinkModel:
-        """The slowest of each, not rounded; the default where there was nothing to measure."""
+        """The slowest of each, not rounded; the default if nothing was measured."""
         default = LinkModel()
-
-        def slowest_latency(found: Sequence[float], otherwise: float) -> float:
-            return max(found) or otherwise
-
-        def slowest_bandwidth(found: Sequence[float], otherwise: float) -> float:
-            return min((value for value in found if value), default=otherwise)
-
         return LinkModel(
-            latency_s=slowest_latency(self.latency_s, default.latency_s),
-            bytes_per_s=slowest_bandwidth(self.bytes_per_s, default.bytes_per_s),
-            local_latency_s=slowest_latency(self.local_latency_s, default.local_latency_s),
-            local_bytes_per_s=slowest_bandwidth(self.local_bytes_per_s, default.local_bytes_per_s),
+            latency_s=max(self.latency_s) or default.latency_s,
+            bytes_per_s=min(filter(None, self.bytes_per_s), default=default.bytes_per_s),
+            local_latency_s=max(self.local_latency_s) or default.local_latency_s,
+            local_bytes_per_s=min(filter(None, self.local_bytes_per_s), default=default.local_bytes_per_s),
             source="measured",
         )
 
@@ -142,10 +136,10 @@ class Survey:
 
 
 def resolve(wanted: LinkPolicy | str | Path | None, from_environment: str | None) -> LinkPolicy:
-    """What the argument, else ``TOTALREDUCE_LINKS``, asks for: a word, or the numbers in a file. Default ``auto``.
+    """Return the policy of the argument, else of ``TOTALREDUCE_LINKS``, else ``auto``. A path stands for its numbers.
 
     Raises:
-        ConfigurationError: The file cannot be read, or does not hold what ``write_links`` writes.
+        ConfigurationError: The file cannot be read, or ``write_links`` has not written it.
     """
     if wanted is None:
         wanted = from_environment or "auto"
@@ -158,15 +152,15 @@ def resolve(wanted: LinkPolicy | str | Path | None, from_environment: str | None
 
 
 def wire_setting(policy: LinkPolicy) -> str:
-    """The policy as a setting that must be equal on all ranks, for the comparison at rendezvous."""
+    """Return the policy as a setting, which is compared between the ranks at rendezvous."""
     return policy if isinstance(policy, str) else json.dumps(_numbers(policy), sort_keys=True)
 
 
 def read_links(path: Path) -> LinkModel:
-    """Read what ``write_links`` (``totalreduce doctor --store``) has written.
+    """Read a file that ``write_links`` (``totalreduce doctor --store``) has written.
 
     Raises:
-        ConfigurationError: It cannot be read, or does not hold four positive numbers.
+        ConfigurationError: The file cannot be read, or does not hold four positive numbers.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -208,10 +202,10 @@ def _numbers(links: LinkModel) -> dict[str, float]:
 
 
 def apply(group: Group, policy: LinkPolicy) -> None:
-    """Measure, or take the given numbers, and let the group's selector go by them. Collective; nothing in flight.
+    """Measure, or take the given numbers, and give them to the selector. Collective; no operation is in flight.
 
     Raises:
-        PeerLost: A rank is gone.
+        PeerLost: A rank is lost.
         DeadlineExceededError: A rank did not take part in time.
     """
     if isinstance(policy, LinkModel):
@@ -227,25 +221,23 @@ def apply(group: Group, policy: LinkPolicy) -> None:
 
 
 def selector_of(group: Group) -> Selector:
-    """Who chooses the group's schedules."""
+    """Return the selector, which chooses the schedules of a group."""
     return group._runner.engine.planner.selector
 
 
 def measure(group: Group) -> LinkModel:
-    """What messages cost in this group, equal on all ranks and not rounded. Collective; takes about 50 ms on a LAN.
+    """Measure the links, equal on all ranks and not rounded. Collective; takes about 50 ms on a LAN.
 
-    Raises:
-        PeerLost: A rank is gone.
-        DeadlineExceededError: A rank did not take part in time.
+    Raises as for ``apply``.
     """
     return survey(group).links
 
 
 def rounded(links: LinkModel) -> LinkModel:
-    """Latencies on a grid of powers of 4, bandwidths on one of powers of 2 times 1 Gbit/s.
+    """Round latencies to powers of 4 times 10 µs, and bandwidths to powers of 2 times 1 Gbit/s.
 
-    A choice that is off by these factors costs little; a choice that changes from run to run changes the order of
-    additions, and with it the last bits of a result.
+    Choosing by rounded numbers costs little. A choice that changes from run to run would change the order of additions,
+    and with it the last bits of a result.
     """
 
     def near(value: float, unit: float, factor: float) -> float:
@@ -261,11 +253,9 @@ def rounded(links: LinkModel) -> LinkModel:
 
 
 def survey(group: Group) -> Survey:
-    """Measure, and return what every rank has found, on every rank. Collective.
+    """Measure, and return the measurements of all ranks on every rank. Collective.
 
-    Raises:
-        PeerLost: A rank is gone.
-        DeadlineExceededError: A rank did not take part in time.
+    Raises as for ``apply``.
     """
     begin = time.monotonic()
     hosts = selector_of(group).hosts_of(group.ranks)
@@ -288,7 +278,7 @@ def survey(group: Group) -> Survey:
 
 
 def _latency(group: Group, line: Sequence[int]) -> float:
-    """Seconds from this rank to the next of a line (the last one has none); every second pair at a time."""
+    """Return the latency in seconds from this rank to the next one of a line. Every second pair measures at a time."""
     if group.rank not in line:
         return 0.0
     place = line.index(group.rank)
@@ -304,7 +294,7 @@ def _latency(group: Group, line: Sequence[int]) -> float:
 
 
 def _round_trips(pair: Group, *, leads: bool) -> float:
-    """One way, in seconds: a broadcast to the other one, whose consent comes back. The leader says when to stop."""
+    """Return the time of a message, half that of a broadcast to the other rank and back. The leader decides the end."""
     more = torch.ones(1, dtype=torch.uint8)
     took: list[float] = []
     begin = time.monotonic()
@@ -317,16 +307,16 @@ def _round_trips(pair: Group, *, leads: bool) -> float:
         took.append(time.monotonic() - now)
         if not more.item():
             break
-    # The first one made the connection; what disturbs one makes it longer, never shorter.
+    # The first round trip made the connection. Disturbances make a round trip longer, never shorter.
     return min(took[1:]) / 2
 
 
 def _bandwidth(group: Group, ring: Sequence[int], how: _Streams) -> float:
-    """Bytes per second that this rank receives from the previous one of a ring. All ranks of the group take part."""
+    """Return the bytes per second from the previous rank of a ring. All ranks of the group take part."""
     takes_part = group.rank in ring and len(ring) > 1
 
     def seconds_of(size: int) -> tuple[float, float]:
-        """On this rank, and on the slowest one."""
+        """Return the time of a stream on this rank, and on the slowest rank."""
         mine = _stream(group, ring, size) if takes_part else 0.0
         longest = torch.tensor([mine], dtype=torch.float64)
         group.allreduce(longest, name="probe.longest", op=ReduceOp.MAX).wait()
@@ -335,7 +325,7 @@ def _bandwidth(group: Group, ring: Sequence[int], how: _Streams) -> float:
     earlier_size, earlier_s, size = 0, 0.0, how.bytes_min
     mine, longest = seconds_of(size)
     if longest >= _STREAM_LONG_S:
-        mine, longest = seconds_of(size)  # a rank may have been away for a moment
+        mine, longest = seconds_of(size)  # a rank may have been delayed for a moment
     while longest < (how.enough_s if earlier_size else _STREAM_LONG_S) and size < how.bytes_max:
         earlier_size, earlier_s = size, mine
         size *= _STREAM_GROWTH
@@ -344,21 +334,21 @@ def _bandwidth(group: Group, ring: Sequence[int], how: _Streams) -> float:
     for _ in range(_REPETITIONS - 1):
         if spent_s >= how.repeat_s:
             break
-        if earlier_size:  # it is subtracted: held up itself, it would make the link faster than it is
+        if earlier_size:  # its time is subtracted: a delay of it would make the link look faster
             again, longest = seconds_of(earlier_size)
             earlier_s, spent_s = min(earlier_s, again), spent_s + longest
         again, longest = seconds_of(size)
         mine, spent_s = min(mine, again), spent_s + longest
     if not takes_part:
         return 0.0
-    # Beside what both streams share (latency, burst) the longer one takes its additional bytes' time; noise cannot make
-    # that more than twice what it says by itself.
+    # The difference of both streams has neither latency nor burst. Noise cannot make the result more than twice the
+    # bandwidth of the longer stream alone.
     return (size - earlier_size) / max(mine - earlier_s, mine / 2)
 
 
 def _stream(group: Group, ring: Sequence[int], size: int) -> float:
     place = ring.index(group.rank)
-    # Written to before: the kernel's making of memory is not to be measured.
+    # Both are written before, so that the time in which the kernel makes memory is not measured.
     outgoing, incoming = torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     begin = time.monotonic()
     receiving = group.recv(incoming, src=ring[place - 1], tag=_TAG)
@@ -369,12 +359,12 @@ def _stream(group: Group, ring: Sequence[int], size: int) -> float:
     return elapsed
 
 
-#: Of the streams' messages: nobody else's.
+#: The tag of the streams' messages.
 _TAG = -(1 << 20)
 
 
 def combined(surveys: Sequence[Survey]) -> Survey:
-    """The median of every number of several surveys: less noise than one of them."""
+    """Return the median of every number of several surveys, which has less noise than one survey."""
 
     def medians(name: str) -> tuple[float, ...]:
         return tuple(map(median, zip(*(getattr(each, name) for each in surveys), strict=True)))

@@ -1,9 +1,9 @@
-"""Numbers about the operations of a rank so far."""
+"""Numbers of operations and messages of a rank so far."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from totalreduce.runner.runner import Runner
 
@@ -22,16 +22,16 @@ class Statistics:
         bytes_sent: Bodies and headers handed to the transport.
         bytes_received: Bodies and headers.
         floating_messages: Messages that arrived before their operation was submitted here.
-        floating_bytes: Memory they take now.
-        floating_bytes_peak: The most they ever took; at most ``EngineConfig.floating_bytes_max``.
-        held_messages: Messages that had to wait for a peer's word that it has submitted the operation.
+        floating_bytes: Memory of these messages now.
+        floating_bytes_peak: The largest ``floating_bytes`` so far; at most ``EngineConfig.floating_bytes_max``.
+        held_messages: Messages that waited until a peer said that it has submitted the operation.
         dropped_messages: Messages of failed operations or old epochs.
-        dropped_bytes: Their bytes.
+        dropped_bytes: Bytes of these messages.
         promotions: Operations that became more urgent because a thread waited for them, here or at a peer.
-        mismatches: Disagreements this rank discovered.
+        mismatches: Mismatches that this rank discovered.
         stalls: Stall reports.
         connections: Connections made or accepted (TCP).
-        refused_connections: Strangers, wrong keys, garbage (TCP).
+        refused_connections: Connections of strangers, with a wrong key or with garbage (TCP).
         waited_s: Time callers were blocked in ``wait``.
         active_s: Time with at least one operation in flight.
         hidden_share: Share of ``active_s`` in which no thread was blocked: communication hidden behind computation.
@@ -61,37 +61,23 @@ class Statistics:
     reduce_s: float
 
     def as_dict(self) -> dict[str, int | float]:
-        """JSON-ready."""
+        """Return a JSON-ready form."""
         return asdict(self)
 
 
 def snapshot(runner: Runner) -> Statistics:
-    """The numbers of a rank since its group was made."""
+    """Return the numbers of a rank since its group was made."""
     engine, transport = runner.engine, runner.transport.counters
     with runner.locked():
         counters, floating = engine.counters, engine.reception.floating
         active_s = engine.table.active_s(time.monotonic())
-        waited_s = counters.waited_s
-        return Statistics(
-            operations=counters.operations,
-            payload_bytes=counters.payload_bytes,
-            messages_sent=counters.messages_sent,
-            messages_received=counters.messages_received,
-            bytes_sent=counters.bytes_sent,
-            bytes_received=counters.bytes_received,
-            floating_messages=counters.floating_messages,
-            floating_bytes=floating.total_bytes,
-            floating_bytes_peak=floating.peak_bytes,
-            held_messages=counters.held_messages,
-            dropped_messages=counters.dropped_messages,
-            dropped_bytes=counters.dropped_bytes,
-            promotions=counters.promotions,
-            mismatches=counters.mismatches,
-            stalls=counters.stalls,
-            connections=transport.connections,
-            refused_connections=transport.refused_connections,
-            waited_s=waited_s,
-            active_s=active_s,
-            hidden_share=max(0.0, 1.0 - waited_s / active_s) if active_s > 0 else 1.0,
-            reduce_s=counters.reduce_s,
-        )
+        numbers = {field.name: getattr(counters, field.name, 0) for field in fields(Statistics)}
+        numbers |= {
+            "floating_bytes": floating.total_bytes,
+            "floating_bytes_peak": floating.peak_bytes,
+            "connections": transport.connections,
+            "refused_connections": transport.refused_connections,
+            "active_s": active_s,
+            "hidden_share": max(0.0, 1.0 - counters.waited_s / active_s) if active_s > 0 else 1.0,
+        }
+        return Statistics(**numbers)

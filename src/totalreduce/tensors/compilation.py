@@ -1,10 +1,10 @@
 """Keeps ``torch.compile`` out of the library's own code.
 
-While a compiled function runs, Dynamo looks at every Python frame that begins in its thread outside its graphs, also at
-frames that C++ begins: DistributedDataParallel's reducer calls the process group, and the autograd engine calls hooks.
-The library's code is not to be traced. A thread that waits for an operation moves the messages itself. Dynamo, which
-turns NumPy's calls into torch's, would hand it tensors without memory: the communication fails, and with it the whole
-group. A process group is opaque to Dynamo, which fails where it meets an attribute that torch has not registered.
+While a compiled function runs, Dynamo inspects every Python frame that begins in its thread outside its graphs. This
+includes frames that C++ begins: DistributedDataParallel's reducer calls the process group, and the autograd engine
+calls hooks. Dynamo must not trace the library's code. A thread that waits for an operation moves the messages itself.
+Dynamo turns calls of NumPy into calls of torch, and would pass tensors without memory to it: the communication, and
+with it the whole group, would fail. Dynamo also fails at attributes of a process group that torch has not registered.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def never_compiled(target: T) -> T:
-    """Have Dynamo run a function, or every method of a class, as it is, and whatever is called from there.
+    """Have Dynamo run a function or all methods of a class without tracing, and all functions that they call.
 
-    A decorator that returns its argument. A graph ends before the call and a new one begins after it; with
-    ``fullgraph=True`` the call is an error.
-
-    The effect is that of ``torch.compiler.disable``. That function imports Dynamo at once, which takes a second that
-    scripts without a compiler need not spend, and it adds a frame to every call; here the code itself carries the mark.
+    This decorator returns its argument. A graph ends before the call and a new one begins after it. With
+    ``fullgraph=True`` the call is an error. The effect is that of ``torch.compiler.disable``, which would import Dynamo
+    at once (a second in scripts without a compiler) and add a frame to every call. Here the code carries the mark.
 
     Args:
-        target: A function; or a class, whose own functions and properties are marked, and not those it inherits.
+        target: A function, or a class. Functions and properties that a class inherits are not marked.
     """
     if isinstance(target, FunctionType):
         _mark(target)
@@ -44,7 +42,7 @@ def never_compiled(target: T) -> T:
 
 
 def _mark(function: FunctionType) -> None:
-    # For frames that begin outside a graph, whoever begins them:
+    # For frames that begin outside a graph:
     _skip(function.__code__)
     # For calls in code that Dynamo is tracing, which it would inline:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -52,7 +50,7 @@ def _mark(function: FunctionType) -> None:
 
 
 def _skip(code: CodeType) -> None:
-    """Have the frames of some code, of functions defined in it, and of what these call, run as they are."""
+    """Have Dynamo skip the frames of some code, of functions defined in it, and of functions that these call."""
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
     for constant in code.co_consts:

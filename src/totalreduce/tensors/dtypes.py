@@ -1,4 +1,4 @@
-"""Which tensors can be synchronised, and as elements of which type they travel."""
+"""Checks that tensors can be synchronised, and returns the element types in which they travel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DTYPES = {
 
 
 def dtype_of(tensor: torch.Tensor, name: str) -> DType:
-    """The wire dtype of a tensor.
+    """Return the wire dtype of a tensor that is reduced.
 
     Raises:
         UnsupportedError: Its device, layout or dtype cannot be synchronised; the message says what to do.
@@ -38,10 +38,10 @@ def dtype_of(tensor: torch.Tensor, name: str) -> DType:
 
 
 def moved_dtype_of(tensor: torch.Tensor, name: str) -> DType:
-    """The wire dtype of a tensor that is moved and not reduced: types without arithmetic here travel as bytes.
+    """Return the wire dtype of a tensor that is moved and not reduced: types without arithmetic travel as bytes.
 
     Raises:
-        UnsupportedError: Its device or layout.
+        UnsupportedError: Its device or layout cannot be moved.
     """
     _check_memory(tensor, name)
     return _DTYPES.get(tensor.dtype, DType.UINT8)
@@ -59,7 +59,7 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
     """Check that a tensor, on any device, is one whose elements can be moved and reduced.
 
     Raises:
-        UnsupportedError: It is no tensor, or sparse, nested or quantised; the message says what to do.
+        UnsupportedError: It is not a tensor, or it is sparse, nested or quantised; the message says what to do.
     """
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}, not a torch.Tensor")
@@ -69,10 +69,7 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
 
 
 def problem_of_layout(tensor: torch.Tensor) -> str | None:
-    """Why the bytes of a tensor's elements do not tell its values, and what to do; ``None`` if they do.
-
-    It does not matter on which device the tensor is.
-    """
+    """Say why the bytes of a tensor, on any device, are not its values, and what to do; ``None`` if they are."""
     if tensor.layout is not torch.strided:
         return f"has layout {tensor.layout}; use .to_dense() (embedding: sparse=False)"
     if tensor.is_nested:

@@ -1,7 +1,7 @@
-"""The memory of the tensors of operations in flight: where it lies, that it stays there, and that it is used once.
+"""The memory of the tensors of operations in flight.
 
-``Operands`` are the tensors of one operation. ``MemoryInFlight`` knows those of all operations of a group and its
-subgroups, so that two operations in flight never touch the same memory, unless both of them only read it.
+``Operands`` holds the memory of one operation's tensors. ``MemoryInFlight`` knows the memory of all operations of a
+group and its subgroups: two operations in flight never use the same memory, unless both of them only read it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from totalreduce.tensors.storage import StorageHold
 
 __all__ = ["MemoryInFlight", "Operands", "is_plain"]
 
-#: One type for all tensors, of which only the beginning is looked at: ctypes takes 70 µs and more to make one for each
-#: size, and the messages of sparse methods have another one each time.
+#: One array type for tensors of all sizes, of which only the first bytes are used. ctypes takes 70 µs and more to make
+#: a type for a size, and the messages of sparse methods have new sizes all the time.
 _MEMORY: Final = ctypes.c_char * sys.maxsize
-#: How long NumPy may look for an element that two strided tensors share. If it gives up they count as overlapping.
+#: Bounds NumPy's search for an element that two strided tensors share. If NumPy gives up, the tensors count as
+#: overlapping.
 _OVERLAP_WORK_MAX: Final = 100_000
 
 
@@ -40,7 +41,7 @@ class Span(NamedTuple):
     Attributes:
         start: Address of its first byte.
         stop: Address after its last byte.
-        tensor: The tensor, if it leaves bytes in between to others; ``None``: it uses all of them.
+        tensor: The tensor, if it does not use all bytes of the span; else ``None``.
     """
 
     start: int
@@ -51,22 +52,20 @@ class Span(NamedTuple):
 class Operands:
     """The tensors of one operation.
 
-    A contiguous tensor is used in place. Another one is copied into contiguous memory before the operation begins, and
-    back when the operation is done, if the operation writes it.
+    A contiguous tensor is used in place. Another tensor is copied into contiguous memory before the operation begins.
+    If the operation writes it, it is copied back at the end.
 
     Attributes:
-        name: The operation's, for messages.
+        name: The name of the operation, for messages.
         reads: Memory that is read while the operation is in flight.
-        writes: Memory that is written while the operation is in flight, or when it ends.
-        first_reads: Memory that is read by ``prepare`` only.
-        inputs: Memory that is read while the operation is in flight, but not any more when it writes its results: it
-            may be the memory of a result.
+        writes: Memory that is written while the operation is in flight, or at its end.
+        first_reads: Memory that only ``prepare`` reads.
+        inputs: Memory that is read before the operation writes its results. So it may be the memory of a result.
     """
 
     __slots__ = ("_copies_back", "_copies_in", "_holds", "_results", "first_reads", "inputs", "name", "reads", "writes")
 
     def __init__(self, name: str) -> None:
-        """No tensor yet."""
         self.name = name
         self.reads: list[Span] = []
         self.writes: list[Span] = []
@@ -78,15 +77,14 @@ class Operands:
         self._results: list[tuple[torch.Tensor, int, int]] = []
 
     def add(self, tensor: torch.Tensor, *, writes: bool = False) -> memoryview:
-        """The bytes that stand for a tensor while the operation is in flight.
+        """Add a tensor; return the bytes that the operation uses for it.
 
         Args:
-            tensor: On the CPU and strided (see ``tensors``).
-            writes: Whether the result is written into it.
+            tensor: A strided tensor on the CPU.
+            writes: Whether a result is written into the tensor.
 
         Raises:
-            UnsupportedError: The tensor has no memory; or its elements share memory, so that it has no place for a
-                result.
+            UnsupportedError: The tensor has no memory; or it is to take a result, and its elements share memory.
         """
         plain = tensor.detach()
         if is_plain(tensor):
@@ -112,7 +110,7 @@ class Operands:
         return self._bytes(dense)
 
     def copy(self, source: torch.Tensor, target: memoryview) -> None:
-        """Have ``prepare`` copy a tensor, which is not used any more then, to bytes that ``add`` has returned."""
+        """Have ``prepare`` copy a tensor to bytes that ``add`` has returned. The tensor is not used afterwards."""
         plain = source.detach()
         if not plain.numel():
             return
@@ -121,19 +119,19 @@ class Operands:
         self._copies_in.append(lambda: place.copy_(plain))
 
     def watch(self, tensor: torch.Tensor) -> None:
-        """A tensor whose parts were added for writing must have the same memory when the operation is done."""
+        """Have ``finish`` check that a tensor has the same memory. Its parts were added for writing."""
         if tensor.numel():
             self._results.append((tensor, tensor.data_ptr(), tensor.nbytes))
 
     def hold(self, tensor: torch.Tensor, *, writes: bool) -> None:
-        """A tensor on any device that another library reads, or writes, where it lies.
+        """Add a tensor that a native library uses in place.
 
         Args:
-            tensor: Strided.
-            writes: Whether a result is written into it. If not, it may be the memory of a result, too.
+            tensor: A strided tensor on any device.
+            writes: Whether a result is written into the tensor. If not, a result may still be written into its memory.
 
         Raises:
-            UnsupportedError: The tensor has no memory, or its elements share memory and it is to take a result.
+            UnsupportedError: The tensor has no memory; or it is to take a result, and its elements share memory.
         """
         plain = tensor.detach()
         if not plain.numel():
@@ -147,7 +145,7 @@ class Operands:
         self._holds.append(StorageHold(plain.untyped_storage()))
 
     def read_now(self, tensor: torch.Tensor) -> None:
-        """A tensor that the caller copies before it submits the operation."""
+        """Add a tensor that the caller has copied before it submits the operation."""
         plain = tensor.detach()
         if plain.numel() and plain.data_ptr():
             self.first_reads.append(_strided_span(plain))
@@ -159,7 +157,7 @@ class Operands:
 
     @property
     def copies_back(self) -> bool:
-        """Whether a result is copied when the operation is done."""
+        """Whether ``finish`` copies a result."""
         return bool(self._copies_back)
 
     def prepare(self) -> None:
@@ -169,10 +167,10 @@ class Operands:
         self._copies_in.clear()
 
     def finish(self) -> None:
-        """Do what remains when the operation is done, and has gone well.
+        """Copy results back after an operation that went well.
 
         Raises:
-            TotalReduceError: A tensor was given other memory meanwhile, so that the result is not where it should be.
+            TotalReduceError: The program gave a tensor other memory meanwhile, so that the tensor lacks the result.
         """
         for copy in self._copies_back:
             copy()
@@ -187,7 +185,7 @@ class Operands:
             hold.release()
 
     def _bytes(self, tensor: torch.Tensor) -> memoryview:
-        """The bytes of a contiguous tensor, without a detour through NumPy: that costs an operation some 10 µs."""
+        """Return the bytes of a contiguous tensor, without NumPy, which would cost an operation some 10 µs."""
         num_bytes = tensor.nbytes
         if num_bytes == 0:
             return memoryview(bytearray(0))
@@ -196,7 +194,7 @@ class Operands:
             raise self._without_memory()
         hold = StorageHold(tensor.untyped_storage())
         memory = _MEMORY.from_address(address)
-        # An operation that fails may still be read from, by a transport that is sending: the hold lasts as long.
+        # A transport may still send from the memory of an operation that has failed, so the view keeps the hold.
         memory.hold = hold  # type: ignore[attr-defined]
         self._holds.append(hold)
         return memoryview(memory).cast("B")[:num_bytes]
@@ -215,12 +213,11 @@ class Operands:
 
 @final
 class _Ranges:
-    """Ranges of addresses, in order of their beginnings, with the operations that use them."""
+    """Ranges of addresses, sorted by start, with the operations that use them. ``disjoint``: no two ranges overlap."""
 
     __slots__ = ("_disjoint", "_entries", "_longest")
 
     def __init__(self, *, disjoint: bool) -> None:
-        """``disjoint``: no two of them will overlap."""
         self._disjoint = disjoint
         self._entries: list[tuple[int, int, int, Operands]] = []
         self._longest = 0
@@ -237,7 +234,7 @@ class _Ranges:
             self._longest = 0
 
     def overlapping(self, start: int, stop: int) -> Iterator[Operands]:
-        """The owners of ranges that have a byte in common with this one."""
+        """Return the owners of ranges that have a byte in common with this one."""
         entries = self._entries
         index = bisect_left(entries, (stop,))
         while index:
@@ -251,27 +248,26 @@ class _Ranges:
 
 @final
 class MemoryInFlight:
-    """The memory that operations in flight use. Any thread."""
+    """The memory that operations in flight use. Any thread may call it."""
 
     def __init__(self) -> None:
-        """Nothing is in flight."""
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
         self._waiting = 0
         self._writes, self._reads = _Ranges(disjoint=True), _Ranges(disjoint=False)
-        #: Written tensors that leave bytes in between to others. Rare, so they are looked at one by one.
+        #: Written tensors that do not use all bytes of their spans. They are rare, so they are compared one by one.
         self._strided: list[tuple[Span, Operands]] = []
 
     def claim(self, operands: Operands, *, wait_s: float | None = None) -> None:
-        """Note that an operation is about to use this memory; ``release`` ends that.
+        """Note that an operation uses this memory until ``release``.
 
         Args:
-            operands: The operation's.
-            wait_s: Wait so many seconds for the end of operations that use the same memory. ``None``: raise an error.
+            operands: The tensors of the operation.
+            wait_s: Seconds to wait for the end of operations that use the same memory. ``None``: raise an error.
 
         Raises:
-            ConfigurationError: An operation in flight uses the same memory, and one of both writes it; or tensors of
-                this operation overlap each other.
+            ConfigurationError: An operation in flight uses the same memory, and one of the two writes it; or tensors of
+                this operation overlap, and one of them takes a result.
             DeadlineExceededError: The operation in flight has not ended in time.
         """
         self._check_itself(operands)
@@ -293,7 +289,7 @@ class MemoryInFlight:
                     self._strided.append((span, operands))
 
     def release(self, operands: Operands) -> None:
-        """The operation has ended, or was not submitted after all."""
+        """Note that an operation has ended, or was not submitted after all."""
         with self._lock:
             for span in (*operands.reads, *operands.inputs):
                 self._reads.remove(span.start, span.stop, operands)
@@ -320,11 +316,11 @@ class MemoryInFlight:
             self._waiting -= 1
 
     def _conflict(self, operands: Operands) -> Operands | None:
-        """An operation in flight that must end first, if there is one."""
+        """Return an operation in flight that must end first, if there is one."""
         for span in operands.writes:
             for ranges in (self._writes, self._reads):
                 for other in ranges.overlapping(span.start, span.stop):
-                    # What leaves bytes in between to others may have none in common with what is in flight.
+                    # A tensor that does not use all bytes of its span may have none in common with the other one.
                     if span.tensor is None or any(_share(span, theirs) for theirs in other.in_flight):
                         return other
         for span in (*operands.reads, *operands.inputs, *operands.first_reads):
@@ -338,7 +334,7 @@ class MemoryInFlight:
 
     @staticmethod
     def _check_itself(operands: Operands) -> None:
-        """Tensors of one operation must not overlap, if it writes one of them."""
+        """Check that tensors of one operation do not overlap, if it writes one of them."""
         if len(operands.writes) + len(operands.reads) < 2 or not operands.writes:
             return
         ordered = sorted(
@@ -357,12 +353,12 @@ class MemoryInFlight:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of a tensor are its elements, one after the other."""
+    """Return whether the bytes of a tensor are its elements in their order."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _strided_span(tensor: torch.Tensor) -> Span:
-    """The memory of a tensor with elements, from the first byte to the last one."""
+    """Return the memory of a tensor that has elements, from the first byte to the last one."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return Span(start, start + tensor.nbytes)
@@ -371,7 +367,7 @@ def _strided_span(tensor: torch.Tensor) -> Span:
 
 
 def _share(one: Span, other: Span) -> bool:
-    """Whether two spans have a byte in common."""
+    """Return whether two spans have a byte in common."""
     if one.stop <= other.start or other.stop <= one.start:
         return False
     if one.tensor is None and other.tensor is None:
@@ -383,7 +379,7 @@ def _share(one: Span, other: Span) -> bool:
 
 
 def _as_array(span: Span) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
-    """An array over the memory of a span; it is not read."""
+    """Return an array over the memory of a span, which is not read."""
     memory: Any = _MEMORY.from_address(span.start)
     if span.tensor is None:
         return np.ndarray((span.stop - span.start,), np.dtype("V1"), memory)

@@ -1,16 +1,16 @@
-"""Holds the memory of a tensor where it is for as long as an operation uses it.
+"""Keeps the memory of a tensor in place as long as an operation uses it.
 
 An operation in flight reads and writes the memory that its tensors had when it was submitted. A program may take that
-memory away meanwhile: by ``tensor.data = …`` and ``tensor.set_``, by letting go of the tensor, by ``tensor.resize_``,
-or by resizing the storage. A reference to the storage is enough against the first three. Against resizing, the storage
-is marked as not resizable while it is held, so that torch raises its ``RuntimeError`` ("Trying to resize storage that
-is not resizable") where the program resizes it.
+memory away meanwhile: by ``tensor.data = …``, by ``tensor.set_``, by deleting the tensor, or by resizing the tensor or
+its storage. A reference to the storage protects against the first three. Against resizing, the storage is marked as not
+resizable while it is held. If the program resizes it, torch raises its ``RuntimeError`` ("Trying to resize storage that
+is not resizable").
 
-torch has a way to read that mark, and none to set it for a while: the bridge to NumPy sets it for ever. So the place
-of the mark within torch's object is looked up once, by watching that bridge set it, and checked through torch's own
-``resizable``. Where that fails, with another build of torch, storages are held without the mark. One thing is not
-seen: if the program calls ``tensor.numpy()`` while an operation is in flight, the storage is resizable again
-afterwards, although torch would have had it stay as it is for the sake of the array.
+torch can read that mark, but not set it for a while; its bridge to NumPy sets it for ever. So the offset of the mark in
+torch's object is found once by comparing the object before and after the bridge has set the mark, and is checked by
+torch's own ``resizable``. If that fails with another build of torch, storages are held without the mark. If the program
+calls ``tensor.numpy()`` while an operation is in flight, the storage is resizable after the operation, although torch
+would keep it as it is for the array.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import torch
 
 __all__ = ["StorageHold"]
 
-#: How much of torch's object is looked at: less than it has.
+#: Bytes of torch's object that are compared; the object is larger.
 _OBJECT_BYTES: Final = 72
 _ATTRIBUTE: Final = "_totalreduce_holds"
 
 
 @functools.cache
 def _mark_offset() -> int | None:
-    """Offset in bytes of the mark within torch's ``StorageImpl``, or ``None`` if it cannot be told."""
+    """Return the offset in bytes of the mark within torch's ``StorageImpl``; ``None`` if it is not found."""
     probe = torch.zeros(16)
     storage = probe.untyped_storage()
     before = ctypes.string_at(storage._cdata, _OBJECT_BYTES)
@@ -47,18 +47,18 @@ def _mark_offset() -> int | None:
 
 @final
 class _Holds:
-    """How many operations hold one storage. An attribute of the storage, so that all groups of a process share it."""
+    """The number of holds of a storage, whose attribute it is, so that all groups of a process share it."""
 
     __slots__ = ("count", "lock", "pid", "was_resizable")
 
     def __init__(self) -> None:
         self.count, self.was_resizable, self.pid = 0, False, os.getpid()
-        self.lock = threading.RLock()  # a hold may be let go of by the garbage collector, in the midst of anything
+        self.lock = threading.RLock()  # the garbage collector may release a hold at any time
 
 
 @final
 class StorageHold:
-    """Keeps a storage alive as long as the hold is referred to, and from being resized until ``release``."""
+    """Keeps a storage alive as long as the hold exists, and prevents resizing it until ``release``."""
 
     __slots__ = ("_marked", "_storage")
 
@@ -76,7 +76,7 @@ class StorageHold:
                 ctypes.c_bool.from_address(storage._cdata + offset).value = False
 
     def release(self) -> None:
-        """Let the storage be resized, if there is no other hold. Harmless when called twice."""
+        """Allow resizing the storage, if there is no other hold. A second call does nothing."""
         offset = _mark_offset()
         if not self._marked or offset is None:
             return

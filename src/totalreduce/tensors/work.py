@@ -17,11 +17,11 @@ __all__ = ["PendingOperation", "Waiter", "Work", "when_all_done"]
 
 
 class PendingOperation(Protocol):
-    """An operation in flight, carried out by the engine or by a native library."""
+    """An operation in flight of the engine or of a native library."""
 
     @property
     def done(self) -> bool:
-        """Whether it has finished, with or without an error."""
+        """Whether the operation has ended, with or without an error."""
 
     @property
     def error(self) -> BaseException | None:
@@ -29,20 +29,20 @@ class PendingOperation(Protocol):
 
     @property
     def operation(self) -> Operation | None:
-        """The engine's record of it; ``None`` for an operation of a native library."""
+        """The engine's record of the operation; ``None`` for an operation of a native library."""
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called when it has finished."""
+        """Have ``callback`` called when the operation has ended."""
 
 
 class Waiter(Protocol):
     """Waits for operations: the runner, or a part of ``native/``."""
 
     def wait(self, handle: Any, timeout_s: float) -> None:
-        """Wait until it has finished.
+        """Wait until the operation has ended.
 
         Raises:
-            DeadlineExceededError: It has not.
+            DeadlineExceededError: It has not ended in time.
         """
 
 
@@ -51,7 +51,7 @@ class Waiter(Protocol):
 class Work:
     """The handle that ``Group.allreduce`` and the other collectives return.
 
-    The tensor's memory must stay untouched until ``done()`` is true or ``wait()`` has returned.
+    The program must not use the tensor's memory before ``done()`` is true or ``wait()`` has returned.
     """
 
     __slots__ = ("_handle", "_ranks", "_result", "_timeout_s", "_waiter", "name")
@@ -66,7 +66,7 @@ class Work:
         *,
         ranks: Sequence[int] = (),
     ) -> None:
-        """Made by the library. ``wait`` returns or calls ``result``; ``ranks`` are the members of the group."""
+        """Make the handle. ``wait`` returns ``result`` or calls it; ``ranks`` are the members of the group."""
         self._waiter, self._handle, self._result = waiter, handle, result
         self._ranks, self._timeout_s = ranks, timeout_s
         self.name = name
@@ -76,52 +76,52 @@ class Work:
         return f"<Work {self.name!r} {state}>"
 
     def done(self) -> bool:
-        """Whether the operation has finished, well or not ("payload ready?"). Never blocks."""
+        """Return whether the operation has ended, with or without an error. Never blocks."""
         return self._handle.done
 
     def exception(self) -> BaseException | None:
-        """The error of a finished operation; ``None`` if it went well or is pending."""
+        """Return the error of an operation that has failed; ``None`` if it went well or is pending."""
         return self._handle.error
 
     @property
     def source(self) -> int | None:
-        """The rank that a received message came from; ``None`` before it is known, and for collectives."""
+        """The rank that has sent a received message; ``None`` before it is known, and for collectives."""
         operation = self._handle.operation
         if operation is None or operation.signature.kind is not OpKind.SEND_RECV:
             return None
         return self._ranks.index(operation.ranks[0])
 
     def on_done(self, callback: Callable[[Work], None]) -> None:
-        """Have ``callback(work)`` called when the operation is done, well or not; at once if it is.
+        """Have ``callback(work)`` called when the operation has ended, or at once if it has.
 
-        It runs in the thread that moves messages (or in the caller's): it must be short and must not wait.
+        The thread that moves messages, or the caller's, runs it. So it must be short and must not wait.
         """
         self._handle.on_done(lambda: callback(self))
 
     def wait(self, timeout_s: float | None = None) -> torch.Tensor:
-        """Block until the result is there ("payload needed") and return its tensor.
+        """Block until the result is there, and return its tensor.
 
-        That is the tensor which ``Group``'s method was given for the result; where it was given a list, or nothing, an
-        empty tensor.
-
-        The operation overtakes all operations for which no thread waits, here and on the other ranks.
+        This is the tensor that the program has passed for the result. If it has passed a list or nothing, it is an
+        empty tensor. Meanwhile the operation overtakes operations for which no thread waits, here and on the other
+        ranks.
 
         Args:
-            timeout_s: Seconds; ``None``: the operation's or the group's time-out.
+            timeout_s: Seconds; ``None``: the time-out of the operation or of the group.
 
         Raises:
             ConfigurationError: ``timeout_s`` is negative, not finite, or no number.
-            DeadlineExceededError: Not finished in time; it goes on, and ``wait`` may be called again.
+            DeadlineExceededError: The result is not there in time. The operation goes on, and ``wait`` may be called
+                again.
             MismatchError: Ranks submitted different operations under this name.
-            PeerLost: A rank is gone.
+            PeerLost: A rank is lost.
             GroupClosed: The group was closed meanwhile.
-            TotalReduceError: The tensor was given other memory while the operation was in flight.
+            TotalReduceError: The program gave the tensor other memory while the operation was in flight.
         """
         patience_s = self._timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s, or_zero=True)
         self._waiter.wait(self._handle, patience_s)
         error = self._handle.error
         if error is not None:
-            raise _fresh(error)
+            raise error.with_traceback(None)  # an earlier traceback would keep the frames of its caller alive
         result = self._result() if callable(self._result) else self._result
         return result if result is not None else torch.empty(0)
 
@@ -142,8 +142,3 @@ def when_all_done(works: Sequence[Work], callback: Callable[[], None]) -> None:
         work.on_done(one_done)
     if not works:
         callback()
-
-
-def _fresh(error: BaseException) -> BaseException:
-    """The error without the traceback of an earlier ``wait`` (which would keep that caller's frames alive)."""
-    return error.with_traceback(None)
