@@ -1,8 +1,8 @@
-"""The response cache: what all ranks have agreed on before, as one bit each.
+"""The response cache: the responses on which the ranks have agreed before, with one bit for each.
 
-Every rank has the same entries with the same bits in the same order of use, by construction: entries are made of
-responses that all ranks have, in their order; they are used and erased only by what all ranks know. Nobody compares
-the caches. What a rank *asks* is looked up without touching the order (``classify``): only it knows that.
+The caches of all ranks have the same entries with the same bits in the same order of use. Nobody compares them: entries
+are made of responses that all ranks have, and are used and erased by messages that all ranks have. ``classify`` looks a
+request up, which only this rank has, and therefore does not change the order of use.
 
 Source: Horovod's response cache (LRU, the new entry inherits the bit of the evicted one).
 """
@@ -19,16 +19,16 @@ __all__ = ["Lookup", "ResponseCache", "bits_of"]
 
 
 class Lookup(enum.Enum):
-    """What the cache says about a request."""
+    """The result of looking a request up."""
 
     HIT = enum.auto()
     MISS = enum.auto()
     INVALID = enum.auto()
-    """The name is known, and something about it has changed."""
+    """The cache has the name, but with another description."""
 
 
 def bits_of(mask: int) -> Iterator[int]:
-    """Positions of the ones, ascending."""
+    """Return the positions of the one-bits, ascending."""
     while mask:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
@@ -39,33 +39,32 @@ class ResponseCache:
     """An LRU cache whose entries have bits. Deterministic: equal calls make equal caches.
 
     Attributes:
-        capacity: Entries at most; 0 switches it off.
-        version: Counts changes of the entries, not of the order of use; while it stays, ``classify`` says the same.
+        capacity: The largest number of entries; 0 switches the cache off.
+        version: The number of changes of the entries. As long as it is equal, ``classify`` returns the same.
     """
 
     def __init__(self, capacity: int) -> None:
-        """Make an empty cache."""
         self.capacity = capacity
         #: By name, least recently used first: bit and response.
         self._entries: OrderedDict[str, tuple[int, Response]] = OrderedDict()
         self._names: dict[int, str] = {}
         self._free: list[int] = []  #: Bits of erased entries, descending: the lowest is used first.
-        #: By name: what this rank asked when the entry was made, where ranks may ask differently.
+        #: By name: this rank's request when the entry was made, which may differ from those of other ranks.
         self._own: dict[str, Request] = {}
         self.version = 0
         self._last_use: tuple[int, list[Response]] = (0, [])
 
     def __len__(self) -> int:
-        """Entries."""
+        """Return the number of entries."""
         return len(self._entries)
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is an entry of this name."""
+        """Return whether there is an entry of this name."""
         return name in self._entries
 
     @property
     def num_bits(self) -> int:
-        """How long a bit vector must be; equal on all ranks."""
+        """The length of bit vectors; equal on all ranks."""
         return len(self._names) + len(self._free)
 
     @property
@@ -74,24 +73,24 @@ class ResponseCache:
         return sum(1 << bit for bit in self._names)
 
     def snapshot(self) -> list[tuple[str, int]]:
-        """Names and bits, least recently used first: what must be equal on all ranks."""
+        """Return names and bits, least recently used first. They are equal on all ranks."""
         return [(name, bit) for name, (bit, _) in self._entries.items()]
 
     def classify(self, request: Request) -> tuple[Lookup, int]:
-        """What is known of a request, and the bit of its name (0 if there is none). Changes nothing."""
+        """Look a request up; return the bit of its name, too (0 if there is none). Changes nothing."""
         entry = self._entries.get(request.name)
         if entry is None:
             return Lookup.MISS, 0
         bit, response = entry
         known = self._own.get(request.name)
-        # A rank that had joined when the entry was made never asked: it is held to what all have in common.
+        # A rank that had joined when the entry was made has no request of its own: the common part must be equal.
         same = request == known if known is not None else request.common == response.request.common
         return (Lookup.HIT if same else Lookup.INVALID), bit
 
     def use(self, mask: int) -> list[Response]:
-        """The responses of entries that all ranks have hit, in the order of bits; they become the most recently used.
+        """Return the responses of entries that all ranks have hit, in the order of bits, and note their use.
 
-        Steps of training use the same entries again and again, which costs next to nothing.
+        Training steps use the same entries again and again, so the last result is kept.
         """
         if mask != self._last_use[0]:
             names = [self._names[bit] for bit in bits_of(mask)]
@@ -101,11 +100,11 @@ class ResponseCache:
         return self._last_use[1]
 
     def peek(self, bit: int) -> Response:
-        """The response of an entry, which is not used by that."""
+        """Return the response of an entry without noting a use."""
         return self._entries[self._names[bit]][1]
 
     def put(self, response: Response, own: Request | None) -> None:
-        """Remember a response that all ranks have; ``own``: what this rank asked for."""
+        """Remember a response that all ranks have; ``own`` is this rank's request."""
         if not self.capacity or response.error is not None or response.joined or not response.request.cached:
             return
         name = response.name
@@ -124,7 +123,7 @@ class ResponseCache:
             self._own[name] = own
 
     def erase(self, mask: int) -> None:
-        """Forget entries that are invalid on some rank."""
+        """Erase entries that are out of date on some rank."""
         self._changed()
         for bit in bits_of(mask):
             name = self._names.pop(bit)

@@ -1,4 +1,4 @@
-"""Settings of the agreement. All but the last two must be equal on all ranks, and are compared when it is made."""
+"""Settings of the agreement. All but the last two must be equal on all ranks, which compare them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["CoordinationConfig"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinationConfig:
-    """How operations are agreed on, fused and watched."""
+    """Settings of the agreement, of fusion, and of the watch for stalls."""
 
     cache_capacity: int = 1024
-    """Operations that are remembered; their readiness costs one bit. 0 switches the cache off."""
+    """Number of operations that ranks remember, which then cost one bit each. 0 switches the cache off."""
     fusion_bytes: int = 64 * 1024 * 1024
-    """Operations are packed into native ones up to this size; 0: each on its own."""
+    """Operations are fused up to this size in bytes; 0: no operations are fused."""
     join_divisor: Literal["world", "active"] = "world"
-    """What averages are divided by while some ranks have joined: all ranks, or those with data."""
+    """The divisor of averages while some ranks have joined: the number of all ranks, or of those with data."""
     cycle_s: float = 0.001
-    """While nobody is blocked, operations are collected for so long before the ranks agree on them."""
+    """Operations are collected for so many seconds before the ranks agree on them, while no caller is blocked."""
     stall_warning_s: float = 10.0
-    """An operation that waits longer for some rank is reported, on every rank; 0: never."""
+    """Every rank reports an operation that waits so many seconds for some rank; 0: never."""
     stall_abort_s: float = 60.0
-    """After this long the agreement ends with ``StallError``, on every rank; 0: never."""
+    """After so many seconds the agreement ends with ``StallError`` on every rank; 0: never."""
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
@@ -41,5 +41,5 @@ class CoordinationConfig:
             )
 
     def shared(self) -> dict[str, int | float | str]:
-        """What must be equal on all ranks."""
+        """Return the settings that must be equal on all ranks."""
         return {name: value for name, value in asdict(self).items() if not name.startswith("stall_")}

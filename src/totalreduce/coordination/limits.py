@@ -15,9 +15,9 @@ from totalreduce.foundation.errors import ProtocolError
 
 __all__ = ["Allowances", "RankRequests", "allowance", "requests_of_cycle"]
 
-#: Operations that one rank may have asked for without an answer: several times the tensors of the largest models.
+#: Requests of one rank without a response: several times the number of tensors of the largest models.
 _PENDING_MAX: Final = 32_768
-#: The memory that the requests of one rank may take at rank 0 meanwhile, by ``Request.memory_bytes``.
+#: The memory of these requests at rank 0, by ``Request.memory_bytes``.
 _PENDING_BYTES_MAX: Final = 40 * 1024 * 1024
 #: Requests that one rank sends in one cycle; the others follow in the next cycles.
 _REQUESTS_MAX: Final = 1024

@@ -18,18 +18,19 @@ from totalreduce.foundation.types import OpKind
 
 __all__ = ["Disagreement", "Request", "Response", "respond"]
 
-#: Kinds that a rank without data can take part in, with neutral elements.
+#: Kinds in which a rank without data can take part, with neutral elements.
 _JOINABLE = frozenset({OpKind.ALLREDUCE, OpKind.BARRIER})
 #: Kinds whose first dimension may differ between ranks.
 _RAGGED = frozenset({OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.GATHER, OpKind.SCATTER})
 _ROOTED = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER})
-#: What a request takes besides its texts and lists (measured, and rounded up), a character, and a number in a list.
+#: Memory of a request without its texts and lists (measured, and rounded up), of a character, and of a number in a
+#: list.
 _ENTRY_BYTES: Final = 1024
 _CHARACTER_BYTES: Final = 4
 _NUMBER_BYTES: Final = 40
-#: The longest text in a request that is no name: of a dtype, a device or a reduction.
+#: The longest text for a dtype, a device or a reduction.
 _WORD_MAX: Final = 64
-#: The longest name: a user's, and what the library adds to it for its own purposes and for members of groups.
+#: The longest name: a user's, and the prefixes and suffixes that the library adds.
 _NAME_MAX: Final = NAME_BYTES_MAX + 64
 #: Numbers have 64 bits.
 _NUMBER_MAX: Final = 1 << 63
@@ -74,7 +75,7 @@ class Request:
 
     @property
     def num_elements(self) -> int:
-        """Product of the shape."""
+        """Number of elements of this rank's tensor."""
         return math.prod(self.shape)
 
     @property
@@ -84,20 +85,20 @@ class Request:
 
     @property
     def memory_bytes(self) -> int:
-        """Upper bound of the memory, in bytes, that the request takes at the ranks that it is told to."""
+        """Upper bound of the memory of the request, in bytes, on a rank that receives it."""
         characters = len(self.name) + (len(self.batch[0]) if self.batch is not None else 0)
         return _ENTRY_BYTES + _CHARACTER_BYTES * characters + _NUMBER_BYTES * (len(self.shape) + len(self.splits))
 
     @property
     def common(self) -> Request:
-        """The part of it that must be equal on all ranks."""
+        """The part of the request that must be equal on all ranks."""
         if self.kind in _RAGGED:
             # A scalar or a tensor without rows has no first dimension to differ in.
             return replace(self, shape=(-1, *self.shape[1:]) if self.shape else (), splits=())
         return self
 
     def describe(self) -> str:
-        """``allreduce(avg) of float32[3, 4]``: for messages that people read."""
+        """Return a text for error messages, such as ``allreduce(avg) of float32[3, 4]``."""
         kind = self.kind.name.lower()
         if self.kind is OpKind.BARRIER:
             return kind
@@ -117,7 +118,7 @@ class Request:
         return ("prescale", self.prescale), ("postscale", self.postscale)
 
     def to_wire(self) -> list[Any]:
-        """JSON-ready."""
+        """Return a JSON-ready form."""
         scales = [float(scale).hex() for _, scale in self._scales()]  # all bits, infinities included
         return [
             self.name,
@@ -137,10 +138,10 @@ class Request:
 
     @classmethod
     def from_wire(cls, fields: Any) -> Request:
-        """Out of JSON.
+        """Read the form that ``to_wire`` returns.
 
         Raises:
-            ProtocolError: No correct peer sends this.
+            ProtocolError: A correct peer sends no such form.
         """
         try:
             name, kind, dtype, itemsize, shape, device, reduction, root, scales, splits, *rest = fields
@@ -170,7 +171,7 @@ class Request:
             raise ProtocolError("a request that no correct peer sends") from cause
 
     def _check_extents(self) -> None:
-        """Every part of a request that has come from a peer is bounded, so that ``memory_bytes`` is an upper bound."""
+        """Check that every part of a peer's request is bounded, so that ``memory_bytes`` is an upper bound."""
         names = [self.name] if self.batch is None else [self.name, self.batch[0]]
         of_batch = 0 if self.batch is None else self.batch[1]
         numbers = (self.itemsize, self.root, self.priority, of_batch, *self.shape, *self.splits)
@@ -182,12 +183,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Why an operation is not carried out: the error that every rank raises.
+    """The error that every rank raises for an operation that is not carried out.
 
     Attributes:
-        tensor: The name concerned; in a group of operations the one that is at fault.
-        sets: Ranks that said the same, by the first rank.
-        values: What each set said; empty where nobody contradicts but some ranks have joined.
+        tensor: The name of the operation; in a group of operations the one that is at fault.
+        sets: Sets of ranks with equal requests, by their first ranks.
+        values: A description of each set's request; empty if requests are equal but some ranks have joined.
     """
 
     tensor: str
@@ -195,7 +196,7 @@ class Disagreement:
     values: tuple[str, ...] = ()
 
     def error(self) -> TotalReduceError:
-        """A fresh exception."""
+        """Return a new exception."""
         if self.values:
             return MismatchError.between(self.tensor, self.sets, self.values)
         who = ", ".join(map(str, self.sets[0]))
@@ -207,10 +208,10 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What all ranks do about one name.
+    """The decision about one operation, equal on all ranks.
 
     Attributes:
-        request: What was asked for, as its first rank did.
+        request: The request of the first rank that has data.
         rows: By rank: the rows of its part (allgather, gather, scatter), or its rows for every rank (alltoall).
         error: The reason why the operation is not carried out; ``None`` if it is.
         joined: Ranks that take part with neutral elements.
@@ -241,11 +242,11 @@ class Response:
 
     @property
     def name(self) -> str:
-        """The operation's name."""
+        """The name of the operation."""
         return self.request.name
 
     def with_joined(self, joined: tuple[int, ...]) -> Response:
-        """The same where some ranks have joined meanwhile."""
+        """Return the same response for a time at which some ranks have joined."""
         if not joined:
             return self
         if self.request.kind not in _JOINABLE:
@@ -253,7 +254,7 @@ class Response:
         return replace(self, joined=joined)
 
     def to_wire(self) -> list[Any]:
-        """JSON-ready."""
+        """Return a JSON-ready form."""
         error = self.error
         return [
             self.request.to_wire(),
@@ -264,10 +265,10 @@ class Response:
 
     @classmethod
     def from_wire(cls, fields: Any) -> Response:
-        """Out of JSON.
+        """Read the form that ``to_wire`` returns.
 
         Raises:
-            ProtocolError: No correct peer sends this.
+            ProtocolError: A correct peer sends no such form.
         """
         try:
             request, rows, error, joined = fields
@@ -285,7 +286,7 @@ class Response:
 
 
 def respond(requests: Mapping[int, Request], world_size: int, joined: Sequence[int]) -> Response:
-    """Compare what the ranks ask for under one name. By rank; joined ranks need not have asked."""
+    """Compare the requests of the ranks for one operation, by rank. Ranks that have joined may have none."""
     first = requests[min(requests)]
     said: dict[Request, list[int]] = {}
     for rank in sorted(requests):

@@ -102,28 +102,30 @@ def broadcast_json(group: Collectives, name: str, value: Any, *, root: int) -> A
 
 def _differences(reference: Any, mine: Any, rank: int, path: str = "") -> list[str]:
     """Return one line per difference between rank 0's document and this rank's."""
-    theirs, own = _parts(reference), _parts(mine)
-    if theirs is not None and own is not None and type(reference) is type(mine):
-        lines = []
-        for key in dict.fromkeys([*theirs, *own]):
-            where = (path + key).removeprefix(".")
-            if key in theirs and key in own:
-                lines += _differences(theirs[key], own[key], rank, where)
-            else:
-                both = (_short(parts[key]) if key in parts else "nothing" for parts in (theirs, own))
-                lines.append("{}: rank 0 has {}, rank {rank} has {}".format(where, *both, rank=rank))
-        return lines
-    if reference != mine:
-        return [f"{path}: rank 0 has {_short(reference)}, rank {rank} has {_short(mine)}"]
-    return []
+    parts = _parts(reference, mine)
+    if parts is None:
+        return [] if reference == mine else [f"{path}: rank 0 has {_short(reference)}, rank {rank} has {_short(mine)}"]
+    theirs, own = parts
+    lines = []
+    for key in dict.fromkeys([*theirs, *own]):
+        where = path + key if path else key.removeprefix(".")
+        if key not in own:
+            lines.append(f"{where}: rank 0 has {_short(theirs[key])}, rank {rank} has nothing")
+        elif key not in theirs:
+            lines.append(f"{where}: rank 0 has nothing, rank {rank} has {_short(own[key])}")
+        else:
+            lines += _differences(theirs[key], own[key], rank, where)
+    return lines
 
 
-def _parts(value: Any) -> dict[str, Any] | None:
-    """Return the parts of a value that are compared one by one, by their paths; ``None``: it is compared as a whole."""
-    if isinstance(value, dict):
-        return {f".{key}": item for key, item in value.items()}
-    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
-        return {f"[{index}]": item for index, item in enumerate(value)}
+def _parts(*values: Any) -> list[dict[str, Any]] | None:
+    """Return the parts of two objects or nested lists by their paths; ``None``: the values are compared as a whole."""
+    if all(isinstance(value, dict) for value in values):
+        return [{f".{key}": part for key, part in value.items()} for value in values]
+    if all(isinstance(value, list) for value in values) and any(
+        isinstance(part, (dict, list)) for value in values for part in value
+    ):
+        return [{f"[{index}]": part for index, part in enumerate(value)} for value in values]
     return None
 
 

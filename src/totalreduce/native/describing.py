@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -120,7 +120,6 @@ class Describer:
     def reduce_scatter(self, tensor: torch.Tensor, scaling: Scaling, label: Label) -> Request:
         """Describe a reduce-scatter of rows."""
         scaling.check()
-        dtypes.check_dense(tensor, label.name)
         if not tensor.dim():
             raise ConfigurationError(f"{label.name!r}: a scalar has no rows to scatter")
         return _reduction(OpKind.REDUCE_SCATTER, tensor, scaling, label)
@@ -133,39 +132,23 @@ class Describer:
 
     def broadcast(self, tensor: torch.Tensor, root: int, label: Label) -> Request:
         """Describe a broadcast."""
-        described, root = _described(tensor, label.name), self._root(root)
-        return Request(
-            label.name, OpKind.BROADCAST, *described, root=root, cached=label.cached, priority=label.priority
-        )
+        return _request(OpKind.BROADCAST, tensor, label, root=self._root(root))
 
     def blocks(
         self, kind: OpKind, tensor: torch.Tensor, blocks: Sequence[torch.Tensor] | None, root: int, label: Label
     ) -> Request:
         """Describe a gather or scatter of this rank's tensor; the root has a block for every rank."""
-        dtype, itemsize, _, device = _described(tensor, label.name)
         sizes = tuple(block.numel() for block in blocks or ())
-        return Request(
-            label.name,
-            kind,
-            dtype,
-            itemsize,
-            (tensor.numel(),),
-            device,
-            root=self._root(root),
-            splits=sizes,
-            cached=label.cached,
-            priority=label.priority,
-        )
+        return _request(kind, tensor, label, root=self._root(root), shape=(tensor.numel(),), splits=sizes)
 
     def allgather(self, tensor: torch.Tensor, label: Label) -> Request:
         """Describe an allgather of rows."""
-        described = _described(tensor, label.name)
-        return Request(label.name, OpKind.ALLGATHER, *described, cached=label.cached, priority=label.priority)
+        return _request(OpKind.ALLGATHER, tensor, label)
 
     def alltoall(self, tensor: torch.Tensor, splits: Sequence[int] | None, label: Label) -> Request:
         """Describe an alltoall that sends ``splits[r]`` rows to rank r; without splits equally many to each rank."""
         size, name = self._world_size, label.name
-        described = _described(tensor, name)
+        dtypes.check_dense(tensor, name)
         rows = len(tensor) if tensor.dim() else 0
         if splits is None:
             if rows % size or not tensor.dim():
@@ -176,38 +159,39 @@ class Describer:
             raise ConfigurationError(
                 f"{name!r}: splits must be {size} numbers from 0 that add up to {rows} rows, not {list(splits)}"
             )
-        return Request(name, OpKind.ALLTOALL, *described, splits=splits, cached=label.cached, priority=label.priority)
+        return _request(OpKind.ALLTOALL, tensor, label, splits=splits)
 
     def _root(self, root: int) -> int:
         return checks.rank_in("root", root, self._world_size)
 
 
-def _reduction(
-    kind: OpKind,
-    tensor: torch.Tensor,
-    scaling: Scaling,
-    label: Label,
-    *,
-    batch: tuple[str, int] | None = None,
-    root: int = 0,
-) -> Request:
-    return Request(
-        label.name,
+def _reduction(kind: OpKind, tensor: torch.Tensor, scaling: Scaling, label: Label, **fields: Any) -> Request:
+    return _request(
         kind,
-        *_described(tensor, label.name),
+        tensor,
+        label,
         reduction=_REDUCTIONS[scaling.op],
         prescale=float(scaling.prescale),
         postscale=float(scaling.postscale),
-        root=root,
-        batch=batch,
-        cached=label.cached,
-        priority=label.priority,
+        **fields,
     )
 
 
-def _described(tensor: torch.Tensor, name: str) -> tuple[str, int, tuple[int, ...], str]:
-    dtypes.check_dense(tensor, name)
-    return _dtype_name(tensor.dtype), tensor.element_size(), tuple(tensor.shape), tensor.device.type
+def _request(
+    kind: OpKind, tensor: torch.Tensor, label: Label, *, shape: tuple[int, ...] | None = None, **fields: Any
+) -> Request:
+    dtypes.check_dense(tensor, label.name)
+    return Request(
+        label.name,
+        kind,
+        _dtype_name(tensor.dtype),
+        tensor.element_size(),
+        tuple(tensor.shape) if shape is None else shape,
+        tensor.device.type,
+        cached=label.cached,
+        priority=label.priority,
+        **fields,
+    )
 
 
 @functools.cache
