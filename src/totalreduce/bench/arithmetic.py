@@ -1,4 +1,4 @@
-"""What the figures mean: sizes, bandwidths and limits. Pure functions, no torch."""
+"""Sizes, bandwidths and limits, from which figures are computed. Pure functions, no torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def bus_factor(world_size: int) -> float:
-    """What an allreduce of one byte puts on each link, ``2 (n - 1) / n``: nccl-tests' bus bandwidth."""
+    """Return the bytes that an allreduce of one byte puts on each link, ``2 (n - 1) / n``, as nccl-tests define it."""
     return 2 * (world_size - 1) / world_size
 
 

@@ -1,4 +1,4 @@
-"""``totalreduce bench collectives``: every collective's time, and how near it is to what its links allow."""
+"""``totalreduce bench collectives``: the time of every collective beside the limit of its links."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class CollectivesParameters:
-    """What the workers measure: sizes in bytes, and by the name of each collective the contestants that take turns.
+    """Sizes in bytes, and by the name of each collective the contestants that take turns.
 
     ``shared`` takes part where the ranks share memory.
     """
@@ -53,10 +53,10 @@ class CollectiveRow:
         kind: Which collective.
         size: Bytes of the tensor, or of all blocks of one rank together.
         count: Elements of the same.
-        contestants: Those who took part.
+        contestants: Those that took part.
         seconds: Of one operation, by contestant and round.
         bytes_sent: By this rank in one operation, by contestant and round; empty where unknown.
-        expected_s: What the selector expects of every schedule.
+        expected_s: Seconds that the selector expects of every schedule.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True, slots=True)
 class CollectivesSamples:
-    """What one rank has measured; the goodput is that of plain TCP streams, before and after."""
+    """The samples of one rank; the goodput is that of plain TCP streams, before and after."""
 
     goodput_bits_per_s: list[float]
     rows: list[CollectiveRow]
@@ -88,10 +88,10 @@ class CollectiveFigure:
         schedule: ``auto``, or the one that was asked for.
         chosen: The schedule that carried it out; empty for others than Total Reduce.
         seconds: Time of one operation on the slowest rank.
-        expected_s: What the selector expects of that schedule; ``None`` for others than Total Reduce.
+        expected_s: Seconds that the selector expects of that schedule; ``None`` for others than Total Reduce.
         algorithm_bytes_per_s: ``size / seconds``.
         bus_bytes_per_s: As nccl-tests define it.
-        share_of_rate: Of the nominal rate, of what must cross the busiest host's link; ``None`` where nothing must.
+        share_of_rate: Of the nominal rate, for the bytes that must cross the busiest host's link; ``None`` without any.
         share_of_tcp: Of the goodput of plain TCP streams on the same links in the same run; likewise.
         gain: The peer's time divided by Total Reduce's own choice, round by round: above 1, Total Reduce is faster.
         gain_shared: The same beside ``shared``, where that was measured.
@@ -135,7 +135,7 @@ def bench_collectives(
         typer.Option(help="Schedules to measure beside the selector's choice, separated by commas; all: every one."),
     ] = "auto",
 ) -> Report:
-    """Time every collective, and compare it with what must cross the busiest host's link.
+    """Time every collective, and compare it with the bytes that must cross the busiest host's link.
 
     Every timed result is checked on every rank; a wrong one ends the run without a figure.
     """
@@ -145,7 +145,7 @@ def bench_collectives(
 
 
 def parse_kinds(text: str) -> list[OpKind]:
-    """Collectives by name."""
+    """Return the collectives of these names."""
     names = _KINDS if text == "all" else [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in _KINDS]
     if unknown:
@@ -154,7 +154,7 @@ def parse_kinds(text: str) -> list[OpKind]:
 
 
 def contestants(kind: OpKind, peers: list[str], schedule: str) -> list[Contestant]:
-    """Who takes turns: every peer, and Total Reduce by every wanted schedule that there is for this collective."""
+    """Return the contestants: every peer, and Total Reduce by every wanted schedule that this collective has."""
     names = [Algorithm.AUTO.value, *SCHEDULES]
     wanted = names if schedule == "all" else [name.strip() for name in schedule.split(",")]
     unknown = [name for name in wanted if name not in names]
@@ -183,7 +183,7 @@ def summarise(
 
     Args:
         ranks: Their samples.
-        hosts: Host of every rank: what is combined inside a host crosses its link once for all its ranks.
+        hosts: Host of every rank: data that a host combines cross its link once for all its ranks.
         rate_bits_per_s: Nominal rate of a host's link.
     """
     goodput = mean_goodput(ranks)

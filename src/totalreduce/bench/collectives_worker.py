@@ -68,7 +68,7 @@ def _measure(context: Context, kind: OpKind, size: int, dtype: str, contestants:
 
 @dataclass(frozen=True, slots=True)
 class _Factors:
-    """What this rank's tensors hold, one factor for each block; no block: the rank has no such tensor.
+    """The contents of this rank's tensors, one factor for each block; without a block the rank has no such tensor.
 
     Attributes:
         given: Of the input, where the collective has one.

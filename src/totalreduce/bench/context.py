@@ -1,4 +1,4 @@
-"""What every benchmark worker has: the engine, gloo, the same barrier for both, and progress on stderr."""
+"""The context of a benchmark's worker: the engine, gloo, the same barrier for both, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Context:
     inside an emulated host leads elsewhere; hence the interface by name.
 
     Attributes:
-        peers: What is measured, in order: ``totalreduce``, ``gloo``, ``fifo``, ``openmpi``, ``mpich``.
+        peers: In the order in which they are measured: ``totalreduce``, ``gloo``, ``fifo``, ``openmpi``, ``mpich``.
         rounds: How often each peer is measured.
         group: The engine as users get it.
         rank: Of this worker.
@@ -109,7 +109,7 @@ class Context:
         return describe_machine(threads_per_rank=torch.get_num_threads(), mpi=versions)
 
     def close(self) -> None:
-        """Leave together, so that nobody mistakes an early exit for a crash."""
+        """Leave together, so that no rank mistakes an early exit for a crash."""
         self.barrier()
         for rank in self.mpi.values():
             rank.close()

@@ -1,4 +1,4 @@
-"""``totalreduce bench coordination``: what agreeing on an order costs, and what it costs Horovod."""
+"""``totalreduce bench coordination``: the cost of agreeing on an order, beside that of Horovod."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _POLLS = {"horovod": 0.0, "horovod, polled": 5e-4}
 
 @dataclass(frozen=True, slots=True)
 class CoordinationParameters:
-    """What the workers submit; the fields are options."""
+    """The tensors that the workers submit; the fields are options."""
 
     tensors: Annotated[int, typer.Option(help="Tensors in a step, of one element each.", min=1)] = 161
     steps: Annotated[int, typer.Option(help="Timed steps of a launch, after 20 untimed ones.", min=1)] = 100
@@ -46,7 +46,7 @@ class CoordinationParameters:
 
 @dataclass(frozen=True, slots=True)
 class CoordinationSamples:
-    """What one rank has measured in a launch; of Horovod only seconds are known.
+    """The samples of one rank in a launch; of Horovod only seconds are known.
 
     Attributes:
         many: Seconds of every step of many tensors.
@@ -68,7 +68,7 @@ class CoordinationSamples:
 
 
 Launch = list[CoordinationSamples]
-"""What the ranks of one launch have measured."""
+"""The samples of all ranks of a launch."""
 
 
 @dataclass(frozen=True, slots=True)

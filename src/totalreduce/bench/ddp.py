@@ -1,6 +1,6 @@
 """``totalreduce bench ddp``: unmodified torch.distributed scripts, on this back end and on gloo.
 
-What runs is a script of ``examples/``, started as a user would start it, once per back end and round. Nothing of it is
+A script of ``examples/`` is started as a user would start it, once per back end and round. Nothing of it is
 known here but its options ``--backend``, ``--model``, ``--steps``, ``--dtype`` and ``--json``, so any script that has
 them will do.
 
@@ -37,13 +37,13 @@ _LAUNCH_LIMIT_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class DdpLaunch:
-    """What a script has written.
+    """The document that a script has written.
 
     Attributes:
         losses: Of every step.
         step_s: Seconds of every step, averaged over ranks.
         backend: Its name in torch.distributed.
-        model: What was trained.
+        model: Name of the model.
         world_size: Number of ranks.
     """
 
@@ -127,7 +127,7 @@ def compare_exactly(setting: Setting, script: Path, options: Sequence[str]) -> f
 
 
 def measure_ddp(setting: Setting, script: Path, options: Sequence[str]) -> dict[str, list[DdpLaunch]]:
-    """Launch the script once per back end and round; who is first changes from round to round.
+    """Launch the script once per back end and round; the first back end changes from round to round.
 
     Args:
         setting: Where, and against which back ends.
@@ -135,7 +135,7 @@ def measure_ddp(setting: Setting, script: Path, options: Sequence[str]) -> dict[
         options: Further ones.
 
     Returns:
-        What the script wrote, by back end and in the order of rounds.
+        The documents of the script, by back end and in the order of rounds.
     """
     launches: dict[str, list[DdpLaunch]] = {backend: [] for backend in setting.peers}
     for index in range(setting.rounds):
@@ -167,7 +167,7 @@ def differences_of(losses: dict[str, list[list[float]]], tolerance: float) -> di
 
     Args:
         losses: Every step's, by back end and launch.
-        tolerance: What rounding explains.
+        tolerance: The largest difference that rounding explains.
     """
     reference = losses["totalreduce"][0]
     differences = {backend: max(_difference(own, reference) for own in several) for backend, several in losses.items()}

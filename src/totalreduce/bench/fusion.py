@@ -28,7 +28,7 @@ class Message:
 
     @property
     def priority(self) -> int:
-        """The smallest forward index: who is needed first decides for all."""
+        """The smallest forward index: the layer that is needed first decides for all."""
         return self.layers[0]
 
 

@@ -1,4 +1,4 @@
-"""What plain TCP achieves on the same links: one raw stream from each rank to the next, all at once.
+"""The goodput of plain TCP on the same links: one raw stream from each rank to the next, all at once.
 
 The nominal rate of a link counts Ethernet frames; with 1,500-byte packets TCP's payload tops out near 95.5 %
 of it.
@@ -20,7 +20,7 @@ Exchange = Callable[[Sequence[float]], list[list[float]]]
 
 
 class _Samples(Protocol):
-    """What a rank has measured, and the goodput of plain TCP streams in the same run."""
+    """Samples of a rank that include the goodput of plain TCP streams in the same run."""
 
     @property
     def goodput_bits_per_s(self) -> list[float]: ...

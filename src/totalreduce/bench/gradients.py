@@ -9,7 +9,7 @@ import numpy as np
 from totalreduce.sparse.actions import Array
 
 _SEED = 11
-#: What all ranks have in common, beside noise of their own of size 1: the gradient that training is after.
+#: Size of the gradient that all ranks have in common, beside noise of their own of size 1.
 _SIGNAL = 0.1
 _ROW = 64
 _POOL = 2

@@ -1,4 +1,4 @@
-"""``totalreduce bench growth``: what a rank receives and sends as the number of ranks grows.
+"""``totalreduce bench growth``: the bytes that a rank receives and sends as the number of ranks grows.
 
 With real processes on this host, and in lockstep in one process, where a thousand ranks fit: their sessions are those
 of the library, nothing is estimated. There all ranks take turns in one piece of memory for the gradient: what a session
@@ -50,7 +50,7 @@ class GrowthFigure:
         received_bytes: By the average rank.
         received_bytes_max: By the rank that receives most.
         sent_bytes: By the average rank.
-        sent_bytes_max: By the rank that sends most; a broadcast is counted as if its root sent to everybody.
+        sent_bytes_max: By the rank that sends most; a broadcast is counted as if its root sent to every rank.
         bytes_per_selected: Received by the rank that receives most, for each element that it has selected.
         wire_bytes: Received with the engine's headers; ``None`` in lockstep.
         first_bytes: Received in the very first step, in which Ok-Topk agrees on regions and looks for its threshold;
@@ -212,8 +212,8 @@ def simulate(name: str, world_size: int, k: int, density: float) -> GrowthFigure
 def _cut_short(exchange: Generator[Any, Any, Update | None], ended: list[bool], *, last: bool) -> Exchange:
     """The same exchange, whose result is dropped.
 
-    In the last step, when rank 0, which is asked first, has no more to send, nobody has: what the others would still
-    compute is what it has computed.
+    Rank 0 is asked first. When it has no more to send in the last step, no rank has: the others would only repeat its
+    computation.
     """
     reply = None
     while not (last and ended):

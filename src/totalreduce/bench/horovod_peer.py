@@ -1,4 +1,4 @@
-"""What ``bench coordination`` measures of Horovod, in the Python that has it: run by ``horovodrun`` and by nobody else.
+"""Horovod's side of ``bench coordination``: ``horovodrun`` runs this file in the Python that has Horovod.
 
 Stands by itself: it imports nothing of this package, whose torch may be another one.
 """

@@ -1,4 +1,4 @@
-"""``totalreduce bench kernels``: what selecting, coding and adding cost one core, beside a plain copy and torch.topk.
+"""``totalreduce bench kernels``: the time of selecting, coding and adding on one core, beside a copy and torch.topk.
 
 Everything runs in this process, in one thread; NumPy, Numba and torch are imported when the command is used.
 """
@@ -34,10 +34,10 @@ class Kernel:
     """Something to time.
 
     Attributes:
-        name: What it does.
+        name: Of the work.
         items: Elements that it reads, or selected ones.
         selected: Whether ``items`` are selected ones.
-        item_bytes: What has to be read and written for each; ``None`` where that depends on the data.
+        item_bytes: Bytes to be read and written for each; ``None`` where that depends on the data.
         prepare: Untimed, before each call.
         run: The call.
     """
@@ -87,7 +87,7 @@ def bench_kernels(
 ) -> Report:
     """Time the kernels of the sparse methods on one core, in turns with a plain copy of as many bytes and torch.topk.
 
-    The fused pass adds the residual and lists what is large: it reads two float32 for each element and writes one, 12
+    The fused pass adds the residual and lists large elements: it reads two float32 for each element and writes one, 12
     bytes. So does the copy, which copies one and a half.
 
     Coding and adding are timed for each selected element.
@@ -187,7 +187,7 @@ def _kernels(num_elements: int, k: int, distribution: str) -> list[Kernel]:
 
     def refill() -> None:
         np.copyto(gradient, fresh)
-        elsewhere.max()  # so that the same is in the caches before each kernel: nothing of what it needs
+        elsewhere.max()  # so that before each kernel the caches have none of its data
 
     def fused() -> object:
         return selection.accumulate(gradient, residual, np.float32(1.0), bound, 0, listed_index, listed_value, 0)

@@ -24,7 +24,7 @@ _LIMIT_S = 3600.0
 #: In an installed package, and in a source tree.
 _EXAMPLES = (Path(__file__).with_name("examples"), Path(__file__).parents[3] / "examples")
 R = TypeVar("R")
-#: Among what ``bench allreduce`` measures: Total Reduce with tensors that the ranks of a host read where they lie.
+#: A contestant of ``bench allreduce``: Total Reduce with tensors that the ranks of a host read where they lie.
 SHARED = "shared"
 
 
@@ -32,7 +32,7 @@ class BenchmarkFailedError(TotalReduceError):
     """A worker of a benchmark failed or found a wrong result: there is no figure to report.
 
     Attributes:
-        exit_code: What the command should exit with: 1, or 128 plus the number of the signal that stopped it.
+        exit_code: The exit code of the command: 1, or 128 plus the number of the signal that stopped it.
     """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
@@ -42,15 +42,15 @@ class BenchmarkFailedError(TotalReduceError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """Where a benchmark runs and against whom.
+    """The place and the peers of a benchmark.
 
     Attributes:
         ranks: Number of worker processes.
         hosts: Number of emulated hosts; 0: all workers on this machine's loopback.
         rate: Rate of each emulated host's link, as ``1gbit``.
-        against: What else is measured in the same run: ``gloo``, ``fifo``, ``openmpi``, ``mpich``.
+        against: Other peers in the same run: ``gloo``, ``fifo``, ``openmpi``, ``mpich``.
         rounds: How often each peer is measured.
-        transport: What Total Reduce sends through, as for ``totalreduce.init``.
+        transport: That of Total Reduce, as for ``totalreduce.init``.
         mpirun: Where the ``mpirun`` of an MPI is, by peer; those not named are looked for on PATH.
     """
 
@@ -92,7 +92,7 @@ class Setting:
 
     @property
     def peers(self) -> list[str]:
-        """What is measured, in the order in which it is measured."""
+        """The peers, in the order in which they are measured."""
         return ["totalreduce", *dict.fromkeys(self.against)]
 
     @property
@@ -117,7 +117,7 @@ class Setting:
         return f"{self.ranks} ranks on one host"
 
     def as_document(self) -> dict[str, Any]:
-        """Return what a document says about the setting."""
+        """Return the part of a document that describes the setting."""
         return {
             "ranks": self.ranks,
             "hosts": self.hosts,
@@ -129,7 +129,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Results(Generic[R]):
-    """What the ranks of a benchmark have measured.
+    """The samples of all ranks of a benchmark.
 
     Attributes:
         ranks: The record that each rank's ``measure`` returned.
@@ -150,7 +150,7 @@ def run_benchmark(worker: str, parameters: Any, setting: Setting, kind: type[R])
     Args:
         worker: Name of the module in this package whose ``measure(context, parameters)`` every rank calls.
         parameters: The record that ``measure`` takes.
-        setting: Where and against whom.
+        setting: The place and the peers.
         kind: The record that ``measure`` returns.
     """
     with tempfile.TemporaryDirectory(prefix="totalreduce-bench-") as name:
@@ -169,7 +169,7 @@ def run_benchmark(worker: str, parameters: Any, setting: Setting, kind: type[R])
         found = {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
     errors = [(document["time"], rank, document["error"]) for rank, document in found.items() if "error" in document]
     if errors:
-        # The earliest error is the cause; what the others report is mostly its echo.
+        # The earliest error is the cause; the errors of the other ranks mostly follow from it.
         _, rank, error = min(errors)
         raise BenchmarkFailedError(f"rank {rank} failed: {error}")
     missing = ", ".join(str(rank) for rank in paths if rank not in found)
@@ -217,10 +217,10 @@ def find_script(script: str) -> Path:
 
 
 def run_script(setting: Setting, command: Sequence[str], kind: type[R], *, over_gloo: bool, timeout_s: float) -> R:
-    """Run a script on all ranks, started as a user would start it, and return what it wrote.
+    """Run a script on all ranks, started as a user would start it, and return the document that it wrote.
 
     Args:
-        setting: Where.
+        setting: The ranks and hosts.
         command: The script and its options, without ``--json``.
         kind: The record that the script writes.
         over_gloo: Whether torch's gloo carries its messages: it sometimes aborts in its destructors after all work is

@@ -13,7 +13,7 @@ import totalreduce
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a document says about where its figures come from.
+    """The machine and the versions, as documents have them.
 
     Attributes:
         totalreduce: Version of this package.
@@ -22,7 +22,7 @@ class Machine:
         processor: Its model's name.
         cores: Cores that this process may use.
         threads_per_rank: Threads of torch in a worker; ``None`` where no workers were started.
-        mpi: What each MPI that took part calls itself, by peer.
+        mpi: Version of each MPI that took part, by peer.
     """
 
     totalreduce: str

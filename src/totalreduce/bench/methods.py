@@ -21,7 +21,7 @@ DistributionOption = Annotated[
 
 
 def make_sync(name: str, density: float) -> Method:
-    """What ``DistributedOptimizer(sync=...)`` takes: a method, or ``auto``."""
+    """Return the argument of ``DistributedOptimizer(sync=...)``: a method, or ``Auto``."""
     from totalreduce.sparse.auto import Auto
 
     return Auto(density=density) if name == "auto" else make_method(name, density)

@@ -51,7 +51,7 @@ def explain(folder: Path, peer: str) -> str | None:
 
 @contextlib.contextmanager
 def mpi_jobs(peers: Sequence[str], places: Mapping[str, Path], num_ranks: int, folder: Path) -> Iterator[None]:
-    """Run one MPI job per peer; they wait for the workers, who ask them for samples.
+    """Run one MPI job per peer; they wait for the workers, which ask them for samples.
 
     Args:
         peers: Of ``MPI_PEERS``.
@@ -64,7 +64,7 @@ def mpi_jobs(peers: Sequence[str], places: Mapping[str, Path], num_ranks: int, f
         for peer in peers:
             launcher = _launcher(peer, places.get(peer))
             python = _python(peer, launcher)
-            # The shell notes the end, which the workers look for: nobody has to watch.
+            # The shell notes the end in a file, for which the workers look.
             command = f'"$@" 2>"{folder}/{peer}.errors" >&2; echo $? >"{folder}/{peer}.ended"'
             job = subprocess.Popen(
                 ["sh", "-c", command, "sh", str(launcher), "-n", str(num_ranks), python, script, str(folder), peer],
@@ -111,7 +111,7 @@ def _ask(command: Sequence[str]) -> str:
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
-    """The ranks leave by themselves when the workers have gone; what does not is ended."""
+    """The ranks leave by themselves when the workers have gone; those that stay are ended."""
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         if number is not None:
             with contextlib.suppress(ProcessLookupError):

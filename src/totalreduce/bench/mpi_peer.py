@@ -78,7 +78,7 @@ def _sample(comm: Any, kind: str, count: int, times: int, dtype: str) -> float:
 
 
 def _buffers(comm: Any, kind: str, count: int, dtype: str) -> tuple[Callable[[], Any], Array, Array]:
-    """What to call, where the result will be, and what it must be. ``count``: as for Total Reduce's side."""
+    """Return the operation, the array of its result, and the right result. ``count``: as for Total Reduce's side."""
     rank, size = comm.rank, comm.size
     block, last = count // size, size - 1
     total = size * (size + 1) // 2

@@ -20,7 +20,7 @@ class MpiRank:
     """Asks for one sample at a time and sleeps until it is there.
 
     Attributes:
-        version: What the MPI library calls itself; empty before ``meet``.
+        version: Of the MPI library; empty before ``meet``.
     """
 
     def __init__(self, folder: Path, peer: str, rank: int) -> None:

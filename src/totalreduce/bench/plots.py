@@ -27,7 +27,7 @@ class Bar:
         height: Of all.
         low: Lower end of the interval.
         high: Upper end.
-        parts: What it is made of, from below; they may be means where ``height`` is a median, so they are scaled to it.
+        parts: Heights of its parts, from below; scaled to ``height``, which may be a median where parts are means.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line; ``dashed`` for what was computed, not measured."""
+    """One line; ``dashed`` for values that were computed, not measured."""
 
     name: str
     x: Sequence[float]

@@ -51,7 +51,7 @@ def record_trace(workload: Workload, *, num_steps: int, seed: int = 0) -> Trace:
     """Train a few steps and take every layer's median times.
 
     Args:
-        workload: What to train; one thread, SGD.
+        workload: The model and its data; one thread, SGD.
         num_steps: Periods to record, after two that are not.
         seed: Of the model and its batches.
     """
@@ -81,5 +81,5 @@ def record_trace(workload: Workload, *, num_steps: int, seed: int = 0) -> Trace:
     ]
     layers.sort(key=lambda layer: layer.needed_s)
     source = f"totalreduce bench trace --model {workload.name}: torch {torch.__version__}, one CPU thread, SGD"
-    # Through the parser, so that what is written can be read.
+    # Through the parser, so that the written trace can be read.
     return parse_trace(as_document(Trace(workload.name, source, tuple(layers))), workload.name)

@@ -1,6 +1,6 @@
 """``totalreduce bench replay``: a real model's training step, replayed with emulated compute.
 
-The idea is Total Reduce's own workload test: what counts is how long a forward pass waits for gradients.
+The idea is Total Reduce's own workload test: its figure is the time for which a forward pass waits for gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOP_LAYERS = 3
 
 @dataclass(frozen=True, slots=True)
 class ReplayParameters:
-    """What the workers replay; the fields are options."""
+    """The way in which traces are replayed; the fields are options."""
 
     balance: Annotated[
         str,
@@ -45,7 +45,7 @@ class ReplayParameters:
     ] = BUCKET_BYTES / (1 << 20)
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Refuse values that cannot work."""
         if self.balance not in ("time", "elements", "none"):
             raise ConfigurationError(f"--balance is time, elements or none, not {self.balance!r}")
         if self.ratio <= 0 or self.steps < 1 or self.bucket_bytes < 1:
@@ -100,7 +100,7 @@ class TraceSamples:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySamples:
-    """What one rank has measured."""
+    """The samples of one rank."""
 
     traces: list[TraceSamples]
 
@@ -111,7 +111,7 @@ class ReplayFigure:
 
     Attributes:
         model: Name of the trace.
-        peer: Who communicated.
+        peer: The peer that communicated.
         num_bytes: Gradient bytes of one step on one rank.
         messages: Number of messages that the layers were fused into.
         compute_s: Emulated backward and forward pass together.

@@ -1,7 +1,7 @@
 """One rank of ``bench replay``: a trace's training step, again and again, with each way to communicate.
 
 Compute is emulated: events happen at the trace's times, shifted by all the time a wait has blocked so far.
-What the machine's cores spend on communication therefore slows nobody's emulated compute down.
+The cores' work for communication therefore slows no rank's emulated compute down.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _balance(context: Context, trace: Trace, goodput: float, parameters: ReplayP
 
 
 def _play_block(context: Context, trace: Trace, player: Player, flat: torch.Tensor, *, steps: int, what: str) -> Block:
-    """Play some steps in a row, the first ones untimed, and check what they leave behind."""
+    """Play some steps in a row, the first ones untimed, and check the sums that they leave behind."""
     values.fill(flat, rank=context.rank)
     tensors = [flat[message.begin : message.end] for message in player.messages]
     events = _events(trace, player.messages)

@@ -1,4 +1,4 @@
-"""What a benchmark has found, how it is printed, and the document that ``--json`` writes."""
+"""The report of a benchmark: how it is printed, and the document that ``--json`` writes."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Table(Generic[F]):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a command of ``totalreduce bench`` prints and saves.
+    """The results of a command of ``totalreduce bench``.
 
     Attributes:
         tables: Are printed in this order.
-        setting: What was measured, where, and how often.
+        setting: The sizes, ranks, hosts and rounds.
         machine: The machine and the versions.
         figures: Records.
         raw: All samples.

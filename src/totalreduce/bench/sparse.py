@@ -20,7 +20,7 @@ from totalreduce.cli.report import share
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.pytorch.sizes import even_bucket_elements
 
-#: What else can be measured in the same run.
+#: Peers in the same run.
 PEERS = ("gloo", "fp16", "powersgd-hook")
 #: Where a step's time goes, in the order of a worker's samples.
 PARTS = ("selection", "coding", "waiting", "writing")
@@ -30,7 +30,7 @@ _NEAR = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseParameters:
-    """What the workers measure; the fields are options."""
+    """The gradient, the methods and the peers; the fields are options."""
 
     elements: Annotated[str, typer.Option(help="Elements of the gradient, float32, as 14.7M.")] = "14.7M"
     density: Annotated[float, typer.Option(help="Share of the elements that is sent, from 0 to 1.")] = 0.01
@@ -56,7 +56,7 @@ class SparseParameters:
     ] = None
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Refuse values that cannot work."""
         for count in (self.elements, self.bucket_elements or self.elements):
             parse_count(count)
         if not self.method_names:
@@ -99,13 +99,13 @@ class SparseParameters:
 
 @dataclass(frozen=True, slots=True)
 class ContestantSamples:
-    """What one rank has measured of a method or peer.
+    """The samples of a method or peer on one rank.
 
     Attributes:
         seconds: By round and step.
         error: Of the untimed step, see ``SparseFigure``.
         xi: Likewise.
-        parts: Seconds by step, in the order of ``PARTS``; this and what follows only of methods.
+        parts: Seconds by step, in the order of ``PARTS``; this and the following fields are those of methods only.
         bytes: By step: sent and received, with headers; sent and received, without.
         counts: By step and bucket: k, selected and applied; a step has none where a method has no k.
         rescans: Candidates that were listed again, mean of a step.
@@ -122,7 +122,7 @@ class ContestantSamples:
 
 @dataclass(frozen=True, slots=True)
 class SparseSamples:
-    """What one rank has measured, by contestant."""
+    """The samples of one rank, by contestant."""
 
     contestants: dict[str, ContestantSamples]
 
@@ -135,12 +135,12 @@ class SparseFigure:
         contestant: Its name.
         seconds: From the gradient to the result in its place, on the slowest rank: mean of a round, median over rounds.
         gains: The peer's time divided by this one's, round by round, by peer: above 1, this one is faster.
-        parts_s: Means over ranks and steps of what ``PARTS`` names; empty for peers.
+        parts_s: Mean seconds over ranks and steps, by the names in ``PARTS``; empty for peers.
         sent_bytes: By the average rank in a step, the engine's headers included; ``None`` where unknown.
         received_bytes: Likewise.
         payload_sent_bytes: Without headers, as the method counts it.
         payload_received_bytes: Likewise.
-        imbalance_sent: Largest over mean of what ranks sent in a step, mean over steps.
+        imbalance_sent: Bytes sent by the busiest rank in a step over the mean of all ranks, mean over steps.
         imbalance_received: Likewise.
         bytes_per_selected: Bytes sent, headers included, for each element that the average rank has selected.
         selected_over_k: Mean over ranks, buckets and steps.

@@ -28,7 +28,7 @@ from totalreduce.sparse.rounds import SparseRounds
 from totalreduce.sparse.session import BucketShape, Session, Update
 
 _TIMEOUT_S = 300.0
-#: Allowed difference between what came out and what went in, relative to what went in.
+#: Allowed difference between results with residuals and gradients, relative to the gradients.
 _TOLERANCE = 1e-5
 
 
@@ -41,10 +41,10 @@ class Contestant(Protocol):
         """The timed part: until the result lies where a gradient would."""
 
     def pending(self) -> Array | None:
-        """What is to be added to the gradient before it is reduced, if there is something."""
+        """Return the residual that is added to the gradient before it is reduced, if there is one."""
 
     def update(self) -> Array:
-        """The mean that the last ``reduce`` has made."""
+        """Return the mean that the last ``reduce`` has made."""
 
 
 def measure(context: Context, parameters: SparseParameters) -> SparseSamples:
@@ -254,7 +254,7 @@ class _Hook:
 
 @final
 class _OneBucket:
-    """What hooks ask of ``torch.distributed.GradBucket``, which only DDP can make."""
+    """The methods of ``torch.distributed.GradBucket`` that hooks call; only DDP can make a real one."""
 
     def __init__(self, tensor: torch.Tensor, parts: list[torch.Tensor]) -> None:
         self._tensor, self._parts = tensor, parts

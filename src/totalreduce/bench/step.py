@@ -31,7 +31,7 @@ _LABELS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParameters:
-    """What the workers train; the fields are options."""
+    """The training; the fields are options."""
 
     model: Annotated[str, typer.Option(help="mlp (14.6 M parameters), gpt or cnn.")] = "mlp"
     overlap: Annotated[
@@ -63,7 +63,7 @@ class StepParameters:
     ] = False
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Refuse values that cannot work."""
         if self.model not in ("mlp", "gpt", "cnn"):
             raise ConfigurationError(f"--model is mlp, gpt or cnn, not {self.model!r}")
         if self.overlap not in ("backward", "iterations"):
@@ -88,13 +88,13 @@ class StepParameters:
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """What one rank has measured.
+    """The samples of one rank.
 
     Attributes:
         seconds: Of every timed step, by contestant.
         bytes_sent: By Total Reduce, per step.
         num_parameters: Of the model.
-        difference: From DDP's parameters, relative to what training changed, in the timed float32; ``None`` where DDP
+        difference: From DDP's parameters, relative to the change by training, in the timed float32; ``None`` where DDP
             took no part or need not agree.
         difference_float64: Likewise of the untimed steps in float64.
         hidden_share: Of the sparse exchanges, how much lay beside backward; ``None`` without them.

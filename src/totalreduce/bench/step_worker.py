@@ -40,7 +40,7 @@ _TIMED_TOLERANCE = 1e-2
 
 @dataclass(slots=True)
 class Contestant:
-    """A way to train: its replica, its optimizer, and what makes its parameters final."""
+    """A way to train: its replica, its optimizer, and the function that makes its parameters final."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

@@ -32,7 +32,7 @@ _SPARSE_ELEMENTS = "25.6M"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: what was measured, the figure, and what it is compared with."""
+    """One line of the table: the case, its figure, and the comparison."""
 
     what: str
     figure: str
@@ -84,7 +84,7 @@ def bench_report(
 
 
 def to_markdown(rows: list[Row], machine: Machine) -> str:
-    """The table, and what it was measured on. Pure."""
+    """Return the table with the machine under it. Pure."""
     lines = ["| what | figure | against |", "|---|---|---|"]
     lines += [f"| {row.what} | {row.figure} | {row.against} |" for row in rows]
     lines += [
@@ -103,7 +103,7 @@ def _can_emulate(wanted: bool | None) -> bool:
     if wanted is False:
         return False
     try:
-        EmulatedNetwork(1)  # made, not entered: it only checks what is needed
+        EmulatedNetwork(1)  # made, not entered: it only checks the requirements
     except ConfigurationError as error:
         if wanted:
             raise

@@ -73,7 +73,7 @@ class Trace:
 
 
 def compute_scale(trace: Trace, communication_s: float, ratio: float) -> float:
-    """By what to multiply times so that communication takes ``ratio`` times as long as compute."""
+    """Return the factor of times with which communication takes ``ratio`` times as long as compute."""
     return communication_s / (ratio * trace.compute_s)
 
 
@@ -91,7 +91,7 @@ def parse_trace(document: Any, where: str) -> Trace:
 
 
 def as_document(trace: Trace) -> dict[str, Any]:
-    """What ``parse_trace`` reads."""
+    """Return the document that ``parse_trace`` reads."""
     return {
         "model": trace.model,
         "source": trace.source,

@@ -1,14 +1,14 @@
 """``totalreduce bench train``: models trained to the end by sparse methods and by DDP, and how long that takes.
 
-What runs is ``examples/sparse_training.py``. Two things are measured apart, because a whole dense training at
+The script is ``examples/sparse_training.py``. Two things are measured apart, because a whole dense training at
 100 Mbit/s would take hours and every step of it the same time:
 
-- What each contestant learns, step by step and from several seeds: on this machine's loopback, as links change no
+- The losses of each contestant, step by step and from several seeds: on this machine's loopback, as links change no
   value.
-- What its steps take on emulated links. A sparse method, whose first steps send more, trains to the end there, too;
+- The time of its steps on emulated links. A sparse method, whose first steps send more, trains to the end there, too;
   DDP's steps are alike, so some of them will do.
 
-From both follows when a contestant's loss was, for the first time, what dense training ends with.
+From both follows when a contestant first reached the loss with which dense training ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.emulate import rate_bits_per_s
 
 MODELS = ("cnn", "lstm", "gpt")
-#: What DDP over gloo can train with; ``dense`` is what all are compared with.
+#: Ways in which DDP over gloo can train; all contestants are compared with ``dense``.
 PEERS = ("dense", "fp16", "powersgd")
 _ALONE = "alone"
 #: PowerSGD's hook is plain in the first ten steps.
@@ -57,7 +57,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A training from one seed: every step's seconds, and what the model was worth from time to time."""
+    """A training from one seed: every step's seconds, and evaluations of the model from time to time."""
 
     step_s: list[float] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What examples/sparse_training.py has written: its options, the number of ranks and parameters, and its runs."""
+    """The document of examples/sparse_training.py: its options, the number of ranks and parameters, and its runs."""
 
     runs: list[Run]
     model: str = ""
@@ -93,7 +93,7 @@ class ModelSamples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainPlan:
-    """What is trained; the fields are options."""
+    """The trainings; the fields are options."""
 
     models: Annotated[str, typer.Option(help="Separated by commas: cnn, lstm, gpt.")] = "cnn,lstm,gpt"
     methods: Annotated[str, typer.Option(help="Of DistributedOptimizer, separated by commas.")] = "oktopk"
@@ -227,7 +227,7 @@ def measure_train(setting: Setting, model: str, plan: TrainPlan) -> ModelSamples
     Args:
         setting: The links' rate in it is not used.
         model: Its name.
-        plan: What else.
+        plan: The trainings.
     """
     common = ["--model", model, "--steps", str(plan.steps), "--density", str(plan.density)]
     common += ["--evaluations", str(_LOOKS)]
@@ -246,7 +246,7 @@ def measure_train(setting: Setting, model: str, plan: TrainPlan) -> ModelSamples
 
 
 def summarise(samples: ModelSamples) -> list[TrainFigure]:
-    """From what the script wrote to figures. Pure."""
+    """From the script's documents to figures. Pure."""
     ends = {name: [run.evaluations[-1] for run in training.runs] for name, training in samples.learnt.items()}
     dense = [end.loss for end in ends["dense"]]
     goal = fmean(dense) + stdev(dense)

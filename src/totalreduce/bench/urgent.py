@@ -20,14 +20,14 @@ from totalreduce.foundation.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class UrgentParameters:
-    """What the workers measure; the fields are options."""
+    """The sizes and the interval; the fields are options."""
 
     bulk: Annotated[str, typer.Option(help="Size of the large allreduce.")] = "256MiB"
     size: Annotated[str, typer.Option(help="Size of each urgent allreduce.")] = "4KiB"
     interval_ms: Annotated[float, typer.Option(help="An urgent allreduce is submitted this often.")] = 20.0
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Refuse values that cannot work."""
         if self.interval_ms <= 0:
             raise ConfigurationError(f"--interval-ms must be positive, not {self.interval_ms:g}")
 
@@ -59,7 +59,7 @@ class PeerSamples:
 
 @dataclass(frozen=True, slots=True)
 class UrgentSamples:
-    """What one rank has measured; the goodput is that of plain TCP streams, before and after."""
+    """The samples of one rank; the goodput is that of plain TCP streams, before and after."""
 
     goodput_bits_per_s: list[float]
     peers: dict[str, PeerSamples]
@@ -70,7 +70,7 @@ class UrgentFigure:
     """One peer.
 
     Attributes:
-        peer: Who was measured.
+        peer: ``totalreduce`` or ``fifo``.
         num_urgent: Urgent operations that met the bulk in flight on every rank; others do not count.
         p50_s: Median latency, from a rank's own submission until done; of each operation the slowest rank
             counts.
@@ -78,8 +78,8 @@ class UrgentFigure:
         max_s: The longest.
         alone_s: The bulk without urgent operations.
         loaded_s: The bulk with them.
-        bulk_share_of_rate: What the loaded bulk made of the nominal rate; ``None`` where nothing is shaped.
-        bulk_share_of_tcp: What it made of plain TCP streams' goodput in the same run.
+        bulk_share_of_rate: Share of the nominal rate that the loaded bulk reached; ``None`` where nothing is shaped.
+        bulk_share_of_tcp: Share of the goodput of plain TCP streams in the same run that it reached.
     """
 
     peer: str

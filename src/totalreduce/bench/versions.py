@@ -53,7 +53,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the ranks of one launch measure.
+    """The case of one launch.
 
     Attributes:
         what: ``allreduce``, ``step`` or ``sparse``.
@@ -87,7 +87,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class RankSamples:
-    """What one rank of a launch has measured, and with which version of the package."""
+    """The samples of one rank of a launch, and the version of the package."""
 
     package: str
     version: str

@@ -18,7 +18,7 @@ _CONTEXT = 64
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model and what it is trained on.
+    """A model and its data.
 
     Attributes:
         name: As given on the command line.
