@@ -1,4 +1,7 @@
-"""Checks of the arguments of collectives before anything is sent; wrong types raise ``ConfigurationError``."""
+"""Checks of the arguments of collectives before anything is sent.
+
+Wrong types raise ``ConfigurationError``, and sparse tensors ``UnsupportedError``.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,7 @@ __all__ = ["checked_compression", "checked_factor", "checked_splits", "checked_t
 
 
 def checked_tensor(value: Any, what: str) -> torch.Tensor:
-    """Return the value, which must be a dense tensor; ``what`` names the operation in messages.
-
-    Raises:
-        ConfigurationError: It is no tensor.
-        UnsupportedError: It is a sparse tensor.
-    """
+    """Return the value, which must be a dense tensor; ``what`` names the operation in messages."""
     if value is None:
         raise ConfigurationError(
             f"{what} needs a tensor, not None. The gradient of a parameter is None until a backward pass has used the "
@@ -39,12 +37,7 @@ def checked_tensor(value: Any, what: str) -> torch.Tensor:
 
 
 def checked_tensors(values: Any, what: str) -> list[torch.Tensor]:
-    """Return the values of an iterable, which must be dense tensors.
-
-    Raises:
-        ConfigurationError: The values are no iterable, or one tensor, or not all of them are tensors.
-        UnsupportedError: A tensor is sparse.
-    """
+    """Return the values of an iterable, which must be dense tensors."""
     if isinstance(values, torch.Tensor) or not isinstance(values, Iterable):
         raise ConfigurationError(f"{what} needs a list of tensors, not a {type(values).__name__}")
     listed = list(values)
@@ -55,11 +48,7 @@ def checked_tensors(values: Any, what: str) -> list[torch.Tensor]:
 
 
 def checked_factor(name: str, value: Any) -> float:
-    """Return the value as a float; infinity and NaN are allowed.
-
-    Raises:
-        ConfigurationError: It is no number.
-    """
+    """Return the value as a float; infinity and NaN are allowed."""
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
@@ -69,11 +58,7 @@ def checked_factor(name: str, value: Any) -> float:
 
 
 def checked_splits(splits: Sequence[int] | torch.Tensor | None) -> list[int] | None:
-    """Return the number of rows for each rank.
-
-    Raises:
-        ConfigurationError: They are no whole numbers.
-    """
+    """Return the number of rows for each rank."""
     if splits is None:
         return None
     rows = splits.tolist() if isinstance(splits, torch.Tensor) else splits
@@ -87,11 +72,7 @@ def checked_splits(splits: Sequence[int] | torch.Tensor | None) -> list[int] | N
 
 
 def checked_compression(compression: Any) -> type[Compressor]:
-    """Return the value, which must be a compressor.
-
-    Raises:
-        ConfigurationError: It is no compressor.
-    """
+    """Return the value, which must be a compressor."""
     if not all(callable(getattr(compression, method, None)) for method in ("compress", "decompress")):
         raise ConfigurationError(
             "compression must be Compression.none, Compression.fp16, Compression.bf16 or a class with compress and "

@@ -22,6 +22,7 @@ from totalreduce.horovod.functions import fill_missing_gradients
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set
 from totalreduce.pytorch import adasum
 from totalreduce.pytorch import optimizer as plain
+from totalreduce.pytorch.planning import NamedParameters, ParameterSource
 
 __all__ = ["AdasumOptimizer", "DistributedOptimizer", "GradientOptimizer"]
 
@@ -99,19 +100,11 @@ class AdasumOptimizer(adasum.AdasumOptimizer):
         """Do nothing: ``step()`` combines the updates."""
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Refuse: ``step()`` always communicates.
-
-        Raises:
-            ConfigurationError: Always.
-        """
+        """Raise a ``ConfigurationError``: ``step()`` always communicates."""
         raise ConfigurationError("op=Adasum combines the updates that step() makes: that cannot be skipped")
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Check the number; gradients add up on this rank until ``step()`` in any case.
-
-        Raises:
-            ConfigurationError: The number is less than one.
-        """
+        """Check the number; gradients add up on this rank until ``step()`` in any case."""
         _checked_passes(passes)
 
 
@@ -191,14 +184,9 @@ def _adasum(
     if compression is not Compression.none:
         warnings.warn("op=Adasum: updates travel as they are, without compression", stacklevel=3)
     _checked_passes(passes)
-    if named is None:
-        named = [
-            (f"{number}.{place}", parameter)
-            for number, param_group in enumerate(optimizer.param_groups)
-            for place, parameter in enumerate(param_group["params"])
-        ]
+    names = ParameterSource(optimizer, None, named).names()
     group, name = _place(process_set, "AdasumOptimizer")
-    wrapped = AdasumOptimizer(optimizer, _Names(named), group=group.control, name=name)
+    wrapped = AdasumOptimizer(optimizer, _Names(names), group=group.control, name=name)
     fill_missing_gradients(wrapped)
     return wrapped
 
@@ -206,13 +194,13 @@ def _adasum(
 class _Names(torch.nn.Module):
     """A module with nothing but named parameters, for ``AdasumOptimizer``."""
 
-    def __init__(self, named: Named) -> None:
+    def __init__(self, names: NamedParameters) -> None:
         super().__init__()
-        self._named = named
+        self._names = names
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Return the names and parameters that were given."""
-        return iter(self._named)
+        return ((name, parameter) for parameter, names in self._names.items() for name in names)
 
 
 def _place(process_set: ProcessSet, kind: str) -> tuple[Group, str]:

@@ -90,7 +90,16 @@ def combine(
         divisor: World size where this was the last contribution to an average, else 1.
     """
     if destination_dtype.is_half or incoming_dtype.is_half or local_dtype.is_half:
-        _combine_half(op, local, incoming, destination, local_dtype, incoming_dtype, destination_dtype, divisor)
+        if not len(local):
+            return  # torch.frombuffer refuses empty buffers
+        mine = torch.frombuffer(local, dtype=_TORCH[local_dtype])
+        theirs = torch.frombuffer(_without_warning(incoming), dtype=_TORCH[incoming_dtype])
+        result = torch.frombuffer(destination, dtype=_TORCH[destination_dtype])
+        for a, b, c in zip(*(torch.split(each, _BLOCK) for each in (mine, theirs, result)), strict=True):
+            total = _TORCH_OP[op](a.float(), b.float())
+            if divisor != 1:
+                total.div_(divisor)
+            c.copy_(total)
         return
     numpy_dtype = _NUMPY[local_dtype]
     out = np.frombuffer(destination, numpy_dtype)
@@ -129,36 +138,9 @@ def divide(tensor: torch.Tensor, divisor: int) -> None:
         tensor.copy_(tensor.long().div_(divisor, rounding_mode="trunc"))
 
 
-def _combine_half(
-    op: ReduceOp,
-    local: memoryview,
-    incoming: memoryview,
-    destination: memoryview,
-    local_dtype: DType,
-    incoming_dtype: DType,
-    destination_dtype: DType,
-    divisor: int,
-) -> None:
-    if not len(local):
-        return  # torch.frombuffer refuses empty buffers
-    operation = _TORCH_OP[op]
-    mine = torch.frombuffer(local, dtype=_TORCH[local_dtype])
-    theirs = torch.frombuffer(_without_warning(incoming), dtype=_TORCH[incoming_dtype])
-    out = torch.frombuffer(destination, dtype=_TORCH[destination_dtype])
-    for a, b, c in zip(_blocks(mine), _blocks(theirs), _blocks(out), strict=True):
-        total = operation(a.float(), b.float())
-        if divisor != 1:
-            total.div_(divisor)
-        c.copy_(total)
-
-
 def _without_warning(body: memoryview) -> memoryview | ctypes.Array[ctypes.c_char]:
     """Return writable memory, because torch warns of read-only memory, such as a peer's; it is only read."""
     if not body.readonly:
         return body
     address: int = np.frombuffer(body, np.uint8).__array_interface__["data"][0]
     return (ctypes.c_char * len(body)).from_address(address)
-
-
-def _blocks(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.split(values, _BLOCK)

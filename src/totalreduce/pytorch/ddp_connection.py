@@ -70,11 +70,9 @@ def _work(given: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 @final
 class Connection:
-    """The process group and the threads of one ``ddp_hook``.
+    """The process group and the threads of one ``ddp_hook``; ``settings`` must be equal on all ranks.
 
-    Args:
-        process_group: DDP's process group. A group of the same ranks is made, apart from DDP's own collectives.
-        settings: A text that must be equal on all ranks.
+    The process group has the ranks of DDP's, so that its collectives do not mix with DDP's own.
 
     Attributes:
         driver: Carries out the actions of exchanges.

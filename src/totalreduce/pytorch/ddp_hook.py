@@ -348,8 +348,7 @@ class _Pickled:
 class _Sessions:
     """The sessions and layouts of DDP's buckets, by the buckets' parameters.
 
-    Args:
-        pickled: The state of an earlier process, which parameters are given when they come.
+    ``pickled`` is the state of an earlier process, from which parameters get theirs when they come.
 
     Attributes:
         by_bucket: The sessions.

@@ -91,9 +91,6 @@ class ErrorFeedback:
         """Return parameter groups for SGD in which every parameter has this momentum exactly once.
 
         The group of compressed parameters has ``momentum=0``, because momentum correction applies it.
-
-        Args:
-            parameters: The model's parameters.
         """
         by_kind: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
         for parameter in parameters:
@@ -159,12 +156,8 @@ class CompressedPlan:
 def plan_parts(specs: Sequence[ParameterSpec], bucket_elements: int, *, whole: bool) -> tuple[tuple[Part, ...], ...]:
     """Cut parameters into buckets, last registered first: the order in which backward makes gradients.
 
-    All parts of a bucket are on one kind of device.
-
-    Args:
-        specs: The parameters' descriptions, in registration order.
-        bucket_elements: The largest number of elements in a bucket.
-        whole: Do not cut parameters; a larger one has a bucket of its own.
+    All parts of a bucket are on one kind of device. With ``whole`` parameters are not cut; one that is larger than
+    ``bucket_elements`` has a bucket of its own.
     """
     buckets: list[tuple[Part, ...]] = []
     filling: list[Part] = []
@@ -313,12 +306,7 @@ class MomentumCorrection:
 def states_for(
     states: Sequence[Mapping[str, Any]], rank: int, world_size: int
 ) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
-    """Distribute saved states among the ranks.
-
-    Args:
-        states: This rank's own state, or those of all ranks of the saved job; each with ``rank`` and ``world_size``.
-        rank: This rank.
-        world_size: Number of ranks now.
+    """Distribute saved states among the ranks. They are this rank's own state, or those of all ranks of the saved job.
 
     Returns:
         The states whose residuals this rank takes over, so that the sum of all residuals stays the same; and the state

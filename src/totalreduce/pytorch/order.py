@@ -17,11 +17,7 @@ __all__ = ["ForwardOrder"]
 
 
 class ForwardOrder:
-    """The modules that ran, in the order of their first call.
-
-    Args:
-        model: The root module.
-        parameters: The place of each planned parameter in the plan; other parameters are ignored.
+    """The modules that ran, in the order of their first call; ``parameters`` has the index of each planned parameter.
 
     Attributes:
         relevant: The modules that own planned parameters, and all modules above them.

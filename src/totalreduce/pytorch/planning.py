@@ -20,7 +20,7 @@ from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback
 from totalreduce.pytorch.hooks import has_weak_hook
 from totalreduce.sparse.session import Method
 
-__all__ = ["GradientPlan", "ParameterSource", "PlanSettings", "agree_on_plan", "build_plan"]
+__all__ = ["GradientPlan", "NamedParameters", "ParameterSource", "PlanSettings", "agree_on_plan", "build_plan"]
 
 #: The names of each parameter.
 NamedParameters = Mapping[torch.nn.Parameter, Sequence[str]]
@@ -226,15 +226,8 @@ def build_plan(
 ) -> GradientPlan:
     """Plan the gradients of the optimizer's trainable parameters. Purely local.
 
-    The gradients of parameters that the optimizer does not hold stay local.
-
-    Args:
-        names: Names of each parameter, in an order equal on all ranks.
-        groups: The optimizer's parameter groups.
-        settings: The optimizer's settings.
-        sparse: Parameters with sparse gradients, which are gathered if the settings say so.
-        uncompressed: Names of parameters that are not compressed, whatever the settings say.
-        any_device: Whether gradients may be elsewhere than on the CPU.
+    The gradients of parameters that the optimizer does not hold stay local. ``names`` has an order that is equal on all
+    ranks; ``uncompressed`` are the names of parameters that are not compressed, whatever the settings say.
 
     Raises:
         ConfigurationError: A parameter is not in the model, is uninitialised, or is already synchronised by

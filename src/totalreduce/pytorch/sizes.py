@@ -22,9 +22,6 @@ def even_bucket_elements(num_elements: int) -> int:
     It is a quarter of all elements, so that selecting, sending and backward overlap; of fewer than twelve million a
     third, a half, or all, because a bucket has a fixed cost. All buckets have one size, because a small last bucket has
     that cost too.
-
-    Args:
-        num_elements: The number of elements of all compressed gradients.
     """
     num_buckets = max(1, min(_BUCKETS, num_elements // _BUCKET_ELEMENTS_MIN))
     return max(1, min(-(-num_elements // num_buckets), _BUCKET_ELEMENTS_MAX))

@@ -77,8 +77,7 @@ class C10dDriver:
     def guarded(self, works: Collection[Any] = ()) -> Iterator[None]:
         """Run torch's operations on the side stream, and make their errors a ``DistBackendError``.
 
-        Args:
-            works: The operations in flight. If they fail, messages may still arrive, so their memory is kept.
+        If the operations fail, messages may still arrive for ``works``, which are in flight, so their memory is kept.
         """
         try:
             with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):

@@ -16,12 +16,7 @@ _SLACK = 4096
 
 @final
 class Candidates:
-    """Lists of indices and values.
-
-    Args:
-        room: The largest number of elements to list.
-        index: Memory for this number and 4,096 more indices, int32; ``None``: new memory.
-        value: Memory for as many values, float32.
+    """Lists of at most ``room`` indices and values, in given memory for 4,096 more, or in new memory.
 
     Attributes:
         index: int32.

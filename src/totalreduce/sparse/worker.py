@@ -26,13 +26,7 @@ _PUSH_S = 0.02
 
 @final
 class Job:
-    """The selection and exchange of one bucket in one round.
-
-    Args:
-        channel: The bucket's number.
-        prepare: Selects; called first.
-        exchange: Returns the generator of the exchange; called afterwards.
-        priority: The priority of its messages.
+    """The selection (``prepare``) and the exchange of one bucket in one round.
 
     Attributes:
         result: The result of the exchange.
