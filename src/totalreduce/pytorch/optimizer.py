@@ -183,6 +183,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._remove_plan()
 
     def _remove_plan(self) -> None:
+        """Remove the hooks, and end the reducers' threads and operations."""
         self._hooks.remove()
         self._deferred.end()
         self._round.end()
@@ -212,19 +213,14 @@ class DistributedOptimizer(OptimizerWrapper):
             arithmetic=arithmetic,
             forbid_missing=settings.on_missing == "error",
         )
-        reducers = self._make_reducers()
-        hooked = [parameter for reducer in reducers if reducer.hooked for parameter in reducer.parameters]
+        self._round = Round(self._make_reducers(), group.world_size)
+        hooked = self._round.hooked
         model = torch.nn.Module() if source.model is None else source.model
-        order = ForwardOrder(model, {parameter: index for index, parameter in enumerate(hooked)})
-        self._round = Round(reducers, group.world_size, order)
+        self._round.order = order = ForwardOrder(model, {parameter: index for index, parameter in enumerate(hooked)})
         self._deferred = DeferredUpdates(self._inner, self._dense, order, group)
-        inseparable = torch.optim.LBFGS | torch.optim.SparseAdam  # these cannot update one parameter after the other
-        if (
-            settings.overlap == "iterations"
-            and settings.on_missing == "zero"
-            and not plan.sparse
-            and not isinstance(self._inner, inseparable)
-        ):
+        # Updates are deferred by buckets of dense gradients. LBFGS needs all gradients at once, SparseAdam sparse ones.
+        by_buckets = not plan.sparse and not isinstance(self._inner, torch.optim.LBFGS | torch.optim.SparseAdam)
+        if settings.overlap == "iterations" and settings.on_missing == "zero" and by_buckets:
             self._deferred.watch(model)
         else:
             order.watch()
@@ -290,6 +286,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self.skipped_steps += self._round.skipped
 
     def _close_round(self) -> None:
+        """Send all gradients that have not left; open a round first if none is open."""
         self._plan.check_unchanged(self._inner.param_groups)
         if not self._round.in_flight:
             self._round.open()
@@ -333,7 +330,7 @@ class DistributedOptimizer(OptimizerWrapper):
         return result
 
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that also reduces the gradients and the loss of the given one over the ranks."""
+        """Return a closure that calls the given one, and reduces its gradients and its loss over the ranks."""
 
         def reduced_closure() -> Any:
             # Each evaluation is a round of its own, even on a rank where the closure produces no gradients.
@@ -362,8 +359,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def join(self) -> int:
         """Announce that this rank has no more data, and take part in rounds until all ranks have joined. Collective.
 
-        A rank that has joined contributes no gradients, and the averages of the others are divided as ``join_divisor``
-        says. Parameters are not updated meanwhile: broadcast them from the rank that is returned.
+        A rank that has joined contributes no gradients, and the other ranks divide averages as ``join_divisor`` says.
+        The parameters of this rank are not updated meanwhile: broadcast them afterwards from the rank that is returned.
 
         Returns:
             The rank that joined last, equal on all ranks.
@@ -415,6 +412,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._remove_plan()
 
     def _check_usable(self, *, planned: bool = True) -> None:
+        """Refuse to go on after ``close``, and also, if ``planned``, after a ``replan`` that failed."""
         if self._closed:
             raise ConfigurationError("this DistributedOptimizer was closed: build a new one")
         if planned and not self._planned:

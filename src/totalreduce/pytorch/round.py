@@ -149,17 +149,18 @@ class Round:
     Args:
         reducers: In the order in which they finish. The first one finds out how many ranks have data.
         world_size: The number of ranks.
-        order: Gives buckets their priorities as soon as a forward pass was seen; ``None``: their index does.
 
     Attributes:
         reducers: The reducers.
         phase: The phase of the round.
+        order: Gives buckets their priorities when it has seen a forward pass, and is then set to ``None``.
         active: The number of ranks with data in the last round that was finished.
         passes: The number of backward passes that each hooked parameter was in since the last step.
     """
 
-    def __init__(self, reducers: Sequence[GradientReducer], world_size: int, order: ForwardOrder | None = None) -> None:
-        self.reducers, self._world_size, self._order = list(reducers), world_size, order
+    def __init__(self, reducers: Sequence[GradientReducer], world_size: int) -> None:
+        self.reducers, self._world_size = list(reducers), world_size
+        self.order: ForwardOrder | None = None
         self.phase = Phase.LOCAL
         self.active = world_size
         self._joined = False
@@ -188,10 +189,10 @@ class Round:
 
     def open(self, *, joined: bool = False) -> None:
         """Open a round."""
-        if self._order is not None and self._order.seen:
-            self._order.unwatch()
-            self._use_order(self._order)
-            self._order = None
+        if self.order is not None and self.order.seen:
+            self.order.unwatch()
+            self._use_order(self.order)
+            self.order = None
         self._joined = joined
         for reducer in self.reducers:
             reducer.begin(joined=joined)
@@ -254,7 +255,7 @@ class Round:
 
     def end(self) -> None:
         """Give back the threads and operations of the reducers, and the hooks that record the order."""
-        if self._order is not None:
-            self._order.unwatch()
+        if self.order is not None:
+            self.order.unwatch()
         for reducer in self.reducers:
             reducer.end()
