@@ -1095,6 +1095,7 @@ def test_no_thread_is_left_when_the_group_has_ended() -> None:
     assert len(natives()) <= before
 
 
+@pytest.mark.alone  # all operations of a round must be submitted within the longest possible cycle, one second
 @pytest.mark.parametrize("door", ["coordinator", "group"])
 def test_the_urgent_go_to_the_library_first(door: str) -> None:
     class Listing:
