@@ -20,7 +20,9 @@ from totalreduce.foundation.types import OpKind
 REQUESTS = st.builds(
     Request,
     name=st.text(max_size=5),
-    kind=st.sampled_from([kind for kind in OpKind if kind not in (OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.GATHER)]),
+    kind=st.sampled_from(
+        [kind for kind in OpKind if kind not in (OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.GATHER, OpKind.SCATTER)]
+    ),
     dtype=st.sampled_from(["float32", "int8"]),
     itemsize=st.sampled_from([1, 4]),
     shape=st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
