@@ -118,9 +118,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if isinstance(optimizer, DistributedOptimizer):
             raise ConfigurationError("the optimizer is a DistributedOptimizer already: pass the torch optimizer")
         if model is None and overlap == "iterations":
-            raise ConfigurationError(
-                "overlap='iterations' needs the model: its modules wait for their gradients"
-            )
+            raise ConfigurationError("overlap='iterations' needs the model: its modules wait for their gradients")
         if model is not None and named_parameters is not None:
             raise ConfigurationError("pass either model or named_parameters, not both: the model has names already")
         super().__init__(optimizer)
