@@ -164,7 +164,7 @@ class OperationLayout:
         if lane >= self._chunk_lanes[buffer]:
             return None
         first, last = self._lane_elements(buffer, lane)
-        start, stop = self.elements(action.chunk, lane, action.span) if self._cut else (first, last)
+        start, stop = self._chunk_elements(first, last, action.chunk, action.span) if self._cut else (first, last)
         width, wide = self.itemsize, self.partial_dtype.itemsize
         into = buffer
         if isinstance(action, Receive) and action.mode is Mode.COMBINE_LAST and action.into is not None:
@@ -190,12 +190,17 @@ class OperationLayout:
     def elements(self, chunk: int, lane: int, span: int = 1) -> tuple[int, int]:
         """Return the half-open element range, within its buffer, of one lane of ``span`` chunks."""
         buffer = 0 if self._cut else chunk
-        start, stop = self._lane_elements(buffer, lane)
-        if not self._cut:
-            return start, stop
-        first, _ = balanced_range(stop - start, self.program.num_chunks, chunk)
-        _, last = balanced_range(stop - start, self.program.num_chunks, chunk + span - 1)
-        return start + first, start + last
+        first, last = self._lane_elements(buffer, lane)
+        return self._chunk_elements(first, last, chunk, span) if self._cut else (first, last)
+
+    def _chunk_elements(self, first: int, last: int, chunk: int, span: int) -> tuple[int, int]:
+        """Return the element range of ``span`` chunks of a lane with the range ``first`` to ``last``.
+
+        The chunks are cut as ``balanced_range`` cuts them.
+        """
+        size, larger = divmod(last - first, self.program.num_chunks)
+        after = chunk + span
+        return first + chunk * size + min(chunk, larger), first + after * size + min(after, larger)
 
     def _count_lanes(self, counts: Sequence[int], config: EngineConfig) -> list[int]:
         """Return the number of lanes of each buffer; the sender and the receiver of a block compute the same number."""

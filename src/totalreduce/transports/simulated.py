@@ -135,15 +135,19 @@ class SimulatedNetwork:
         """Look again at an endpoint that may have something to send, or room to receive."""
         if rank in self._crashed:
             return
-        endpoint = self._endpoints[rank]
-        for peer in sorted(endpoint.ready_peers()):
-            self._start(rank, peer)
+        self._start_all(rank)
         for peer in sorted(self._unread[rank]):
             self._deliver(peer, rank)
 
+    def _start_all(self, source: int) -> None:
+        """Begin the next message on every link of a rank that is not busy."""
+        for peer in sorted(self._endpoints[source].ready_peers()):
+            if not self._links[source, peer].busy:
+                self._start(source, peer)
+
     def _start(self, source: int, target: int) -> None:
         link = self._links[source, target]
-        if link.busy or source in self._crashed:
+        if source in self._crashed:
             return
         message = self._endpoints[source].next_message(target)
         if message is None:
@@ -186,8 +190,7 @@ class SimulatedNetwork:
         if not link.inbox:
             self._unread[target].discard(source)
         if target not in self._crashed:
-            for peer in sorted(endpoint.ready_peers()):
-                self._start(target, peer)
+            self._start_all(target)
 
     def _end(self, rank: int, peer: int, reason: str) -> None:
         """Drop the connection of ``rank`` to ``peer``, where it is reset shortly after."""
