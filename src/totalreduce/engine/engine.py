@@ -9,8 +9,8 @@ Callers report each event with a method call that passes the time, and ask the e
 * the thread that runs additions gets one with ``computations.take()``, runs it with ``runner.carry_out``, and reports
   it with ``computed``.
 
-This file implements the life cycle of an operation. The other tasks are those of its parts, one file each. Names in
-italics are those of the Total Reduce design:
+This file implements the life cycle of an operation. The engine's parts, one file each, do the rest. Names in italics
+are those of the Total Reduce design:
 
 =====================  ================================================================================================
 ``table``              the operations in flight (*message list*) and the operations that have ended
@@ -26,7 +26,7 @@ italics are those of the Total Reduce design:
 ``members``            the ranks that are lost or have departed
 ``control``            the bodies of control frames
 ``channels``           messages of other protocols, such as the agreement on the order of native operations
-``any_receives``       receives that take a message from whichever of several ranks sends first
+``any_receives``       receive operations that accept a message from whichever of several ranks sends first
 ``stall``, ``reports`` the search for ranks that keep other ranks waiting
 =====================  ================================================================================================
 
@@ -35,7 +35,7 @@ without notice; then the group can no longer be used. A rank has *departed* if i
 frame; then only the operations that need a message to or from that rank fail. A peer has *posted* an operation when
 this rank knows that the peer has submitted it.
 
-Invariants (checked by ``validate``):
+Invariants (``validate`` checks what the state shows of them):
 
 * an operation is in ``table.active`` from ``submit`` until it has ended; no two active operations have the same key;
 * the order in which the bytes of a result are combined depends on the schedule alone, never on arrival;
@@ -262,7 +262,7 @@ class Engine:
                 continue
             self.outbox.write_answers(peer)
             if members.lost is not None and members.lost.rank != peer:
-                # Otherwise a peer that does not know of the lost rank yet would report this rank as the cause.
+                # A peer that got only the GOODBYE would report this rank, and not the lost one, as the cause.
                 self.outbox.control(peer, Frame.LOST, body=LossNotice.of(members.lost).encode())
             self.outbox.control(peer, Frame.GOODBYE, body=encode_farewell(reason))
 
@@ -332,7 +332,8 @@ class Engine:
         if header.flags & Flag.URGENT:
             self.promote(operation, now)
         if peer not in operation.posted_by:
-            # Messages held for this peer are queued first, or messages queued below would leave before them.
+            # The peer has submitted the operation, so the messages held for it may be sent. They are queued before
+            # those that ``delivered`` queues later.
             self._rendezvous.posted(operation, peer)
         delivery = reception.receive(peer, header, operation, lease)
         if operation.state is State.WAITING:
@@ -355,7 +356,7 @@ class Engine:
             return
         operation, lane, arrival = delivery.operation, delivery.lane, delivery.arrival
         if operation is None or lane is None or arrival is None:
-            return  # the body was read only to discard it
+            return  # the body was received only to be discarded
         if operation.state >= State.DONE:
             arrival.release()
             return
@@ -387,7 +388,8 @@ class Engine:
         ``first_hand``: this rank has found the loss itself, and reports it to the other ranks.
         """
         members = self.members
-        # The connection of a departed rank ends without a loss. A rank that still needed it reports the loss.
+        # A departed rank closes its connection, which does not count as a loss. If another rank still needs a message
+        # of the departed rank, that other rank sends a LOST frame.
         if members.lost is not None or members.closed or (first_hand and peer in members.departed):
             return
         members.lost = PeerLost(peer, reason)
@@ -406,8 +408,8 @@ class Engine:
         departed.setdefault(peer, reason)  # another rank may already have reported this departure
         for operation in self.table.select():
             self._fail_if_needed(operation, peer, now)
-        # Another rank may have described its signature to this peer only, which may have departed without reading it.
-        # So this rank describes its own operations to the remaining ranks now.
+        # A mismatch is found by the rank that receives a description. If only the departed rank has received it, no
+        # rank may have found the mismatch. So each remaining rank describes its operations to the others now.
         self._signatures.describe_late(self.table.select(lambda operation: peer in operation.ranks))
         for receive in self._any_receives.take_all(lambda waiting: waiting.candidates.keys() <= departed.keys()):
             self.table.end_receive(receive, PeerLost(peer, reason))
@@ -525,7 +527,7 @@ class Engine:
                 continue
             try:
                 lane, index, *_ = self.reception.find_receive(operation, message.peer, message.header)
-            except ProtocolError as error:  # the peer is lost; the caller of ``submit`` is not to blame
+            except ProtocolError as error:  # mark the peer as lost, instead of raising in the caller of ``submit``
                 self.reception.drop([message])
                 self.peer_lost(message.peer, f"protocol violation: {error}", now)
                 continue
@@ -613,7 +615,9 @@ class Engine:
             case Frame.GOODBYE:
                 self.peer_departed(peer, decode_farewell(body, peer), now)
             case _:
-                raise ProtocolError(f"rank {peer} sent a {header.frame.name} frame, which the transport handles")
+                raise ProtocolError(
+                    f"rank {peer} sent a {header.frame.name} frame to the engine; it is for the transport only"
+                )
 
     def _fail(self, peer: int, key: _Key, error: MismatchError | PeerLost, now: float) -> None:
         """Fail the operation that a peer's frame names; if it is not submitted here yet, fail it on submission."""
@@ -627,13 +631,13 @@ class Engine:
     # -------------------------------------------------------------------------------------- receives from any rank
 
     def _match_any_receives(self, peer: int, key: _Key, now: float) -> None:
-        """Submit each receive from any rank that can take the message ``key`` of the peer, or one that follows it.
+        """Match receives that wait with the peer's message ``key`` and its later messages; submit those that match.
 
-        Such a message has arrived here, or a control frame of the peer has announced it.
+        Only messages that have arrived, or that a control frame has announced, are matched.
         """
         while (receive := self._any_receives.take(peer, key)) is not None:
             self._become(receive, peer, now)
-            key = (key[0], key[1] + 1)  # the peer's next message may have arrived before message ``key``
+            key = (key[0], key[1] + 1)
 
     def _become(self, receive: AnyReceive, peer: int, now: float) -> None:
         submission = Submission(

@@ -33,7 +33,8 @@ __all__ = ["Coordinator"]
 class Coordinator:
     """The collectives of a group, carried out by a native library. Any thread may call its methods.
 
-    Making a coordinator is collective.
+    Making a coordinator is collective. The *response cache* keeps the descriptions of named operations, so that a
+    repeated operation is announced by one bit.
 
     Each rank submits operations in any order, under names that are equal on all ranks. Once all ranks have submitted an
     operation, it is ready. The ranks agree on one order of the operations that are ready, fuse small ones, and call the
@@ -86,9 +87,10 @@ class Coordinator:
             prescale: Factor before the reduction. Integers are multiplied in float64, and truncated towards zero.
             postscale: Factor after the reduction.
             priority: A signed number of 32 bits. Of operations that become ready at the same time, the one with the
-                smaller number goes first. If ranks pass different numbers, that of the lowest rank that has not
-                joined is used. The priority of a name is fixed while the name is in the response cache.
-            timeout_s: Deadline in seconds of a ``Work.wait`` that is called without one.
+                smaller number goes first. If ranks pass different numbers, the number of the
+                lowest rank that has not called ``join`` applies. The priority of a name is fixed while the name is in
+                the response cache.
+            timeout_s: Default time-out in seconds of ``Work.wait`` for this operation.
 
         Raises:
             ValueError: ``priority`` is not a signed number of 32 bits.
@@ -202,9 +204,10 @@ class Coordinator:
     ) -> Work:
         """Collect the tensors of all ranks on every rank. Only the first dimension may differ between ranks.
 
-        Without ``outputs``, ``Work.wait`` returns one tensor with the rows of all ranks. With ``outputs``, one tensor
-        per rank, the rows of each rank are written to its tensor. ``copied``: the original tensors, if the caller has
-        copied ``tensor`` from others. It is an error if an operation in flight writes to them.
+        Without ``outputs``, ``Work.wait`` returns one tensor with the rows of all ranks. ``outputs`` has one
+        tensor per rank: if it is given, the rows of rank r are written to ``outputs[r]``. ``copied``: if ``tensor`` is
+        a temporary copy, the tensors from which it was copied. They are checked, too: if an operation in flight writes
+        to one of them, the call raises ``ConfigurationError``.
         """
         with self._describer.label(name, OpKind.ALLGATHER, priority) as label:
             dtypes.check_dense(tensor, label.name)
@@ -293,7 +296,10 @@ class Coordinator:
         return last
 
     def planned(self, names: Sequence[str]) -> NativeStream:
-        """Return a stream of reductions in the order of ``names``, independent of other operations. Collective."""
+        """Return an object that runs reductions in the fixed order of ``names``. Collective.
+
+        It has a communicator of its own and needs no agreement. (It is not a CUDA stream.)
+        """
         patience_s = self._members.patience(None)
         return NativeStream(
             self.natives.split(range(self._members.world_size), patience_s),
@@ -339,8 +345,9 @@ class Coordinator:
     def close(self, timeout_s: float = 5.0, *, reason: str = "") -> None:
         """End the coordinator on this rank. Its pending operations fail.
 
-        This is not collective: the other ranks get a message. Their operations that need this rank, and all later ones,
-        fail with ``PeerLost``, which names this rank and the ``reason``. A second call does nothing. A call in a
+        This is not collective: the other ranks get a message. On the other ranks, pending operations that need
+        this rank and every operation that is submitted later fail with ``PeerLost``, which names this rank and the
+        ``reason``. A second call does nothing. A call in a
         forked child process does nothing.
         """
         if not self._members.runner.home.is_here:

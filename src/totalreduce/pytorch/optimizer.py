@@ -62,7 +62,8 @@ class DistributedOptimizer(OptimizerWrapper):
         overlap: ``"backward"``: communication runs during backward, and ``step()`` waits for it. ``"iterations"``:
             ``step()`` returns at once, and the next forward pass of each module waits for its own parameters only.
             This needs ``on_missing="zero"`` and no gathered sparse gradients, and excludes LBFGS and SparseAdam;
-            otherwise ``"iterations"`` does the same as ``"backward"``.
+            otherwise it falls back to ``"backward"``
+            without an error.
         on_missing: What to do if only some ranks have a gradient of a parameter. ``"zero"``: the others count as having
             zeros. ``"error"``: every rank raises ``MissingTensorError``.
         named_parameters: Pairs of name and parameter, for use without ``model``; the names are equal on all ranks.
@@ -71,9 +72,10 @@ class DistributedOptimizer(OptimizerWrapper):
         gradient_predivide_factor: With ``AVG``, gradients are divided by this factor before the sum and by
             ``world_size / factor`` after it. Use it if float16 or bfloat16 gradients overflow or underflow.
         backward_passes_per_step: The number of backward passes whose gradients are accumulated before they are sent.
-            ``step()`` sends what is accumulated after fewer passes, too. The sum is not divided by this number.
-        sparse: ``"dense"``: sparse gradients are reduced as dense ones. ``"gather"``: sparse gradients are sent as rows
-            and gathered; they are those of modules with ``sparse=True`` and of the parameters of ``SparseAdam``.
+            If ``step()`` is called after fewer passes, it sends the gradients accumulated so far. The sum is not
+            divided by this number.
+        sparse: ``"dense"``: sparse gradients are reduced as dense ones. ``"gather"``: the rows of sparse gradients are
+            gathered from all ranks; modules with ``sparse=True`` and ``SparseAdam`` have such gradients.
             ``SparseAdam`` gets sparse gradients in both cases; with ``"dense"`` they hold the rows that are not zero.
         join_divisor: The divisor of averages while some ranks have no more data (see ``join``): ``"world"``, all ranks,
             or ``"active"``, the ranks with data.
@@ -86,7 +88,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     Raises:
         ConfigurationError: A setting is wrong, or model and optimizer do not fit together.
-        UnsupportedError: A parameter that is complex, or on a device that the group's transport cannot read.
+        UnsupportedError: A parameter is complex, or is on a device that the group's transport cannot read.
         PlanMismatchError: The ranks' models or settings differ. Every rank raises it.
 
     Attributes:
@@ -166,7 +168,10 @@ class DistributedOptimizer(OptimizerWrapper):
         self._plan_gradients()
 
     def _end_plan(self) -> None:
-        """End the round and remove the hooks. Collective, because the buckets that a rank has sent need all ranks."""
+        """End the round and remove the hooks.
+
+        Collective: a bucket that some rank has submitted completes only when every rank has submitted it.
+        """
         self._check_usable(planned=False)
         if not self._planned:
             return  # the last plan failed, on every rank
@@ -216,7 +221,8 @@ class DistributedOptimizer(OptimizerWrapper):
         model = torch.nn.Module() if source.model is None else source.model
         self._round.order = order = ForwardOrder(model, {parameter: index for index, parameter in enumerate(hooked)})
         self._deferred = DeferredUpdates(self._inner, self._dense, order, group)
-        # Updates are deferred by buckets of dense gradients. LBFGS needs all gradients at once, SparseAdam sparse ones.
+        # Deferred updates are applied one bucket of dense gradients at a time. That excludes LBFGS, which needs all
+        # gradients at once, and SparseAdam, which needs sparse gradients.
         by_buckets = not plan.sparse and not isinstance(self._inner, torch.optim.LBFGS | torch.optim.SparseAdam)
         if settings.overlap == "iterations" and settings.on_missing == "zero" and by_buckets:
             self._deferred.watch(model)
@@ -275,7 +281,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._synchronize()
 
     def _synchronize(self) -> None:
-        """Do the work of ``synchronize``, which subclasses override; this class calls only this method."""
+        """Implement ``synchronize``. Subclasses override ``synchronize``, so this class calls ``_synchronize``."""
         self._check_usable()
         self.flush()
         if self._round.phase is not Phase.SYNCHRONISED:
@@ -295,7 +301,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
         Args:
             closure: Evaluates the model and returns the loss. Its gradients and its loss are reduced over the ranks, so
-                that optimizers whose control flow depends on the loss (LBFGS) take the same way on all ranks.
+                that optimizers whose control flow depends on the loss (LBFGS) take the same branch on all ranks.
 
         Returns:
             The closure's loss, reduced; ``None`` without a closure.
@@ -331,7 +337,8 @@ class DistributedOptimizer(OptimizerWrapper):
         """Return a closure that calls the given one, and reduces its gradients and its loss over the ranks."""
 
         def reduced_closure() -> Any:
-            # Each evaluation is a round of its own, even on a rank where the closure produces no gradients.
+            # Without this, a rank whose closure produces no gradients would keep the result of the last evaluation, and
+            # would skip the round that the other ranks open.
             self._round.forget_result()
             with torch.enable_grad():
                 loss = closure()
@@ -369,7 +376,9 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         self._check_usable()
         if isinstance(self._inner, torch.optim.LBFGS) or not self._plan.buckets:
-            raise ConfigurationError("join() does not work with LBFGS, nor if no parameter has dense gradients")
+            raise ConfigurationError(
+                "join() does not support LBFGS, and needs at least one parameter with dense gradients"
+            )
         self.flush()
         if self._round.phase is not Phase.LOCAL:
             self._synchronize()
@@ -381,7 +390,8 @@ class DistributedOptimizer(OptimizerWrapper):
             self._round.finish()
             self.skipped_steps += self._round.skipped
         self._round.forget_result()
-        # The rank that joined last took part in the fewest rounds of this loop, so it has the largest number below.
+        # The rank that joined last took part in the fewest rounds of this loop. So it has the maximum of the numbers
+        # below, from which the remainder modulo the world size is its rank.
         last = torch.tensor([self._group.rank - rounds * self._group.world_size])
         self._group.control.allreduce(last, name=f"{self._name}.joined", op=ReduceOp.MAX).wait()
         return int(last.item()) % self._group.world_size
@@ -438,17 +448,21 @@ class DistributedOptimizer(OptimizerWrapper):
     def flush_residuals(self) -> None:
         """Have the next step send all gradients and residuals, so that no residual is left.
 
-        Call it on every rank, before ``backward()`` of the last step that precedes an evaluation, or after which the
-        residuals are discarded.
+        Call it on every rank before ``backward()`` of a step after which you evaluate the model or discard the
+        residuals.
         """
         self._check_usable()
         if self._round.in_flight:
-            raise ConfigurationError("gradients of this step have left already: call flush_residuals() before backward")
+            raise ConfigurationError(
+                "gradients of this step have been sent already: call flush_residuals() before backward"
+            )
         if self._compression.reducer is not None:
             self._compression.reducer.send_dense = True
 
     def residual_state_dict(self) -> dict[str, Any]:
-        """Return this rank's state of the sparse method: save it with ``state_dict()`` to resume with the same bits.
+        """Return the state of the sparse method on this rank.
+
+        Save it together with ``state_dict()``: training that is resumed from both has the same bits.
 
         Every rank has a state of its own. To resume with a different number of ranks, or with another method, pass the
         states of all ranks to ``load_residual_state_dict``.
