@@ -453,7 +453,7 @@ def test_settings_that_make_no_sense_or_differ() -> None:
         compression = "fp16" if group.rank == 1 else "none"
         with pytest.raises(PlanMismatchError, match=r"settings.compression: rank 0 has \"none\", rank 1 has \"fp16\""):
             wrap(model, group, compression=compression)
-        with pytest.raises(ConfigurationError, match=r"not LBFGS"):
+        with pytest.raises(ConfigurationError, match=r"does not support LBFGS"):
             DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model, group=group).join()
 
     run_ranks(2, body)
