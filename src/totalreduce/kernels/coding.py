@@ -13,12 +13,10 @@ Values are float32, or bfloat16: the upper half of a float32, rounded to nearest
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import int64, njit, uint8, uint32, uint64
 
-from totalreduce.kernels.vectors import load_word, store_word, trailing_zeros
+from totalreduce.kernels.vectors import Array, load_word, store_word, trailing_zeros
 
 __all__ = [
     "PIECE",
@@ -31,8 +29,6 @@ __all__ = [
     "round_values",
     "widen",
 ]
-
-Array = np.ndarray[Any, Any]
 
 #: The number of indices that share a number of low bits.
 PIECE = 128

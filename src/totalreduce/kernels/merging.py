@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import int32, int64, njit, uint64
 
-from totalreduce.kernels.vectors import trailing_zeros
+from totalreduce.kernels.vectors import Array, trailing_zeros
 
 __all__ = ["Array", "add_up", "found_in", "sum_sparse"]
-
-Array = np.ndarray[Any, Any]
 
 #: The number of indices that are added up at a time: 128 KiB of sums stay in the second-level cache.
 _BLOCK = 1 << 15

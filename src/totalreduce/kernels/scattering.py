@@ -6,16 +6,12 @@ once, and NumPy's own indexing has not.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import int64, njit
 
-from totalreduce.kernels.vectors import LANES, fence, stream_lanes
+from totalreduce.kernels.vectors import LANES, Array, fence, stream_lanes
 
 __all__ = ["Array", "gather", "keep_rest", "overwrite", "scatter", "scatter_add"]
-
-Array = np.ndarray[Any, Any]
 
 #: The number of elements that ``overwrite`` prepares in the first-level cache.
 _PAGE = 1024

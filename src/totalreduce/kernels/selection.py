@@ -7,12 +7,12 @@ Magnitudes are compared as integers: the bits of |x| have the order of |x|, with
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import int32, int64, njit, uint64
 
-from totalreduce.kernels.vectors import LANES, accumulate_lanes, select_lanes, trailing_zeros
+from totalreduce.kernels.vectors import LANES, Array, accumulate_lanes, select_lanes, trailing_zeros
 
 __all__ = [
     "INFINITY",
@@ -26,8 +26,6 @@ __all__ = [
     "radix_select",
     "select",
 ]
-
-Array = np.ndarray[Any, Any]
 
 #: The bits of infinity, which no finite magnitude reaches.
 INFINITY = 0x7F800000

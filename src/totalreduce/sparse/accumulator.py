@@ -13,17 +13,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
 from totalreduce.kernels import scattering, selection
 from totalreduce.kernels.selection import Kth
+from totalreduce.sparse.actions import Array
 from totalreduce.sparse.candidates import Candidates
 
 __all__ = ["Accumulator", "Array", "HostAccumulator"]
-
-Array = np.ndarray[Any, Any]
 
 #: Elements that are widened to float64 at a time.
 _CHUNK = 1 << 16

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
-__all__ = ["Array", "Candidates", "Workspace"]
+from totalreduce.sparse.actions import Array
 
-Array = np.ndarray[Any, Any]
+__all__ = ["Array", "Candidates", "Workspace"]
 
 #: The room that the kernels of ``selection`` need beyond the last listed element.
 _SLACK = 4096

@@ -21,7 +21,6 @@ class Dense:
     whole: ClassVar[bool] = False
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> DenseSession:
-        """Return the session of one bucket on one rank."""
         return DenseSession(self.name, shape, rank, world_size)
 
 

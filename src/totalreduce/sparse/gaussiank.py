@@ -53,7 +53,6 @@ class GaussianK(TopkSettings):
         checks.integer_fields(self, "passes", minimum=1)
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> GaussianKSession:
-        """Return the session of one bucket on one rank."""
         return GaussianKSession(self, shape, rank, world_size)
 
 

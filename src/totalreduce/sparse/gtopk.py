@@ -36,7 +36,6 @@ class GTopk(TopkSettings):
     name: ClassVar[str] = "gtopk"
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> GTopkSession:
-        """Return the session of one bucket on one rank."""
         return GTopkSession(self, shape, rank, world_size)
 
 

@@ -79,7 +79,6 @@ class OkTopk(TopkSettings):
         checks.real_field(self, "balance", minimum=1)
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> OkTopkSession:
-        """Return the session of one bucket on one rank."""
         return OkTopkSession(self, shape, rank, world_size)
 
 

@@ -56,7 +56,6 @@ class PowerSGD:
         checks.integer_fields(self, "seed", minimum=0)
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> PowerSGDSession:
-        """Return the session of one bucket on one rank."""
         return PowerSGDSession(self, shape, rank, world_size)
 
 

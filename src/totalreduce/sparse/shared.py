@@ -30,7 +30,6 @@ class SharedTopk(DensitySettings):
     name: ClassVar[str] = "shared"
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> SharedTopkSession:
-        """Return the session of one bucket on one rank."""
         return SharedTopkSession(self, shape, rank, world_size)
 
 

@@ -27,7 +27,6 @@ class TopkA(TopkSettings):
     name: ClassVar[str] = "topka"
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> TopkASession:
-        """Return the session of one bucket on one rank."""
         return TopkASession(self, shape, rank, world_size)
 
 

@@ -33,7 +33,6 @@ class TopkDSA(TopkSettings):
     name: ClassVar[str] = "topkdsa"
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> TopkDSASession:
-        """Return the session of one bucket on one rank."""
         return TopkDSASession(self, shape, rank, world_size)
 
 
