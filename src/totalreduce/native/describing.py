@@ -120,6 +120,7 @@ class Describer:
     def reduce_scatter(self, tensor: torch.Tensor, scaling: Scaling, label: Label) -> Request:
         """Describe a reduce-scatter of rows."""
         scaling.check()
+        dtypes.check_dense(tensor, label.name)
         if not tensor.dim():
             raise ConfigurationError(f"{label.name!r}: a scalar has no rows to scatter")
         return _reduction(OpKind.REDUCE_SCATTER, tensor, scaling, label)
