@@ -68,7 +68,9 @@ class Planner:
         if algorithm == Algorithm.AUTO:
             num_bytes = signature.num_elements * signature.dtype.itemsize
             algorithm = self.selector.choose(kind, num_bytes, ranks)
-        if spec_of(kind, algorithm).spreads_roots:
+        spec = spec_of(kind, algorithm)
+        if spec.spreads_roots:
             root = op_id % size
-        program = program_for(kind, algorithm, ranks.index(self._rank), size, root, self.selector.hosts_of(ranks))
+        hosts = self.selector.hosts_of(ranks) if spec.by_hosts else ()
+        program = program_for(kind, algorithm, ranks.index(self._rank), size, root, hosts)
         return program if ranks == self._everybody else translate(program, ranks)

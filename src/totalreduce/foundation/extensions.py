@@ -38,6 +38,7 @@ class Extensions(Mapping[str, T], Generic[T]):
         self._items: dict[str, T] = dict(built_in)
         self._built_in = frozenset(built_in)
         self._declared: dict[str, EntryPoint] | None = None
+        self._names: tuple[str, ...] | None = None
 
     def __getitem__(self, name: str) -> T:
         """Return an item.
@@ -61,13 +62,19 @@ class Extensions(Mapping[str, T], Generic[T]):
         return self._items.setdefault(name, self._check(name, loaded))
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names: this package's, then those that were added, in alphabetical order."""
-        yield from (name for name in self._items if name in self._built_in)
-        yield from self.added()
+        """Iterate over ``names``."""
+        return iter(self.names)
 
     def __len__(self) -> int:
         """Return the number of items."""
-        return len(self._built_in) + len(self.added())
+        return len(self.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names: this package's, then those that were added, in alphabetical order."""
+        if self._names is None:
+            self._names = (*(name for name in self._items if name in self._built_in), *self.added())
+        return self._names
 
     def __contains__(self, name: object) -> bool:
         """Return whether there is an item of this name, without importing it."""
@@ -86,11 +93,13 @@ class Extensions(Mapping[str, T], Generic[T]):
         if name in self:
             raise ConfigurationError(f"there is a {self._kind} called {name!r} already; choose another name")
         self._items[name] = self._check(name, item)
+        self._names = None
 
     def remove(self, name: str) -> None:
         """Remove an item that :meth:`add` has added; tests do that."""
         if name not in self._built_in:
             self._items.pop(name, None)
+            self._names = None
 
     def _entries(self) -> dict[str, EntryPoint]:
         """Return the entry points of other packages, read once: it takes milliseconds."""

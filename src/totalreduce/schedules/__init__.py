@@ -73,7 +73,7 @@ def _by_kind(names: tuple[str, ...]) -> dict[OpKind, dict[str, ScheduleSpec]]:
 
 def specs_of(kind: OpKind) -> Specs:
     """Return the schedules that there are for a kind of operation."""
-    return tuple(_by_kind(tuple(SCHEDULES))[kind].values())
+    return tuple(_by_kind(SCHEDULES.names)[kind].values())
 
 
 def algorithms_of(kind: OpKind) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ def spec_of(kind: OpKind, algorithm: str) -> ScheduleSpec:
     Raises:
         ConfigurationError: There is no such schedule for this kind.
     """
-    spec = _by_kind(tuple(SCHEDULES))[kind].get(algorithm)
+    spec = _by_kind(SCHEDULES.names)[kind].get(algorithm)
     if spec is None:
         known = ", ".join(algorithms_of(kind))
         raise ConfigurationError(f"{kind.name.lower()} has no schedule {str(algorithm)!r}; there is {known}, and auto")
