@@ -1,7 +1,7 @@
 """Engines over a ``SimulatedNetwork``: entire jobs in virtual time, a thousand seeds a minute.
 
 The engines are the real ones; only time and the network are simulated. A job is data: the operations that each rank
-submits, and when. ``Engine.validate`` follows events if asked for, and the run ends with a result per operation.
+submits, and when. ``Engine.validate`` follows every event if asked for, and the run ends with a result per operation.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ from totalreduce.transports.base import Lease, Outgoing
 from totalreduce.transports.simulated import SimulatedNetwork
 
 __all__ = ["SimulatedCluster", "TimedSubmission"]
-
-#: ``Engine.validate`` reads every operation in flight. An engine with more than ``_OFTEN_VALIDATED`` operations is
-#: validated after so many events only: no later event repairs a faulty operation, so the check still finds it.
-_VALIDATION_EVENTS = 16
-_OFTEN_VALIDATED = 8
 
 
 @dataclass(slots=True)
@@ -72,7 +67,6 @@ class _Rank:
         self.engine = Engine(rank, cluster.network.world_size, config, observers=[], hosts=cluster.hosts)
         self._cluster, self._network, self._rank = cluster, cluster.network, rank
         self._computing = False
-        self._events = 0
 
     def ready_peers(self) -> Collection[int]:
         return tuple(self.engine.outbox.ready)
@@ -103,9 +97,7 @@ class _Rank:
         """Complete the operations that ended, start the next computation, check the invariants."""
         for operation in self.engine.table.pop_completed():
             self._cluster.completed(operation)
-        self._events += 1
-        often = len(self.engine.table.active) <= _OFTEN_VALIDATED
-        if self._cluster.validates and (often or self._events % _VALIDATION_EVENTS == 0):
+        if self._cluster.validates:
             self.engine.validate()
         if not self._computing:
             computation = self.engine.computations.take()
@@ -129,7 +121,7 @@ class SimulatedCluster:
 
     Attributes:
         network: The network and the clock.
-        validates: Whether to check every engine's invariants while it has few operations, and after some events.
+        validates: Whether to check an engine's invariants after each of its events.
         reduce_bytes_per_s: Speed of additions.
         compute_jitter: Additions take up to this share longer, at random.
         hosts: Number of the host of every rank; by default each has its own. The network is the same for all.
