@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Torch would start a thread per core in every rank, and they would spin while they wait for each other.
 test check soak: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check torch-suite lint warm soak bench clean
+.PHONY: demo test check torch-suite lint warm-kernels warm-tests soak bench clean
 demo: $(STAMP)
 	$(BIN)/totalreduce demo $(ARGS)
 
@@ -24,7 +24,7 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow" $(ARGS)
 else
 test: $(STAMP) $(TRITON)/.installed
-	$(MAKE) --jobs 2 lint warm
+	$(MAKE) --jobs 2 warm-kernels warm-tests
 	$(PYTEST) -m "not slow and not alone" -n $(WORKERS) --dist worksteal
 	$(PYTEST) -m "not slow and alone" tests/hosts $(shell grep -rl --include "test_*.py" "mark\.alone" tests/threads tests/processes)
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PYTEST) tests/unit/test_device_accumulator.py tests/unit/test_exports.py
@@ -44,10 +44,12 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Beside mypy, which has one core: one process compiles Python modules and Numba's kernels where that was not done yet.
-# Parallel workers that find none would each compile all of them.
-warm: $(STAMP)
+# One process compiles Numba's kernels and another one the Python modules where that was not done yet. Parallel workers
+# that find none would each compile all of them.
+warm-kernels: $(STAMP)
 	$(BIN)/python -c 'import torch; from totalreduce.kernels import ahead; torch.optim.SGD([torch.zeros(1)]); ahead.load()'
+
+warm-tests: $(STAMP)
 	$(PYTEST) --collect-only --quiet > $(VENV)/.collected || { tail -n 30 $(VENV)/.collected; exit 1; }
 
 # What is too long for every commit: a thousand simulated seeds, a thousand training steps, faults under load.

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from totalreduce.launch.workers import worker_environments
 
+HERE = Path(__file__).parent
 FOREIGN = ("TOTALREDUCE_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 
 
@@ -95,10 +96,29 @@ class Fleet:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._base = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
         self._base |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-        command = [sys.executable, str(Path(__file__).with_name("zygote.py")), str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=self._base)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        address = f"totalreduce-zygote-{os.urandom(8).hex()}"
+        listener.bind("\0" + address)
+        listener.listen(64)
+        #: An executable that stands for the Python interpreter, without 2 s of imports.
+        self.python = self._make_stub(address)
+        inherited = [theirs.fileno(), listener.fileno()]
+        command = [sys.executable, str(HERE / "zygote.py"), *map(str, inherited), str(self.python)]
+        self._process = subprocess.Popen(command, pass_fds=inherited, env=self._base)
         theirs.close()
+        listener.close()
         self._workers = []
+
+    def _make_stub(self, address):
+        self._folder = tempfile.TemporaryDirectory()
+        path = Path(self._folder.name) / "python"
+        text = (HERE / "stub.py").read_text().replace("{python}", sys.executable).replace("{address}", address)
+        path.write_text(f"#!{sys.executable} -IS\n{text}")
+        path.chmod(0o755)
+        for program in Path(sys.executable).parent.iterdir():  # mpirun, for instance, is found beside the interpreter
+            if not program.name.startswith("python"):
+                path.with_name(program.name).symlink_to(program)
+        return path
 
     def start(self, num_workers, source, *, by_rank=None, **variables):
         """Start the ranks of a job on a Python text; ``by_rank`` adds variables (or removes: ``None``) for some."""
@@ -134,3 +154,4 @@ class Fleet:
         self.end_jobs()
         self._socket.close()
         self._process.wait(20)
+        self._folder.cleanup()

@@ -11,7 +11,7 @@ from totalreduce.bench.launching import BenchmarkFailedError, Setting
 from totalreduce.foundation.errors import ConfigurationError
 
 
-def test_a_script_is_timed_on_both_back_ends(tmp_path):
+def test_a_script_is_timed_on_both_back_ends(tmp_path, warm_python):
     out = tmp_path / "out.json"
     tiny = ("--", "--width", "4", "--batch", "2", "--examples", "32")
     arguments = ("ddp", "-n", "2", "--steps", "2", "--rounds", "1", "--json", str(out), *tiny)

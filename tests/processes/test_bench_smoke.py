@@ -60,7 +60,7 @@ def test_allreduce_reports_every_size_and_peer(tmp_path):
     assert document["environment"]["torch"] == torch.__version__
 
 
-def test_every_collective_is_timed_and_checked_by_every_schedule_and_peer(tmp_path, warm_workers):
+def test_every_collective_is_timed_and_checked_by_every_schedule_and_peer(tmp_path, warm_python):
     pytest.importorskip("mpi4py", reason="the MPI side needs mpi4py")
     out = tmp_path / "out.json"
     found = run(
@@ -85,7 +85,7 @@ def test_every_collective_is_timed_and_checked_by_every_schedule_and_peer(tmp_pa
     assert "3 ranks on one host" in found.stdout
 
 
-def test_urgent_operations_meet_the_bulk_in_flight(tmp_path, warm_workers):
+def test_urgent_operations_meet_the_bulk_in_flight(tmp_path, warm_python):
     out = tmp_path / "out.json"
     run(
         "urgent",
@@ -113,7 +113,7 @@ def test_urgent_operations_meet_the_bulk_in_flight(tmp_path, warm_workers):
         assert 0.002 + first > 0.5 * max(rank["loaded_s"][index] for rank in raw)
 
 
-def test_replay_prints_waiting_and_steps(tmp_path, warm_workers):
+def test_replay_prints_waiting_and_steps(tmp_path, warm_python):
     out, path = tmp_path / "out.json", tmp_path / "tiny.json"
     path.write_text(json.dumps(TRACE))
     found = run(
@@ -133,7 +133,7 @@ def test_replay_prints_waiting_and_steps(tmp_path, warm_workers):
     assert figures["totalreduce"]["messages"] == 1
 
 
-def test_replay_balances_communication_and_compute(tmp_path, warm_workers):
+def test_replay_balances_communication_and_compute(tmp_path, warm_python):
     out, path = tmp_path / "out.json", tmp_path / "tiny.json"
     path.write_text(json.dumps(TRACE))
     run(
@@ -159,7 +159,7 @@ def test_replay_balances_communication_and_compute(tmp_path, warm_workers):
 
 
 @pytest.mark.slow
-def test_step_sends_a_part_beside_the_whole(tmp_path, warm_workers):
+def test_step_sends_a_part_beside_the_whole(tmp_path, warm_python):
     out = tmp_path / "out.json"
     sparse = ("--sync", "oktopk", "--dense", "--no-communication", "--bucket", "0.5")
     found = run("step", "--model", "cnn", "-n", 2, "--steps", 2, "--rounds", 1, *sparse, "--json", out)
@@ -172,7 +172,7 @@ def test_step_sends_a_part_beside_the_whole(tmp_path, warm_workers):
     assert all(0 <= rank["hidden_share"] <= 1 for rank in document["raw"])
 
 
-def test_step_trains_the_same_model_as_ddp(tmp_path, warm_workers):
+def test_step_trains_the_same_model_as_ddp(tmp_path, warm_python):
     out = tmp_path / "out.json"
     run(
         *("step", "--model", "cnn", "--batch", 1, "-n", 2, "--steps", 2, "--rounds", 1, "--json", out),
@@ -202,7 +202,7 @@ def test_trace_records_what_replay_reads(tmp_path):
     assert layers[-1][0] < layers[2][0]  # the last layer's gradient is there long before the first ones'
 
 
-def test_a_failing_worker_means_no_figures(capfd):
+def test_a_failing_worker_means_no_figures(capfd, warm_python):
     parameters = CollectivesParameters([4096], {"allreduce": [Contestant("totalreduce", "auto")]}, "complex64")
     with pytest.raises(BenchmarkFailedError, match=r"rank [01] failed: WrongResultError: .*complex64"):
         run_benchmark("collectives_worker", parameters, TWO_RANKS, CollectivesSamples)

@@ -19,7 +19,7 @@ def run(*arguments, exit_code=0):
     return found
 
 
-def test_every_method_sends_what_it_says_and_selects_what_it_should(tmp_path, warm_workers):
+def test_every_method_sends_what_it_says_and_selects_what_it_should(tmp_path, warm_python):
     pytest.importorskip("matplotlib")
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
     found = run(
@@ -78,7 +78,7 @@ def check_figure(figure, ranks):
         assert figure["bytes_per_selected"] * 999 * figure["selected_over_k"] == pytest.approx(figure["sent_bytes"])
 
 
-def test_growth_counts_the_same_in_processes_and_in_lockstep(tmp_path, warm_workers):
+def test_growth_counts_the_same_in_processes_and_in_lockstep(tmp_path, warm_python):
     out = tmp_path / "out.json"
     found = run(
         *("growth", "--processes", 2, "--lockstep", "2,5", "--elements", "200k", "--selected", "2k", "--json", out)

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from totalreduce.cli.demo_compare import TOLERANCE, compare
 from totalreduce.cli.demo_setup import DemoSettings, built_in_text, read_text
@@ -32,25 +33,34 @@ def demo(*arguments, cwd, timeout_s=100):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """One small demo on a text with a zoo of characters; the folder, the process, the figures."""
-    folder = tmp_path_factory.mktemp("demo")
-    sentence = "Straße, naïve \x1b[31mred\x1b[0m \N{SNOWMAN} and the quick brown fox. "
-    (folder / "text.txt").write_text(sentence * 100, "utf-8")
-    options = [
-        "--text",
-        "text.txt",
-        "--ranks",
-        2,
-        "--steps",
-        12,
-        "--json",
-        "figures.json",
-        "--timeline",
-        "lines",
-    ]
-    process = demo(*options, cwd=folder)
-    assert process.returncode == 0, process.stderr
-    return folder, process, json.loads((folder / "figures.json").read_text())
+    """One small demo on a text with a zoo of characters; the folder, what it printed, the figures.
+
+    Processes that run tests in parallel share it.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            sentence = "Straße, naïve \x1b[31mred\x1b[0m \N{SNOWMAN} and the quick brown fox. "
+            (folder / "text.txt").write_text(sentence * 100, "utf-8")
+            options = [
+                "--text",
+                "text.txt",
+                "--ranks",
+                2,
+                "--steps",
+                12,
+                "--json",
+                "figures.json",
+                "--timeline",
+                "lines",
+            ]
+            process = demo(*options, cwd=folder)
+            folder.with_suffix(".errors").write_text(process.stderr)
+            folder.with_suffix(".printed").write_text(process.stdout)
+    assert (folder / "figures.json").exists(), folder.with_suffix(".errors").read_text()
+    return folder, folder.with_suffix(".printed").read_text(), json.loads((folder / "figures.json").read_text())
 
 
 def test_the_workers_learn_and_agree_with_one_process(finished):
@@ -75,18 +85,18 @@ def test_bytes_are_those_of_a_ring(finished):
 
 
 def test_what_it_prints(finished):
-    folder, process, figures = finished
-    assert f"{figures['comparison']['held_out_single']:.6f}" in process.stdout
+    folder, printed, figures = finished
+    assert f"{figures['comparison']['held_out_single']:.6f}" in printed
     for phrase in (
         "2 workers: step 12/12 · loss ",
         "1 process: step 12/12 · loss ",
         "time per step",
         "hidden",
     ):
-        assert phrase in process.stdout
-    assert "lines/timeline.json" in process.stdout
-    assert "ui.perfetto.dev" in process.stdout
-    assert "\x1b" not in process.stdout  # the text's own control characters do not reach the terminal
+        assert phrase in printed
+    assert "lines/timeline.json" in printed
+    assert "ui.perfetto.dev" in printed
+    assert "\x1b" not in printed  # the text's own control characters do not reach the terminal
     assert sorted(file.name for file in folder.iterdir()) == ["figures.json", "lines", "text.txt"]
 
 

@@ -60,7 +60,7 @@ def test_a_schedule_conforms_and_is_chosen(installed):
     assert (apart, str(together) != "line") == ("line", True)
 
 
-def test_a_wrong_schedule_is_refused(installed):
+def test_a_wrong_schedule_is_refused(installed, warm_python):
     """The suite sees a mistake in a schedule of another package as it does in this one's."""
     program = """
     import dataclasses
@@ -125,7 +125,7 @@ for way in ("auto", "mailbox"):
 """
 
 
-def test_a_job_uses_the_schedule_the_transport_and_the_method(installed, tmp_path):
+def test_a_job_uses_the_schedule_the_transport_and_the_method(installed, warm_python, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     environment = {**installed, "MAILBOX": str(tmp_path / "boxes")}
@@ -146,7 +146,7 @@ def check(facts):
     assert facts["replicas"] == 1
 
 
-def test_ranks_with_different_schedules_are_told_so(installed, tmp_path):
+def test_ranks_with_different_schedules_are_told_so(installed, warm_python, tmp_path):
     """A package that is installed on one host only would make the ranks choose differently."""
     script = tmp_path / "worker.py"
     script.write_text(

@@ -90,7 +90,7 @@ transport = group._runner.transport
 Connection.read = lambda *_: False
 transport._endpoint = Flood(transport._endpoint)
 transport.wake()
-time.sleep(15)
+time.sleep(SECONDS)
 os._exit(0)
 """
 
@@ -131,7 +131,7 @@ try:
     for index in itertools.count():
         coordinator.allreduce(torch.ones(1), name=NAME)
 except tr.TotalReduceError:
-    time.sleep(15)
+    time.sleep(SECONDS)
 """
 COORDINATED = {
     "one message without end",
@@ -140,10 +140,13 @@ COORDINATED = {
     "answers of the coordination",
 }
 
+lengths = pytest.mark.parametrize("seconds", [5, pytest.param(15, marks=pytest.mark.slow)])
 
-def run(fleet, hostile: str, *, coordinated: bool):
-    """Run a job of three ranks of which rank 1 is hostile; returns what rank 0 saw."""
-    source = f"COORDINATED = {coordinated}\nif rank == 1:\n{indented(hostile)}\nelse:\n{indented(VICTIM)}"
+
+def run(fleet, hostile: str, seconds: int, *, coordinated: bool):
+    """Run a job of three ranks of which rank 1 is hostile, and ends after so long; returns what rank 0 saw."""
+    settings = f"COORDINATED, SECONDS = {coordinated}, {seconds}"
+    source = f"{settings}\nif rank == 1:\n{indented(hostile)}\nelse:\n{indented(VICTIM)}"
     # A rank that computes without a pause is no dead one, also where other tests run.
     workers = fleet.start(3, source, TOTALREDUCE_PEER_TIMEOUT_S="30")
     for worker in workers:
@@ -157,16 +160,18 @@ def indented(source: str) -> str:
     return "".join(f"    {line}\n" for line in source.splitlines())
 
 
+@lengths
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_of_messages_is_refused_and_named(fleet, flood: str) -> None:
-    facts = run(fleet, HOSTILE.replace("FLOOD", "    " + FLOODS[flood], 1), coordinated=flood in COORDINATED)
+def test_a_flood_of_messages_is_refused_and_named(fleet, flood: str, seconds: int) -> None:
+    facts = run(fleet, HOSTILE.replace("FLOOD", "    " + FLOODS[flood], 1), seconds, coordinated=flood in COORDINATED)
     assert facts["rank"] == 1
     assert facts["grown"] <= GROWTH_BYTES_MAX
 
 
+@lengths
 @pytest.mark.parametrize("names", NAMES)
-def test_a_flood_of_requests_is_refused_and_named(fleet, names: str) -> None:
-    facts = run(fleet, ASKS.replace("NAME", NAMES[names]), coordinated=True)
+def test_a_flood_of_requests_is_refused_and_named(fleet, names: str, seconds: int) -> None:
+    facts = run(fleet, ASKS.replace("NAME", NAMES[names]), seconds, coordinated=True)
     assert facts["rank"] == 1
     assert "rank 1 asks for more operations than may wait for the other ranks" in facts["text"]
     assert facts["grown"] <= GROWTH_BYTES_MAX

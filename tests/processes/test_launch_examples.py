@@ -187,7 +187,7 @@ def mpirun(request):
     return str(found)
 
 
-def test_mpirun_trains(mpirun):
+def test_mpirun_trains(mpirun, warm_python):
     code, output, errors = run(EXAMPLES / "mpirun.sh", "-n", 2, EXAMPLES / "train_gpt.py", "--steps", 3, MPIRUN=mpirun)
     assert code == 0, errors
     assert_agreed_training(output, errors, num_ranks=2)

@@ -41,7 +41,7 @@ def test_five_ways(fleet, door: str, error: str) -> None:
 
 
 @pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
-def test_five_ways_with_mpi() -> None:
+def test_five_ways_with_mpi(warm_python: None) -> None:
     code, said, errors = mpirun(2, str(PROGRAM), "mpi")
     assert code == 0, errors
     assert sorted(line.split() for line in said) == sorted(expected("TotalReduceError"))

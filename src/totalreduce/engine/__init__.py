@@ -1,4 +1,4 @@
-"""When things run. Everything here is a plain object but for ``runner``, the one file with threads.
+"""The engine: it decides which message of which operation moves next. Everything here is a plain object.
 
 Invariant: ``engine.Engine`` knows no thread, socket or clock; ``now`` is an argument.
 """
