@@ -157,7 +157,7 @@ if rank == 1:
         group.close()
         time.sleep(0.01)
         sys.exit(0)
-attempt("lost", group.allreduce(torch.ones(1000), name="pending").wait)
+attempt("lost", lambda: group.allreduce(torch.ones(1000), name="pending").wait())
 attempt("next", group.allreduce, torch.ones(3), name="next")
 sys.exit(0)
 """

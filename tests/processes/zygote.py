@@ -96,10 +96,11 @@ def become(request, numbers, descriptors, stub):
         if kind == "-c":
             main = sys.modules["__main__"] = types.ModuleType("__main__")
             exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+        # The program's variables live until the process has ended: the destructors of torch's gloo hang now and then.
         elif kind == "-m":
-            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+            _variables = runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(kind, run_name="__main__")
+            _variables = runpy.run_path(kind, run_name="__main__")
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
         if code == 1 and not isinstance(error.code, int):
