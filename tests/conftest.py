@@ -1,6 +1,7 @@
 """Fixtures of all tests."""
 
 import datetime
+import gc
 import os
 import resource
 import subprocess
@@ -97,3 +98,9 @@ def descriptors():
     made = Descriptors()
     yield made
     made.restore()
+
+
+def pytest_collection_finish():
+    """Keep the garbage collector from reading torch's modules and thousands of tests again and again."""
+    gc.collect()
+    gc.freeze()
