@@ -23,8 +23,8 @@ ifdef ARGS
 test: $(STAMP)
 	$(PYTEST) -m "not slow" $(ARGS)
 else
-test: $(STAMP) $(TRITON)/.installed
-	$(MAKE) --jobs 2 warm-kernels warm-tests
+test: $(STAMP)
+	$(MAKE) --jobs 3 warm-kernels warm-tests $(TRITON)/.installed
 	$(PYTEST) -m "not slow and not alone" -n $(WORKERS) --dist worksteal
 	$(PYTEST) -m "not slow and alone" tests/hosts $(shell grep -rl --include "test_*.py" "mark\.alone" tests/threads tests/processes)
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PYTEST) tests/unit/test_device_accumulator.py tests/unit/test_exports.py
