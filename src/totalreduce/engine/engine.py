@@ -6,11 +6,11 @@ Callers report each event with a method call that passes the time, and ask the e
   ``table.pop_completed()``;
 * a transport gets messages to send from ``next_message`` and reports them with ``message_sent``; it asks ``accept``
   where to store a received body and reports a complete body with ``delivered``;
-* the thread that runs additions gets one with ``computations.take()``, runs it with ``runner.carry_out``, and reports
-  it with ``computed``.
+* a thread takes an addition or a copy with ``computations.take()``, carries it out with
+  ``runner.endpoint.carry_out``, and reports its end with ``computed``.
 
 This file implements the life cycle of an operation. The engine's parts, one file each, do the rest. Names in italics
-are those of the Total Reduce design:
+in this table are those of the Total Reduce paper:
 
 =====================  ================================================================================================
 ``table``              the operations in flight (*message list*) and the operations that have ended
@@ -20,7 +20,7 @@ are those of the Total Reduce design:
 ``rendezvous``         the messages that may be sent before the receiver is known to have submitted the operation
 ``reception``          the memory for received bodies; ``floating`` keeps messages that arrive before their operation is
                        submitted, and ``scratch`` lends temporary buffers
-``computations``       the additions that can be run (*computation list*)
+``computations``       the additions and copies of received bytes that can be carried out (*computation list*)
 ``signatures``         the check that all ranks have submitted the same kind, element type, shape, reduction, root
 ``early``              control frames about operations that this rank has not submitted yet
 ``members``            the ranks that are lost or have departed
@@ -32,10 +32,11 @@ are those of the Total Reduce design:
 
 Words: the *key* of an operation is its id (the hash of its name) and its iteration. A rank is *lost* if it fails
 without notice; then the group can no longer be used. A rank has *departed* if it has closed the group with a GOODBYE
-frame; then only the operations that need a message to or from that rank fail. A peer has *posted* an operation when
-this rank knows that the peer has submitted it.
+frame; then only the operations that need a message to or from that rank fail. This rank
+records a peer in ``posted_by`` of an operation (the peer has *posted* the operation) as soon as it learns, by a message
+or a POSTED frame, that the peer has submitted the operation.
 
-Invariants (``validate`` checks what the state shows of them):
+Invariants (``validate`` checks the parts of them that can be seen in the engine's attributes):
 
 * an operation is in ``table.active`` from ``submit`` until it has ended; no two active operations have the same key;
 * the order in which the bytes of a result are combined depends on the schedule alone, never on arrival;
@@ -141,17 +142,18 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ application
 
     def submit(self, submission: Submission, now: float, *, owner: Any = None, becoming: bool = False) -> Operation:
-        """Put an operation on the message list, and queue the messages that can be sent.
+        """Add an operation to ``table``, and queue those of its messages that can be sent at once.
 
         Args:
             submission: The operation.
             now: The time in seconds.
             owner: A value of the caller, which is kept in the operation.
-            becoming: Whether the operation is a receive from any rank, whose sender is now known.
+            becoming: Whether the operation replaces an ``AnyReceive`` whose sender is now known.
 
         Raises:
             ConfigurationError: The name is in flight already.
-            PeerLost: A rank of the group is lost, or a rank that the operation needs has departed.
+            PeerLost: A rank of the group is lost, or a rank of the operation has departed. Operations of the kinds in
+                ``ENDS_EARLY`` are returned in the second case; they have failed if they need the departed rank.
             GroupClosed: This rank has closed the group.
         """
         name, signature, buffers, ranks, scope, repeats, priority = submission
@@ -200,16 +202,17 @@ class Engine:
                 self._advance(operation, lane, now)
         for peer in members.departed:
             self._fail_if_needed(operation, peer, now)
-        if (
-            repeats and not becoming
-        ):  # the message of the next iteration may be here: a receive from any rank may take it
+        # The sender's message of the next iteration may have arrived already, and a waiting ``AnyReceive`` takes it.
+        # For an operation that was itself an ``AnyReceive``, ``_match_any_receives`` does this.
+        if repeats and not becoming:
             self._match_any_receives(ranks[0], (record.op_id, record.next_iteration), now)
         return operation
 
     def promote(self, operation: Operation, now: float) -> None:
         """Send the messages of an operation before those of operations that are not promoted, here and at its peers.
 
-        It is called when a caller is blocked on the operation.
+        The runner calls it when a caller on this rank is blocked on the operation, and ``accept`` when a message says
+        that a caller on another rank is.
         """
         if operation.promoted or operation.finished:
             return
@@ -220,7 +223,7 @@ class Engine:
             observer.promoted(operation.name, operation.key[1], now)
 
     def receive_any(self, receive: AnyReceive, now: float) -> None:
-        """Receive a message from whichever of the candidates sends first.
+        """Receive one message from the rank in ``receive.candidates`` that sends first.
 
         When the sender is known, the receive is submitted as an operation with the same ``owner``.
 
@@ -240,7 +243,7 @@ class Engine:
         self._any_receives.add(receive)
 
     def close(self, now: float, *, tell: Collection[int], reason: str = "") -> None:
-        """Fail what is pending and accept nothing more.
+        """Fail all pending operations, receives and channels, refuse later submissions, and send GOODBYE frames.
 
         Args:
             now: The time in seconds.
@@ -332,8 +335,8 @@ class Engine:
         if header.flags & Flag.URGENT:
             self.promote(operation, now)
         if peer not in operation.posted_by:
-            # The peer has submitted the operation, so the messages held for it may be sent. They are queued before
-            # those that ``delivered`` queues later.
+            # The peer has submitted the operation, so ``rendezvous`` queues the operation's messages that it held back
+            # for this peer. They precede the messages that ``delivered`` queues later.
             self._rendezvous.posted(operation, peer)
         delivery = reception.receive(peer, header, operation, lease)
         if operation.state is State.WAITING:
@@ -388,8 +391,9 @@ class Engine:
         ``first_hand``: this rank has found the loss itself, and reports it to the other ranks.
         """
         members = self.members
-        # A departed rank closes its connection, which does not count as a loss. If another rank still needs a message
-        # of the departed rank, that other rank sends a LOST frame.
+        # A departed rank closes its connection, and that is no loss. A rank whose operation needed the departed rank
+        # sends a LOST frame with the operation's key, which fails that operation alone. A LOST frame without a key
+        # reports a lost rank.
         if members.lost is not None or members.closed or (first_hand and peer in members.departed):
             return
         members.lost = PeerLost(peer, reason)
@@ -408,8 +412,9 @@ class Engine:
         departed.setdefault(peer, reason)  # another rank may already have reported this departure
         for operation in self.table.select():
             self._fail_if_needed(operation, peer, now)
-        # A mismatch is found by the rank that receives a description. If only the departed rank has received it, no
-        # rank may have found the mismatch. So each remaining rank describes its operations to the others now.
+        # A rank finds a mismatch of signatures when it receives another rank's description of an operation (DESCRIBE
+        # frame). If only the departed rank has received a description, perhaps no remaining rank knows of the mismatch.
+        # So each remaining rank describes its operations to the others now.
         self._signatures.describe_late(self.table.select(lambda operation: peer in operation.ranks))
         for receive in self._any_receives.take_all(lambda waiting: waiting.candidates.keys() <= departed.keys()):
             self.table.end_receive(receive, PeerLost(peer, reason))
@@ -425,7 +430,8 @@ class Engine:
     def validate(self) -> None:
         """Check the invariants; the tests and the simulator call this after every event."""
         active, done = self.table.active, State.DONE
-        # Keys do not change and iterations only grow: what held for an operation when it was new holds for ever.
+        # An operation's key never changes, and this method runs after every event. So the key of the newest operation
+        # is checked only; the keys of the others were checked when those operations were new.
         newest = next(reversed(active), None)
         assert newest is None or (self.table.names.was_submitted(newest) and active[newest].key == newest)
         for operation in active.values():
@@ -632,9 +638,10 @@ class Engine:
     # -------------------------------------------------------------------------------------- receives from any rank
 
     def _match_any_receives(self, peer: int, key: _Key, now: float) -> None:
-        """Match receives that wait with the peer's message ``key`` and its later messages; submit those that match.
+        """Give the peer's message ``key``, and its later messages of that name, to waiting ``AnyReceive`` objects.
 
-        Only messages that have arrived, or that a control frame has announced, are matched.
+        Each receive that gets a message is submitted as an operation. Only messages that have arrived, or that a
+        control frame has announced, are matched.
         """
         while (receive := self._any_receives.take(peer, key)) is not None:
             self._become(receive, peer, now)

@@ -33,22 +33,24 @@ __all__ = ["Coordinator"]
 class Coordinator:
     """The collectives of a group, carried out by a native library. Any thread may call its methods.
 
-    Making a coordinator is collective. The *response cache* keeps the descriptions of named operations, so that a
-    repeated operation is announced by one bit.
+    Making a coordinator is collective.
 
     Each rank submits operations in any order, under names that are equal on all ranks. Once all ranks have submitted an
     operation, it is ready. The ranks agree on one order of the operations that are ready, fuse small ones, and call the
     library in this order. ``Group.use`` and ``Group.coordinate`` make coordinators.
 
+    To agree, each rank describes its operations to rank 0. The *response cache*, which is equal on all ranks, keeps the
+    descriptions of named operations: a rank announces a repeated operation by one bit instead of a description.
+
     Args:
-        members: The group. Its engine carries the messages by which the ranks agree.
-        natives: The library's communicator over the same ranks.
+        members: The operations of the group. Their engine carries the messages by which the ranks agree.
+        natives: The library's communicator over the ranks of the group.
         config: The settings, equal on all ranks.
         scope: A name that no other coordinator of the job has.
 
     Attributes:
         config: The settings.
-        natives: The library.
+        natives: The library's communicator.
     """
 
     def __init__(self, members: Members, natives: NativeCollectives, config: CoordinationConfig, *, scope: str) -> None:
@@ -80,15 +82,15 @@ class Coordinator:
 
         Args:
             tensor: A tensor of any shape on a device that the library knows; it need not be contiguous.
-            name: The name of the operation, equal on all ranks. ``None``: the n-th unnamed operation of a rank is
-                matched with the n-th unnamed operation of every other rank. Unnamed operations are not kept in the
-                response cache, so each of them costs more messages.
+            name: The name of the operation, equal on all ranks. ``None``: the n-th unnamed allreduce of a rank is
+                matched with the n-th unnamed allreduce of every other rank; each kind of collective counts its own.
+                Unnamed operations are not kept in the response cache, so each of them costs more messages.
             op: The reduction.
             prescale: Factor before the reduction. Integers are multiplied in float64, and truncated towards zero.
             postscale: Factor after the reduction.
             priority: A signed number of 32 bits. Of operations that become ready at the same time, the one with the
-                smaller number goes first. If ranks pass different numbers, the number of the
-                lowest rank that has not called ``join`` applies. The priority of a name is fixed while the name is in
+                smaller number goes first. If ranks pass different priorities, the one that is passed by the lowest rank
+                that has not joined applies. The priority of a name is fixed while the name is in
                 the response cache.
             timeout_s: Default time-out in seconds of ``Work.wait`` for this operation.
 
@@ -98,7 +100,7 @@ class Coordinator:
                 reduction; more than 32,768 operations of this rank wait for the other ranks; or another
                 operation in flight uses the tensor's memory.
             UnsupportedError: The tensor is sparse, nested or quantised.
-            PeerLost: A rank is lost.
+            PeerLost: A rank is lost, or has closed its coordinator.
             StallError: The coordinator has ended, because some ranks did not submit an operation that others had
                 submitted.
         """
@@ -205,9 +207,9 @@ class Coordinator:
         """Collect the tensors of all ranks on every rank. Only the first dimension may differ between ranks.
 
         Without ``outputs``, ``Work.wait`` returns one tensor with the rows of all ranks. ``outputs`` has one
-        tensor per rank: if it is given, the rows of rank r are written to ``outputs[r]``. ``copied``: if ``tensor`` is
-        a temporary copy, the tensors from which it was copied. They are checked, too: if an operation in flight writes
-        to one of them, the call raises ``ConfigurationError``.
+        tensor per rank: if it is given, the rows of rank r are written to ``outputs[r]``. If ``tensor`` is
+        a temporary copy, the caller passes the original tensors as ``copied``. If an operation in flight writes to
+        ``tensor`` or to one of the originals, the call raises ``ConfigurationError``.
         """
         with self._describer.label(name, OpKind.ALLGATHER, priority) as label:
             dtypes.check_dense(tensor, label.name)
@@ -292,13 +294,15 @@ class Coordinator:
                 ``join`` again.
         """
         last = self._agreement.join(self._members.patience(timeout_s))
-        self._describer.unnamed.clear()  # a rank that joined early has counted fewer unnamed operations than the others
+        # A rank that joined early has counted fewer unnamed operations than the others: all ranks count from 0 again.
+        self._describer.unnamed.clear()
         return last
 
     def planned(self, names: Sequence[str]) -> NativeStream:
         """Return an object that runs reductions in the fixed order of ``names``. Collective.
 
-        It has a communicator of its own and needs no agreement. (It is not a CUDA stream.)
+        All ranks pass the same ``names`` in the same order. The object has a communicator of its own, and the ranks
+        exchange no messages to agree on an order. ``NativeStream`` is not a CUDA stream.
         """
         patience_s = self._members.patience(None)
         return NativeStream(
@@ -345,10 +349,10 @@ class Coordinator:
     def close(self, timeout_s: float = 5.0, *, reason: str = "") -> None:
         """End the coordinator on this rank. Its pending operations fail.
 
-        This is not collective: the other ranks get a message. On the other ranks, pending operations that need
-        this rank and every operation that is submitted later fail with ``PeerLost``, which names this rank and the
-        ``reason``. A second call does nothing. A call in a
-        forked child process does nothing.
+        The call is not collective: this rank tells the other ranks. There, every pending operation that needs this rank
+        fails with ``PeerLost``, and so does every operation that is submitted later. The error names this rank and the
+        ``reason``. ``timeout_s`` limits the wait for the thread that calls the library. A second call does nothing, and
+        neither does a call in a forked child process.
         """
         if not self._members.runner.home.is_here:
             return

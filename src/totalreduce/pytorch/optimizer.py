@@ -6,8 +6,8 @@ hooks, or ``step()``, open the round; ``step()`` closes it and waits for the gra
 
 * ``reducer``: dense gradients, in buckets;
 * ``sparse_gradients``: the rows of sparse gradients;
-* ``compressed``: gradients that a sparse method compresses; ``compression`` stores their residuals, which are the
-  elements that were not sent yet.
+* ``compressed``: gradients that the sparse method (argument ``sync``) compresses. The module ``compression`` stores the
+  residuals, which are the elements that this method has not sent yet.
 
 ``planning`` decides which reducer has which parameters, and the ranks compare their plans. ``deferred`` has the updates
 that happen in the next forward pass, with ``overlap="iterations"``.
@@ -57,31 +57,32 @@ class DistributedOptimizer(OptimizerWrapper):
             optimizer does not hold stay local.
         group: The ranks.
         op: ``AVG``: gradients are averaged over the ranks. ``SUM``: they are added.
-        bucket_bytes: The size limit of a bucket, whose gradients travel as one operation. Default: 4 MiB, or 8 MiB
-            where a native library carries the operations out.
+        bucket_bytes: The size limit of a bucket, whose gradients travel as one operation. Default: 4 MiB. With a
+            native library: 8 MiB, or the coordinator's ``fusion_bytes`` if that is smaller.
         overlap: ``"backward"``: communication runs during backward, and ``step()`` waits for it. ``"iterations"``:
             ``step()`` returns at once, and the next forward pass of each module waits for its own parameters only.
-            This needs ``on_missing="zero"`` and no gathered sparse gradients, and excludes LBFGS and SparseAdam;
-            otherwise it falls back to ``"backward"``
-            without an error.
+            It needs ``model``. With ``on_missing="error"``, gathered sparse gradients, LBFGS or SparseAdam, the
+            optimizer uses ``"backward"`` instead, without an error.
         on_missing: What to do if only some ranks have a gradient of a parameter. ``"zero"``: the others count as having
             zeros. ``"error"``: every rank raises ``MissingTensorError``.
         named_parameters: Pairs of name and parameter, for use without ``model``; the names are equal on all ranks.
             Without model and names, a parameter is named by its index in ``optimizer.param_groups``.
-        compression: ``"fp16"`` or ``"bf16"``: the dtype in which gradients travel.
+        compression: The dtype in which dense gradients travel: ``"fp16"``, ``"bf16"``, or ``"none"``, which keeps their
+            own dtype. It does not concern ``sync``.
         gradient_predivide_factor: With ``AVG``, gradients are divided by this factor before the sum and by
             ``world_size / factor`` after it. Use it if float16 or bfloat16 gradients overflow or underflow.
         backward_passes_per_step: The number of backward passes whose gradients are accumulated before they are sent.
             If ``step()`` is called after fewer passes, it sends the gradients accumulated so far. The sum is not
             divided by this number.
-        sparse: ``"dense"``: sparse gradients are reduced as dense ones. ``"gather"``: the rows of sparse gradients are
-            gathered from all ranks; modules with ``sparse=True`` and ``SparseAdam`` have such gradients.
-            ``SparseAdam`` gets sparse gradients in both cases; with ``"dense"`` they hold the rows that are not zero.
+        sparse: For gradients in torch's sparse layout, as modules with ``sparse=True`` make them. ``"dense"``: they are
+            reduced as dense ones. ``"gather"``: their rows are gathered from all ranks. ``SparseAdam`` takes gradients
+            of this layout only: with ``"dense"`` it gets a sparse one with the reduced rows that are not zero.
         join_divisor: The divisor of averages while some ranks have no more data (see ``join``): ``"world"``, all ranks,
             or ``"active"``, the ranks with data.
-        sync: The sparse method that compresses the gradients of large matrices: ``tr.OkTopk(density=0.01)``, another
-            one of ``totalreduce.sparse``, or ``tr.Auto()``, which measures for each bucket whether compression is
-            faster than dense reduction. ``None``: nothing is compressed. See docs/sparse.md.
+        sync: The sparse method, which sends selected elements only of the gradients of large matrices:
+            ``tr.OkTopk(density=0.01)``, another one of ``totalreduce.sparse``, or ``tr.Auto()``, which measures for
+            each bucket whether compression is faster than dense reduction. ``None``: nothing is compressed. See
+            docs/sparse.md.
         feedback: Settings of the residuals, in which a sparse method keeps the elements that it did not send.
         grad_scaler: The ``GradScaler`` in use, if any. Residuals are stored without the scale of the loss.
         name: Prefix of the operations' names; different for each optimizer that shares a group.
@@ -337,8 +338,8 @@ class DistributedOptimizer(OptimizerWrapper):
         """Return a closure that calls the given one, and reduces its gradients and its loss over the ranks."""
 
         def reduced_closure() -> Any:
-            # Without this, a rank whose closure produces no gradients would keep the result of the last evaluation, and
-            # would skip the round that the other ranks open.
+            # Without ``forget_result``, a rank whose closure produces no gradients would still have the reduced
+            # gradients of the closure's last call, and would skip the round that the other ranks open.
             self._round.forget_result()
             with torch.enable_grad():
                 loss = closure()
@@ -371,13 +372,15 @@ class DistributedOptimizer(OptimizerWrapper):
             The rank that joined last, equal on all ranks.
 
         Raises:
-            ConfigurationError: The optimizer steps with closures (LBFGS), or has sparse gradients only.
+            ConfigurationError: The torch optimizer is LBFGS, or no gradient is reduced in a dense bucket: all of them
+                are gathered as sparse ones, or compressed by ``sync``.
             PeerLost: A rank died.
         """
         self._check_usable()
         if isinstance(self._inner, torch.optim.LBFGS) or not self._plan.buckets:
             raise ConfigurationError(
-                "join() does not support LBFGS, and needs at least one parameter with dense gradients"
+                "join() does not support LBFGS, and needs at least one parameter with dense gradients that sync= does "
+                "not compress"
             )
         self.flush()
         if self._round.phase is not Phase.LOCAL:
@@ -390,8 +393,8 @@ class DistributedOptimizer(OptimizerWrapper):
             self._round.finish()
             self.skipped_steps += self._round.skipped
         self._round.forget_result()
-        # The rank that joined last took part in the fewest rounds of this loop. So it has the maximum of the numbers
-        # below, from which the remainder modulo the world size is its rank.
+        # The rank that joined last took part in the fewest rounds of this loop, so its number below is the largest.
+        # That number modulo the world size is the rank. If several ranks joined last, it is the highest of them.
         last = torch.tensor([self._group.rank - rounds * self._group.world_size])
         self._group.control.allreduce(last, name=f"{self._name}.joined", op=ReduceOp.MAX).wait()
         return int(last.item()) % self._group.world_size
@@ -420,7 +423,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._remove_plan()
 
     def _check_usable(self, *, planned: bool = True) -> None:
-        """Refuse to go on after ``close``, and also, if ``planned``, after a ``replan`` that failed."""
+        """Raise an error if the optimizer is closed or, with ``planned=True``, if the last ``replan`` has failed."""
         if self._closed:
             raise ConfigurationError("this DistributedOptimizer was closed: build a new one")
         if planned and not self._planned:
@@ -462,7 +465,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def residual_state_dict(self) -> dict[str, Any]:
         """Return the state of the sparse method on this rank.
 
-        Save it together with ``state_dict()``: training that is resumed from both has the same bits.
+        Save it together with ``state_dict()``: training that is resumed from both gives the bits of
+        training that was not interrupted.
 
         Every rank has a state of its own. To resume with a different number of ranks, or with another method, pass the
         states of all ranks to ``load_residual_state_dict``.
@@ -491,7 +495,10 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @property
     def hidden_share(self) -> float | None:
-        """Share of the last step's sparse exchanges that ran during backward; ``None`` if there were none."""
+        """The share of the time of the last step's sparse exchanges that passed during backward, from 0 to 1.
+
+        ``None`` if the last step had no sparse exchange.
+        """
         overlap = None if self._compression.reducer is None else self._compression.reducer.rounds.overlap
         return None if overlap is None or not overlap.exchange_s else overlap.hidden_s / overlap.exchange_s
 
@@ -504,9 +511,10 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The torch optimizer's groups. Reading them while gradients are in flight synchronises first.
+        """The torch optimizer's groups of parameters. Reading them waits for the gradients in flight first.
 
-        So ``GradScaler`` and clipping code that loop over the groups see the gradients of all ranks.
+        In backward and in ``no_sync()`` it does not wait. So ``GradScaler`` and clipping code that loop over the groups
+        see the gradients of all ranks.
         """
         if self._round.in_flight and not in_backward() and not self._no_sync_depth:
             self._synchronize()
