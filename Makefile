@@ -24,7 +24,7 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow" $(ARGS)
 else
 test: $(STAMP)
-	$(MAKE) --jobs 3 warm-kernels warm-tests $(TRITON)/.installed
+	$(MAKE) --jobs 3 lint warm-kernels warm-tests $(TRITON)/.installed
 	$(PYTEST) -m "not slow and not alone" -n $(WORKERS) --dist worksteal
 	$(PYTEST) -m "not slow and alone" tests/hosts $(shell grep -rl --include "test_*.py" "mark\.alone" tests/threads tests/processes)
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PYTEST) tests/unit/test_device_accumulator.py tests/unit/test_exports.py

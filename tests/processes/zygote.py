@@ -19,7 +19,6 @@ import struct
 import sys
 import threading
 import time
-import traceback
 import types
 import weakref
 
@@ -55,13 +54,22 @@ def attempt(event, function, *arguments, **options):
     return value
 
 
-def work(source, environment, descriptors):
-    """In the child: become the worker."""
-    for target, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, target)
+def take_over(descriptors, numbers):
+    """In the child: give files their numbers and signals their meaning."""
+    # A descriptor could have the number of another file, so that all move out of the way first.
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1000) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(high, numbers, strict=True):
+        os.dup2(descriptor, number)
         os.close(descriptor)
     sys.stdin = os.fdopen(0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def work(source, environment, descriptors):
+    """In the child: become the worker."""
+    take_over(descriptors, range(3))
     for name in [name for name in os.environ if name.startswith("TOTALREDUCE_")]:
         del os.environ[name]
     os.environ.update(environment)
@@ -74,15 +82,7 @@ def work(source, environment, descriptors):
 
 def become(request, numbers, descriptors, stub):
     """In the child: become the program that an interpreter with these arguments would run."""
-    spare = [os.dup(descriptor) for descriptor in descriptors]  # a descriptor could have the number of another file
-    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1000) for descriptor in spare]
-    for descriptor in (*spare, *descriptors):
-        os.close(descriptor)
-    for descriptor, number in zip(high, numbers, strict=True):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    sys.stdin = os.fdopen(0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    take_over(descriptors, numbers)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
@@ -91,32 +91,19 @@ def become(request, numbers, descriptors, stub):
     first = os.path.dirname(os.path.abspath(kind)) if kind not in ("-c", "-m") else os.getcwd()
     sys.path[0:1] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.executable = stub
-    code = 0
-    try:
-        if kind == "-c":
-            main = sys.modules["__main__"] = types.ModuleType("__main__")
-            exec(compile(rest[0], "<string>", "exec"), main.__dict__)
-        # The program's variables live until the process has ended: the destructors of torch's gloo hang now and then.
-        elif kind == "-m":
-            _variables = runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-        else:
-            _variables = runpy.run_path(kind, run_name="__main__")
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        if code == 1 and not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)
-    except BaseException as error:
-        traceback.print_exc()
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        code = 1
-    if "mpi4py.MPI" in sys.modules:  # it ends MPI at the very end of the interpreter
-        sys.exit(code)
-    end(code)
+    if kind == "-c":
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    # The program's variables live until the process has ended: the destructors of torch's gloo hang now and then.
+    elif kind == "-m":
+        _variables = runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        _variables = runpy.run_path(kind, run_name="__main__")
+    if "mpi4py.MPI" not in sys.modules:  # it finalises MPI at the very end of the interpreter
+        end()
 
 
-def end(code=0):
+def end():
     """End the worker as the interpreter does, but without the destruction of all modules and objects.
 
     The destruction writes to every page that the worker shares with the zygote, which takes 0.35 s of CPU time. Workers
@@ -126,7 +113,7 @@ def end(code=0):
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(0)
 
 
 def keep_torch_libraries():

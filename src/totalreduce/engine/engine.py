@@ -430,11 +430,10 @@ class Engine:
     def validate(self) -> None:
         """Check the invariants; the tests and the simulator call this after every event."""
         active, done = self.table.active, State.DONE
-        # An operation's key never changes, and this method runs after every event. So the key of the newest operation
-        # is checked only; the keys of the others were checked when those operations were new.
-        newest = next(reversed(active), None)
-        assert newest is None or (self.table.names.was_submitted(newest) and active[newest].key == newest)
-        for operation in active.values():
+        was_submitted = self.table.names.was_submitted
+        for key, operation in active.items():
+            assert operation.key == key
+            assert was_submitted(key)
             assert operation.state < done
             assert operation.lanes_left or operation.unsent, f"{operation.name} is done but active"
             for lane in operation.lanes:

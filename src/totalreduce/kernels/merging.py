@@ -7,7 +7,7 @@ from numba import int32, int64, njit, uint64
 
 from totalreduce.kernels.vectors import Array, trailing_zeros
 
-__all__ = ["Array", "add_up", "found_in", "sum_sparse"]
+__all__ = ["add_up", "found_in", "sum_sparse"]
 
 #: The number of indices that are added up at a time: 128 KiB of sums stay in the second-level cache.
 _BLOCK = 1 << 15

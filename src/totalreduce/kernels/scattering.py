@@ -11,7 +11,7 @@ from numba import int64, njit
 
 from totalreduce.kernels.vectors import LANES, Array, fence, stream_lanes
 
-__all__ = ["Array", "gather", "keep_rest", "overwrite", "scatter", "scatter_add"]
+__all__ = ["gather", "keep_rest", "overwrite", "scatter", "scatter_add"]
 
 #: The number of elements that ``overwrite`` prepares in the first-level cache.
 _PAGE = 1024

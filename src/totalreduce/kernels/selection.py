@@ -17,7 +17,6 @@ from totalreduce.kernels.vectors import LANES, Array, accumulate_lanes, select_l
 __all__ = [
     "INFINITY",
     "LANES",
-    "Array",
     "Kth",
     "accumulate",
     "count_bins",

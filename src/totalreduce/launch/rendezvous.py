@@ -285,11 +285,9 @@ class Meeting:
         entries = [json.loads(text) for text in self._read(keys, "the other ranks")]
         self._compare_arrivals()  # every rank has written its arrival before its entry
         self._store.add(f"{self._prefix}/read", 1)
-        try:
-            compare_settings([entry["settings"] for entry in entries])
-        except ConfigurationError:
-            self._linger(lambda: self._store.add(f"{self._prefix}/read", 0) >= self._world.world_size)
-            raise
+        # If rank 0 fails after this, for instance because of its certificate, the store ends with its process.
+        self._linger(lambda: self._store.add(f"{self._prefix}/read", 0) >= self._world.world_size)
+        compare_settings([entry["settings"] for entry in entries])
         return [_member(entry["member"]) for entry in entries]
 
     def _read(self, keys: list[str], what: str) -> list[str]:

@@ -22,7 +22,7 @@ from totalreduce.kernels.selection import Kth
 from totalreduce.sparse.actions import Array
 from totalreduce.sparse.candidates import Candidates
 
-__all__ = ["Accumulator", "Array", "HostAccumulator"]
+__all__ = ["Accumulator", "HostAccumulator"]
 
 #: Elements that are widened to float64 at a time.
 _CHUNK = 1 << 16

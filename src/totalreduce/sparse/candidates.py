@@ -8,7 +8,7 @@ import numpy as np
 
 from totalreduce.sparse.actions import Array
 
-__all__ = ["Array", "Candidates", "Workspace"]
+__all__ = ["Candidates", "Workspace"]
 
 #: The room that the kernels of ``selection`` need beyond the last listed element.
 _SLACK = 4096

@@ -20,7 +20,8 @@ from torch import Tensor
 from totalreduce.kernels import device as plain
 from totalreduce.kernels.device import DeviceKernels
 from totalreduce.kernels.selection import Kth, radix_select
-from totalreduce.sparse.accumulator import Accumulator, Array, HostAccumulator
+from totalreduce.sparse.accumulator import Accumulator, HostAccumulator
+from totalreduce.sparse.actions import Array
 from totalreduce.sparse.candidates import Candidates
 
 __all__ = ["DeviceAccumulator", "SideStreams", "accumulator_of"]

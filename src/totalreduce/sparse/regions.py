@@ -9,7 +9,7 @@ import numpy as np
 
 from totalreduce.kernels import merging
 from totalreduce.sparse import blocks
-from totalreduce.sparse.accumulator import Array
+from totalreduce.sparse.actions import Array
 from totalreduce.sparse.common import TopkSession
 from totalreduce.sparse.settings import TopkSettings
 
