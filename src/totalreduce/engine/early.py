@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from totalreduce.foundation.errors import MismatchError, PeerLost, ProtocolError
 
-__all__ = ["ENTRY_COST", "BoundedTable", "EarlyFrames", "EarlyRecord"]
+__all__ = ["ENTRY_COST", "NO_FRAMES", "BoundedTable", "EarlyFrames", "EarlyRecord"]
 
 #: The bytes that may be kept of the frames of one peer, by the costs below.
 _PEER_BYTES_MAX = 32 * 1024 * 1024
@@ -75,7 +75,7 @@ class EarlyRecord:
 
 
 #: Stands for an operation without frames; it is never changed.
-_NO_FRAMES = EarlyRecord()
+NO_FRAMES = EarlyRecord()
 
 
 class EarlyFrames:
@@ -90,13 +90,13 @@ class EarlyFrames:
 
     def of(self, key: _Key) -> EarlyRecord:
         """Return the record of an operation; the caller does not change it."""
-        return self._records.get(key, _NO_FRAMES)
+        return self._records.get(key, NO_FRAMES)
 
     def claim(self, key: _Key) -> EarlyRecord:
         """Take out the record of an operation, which is submitted now."""
         record = self._records.pop(key, None)
         if record is None:
-            return _NO_FRAMES
+            return NO_FRAMES
         for peer, cost in record.costs.items():
             self._spent[peer] -= cost
         return record

@@ -20,6 +20,7 @@ in this table are those of the Total Reduce paper:
 ``rendezvous``         the messages that may be sent before the receiver is known to have submitted the operation
 ``reception``          the memory for received bodies; ``floating`` keeps messages that arrive before their operation is
                        submitted, and ``scratch`` lends temporary buffers
+``carrier``            what carries operations out without messages, if there is such a thing
 ``computations``       the additions and copies of received bytes that can be carried out (*computation list*)
 ``signatures``         the check that all ranks have submitted the same kind, element type, shape, reduction, root
 ``early``              control frames about operations that this rank has not submitted yet
@@ -49,6 +50,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from totalreduce.engine.any_receives import AnyReceive, AnyReceives
+from totalreduce.engine.carrier import Carrier
 from totalreduce.engine.channels import Channels
 from totalreduce.engine.computations import Computation, ComputationList
 from totalreduce.engine.control import (
@@ -61,8 +63,10 @@ from totalreduce.engine.control import (
     encode_farewell,
 )
 from totalreduce.engine.counters import Counters
+from totalreduce.engine.early import NO_FRAMES, EarlyRecord
 from totalreduce.engine.floating import FloatingMessage
 from totalreduce.engine.members import Members
+from totalreduce.engine.names import NameRecord
 from totalreduce.engine.operation import Arrival, Lane, Operation, State
 from totalreduce.engine.outbox import NO_KEY, Outbox, OutgoingMessage, QueuedMessage
 from totalreduce.engine.planner import Planner
@@ -83,6 +87,8 @@ from totalreduce.transports.base import Lease
 __all__ = ["Engine"]
 
 _Key = tuple[int, int]
+#: Frames about an operation that a rank sends only if messages carry it out there.
+_OF_ENGINES = frozenset({Frame.POSTED, Frame.REQUEST, Frame.DESCRIBE})
 
 
 class Engine:
@@ -93,6 +99,7 @@ class Engine:
         config: The settings.
         counters: What the engine has done so far.
         observers: Objects that are called on every event.
+        carrier: What is offered every operation first; ``None``: messages carry all operations out.
     """
 
     def __init__(
@@ -121,6 +128,7 @@ class Engine:
         """
         self.rank, self.config = rank, config
         self.counters = counters = Counters()
+        self.carrier: Carrier | None = None
         self.observers: list[Observer] = observers if observers is not None else []
         share = max(1, config.floating_bytes_max // max(1, world_size - 1))
         self.table = table = OperationTable(counters)
@@ -191,22 +199,33 @@ class Engine:
             self.reception.drop(self.reception.floating.claim(key))
             self._end(operation, now, early.failure)
             return operation
-        self._signatures.submitted(operation, record)
-        self._rendezvous.submitted(operation, early)
-        operation.promoted = early.urgent
-        for peer, theirs in early.described.items():
-            self._check_signature(operation, peer, theirs, now)
-        self._claim_floating(operation, now)
-        if not operation.finished:
-            for lane in operation.lanes:
-                self._advance(operation, lane, now)
-        for peer in members.departed:
-            self._fail_if_needed(operation, peer, now)
+        carrier = self.carrier
+        if carrier is not None and early is NO_FRAMES and not members.departed and key not in self.reception.floating:
+            operation.carriage = carrier.offer(operation)
+        if operation.carriage is None:
+            self._start(operation, record, early, now)
         # The sender's message of the next iteration may have arrived already, and a waiting ``AnyReceive`` takes it.
         # For an operation that was itself an ``AnyReceive``, ``_match_any_receives`` does this.
         if repeats and not becoming:
             self._match_any_receives(ranks[0], (record.op_id, record.next_iteration), now)
         return operation
+
+    def carried(self, operation: Operation, now: float, *, done: bool) -> None:
+        """Record that the carrier has begun to carry an operation out, and whether it has done so."""
+        if not operation.finished:
+            if operation.state is State.WAITING:
+                self._first_byte(operation, now)
+            if done:
+                self._end(operation, now, None)
+
+    def take_back(self, operation: Operation, now: float) -> None:
+        """Carry an operation out by messages that the carrier has taken but cannot carry out."""
+        record = self.table.names.get(operation.key[0])
+        if operation.carriage is not None and record is not None and not operation.finished:
+            assert self.carrier is not None
+            if self.carrier.take_back(operation):
+                operation.carriage = None
+                self._start(operation, record, NO_FRAMES, now)
 
     def promote(self, operation: Operation, now: float) -> None:
         """Send the messages of an operation before those of operations that are not promoted, here and at its peers.
@@ -332,6 +351,10 @@ class Engine:
         if header.signature != operation.layout.expectation.signature_from(peer):
             self._check_signature(operation, peer, header.signature, now)
             return reception.sink(peer, header)
+        if operation.carriage is not None:
+            self.take_back(operation, now)
+        if operation.finished or operation.carriage is not None:
+            return reception.sink(peer, header)
         if header.flags & Flag.URGENT:
             self.promote(operation, now)
         if peer not in operation.posted_by:
@@ -446,6 +469,20 @@ class Engine:
 
     # --------------------------------------------------------------------------------- the life of an operation
 
+    def _start(self, operation: Operation, record: NameRecord, early: EarlyRecord, now: float) -> None:
+        """Queue the first messages of an operation, and give it those that have arrived."""
+        self._signatures.submitted(operation, record)
+        self._rendezvous.submitted(operation, early)
+        operation.promoted = operation.promoted or early.urgent
+        for peer, theirs in early.described.items():
+            self._check_signature(operation, peer, theirs, now)
+        self._claim_floating(operation, now)
+        if not operation.finished:
+            for lane in operation.lanes:
+                self._advance(operation, lane, now)
+        for peer in self.members.departed:
+            self._fail_if_needed(operation, peer, now)
+
     def _first_byte(self, operation: Operation, now: float) -> None:
         operation.enter(State.MOVING)
         for observer in self.observers:
@@ -482,6 +519,9 @@ class Engine:
 
         Afterwards the engine does not access the tensor, except for an addition that is already running.
         """
+        if operation.carriage is not None:
+            assert self.carrier is not None
+            self.carrier.ended(operation)
         self.table.end(operation, error, now)
         self.stalls.forget(operation.key)
         if error is None:
@@ -495,10 +535,16 @@ class Engine:
 
     def _fail_if_needed(self, operation: Operation, peer: int, now: float) -> None:
         """Fail an operation that still has to exchange a message with a departed rank."""
-        if not operation.finished and operation.needs(peer):
+        if not operation.finished and self._needs(operation, peer):
             reason = self.members.departed[peer]
             self.members.tell_of_loss(LossNotice(peer, reason), operation.ranks, operation.key)
             self._end(operation, now, PeerLost(peer, reason))
+
+    def _needs(self, operation: Operation, peer: int) -> bool:
+        if operation.carriage is None:
+            return operation.needs(peer)
+        assert self.carrier is not None
+        return peer in operation.ranks and self.carrier.needs(operation, peer)
 
     def _check_signature(self, operation: Operation, peer: int, theirs: bytes, now: float) -> None:
         """Fail an operation if a peer has submitted a different signature."""
@@ -588,6 +634,8 @@ class Engine:
 
     def _on_control(self, peer: int, header: Header, body: bytes, now: float) -> None:
         key = (header.operation, header.iteration)
+        if header.frame in _OF_ENGINES and key in self.table.active:
+            self.take_back(self.table.active[key], now)
         match header.frame:
             case Frame.POSTED:
                 self._rendezvous.on_posted(peer, key)

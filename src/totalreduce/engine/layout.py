@@ -9,7 +9,7 @@ of lanes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import pack_signature, unpack_signature, with_count
@@ -86,6 +86,7 @@ class OperationLayout:
         keeps_partials: Whether unfinished sums are kept in accumulators, because they are wider, or because this rank
             must not change the tensor.
         expected_bytes: By peer: about how many bytes it will send.
+        carried_by: What the carrier has computed for operations of this layout; ``False``: it takes none of them.
     """
 
     __slots__ = (
@@ -93,6 +94,7 @@ class OperationLayout:
         "_cut",
         "_outgoing",
         "_regions",
+        "carried_by",
         "dtype",
         "expectation",
         "expected_bytes",
@@ -113,6 +115,7 @@ class OperationLayout:
     ) -> None:
         """Cut the buffers into lanes."""
         self.signature, self.program, self.ranks, self.sizes = signature, program, ranks, list(sizes)
+        self.carried_by: Any = None
         dtype = self.dtype = signature.dtype
         self.itemsize = dtype.itemsize
         widen = dtype.is_half and config.half_accumulation == "float32" and program.partial_sums

@@ -21,7 +21,7 @@ from totalreduce.engine.layout import OperationLayout, Region
 from totalreduce.foundation.types import DType, Signature
 from totalreduce.schedules.actions import Program
 
-__all__ = ["Arrival", "BodyMemory", "Lane", "Operation", "State"]
+__all__ = ["Arrival", "BodyMemory", "Carriage", "Lane", "Operation", "State"]
 
 
 class State(enum.IntEnum):
@@ -54,6 +54,13 @@ class BodyMemory(Protocol):
 
     def release(self) -> None:
         """Take the memory back. Called once, when nothing reads the body any more."""
+
+
+class Carriage(Protocol):
+    """What a carrier (``engine.carrier``) keeps of an operation."""
+
+    def progress(self) -> str:
+        """Return the progress of the operation in words."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +116,7 @@ class Operation:
         priority: Smaller is more urgent.
         sequence: The position in the order of submission on this rank.
         owner: A value of the caller, which the engine does not read.
+        carriage: What the carrier keeps of the operation; ``None`` if messages carry it out.
         state: Where the operation is in its life.
         described: Whether this rank has told its neighbours the signature. If not, they conclude it from the previous
             operation of the same name.
@@ -125,6 +133,7 @@ class Operation:
     __slots__ = (
         "accumulators",
         "buffers",
+        "carriage",
         "computing",
         "described",
         "eager_sent",
@@ -169,6 +178,7 @@ class Operation:
         self.unsent = 0
         self.computing = 0
         self.messages_received = 0
+        self.carriage: Carriage | None = None
         self.described = False
         self.promoted = False
         self.state = State.WAITING
@@ -205,6 +215,8 @@ class Operation:
 
     def progress(self) -> str:
         """Return its progress in words."""
+        if self.carriage is not None:
+            return self.carriage.progress()
         total = len(self.program.receives) * len(self.lanes)
         text = f"{self.messages_received} of {total} messages received"
         if self.held:

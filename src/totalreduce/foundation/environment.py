@@ -35,6 +35,7 @@ class Settings:
         compute: Whether additions have their own thread: ``auto``, ``thread`` or ``inline``.
         links: The cost of messages: ``auto``, ``measure``, ``off``, or a file with the numbers (``groups.probe``).
         log_level: ``debug``, ``info``, ``warning`` or ``error``.
+        fast_lane: Whether ranks of one host exchange tensors without messages.
         tls: Certificate, key and authority of the TCP transport.
         warnings: Sentences to log once: unknown variables, a key that others can read.
     """
@@ -47,6 +48,7 @@ class Settings:
     compute: str | None = None
     links: str | None = None
     log_level: str | None = None
+    fast_lane: bool | None = None
     tls: Tls | None = None
     warnings: tuple[str, ...] = ()
 
@@ -59,6 +61,12 @@ def _seconds(name: str, text: str) -> float:
     if not 0 < value < float("inf"):
         raise ConfigurationError(f"{name}={text!r} is not a positive number of seconds")
     return value
+
+
+def _switch(name: str, text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ConfigurationError(f"{name}={text!r} is neither 0 nor 1")
+    return text == "1"
 
 
 def _one_of(*allowed: str) -> Callable[[str, str], str]:
@@ -80,6 +88,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "TOTALREDUCE_COMPUTE": ("compute", _one_of(*_COMPUTE_MODES)),
     "TOTALREDUCE_LINKS": ("links", lambda _, text: text),
     "TOTALREDUCE_LOG": ("log_level", _one_of(*_LOG_LEVELS)),
+    "TOTALREDUCE_FAST_LANE": ("fast_lane", _switch),
 }
 #: Every variable of the library; documented in ``docs/launching.md``. ``world.py`` reads those of ranks and hosts.
 _KNOWN_NAMES = frozenset(

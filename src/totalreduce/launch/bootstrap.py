@@ -12,6 +12,7 @@ import torch
 
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.engine.engine import Engine
+from totalreduce.fastlane.board import BOARD_BYTES
 from totalreduce.foundation import environment
 from totalreduce.foundation.config import EngineConfig, TcpConfig, Tls
 from totalreduce.foundation.environment import Settings
@@ -100,6 +101,8 @@ def init(
     """
     settings = environment.read_settings()
     engine_config = _with_timeout(engine or EngineConfig(), settings.timeout_s if timeout_s is None else timeout_s)
+    if settings.fast_lane is not None:
+        engine_config = dataclasses.replace(engine_config, fast_lane=settings.fast_lane)
     tcp_config = tcp or TcpConfig()
     if tcp is None and settings.peer_timeout_s is not None:
         beat_s = min(tcp_config.heartbeat_s, settings.peer_timeout_s / 4)
@@ -126,6 +129,7 @@ def init(
             tls=tls,
             wire={**wire, **engine_config.wire_settings()},
             store=store,
+            board_bytes=BOARD_BYTES if engine_config.fast_lane else 0,
         )
     )
     if engine is None and world_size > 1 and len(set(link.hosts)) == 1:  # what all ranks agree on, not a guess

@@ -55,6 +55,7 @@ class JoinRequest:
         tls: Certificates, if TCP is to be encrypted.
         wire: Settings that must be equal on all ranks.
         store: The store in which the ranks meet; ``None``: the process group's store, or one that rank 0 opens.
+        board_bytes: Length of the boards (see ``transports.base.Boards``).
     """
 
     transport: str
@@ -65,6 +66,7 @@ class JoinRequest:
     tls: Tls | None
     wire: Mapping[str, int | str]
     store: StoreRank | None = None
+    board_bytes: int = 0
 
 
 def _world(store: StoreRank | None) -> World:
@@ -207,7 +209,9 @@ def _over_sockets(request: JoinRequest) -> Transport:
             _check_one_host(members)
         local = remote = None
         if shm_listener is not None and (request.transport == "shm" or sum(n is not None for n in neighbours) > 1):
-            local = shm.ShmTransport(world.rank, neighbours, shm_listener, identity, request.tcp)
+            local = shm.ShmTransport(
+                *(world.rank, neighbours, shm_listener, identity, request.tcp), board_bytes=request.board_bytes
+            )
         if tcp_listener is not None and (local is None or None in neighbours):
             addresses = [(member.address, member.port) for member in members]
             remote = tcp.TcpTransport(world.rank, addresses, tcp_listener, identity, request.tcp, request.tls)

@@ -17,10 +17,12 @@ from totalreduce import kernels
 from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.computations import Computation
 from totalreduce.engine.engine import Engine
-from totalreduce.engine.operation import Operation
+from totalreduce.engine.operation import Operation, State
 from totalreduce.engine.outbox import OutgoingMessage
 from totalreduce.engine.reception import Delivery
+from totalreduce.fastlane.lane import Carriage, FastLane
 from totalreduce.foundation.header import Header
+from totalreduce.kernels import exchange
 from totalreduce.runner.handle import Handle
 from totalreduce.schedules.actions import Mode
 from totalreduce.transports.base import Lease, Outgoing
@@ -60,6 +62,11 @@ def complete_owners(ended: list[Operation | AnyReceive]) -> None:
         handle.complete(operation.error)
 
 
+def _urgency(carriage: Carriage) -> tuple[bool, int, int]:
+    operation = carriage.operation
+    return not operation.promoted, operation.priority, operation.sequence
+
+
 @final
 class EngineEndpoint:
     """Implements ``transports.base.Endpoint`` over an engine.
@@ -69,10 +76,12 @@ class EngineEndpoint:
         lock: Held by every call into the engine.
         work: Notified when the computation thread has something to do.
         inline: Whether the thread that moves messages also carries out every computation.
+        lane: The fast lane, if this host's ranks have one. The thread that moves messages also moves its operations.
     """
 
-    def __init__(self, engine: Engine, *, inline: bool) -> None:
-        self.engine, self.inline = engine, inline
+    def __init__(self, engine: Engine, lane: FastLane | None = None, *, inline: bool) -> None:
+        self.engine, self.lane, self.inline = engine, lane, inline
+        engine.carrier = lane
         self.lock = threading.Lock()
         self.work = threading.Condition(self.lock)
 
@@ -83,6 +92,43 @@ class EngineEndpoint:
         with self.lock:
             ended = self.engine.table.pop_completed()
         complete_owners(ended)
+
+    def announce(self, operation: Operation) -> None:
+        """Let the other ranks know of an operation in the fast lane."""
+        carriage = self.lane.carried.get(operation) if self.lane is not None else None
+        if self.lane is not None and carriage is not None:
+            self._note(carriage, self.lane.announce(carriage))
+
+    def hurry(self, operation: Operation) -> None:
+        """Move one operation in the fast lane, for which this thread waits."""
+        carriage = self.lane.carried.get(operation) if self.lane is not None else None
+        if self.lane is not None and carriage is not None:
+            self._note(carriage, self.lane.advance(carriage, patient=True))
+
+    def move_carried(self, wanted: Operation | None = None) -> None:
+        """Move the operations in the fast lane, the most urgent one first.
+
+        ``wanted``: the operation for which this thread waits, and may look again for a while.
+        """
+        if self.lane is None or not self.lane.carried:
+            return
+        for carriage in sorted(self.lane.carried.values(), key=_urgency):
+            self._note(carriage, self.lane.advance(carriage, patient=carriage.operation is wanted))
+
+    def _note(self, carriage: Carriage, status: int) -> None:
+        """Tell the engine what has become of an operation in the fast lane."""
+        operation, engine = carriage.operation, self.engine
+        if status == exchange.PENDING and (operation.state is not State.WAITING or not carriage.has_begun):
+            return
+        with self.lock:
+            now = time.monotonic()
+            if status == exchange.CONFLICT:
+                engine.take_back(operation, now)
+            elif status == exchange.VIOLATION:
+                reason = "protocol violation: its announcement of an operation in shared memory is not valid"
+                engine.peer_lost(carriage.culprit, reason, now)
+            else:
+                engine.carried(operation, now, done=status == exchange.DONE)
 
     def compute(self) -> None:
         """Carry out computations in this thread: all of them, or small ones if there is a computation thread."""
@@ -138,7 +184,8 @@ class EngineEndpoint:
         self.complete_ended()
 
     def peer_lost(self, peer: int, reason: str) -> None:
-        """Note that a peer is lost."""
+        """Note that a peer is lost. What it has left in shared memory still counts."""
+        self.move_carried()
         with self.lock:
             self.engine.peer_lost(peer, reason, time.monotonic())
         self.complete_ended()

@@ -26,7 +26,10 @@ from typing import Literal, final
 
 from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.engine import Engine
+from totalreduce.engine.operation import Operation, State
 from totalreduce.engine.submission import Submission
+from totalreduce.fastlane.board import BOARD_BYTES
+from totalreduce.fastlane.lane import FastLane
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
 from totalreduce.foundation.forking import HomeProcess, let_go_in_children
 from totalreduce.runner.endpoint import EngineEndpoint, complete_owners
@@ -59,7 +62,7 @@ class Runner:
         cores = len(os.sched_getaffinity(0))
         with_thread = compute == "thread" or (compute == "auto" and cores >= 2 * transport.ranks_per_host)
         with_thread = with_thread and engine.members.world_size > 1
-        self._endpoint = EngineEndpoint(engine, inline=not with_thread)
+        self._endpoint = EngineEndpoint(engine, _fast_lane(engine, transport), inline=not with_thread)
         self._lock = self._endpoint.lock
         self._turns = Turns()
         self._moving = threading.Lock()
@@ -88,10 +91,42 @@ class Runner:
         with self._lock:
             self._check_alive()
             now = time.monotonic()
-            handle.operation = self.engine.submit(submission, now, owner=handle)
+            operation = handle.operation = self.engine.submit(submission, now, owner=handle)
             wake = self._wakes_after_submission()
+        if operation.carriage is not None and self._announce(operation):
+            wake = wake and not operation.finished and operation.state is not State.WAITING
         self._endpoint.complete_ended()
-        self._look_again(now, wake=wake)
+        if not handle.done:
+            self._look_again(now, wake=wake)
+
+    def _announce(self, operation: Operation) -> bool:
+        """Announce an operation in the fast lane, unless another thread moves messages and will do so."""
+        if not self._moving.acquire(blocking=False):
+            return False
+        try:
+            self._guard(lambda: self._endpoint.announce(operation))
+        finally:
+            self._moving.release()
+        return True
+
+    def _hurry(self, operation: Operation) -> None:
+        """Try to end an operation in the fast lane by looking for the other ranks for a moment."""
+        if self._turns.driver is None and self._moving.acquire(blocking=False):
+            try:
+                self._guard(lambda: self._endpoint.hurry(operation))
+            finally:
+                self._moving.release()
+            self._endpoint.complete_ended()
+
+    def _guard(self, move: Callable[[], None]) -> None:
+        """Call ``move``; after an exception in it, which may have cut an operation in two, nothing moves any more."""
+        try:
+            if self._failure is None:
+                move()
+        except BaseException as failure:
+            self._failure = failure
+            self._fail(failure)
+            raise
 
     def receive_any(self, receive: AnyReceive) -> None:
         """Receive from the rank that sends first (see ``Engine.receive_any``).
@@ -156,7 +191,9 @@ class Runner:
         deadline = begin + timeout_s
         # The peers are asked late enough not to disturb them, and early enough for answers before the deadline.
         ask_at = max(begin + 0.5 * timeout_s, deadline - 1.0)
-        if not self._drive(handle, begin, deadline, ask_at):
+        if handle.operation is not None and handle.operation.carriage is not None:
+            self._hurry(handle.operation)
+        if not handle.done and not self._drive(handle, begin, deadline, ask_at):
             self._look_on(handle, deadline, ask_at)
         now = time.monotonic()
         with self._lock:
@@ -318,6 +355,7 @@ class Runner:
         with self._moving:
             try:
                 if self._failure is None:
+                    self._endpoint.move_carried(None if handle is None else handle.operation)
                     self._endpoint.compute()
                     progress = self.transport.progress()
             except BaseException as failure:
@@ -370,3 +408,10 @@ class Runner:
             raise ConfigurationError(str(self._failure)) from self._failure
         if self._failure is not None:
             raise GroupClosed(f"the communication thread has failed: {self._failure!r}") from self._failure
+
+
+def _fast_lane(engine: Engine, transport: Transport) -> FastLane | None:
+    boards = transport.boards
+    if boards is None or boards.board_bytes < BOARD_BYTES:
+        return None
+    return FastLane(engine.rank, boards, transport.ranks_per_host)

@@ -22,7 +22,7 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from totalreduce.foundation.types import Algorithm
@@ -151,6 +151,8 @@ class Program:
         pipeline_ranks: How many ranks a lane passes one after the other, if the tensor is to be cut into many lanes
             that follow each other; 0 if lanes only overlap. Equal on all ranks.
         algorithm: The name of the schedule.
+        contributions: Returns the ranks whose contributions to a chunk are added, in the order in which they are added
+            one after the other; ``None`` if sums of contributions are added.
     """
 
     actions: tuple[Action, ...]
@@ -165,6 +167,7 @@ class Program:
     addressed: frozenset[int]
     pipeline_ranks: int = 0
     algorithm: str = Algorithm.AUTO
+    contributions: Callable[[int], Sequence[int]] | None = None
 
 
 def compile_program(
@@ -176,6 +179,7 @@ def compile_program(
     preserves: bool = False,
     span_max: int = 1,
     pipeline_ranks: int = 0,
+    contributions: Callable[[int], Sequence[int]] | None = None,
 ) -> Program:
     """Write a schedule out and check that every slot is used once.
 
@@ -218,12 +222,14 @@ def compile_program(
         targets,
         addressed,
         pipeline_ranks,
+        contributions=contributions,
     )
 
 
 @functools.lru_cache(maxsize=1024)
 def translate(program: Program, ranks: tuple[int, ...]) -> Program:
     """Return the program of a subgroup, with the ranks of the whole group in place of the subgroup's."""
+    inner = program.contributions
     return dataclasses.replace(
         program,
         actions=tuple(dataclasses.replace(action, peer=ranks[action.peer]) for action in program.actions),
@@ -231,4 +237,5 @@ def translate(program: Program, ranks: tuple[int, ...]) -> Program:
         sources=tuple(ranks[peer] for peer in program.sources),
         targets=tuple(ranks[peer] for peer in program.targets),
         addressed=frozenset(ranks[peer] for peer in program.addressed),
+        contributions=None if inner is None else lambda chunk: [ranks[peer] for peer in inner(chunk)],
     )

@@ -165,7 +165,11 @@ SCHEDULES = (
     ScheduleSpec(
         kind=OpKind.ALLREDUCE,
         name=Algorithm.DIRECT,
-        make=lambda at: compile_program(direct_allreduce(at.rank, at.world_size), at.world_size),
+        make=lambda at: compile_program(
+            direct_allreduce(at.rank, at.world_size),
+            at.world_size,
+            contributions=lambda chunk: [(chunk - distance) % at.world_size for distance in range(at.world_size)],
+        ),
         cost=_allreduce_cost,
         route=_BETWEEN_ALL,
     ),

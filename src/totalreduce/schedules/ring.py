@@ -69,7 +69,11 @@ SCHEDULES = (
     ScheduleSpec(
         kind=OpKind.ALLREDUCE,
         name=Algorithm.RING,
-        make=lambda at: compile_program(ring_allreduce(at.rank, at.world_size), at.world_size),
+        make=lambda at: compile_program(
+            ring_allreduce(at.rank, at.world_size),
+            at.world_size,
+            contributions=lambda chunk: [(chunk + step) % at.world_size for step in range(at.world_size)],
+        ),
         cost=lambda work: cost(work.world_size, work.num_bytes),
         route=routes_of_neighbours(halves=2),
     ),

@@ -43,7 +43,10 @@ SCHEDULES = (
         kind=OpKind.ALLREDUCE,
         name=Algorithm.STAR,
         make=lambda at: compile_program(
-            star_allreduce(at.rank, at.world_size, at.root), 1, partial_sums=at.world_size > 2
+            star_allreduce(at.rank, at.world_size, at.root),
+            1,
+            partial_sums=at.world_size > 2,
+            contributions=lambda _: [at.root, *(rank for rank in range(at.world_size) if rank != at.root)],
         ),
         cost=lambda work: cost(work.world_size, work.num_bytes, shared=work.shared),
         route=routes_of_pairs(lambda hosts: 2 * (len(hosts) - hosts.count(hosts[0]))),

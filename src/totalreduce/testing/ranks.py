@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 from totalreduce.engine.engine import Engine
+from totalreduce.fastlane.board import BOARD_BYTES
 from totalreduce.foundation.config import EngineConfig, TcpConfig
 from totalreduce.foundation.errors import PeerLost
 from totalreduce.groups.group import Group
@@ -118,7 +119,12 @@ def _transports(
         names = [name for _, name in sockets]
         body_bytes = 2 * engine.segment_bytes  # partial sums of half types travel as float32
         return [
-            ShmTransport(rank, names, sock, identity, tcp, max_body_bytes=body_bytes, pool_bytes=_POOL_BYTES)
+            ShmTransport(
+                *(rank, names, sock, identity, tcp),
+                max_body_bytes=body_bytes,
+                pool_bytes=_POOL_BYTES,
+                board_bytes=BOARD_BYTES if engine.fast_lane else 0,
+            )
             for rank, (sock, _) in enumerate(sockets)
         ]
     listeners = [listen("127.0.0.1") for _ in range(world_size)]

@@ -7,14 +7,14 @@ last moment. It never queues more than the message that is leaving.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from totalreduce.foundation.header import Header
 
-__all__ = ["Delivery", "Endpoint", "Lease", "Outgoing", "Transport", "TransportCounters"]
+__all__ = ["Boards", "Delivery", "Endpoint", "Lease", "Outgoing", "Transport", "TransportCounters"]
 
 
 class Outgoing(Protocol):
@@ -93,6 +93,28 @@ class Endpoint(Protocol):
         """Note that the peer died, froze, was cut off or violated the protocol."""
 
 
+class Boards(Protocol):
+    """The memories of the ranks of one host. Every rank writes to its own one, and all others can read it."""
+
+    #: Where the part begins that no transport uses, and its length.
+    board_at: int
+    board_bytes: int
+    #: Where the word is whose lowest bit says whether the rank sleeps.
+    sleep_at: int
+
+    def memories(self) -> Mapping[int, memoryview]:
+        """Return the whole memory of this rank, and of every rank of the host that is connected, by rank."""
+
+    def offset_of(self, body: memoryview) -> int:
+        """Return where in this rank's memory a tensor's bytes lie; 0 if they do not lie there."""
+
+    def ring(self, peer: int) -> None:
+        """Wake a rank that sleeps, to see what was written before. Any thread."""
+
+    def watch(self, has_changed: Callable[[], bool]) -> None:
+        """Have ``wait`` end when ``has_changed`` returns true, which another rank causes before it rings."""
+
+
 class TransportCounters:
     """Counters of a transport."""
 
@@ -110,6 +132,8 @@ class Transport(ABC):
     rank: int
     world_size: int
     counters: TransportCounters
+    #: The memories of the ranks of this host; ``None`` if they share none.
+    boards: Boards | None = None
     _hosts: Sequence[int] | None = None
     _endpoint: Endpoint | None = None
 

@@ -45,7 +45,7 @@ class RoutedTransport(Transport):
     def __init__(self, local: ShmTransport, remote: TcpTransport) -> None:
         """Join two transports of one rank; ``local.members`` are the ranks of this host."""
         self.rank, self.world_size = local.rank, local.world_size
-        self.counters = local.counters
+        self.counters, self.boards = local.counters, local.boards
         remote.count_in(local.counters)
         self._local, self._remote = local, remote
         self._epoll = select.epoll()

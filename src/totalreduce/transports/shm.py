@@ -26,6 +26,7 @@ from totalreduce.foundation.errors import ProtocolError
 from totalreduce.transports.base import Endpoint, Transport, TransportCounters
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.liveness import Liveness
+from totalreduce.transports.shm_boards import ShmBoards
 from totalreduce.transports.shm_connection import ShmConnection
 from totalreduce.transports.shm_meeting import Meetings, listen
 from totalreduce.transports.shm_memory import BEAT_WORD, Outbox, OutboxLayout, shm_available
@@ -53,6 +54,7 @@ class ShmTransport(Transport):
         *,
         max_body_bytes: int = 1024 * 1024,
         pool_bytes: int = _POOL_BYTES,
+        board_bytes: int = 0,
     ) -> None:
         """Take over a listening socket.
 
@@ -64,6 +66,7 @@ class ShmTransport(Transport):
             config: Heartbeats and deadlines.
             max_body_bytes: Bodies up to this, and a quarter of the pool, travel in one piece; equal on all ranks.
             pool_bytes: About how much may be staged; equal on all ranks.
+            board_bytes: Length of the board of each rank (see ``boards``); equal on all ranks.
 
         Raises:
             ConfigurationError: There is no shared memory; the message says why.
@@ -72,13 +75,14 @@ class ShmTransport(Transport):
         self.counters = TransportCounters()
         members = [member for member, address in enumerate(addresses) if address is not None]
         self._index = {member: index for index, member in enumerate(members)}
-        self._outbox = Outbox(OutboxLayout.choose(len(members), max_body_bytes, pool_bytes))
+        self._outbox = Outbox(OutboxLayout.choose(len(members), max_body_bytes, pool_bytes, board_bytes))
         self._pool = StagingPool(self._outbox)
         self._sleep = Sleep(rank, self._outbox, spins=(os.cpu_count() or 1) >= len(members))
         self._meetings = Meetings(
             *(rank, addresses, listener, identity, config),
             *(self._outbox, self._sleep.fd, self._sleep.epoll, self.counters),
         )
+        self.boards = self._memories = ShmBoards(rank, self._outbox, self._sleep)
         self._connections: dict[int, ShmConnection] = {}
         self._sockets: dict[int, ShmConnection] = {}
         self._gone: set[int] = set()
@@ -208,6 +212,7 @@ class ShmTransport(Transport):
             indices = self._index[self.rank], self._index[peer]
             connection = ShmConnection(peer, indices, sock, bell_fd, self._outbox, mapping, self._pool, now)
             self._connections[peer] = self._sockets[sock.fileno()] = connection
+            self._memories.add(connection)
             self._sleep.neighbours = tuple(self._connections.values())
         failed, meetings.failed = meetings.failed, []
         for peer, reason in failed:

@@ -20,6 +20,7 @@ class ShmConnection:
 
     Attributes:
         peer: Rank of the peer.
+        mapping: The peer's memory.
         sock: The Unix socket. It is open and silent for as long as both processes live.
         ended: Why the socket has ended; ``None`` while it is open.
         bell: The peer's bell.
@@ -47,7 +48,7 @@ class ShmConnection:
         self.peer, self.sock = peer, sock
         self.ended: str | None = None
         self.pulse = Pulse(now)
-        self._words = mapping.words
+        self.mapping, self._words = mapping, mapping.words
         self.bell = Doorbell(bell_fd, self._words, outbox.fences)
         self.outgoing = OutgoingRing(peer, indices, outbox, mapping, pool, self.bell)
         self.incoming = IncomingRing(peer, indices, outbox, mapping, self.bell)

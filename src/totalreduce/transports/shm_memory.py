@@ -9,6 +9,7 @@ writer, and counters only grow. The parts of an outbox, in their order:
   of every loan;
 * one ring of entries per peer: a message's header, the place of its body, and the body itself if it is small;
 * the pool: pieces of two sizes for the other bodies;
+* the board, which higher floors use (``base.Boards``);
 * the arena: tensors whose bytes are lent and not staged (``shm_arena.py``).
 
 A word has 64 bits and is read and written through ``memoryview.cast("Q")``, which is one machine instruction. x86 keeps
@@ -77,6 +78,7 @@ class OutboxLayout:
         small_bytes: Length of a small piece.
         large_pieces: Number of pieces of ``large_bytes``.
         large_bytes: Length of a large piece; longer bodies are sent in parts.
+        board_bytes: Length of the board.
     """
 
     local_ranks: int
@@ -86,16 +88,18 @@ class OutboxLayout:
     small_bytes: int
     large_pieces: int
     large_bytes: int
+    board_bytes: int = 0
 
     @classmethod
-    def choose(cls, local_ranks: int, max_body_bytes: int, pool_bytes: int) -> OutboxLayout:
+    def choose(cls, local_ranks: int, max_body_bytes: int, pool_bytes: int, board_bytes: int = 0) -> OutboxLayout:
         """Return a layout for bodies of up to ``max_body_bytes`` (longer ones go in parts) in about ``pool_bytes``."""
         slots = 32
         inline = _RING_BYTES // (slots * max(1, local_ranks - 1))
         inline = max(_INLINE_BYTES_MIN, min(_INLINE_BYTES_MAX, inline & -1024))
         large = _round_up(max(_PAGE, min(max_body_bytes, pool_bytes // 4)), _PAGE)
         count = max(4, min(16, pool_bytes // large))
-        return cls(local_ranks, slots, inline, 32, min(64 * 1024, large), count, large)
+        board_bytes = _round_up(board_bytes, _PAGE)
+        return cls(local_ranks, slots, inline, 32, min(64 * 1024, large), count, large, board_bytes)
 
     @property
     def pieces(self) -> int:
@@ -121,9 +125,15 @@ class OutboxLayout:
         return _round_up(self._rings_at + (self.local_ranks - 1) * self.slots * self.entry_bytes, _PAGE)
 
     @property
+    def board_at(self) -> int:
+        """Offset of the board."""
+        pool_bytes = self.small_pieces * self.small_bytes + self.large_pieces * self.large_bytes
+        return self._pool_at + _round_up(pool_bytes, _PAGE)
+
+    @property
     def total_bytes(self) -> int:
         """Length of all parts but the arena, which is the rest of the file."""
-        return self._pool_at + self.small_pieces * self.small_bytes + self.large_pieces * self.large_bytes
+        return self.board_at + self.board_bytes
 
     def block(self, owner: int, peer: int) -> int:
         """Return the first word of the block that index ``owner`` keeps about index ``peer``."""

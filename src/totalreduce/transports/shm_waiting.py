@@ -109,6 +109,7 @@ class Sleep:
         fd: The bell, to be given to the peers.
         neighbours: The connections that are looked at before sleeping. The tuple is replaced, never changed.
         sockets_called: Whether a socket is readable. The method that looks at the sockets clears it.
+        watched: Returns whether something else has changed in the memories of the neighbours.
     """
 
     def __init__(self, rank: int, outbox: Outbox, *, spins: bool) -> None:
@@ -119,6 +120,7 @@ class Sleep:
         self.epoll.register(self.fd, select.EPOLLIN | select.EPOLLET)
         self.neighbours: tuple[Neighbour, ...] = ()
         self.sockets_called = False
+        self.watched: Callable[[], bool] = lambda: False
         self._full, self._words, self._spins = outbox.fences.full, outbox.words, spins
         self._lock, self._sleepers, self._count = threading.Lock(), 0, 0
         self._processor = ProcessorChoice(rank, outbox)
@@ -202,7 +204,7 @@ class Sleep:
         if self._woken:
             self._woken = False
             return True
-        return any(neighbour.has_work for neighbour in self.neighbours)
+        return any(neighbour.has_work for neighbour in self.neighbours) or self.watched()
 
     def _announce(self, change: int) -> None:
         with self._lock:

@@ -1,0 +1,316 @@
+"""The fast lane of one rank: which operations it takes, what it needs for them, and their progress.
+
+Docs: docs/design/0010-fast-lane.md. The lane has no thread. Under the engine's lock the engine offers operations and
+asks (``engine.carrier``); the thread that moves messages calls ``advance``, one thread at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from typing import Final, final
+
+import numpy as np
+
+from totalreduce.engine.layout import OperationLayout
+from totalreduce.engine.operation import Operation
+from totalreduce.fastlane.board import BOARD_BYTES, ENTRIES, INLINE_BYTES, STAGES, BoardLayout
+from totalreduce.foundation.types import DType, OpKind, ReduceOp
+from totalreduce.kernels import exchange
+from totalreduce.kernels.vectors import Array
+from totalreduce.schedules.actions import Chunking
+from totalreduce.transports.base import Boards
+
+__all__ = ["Carriage", "FastLane"]
+
+_ELEMENTS: Final[dict[DType, Array]] = {DType.FLOAT32: np.empty(0, np.float32), DType.FLOAT64: np.empty(0, np.float64)}
+_REDUCTIONS: Final = {
+    ReduceOp.SUM: exchange.SUM,
+    ReduceOp.AVG: exchange.SUM,
+    ReduceOp.PRODUCT: exchange.PRODUCT,
+}
+#: Successive operations of one name use so many entries in turn: the entry of the last one may still be read.
+_TURNS = 16
+#: How often a rank that has a core of its own looks again: about 0.2 ms.
+_SPINS = 4000
+#: How often a rank that shares its core lets others have it before it sleeps.
+_YIELDS = 16
+#: How often pieces are moved before other operations get their turn: some milliseconds.
+_PIECES_AT_A_TIME = 64
+#: Bits of the word in which ``advance`` says which ranks are to be woken.
+_RANKS_MAX = 62
+
+
+@final
+class _Plan:
+    """What the lane computes once for a layout: the words of a block that do not change; or that it takes none."""
+
+    __slots__ = ("block", "inline", "like", "num_bytes", "peers", "ranks", "sums")
+
+    def __init__(self, layout: OperationLayout, rank: int, boards: Boards, board: BoardLayout) -> None:
+        like = _ELEMENTS[layout.dtype]
+        self.like, self.ranks, self.num_bytes = like, layout.ranks, layout.num_bytes
+        size, me = len(layout.ranks), layout.ranks.index(rank)
+        count = layout.num_bytes // like.itemsize
+        self.inline = layout.num_bytes <= INLINE_BYTES
+        piece = board.piece_bytes(size) // like.itemsize
+        largest_part = _divide_up(_divide_up(count, layout.num_lanes), size)
+        lane_rounds = 1 if self.inline else max(1, _divide_up(largest_part, piece))
+        block = self.block = np.zeros(exchange.block_words(size), np.int64)
+        self.sums = np.empty(exchange.COUNTED, like.dtype)
+        board.fill(block, size)
+        block[exchange.RANKS], block[exchange.ME] = size, me
+        reduction = layout.signature.reduction
+        block[exchange.REDUCTION] = _REDUCTIONS[reduction]
+        block[exchange.DIVISOR] = size if reduction is ReduceOp.AVG else 1
+        block[exchange.COUNT], block[exchange.LANES] = count, layout.num_lanes
+        block[exchange.INLINE], block[exchange.PIECE] = self.inline, piece
+        block[exchange.LANE_ROUNDS] = lane_rounds
+        block[exchange.ROUNDS] = lane_rounds * (1 if self.inline else layout.num_lanes)
+        block[exchange.SUMS] = self.sums.ctypes.data
+        text = layout.expectation.packed + repr(layout.ranks).encode()
+        block[exchange.SIGNATURE] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        contributions = layout.program.contributions
+        assert contributions is not None
+        for part in range(size):
+            order = contributions(part % layout.program.num_chunks)
+            at = exchange.ORDER + part * size
+            block[at : at + size] = [layout.ranks.index(other) for other in order]
+        self.peers = []
+        memories = boards.memories()
+        for index, other in enumerate(layout.ranks):
+            at = exchange.ORDER + size * size + index * exchange.PEER_WORDS
+            address = _address_of_memory(memories[other])
+            block[at + exchange.MEMORY], block[at + exchange.LENGTH] = address, len(memories[other])
+            block[at + exchange.SLEEP] = address + boards.sleep_at
+            self.peers.append(at)
+
+
+@final
+class Carriage:
+    """One operation that the lane has taken (``engine.operation.Carriage``).
+
+    Attributes:
+        operation: The operation.
+        block: Its words (see ``kernels.exchange``).
+        like: An array of its element type.
+        tensor: Its bytes, which live at least as long as something may use them.
+        number: The number of its entry.
+        stage: The number of its stage; ``None`` if it needs none.
+        ended: Whether it has ended here. Its entry and stage may still be read.
+    """
+
+    __slots__ = ("_plan", "block", "ended", "like", "number", "operation", "stage", "tensor", "words")
+
+    def __init__(self, operation: Operation, plan: _Plan, tensor: memoryview, number: int, stage: int | None) -> None:
+        self.operation, self._plan, self.tensor = operation, plan, tensor
+        self.block, self.like = plan.block.copy(), plan.like
+        self.words = memoryview(self.block.data)
+        self.number, self.stage, self.ended = number, stage, False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether all ranks have given the operation to their lanes."""
+        return bool(self.words[exchange.FOUND] == len(self._plan.ranks) - 1)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether no rank reads its entry and its stage any more."""
+        return bool(exchange.is_read(self.block))
+
+    @property
+    def culprit(self) -> int:
+        """The rank whose announcement is a violation."""
+        return self.operation.ranks[self.words[exchange.CULPRIT]]
+
+    def has_announced(self, index: int) -> bool:
+        """Return whether the rank with this index in the operation has announced it."""
+        return bool(self.words[self._plan.peers[index] + exchange.PEER_ENTRY])
+
+    def progress(self) -> str:
+        """Return the progress in words."""
+        if not self.has_begun:
+            return "announced in shared memory"
+        copied, rounds = self.words[exchange.COPIED], self.words[exchange.ROUNDS]
+        return f"{copied} of {rounds} rounds of the fast lane done"
+
+
+@final
+class FastLane:
+    """The fast lane of one rank (``engine.carrier.Carrier``).
+
+    Attributes:
+        carried: The operations that it has taken and that have not ended, by operation.
+    """
+
+    def __init__(self, rank: int, boards: Boards, world_size: int) -> None:
+        """``boards``: the memories of this host's ranks; ``world_size``: the number of ranks that share its cores."""
+        assert boards.board_bytes >= BOARD_BYTES
+        self._rank, self._boards = rank, boards
+        self._board = BoardLayout(boards.board_at)
+        self._memory = _address_of_memory(boards.memories()[rank])
+        self._entries: list[Carriage | None] = [None] * ENTRIES
+        self._stages: list[Carriage | None] = [None] * STAGES
+        self._spins = _SPINS if (os.cpu_count() or 1) >= world_size else 0
+        self.carried: dict[Operation, Carriage] = {}
+        boards.watch(self.has_changed)
+
+    # ------------------------------------------------------------------------------------------ under the engine's lock
+
+    def offer(self, operation: Operation) -> Carriage | None:
+        """Take an operation if it is of a kind that the lane carries out and an entry, and a stage, are free."""
+        plan = self._plan_of(operation.layout)
+        if plan is None:
+            return None
+        tensor = operation.buffers[0]
+        assert tensor is not None
+        number = self._free_entry(operation.key)
+        if number is None:
+            return None
+        source = 0 if plan.inline else self._boards.offset_of(tensor)
+        stage = None
+        if not plan.inline and not source:
+            stage = self._free_stage()
+            if stage is None:
+                return None
+        carriage = Carriage(operation, plan, tensor, number, stage)
+        words = carriage.words
+        key, iteration = operation.key
+        words[exchange.KEY] = key - (1 << 64) if key >> 63 else key
+        words[exchange.ITERATION] = iteration + 1  # 0 stands for an entry without an operation
+        words[exchange.HOME] = _home(operation.key)
+        words[exchange.TENSOR] = _address_of(tensor)
+        words[exchange.ENTRY] = self._memory + self._board.entry(number)
+        words[exchange.SOURCE] = source
+        if stage is not None:
+            words[exchange.STAGE] = self._board.stage(stage)
+            self._stages[stage] = carriage
+        self._entries[number] = self.carried[operation] = carriage
+        return carriage
+
+    def take_back(self, operation: Operation) -> bool:
+        """Withdraw the announcement of an operation, unless all ranks have announced it."""
+        if self.carried[operation].has_begun:
+            return False
+        self.ended(operation)
+        return True
+
+    def needs(self, operation: Operation, peer: int) -> bool:
+        """Return whether a peer has not announced an operation, or has not ended its part of it."""
+        carriage = self.carried[operation]
+        index = operation.ranks.index(peer)
+        if not carriage.has_announced(index):
+            exchange.look(carriage.block, carriage.like.itemsize)
+        return not carriage.has_announced(index) or not exchange.has_ended(carriage.block, index)
+
+    def ended(self, operation: Operation) -> None:
+        """Note that an operation has ended; take its announcement back if not all ranks have announced it."""
+        carriage = self.carried.pop(operation)
+        carriage.ended = True
+        if not carriage.has_begun:
+            exchange.withdraw(carriage.block)
+
+    # ---------------------------------------------------------------------------------- the thread that moves messages
+
+    def announce(self, carriage: Carriage) -> int:
+        """Announce an operation, and end it if it is small and all ranks have announced it.
+
+        Returns a result of ``exchange.advance``.
+        """
+        words = carriage.words
+        words[exchange.SPINS] = words[exchange.YIELDS] = words[exchange.TURNS] = 0
+        return self._advance(carriage, patient=False)
+
+    def advance(self, carriage: Carriage, *, patient: bool) -> int:
+        """Do what can be done for an operation, or a part of it; return a result of ``exchange.advance``.
+
+        ``patient``: this process has nothing else to do, so the function looks again for a while.
+        """
+        words = carriage.words
+        words[exchange.TURNS] = _PIECES_AT_A_TIME
+        words[exchange.SPINS] = self._spins if patient else 0
+        words[exchange.YIELDS] = _YIELDS if patient and not self._spins else 0
+        return self._advance(carriage, patient=patient)
+
+    def _advance(self, carriage: Carriage, *, patient: bool) -> int:
+        words = carriage.words
+        while True:
+            status = int(exchange.advance(carriage.block, carriage.like))
+            wake = words[exchange.WAKE]
+            if not wake:
+                return status
+            for index, peer in enumerate(carriage.operation.ranks):
+                if wake >> index & 1:
+                    self._boards.ring(peer)
+            if status != exchange.PENDING or not patient or words[exchange.SEEN] == -1:
+                return status
+
+    def has_changed(self) -> bool:
+        """Return whether ``advance`` may do something for an operation. Any thread."""
+        return any(exchange.has_changed(carriage.block) for carriage in tuple(self.carried.values()))
+
+    # -------------------------------------------------------------------------------------------------------- details
+
+    def _plan_of(self, layout: OperationLayout) -> _Plan | None:
+        plan = layout.carried_by
+        if plan is None:
+            if not self._takes(layout):
+                layout.carried_by = False
+                return None
+            if any(rank not in self._boards.memories() for rank in layout.ranks):
+                return None  # the ranks have not met yet
+            plan = layout.carried_by = _Plan(layout, self._rank, self._boards, self._board)
+        return plan or None
+
+    def _takes(self, layout: OperationLayout) -> bool:
+        """Return whether the lane carries out operations of this layout: the same answer on all ranks."""
+        signature, program = layout.signature, layout.program
+        return (
+            signature.kind is OpKind.ALLREDUCE
+            and signature.dtype in _ELEMENTS
+            and signature.reduction in _REDUCTIONS
+            and program.contributions is not None
+            and program.chunking is Chunking.CUT
+            and program.num_chunks in (1, len(layout.ranks))
+            and 1 < len(layout.ranks) <= _RANKS_MAX
+        )
+
+    def _free_entry(self, key: tuple[int, int]) -> int | None:
+        home = _home(key)
+        for probe in range(exchange.PROBES):
+            number = (home + probe) % ENTRIES
+            user = self._entries[number]
+            if user is None or (user.ended and user.is_read):
+                self._release(user)
+                return number
+        return None
+
+    def _free_stage(self) -> int | None:
+        for number, user in enumerate(self._stages):
+            if user is None or (user.ended and user.is_read):
+                self._stages[number] = None
+                return number
+        return None
+
+    def _release(self, user: Carriage | None) -> None:
+        if user is not None and user.stage is not None and self._stages[user.stage] is user:
+            self._stages[user.stage] = None
+
+
+def _divide_up(count: int, parts: int) -> int:
+    return -(-count // parts)
+
+
+def _home(key: tuple[int, int]) -> int:
+    """Return the first entry in which an operation may be announced: its meeting place, equal on all ranks."""
+    return (key[0] + key[1] % _TURNS) % ENTRIES
+
+
+def _address_of(body: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(body)) if len(body) else 0
+
+
+def _address_of_memory(memory: memoryview) -> int:
+    address: int = np.frombuffer(memory, np.uint8).ctypes.data
+    return address

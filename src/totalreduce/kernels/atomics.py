@@ -1,0 +1,83 @@
+"""Words of shared memory by their address, for compiled functions that run on several processes at the same time.
+
+Numba compiles these functions into the loops of ``exchange``. An address is an integer, because the memory of another
+process is no array of this one. ``load`` and ``store`` keep their order towards other memory accesses (acquire and
+release), and ``full_fence`` orders a store before a later load.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+__all__ = ["full_fence", "load", "pause", "pointer_to", "store", "yield_core"]
+
+_WORD = ir.IntType(64)
+#: LLVM's name and argument of the instruction that tells a processor that a loop waits: without it such a loop takes
+#: the core's resources from its other thread.
+_PAUSES = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [ir.Constant(ir.IntType(32), 1)])}
+
+#: The C library's ``sched_yield``: lets another process have this core.
+yield_core = types.ExternalFunction("sched_yield", types.int32())
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load(_typing: Any, address: Any) -> Any:
+    """Return the 64-bit word at ``address``; later accesses happen after it."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(arguments[0], _WORD.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store(_typing: Any, address: Any, word: Any) -> Any:
+    """Write the 64-bit word at ``address``; earlier accesses happen before it."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        address, word = arguments
+        builder.store_atomic(word, builder.inttoptr(address, _WORD.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def full_fence(_typing: Any) -> Any:
+    """Order every access before it and every access after it."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pause(_typing: Any) -> Any:
+    """Wait for some tens of nanoseconds, where the processor has an instruction for that."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        if platform.machine() in _PAUSES:
+            name, values = _PAUSES[platform.machine()]
+            kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+            builder.call(builder.module.declare_intrinsic(name, fnty=kind), values)
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pointer_to(_typing: Any, address: Any, like: Any) -> Any:
+    """Return ``address`` as a pointer to elements of the type of the array ``like``."""
+    element = like.dtype
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(element).as_pointer())
+
+    return types.CPointer(element)(types.int64, like), generate

@@ -1,0 +1,42 @@
+"""``base.Boards`` in the memories of ``shm_memory.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from totalreduce.transports.shm_connection import ShmConnection
+from totalreduce.transports.shm_memory import SLEEP_WORD, Outbox
+from totalreduce.transports.shm_waiting import ASLEEP, Sleep
+
+__all__ = ["ShmBoards"]
+
+
+@final
+class ShmBoards:
+    """The memories of the ranks of one host (see ``base.Boards``)."""
+
+    def __init__(self, rank: int, outbox: Outbox, sleep: Sleep) -> None:
+        self.board_at, self.board_bytes = outbox.layout.board_at, outbox.layout.board_bytes
+        self.sleep_at = 8 * SLEEP_WORD
+        self.offset_of = outbox.arena.offset_of
+        self._sleep = sleep
+        self._memories = {rank: outbox.view}
+        self._connections: dict[int, ShmConnection] = {}
+
+    def add(self, connection: ShmConnection) -> None:
+        """Add the memory of a rank that has connected; it stays readable when the rank has gone."""
+        self._memories[connection.peer] = connection.mapping.view
+        self._connections[connection.peer] = connection
+
+    def memories(self) -> dict[int, memoryview]:
+        """Return the memories by rank."""
+        return self._memories
+
+    def ring(self, peer: int) -> None:
+        """Wake a rank if it sleeps. Any thread."""
+        self._connections[peer].bell.ring(ASLEEP)
+
+    def watch(self, has_changed: Callable[[], bool]) -> None:
+        """Have waits end when ``has_changed`` returns true."""
+        self._sleep.watched = has_changed

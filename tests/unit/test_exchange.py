@@ -1,0 +1,146 @@
+"""The fast lane's exchange, by ranks that are threads: compiled functions that run at the same time."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from totalreduce.fastlane.board import BOARD_BYTES, BoardLayout
+from totalreduce.kernels import exchange
+
+BOARD = BoardLayout(64)
+ARENA = BOARD.end
+KEY, ITERATION, SIGNATURE = 12345, 7, 99
+
+
+def align(size):
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size]
+
+
+class Host:
+    """The memories of some ranks: a sleep word, the board, and one tensor that others can read."""
+
+    def __init__(self, ranks, tensor_bytes):
+        self.memories = [align(BOARD.end + tensor_bytes) for _ in range(ranks)]
+
+    def block(
+        self,
+        rank,
+        tensor,
+        order,
+        *,
+        lanes=1,
+        inline=False,
+        entry=0,
+        stage=0,
+        shared=False,
+        divisor=1,
+        signature=SIGNATURE,
+    ):
+        ranks, itemsize = len(self.memories), tensor.itemsize
+        block = np.zeros(exchange.block_words(ranks), np.int64)
+        BOARD.fill(block, ranks)
+        piece = BOARD.piece_bytes(ranks) // itemsize
+        part = -(-(-(-tensor.size // lanes) // 1) // ranks)
+        block[exchange.RANKS], block[exchange.ME] = ranks, rank
+        block[exchange.REDUCTION], block[exchange.DIVISOR] = exchange.SUM, divisor
+        block[exchange.COUNT], block[exchange.LANES], block[exchange.INLINE] = tensor.size, lanes, inline
+        block[exchange.PIECE] = piece
+        block[exchange.LANE_ROUNDS] = max(1, -(-part // piece))
+        block[exchange.ROUNDS] = block[exchange.LANE_ROUNDS] * lanes
+        block[exchange.TENSOR] = tensor.ctypes.data
+        self.sums = np.zeros(exchange.COUNTED, tensor.dtype)
+        block[exchange.SUMS] = self.sums.ctypes.data
+        block[exchange.KEY], block[exchange.ITERATION], block[exchange.SIGNATURE] = KEY, ITERATION, signature
+        block[exchange.HOME] = 5
+        memory = self.memories[rank].ctypes.data
+        block[exchange.ENTRY] = memory + BOARD.entry(5 + entry)
+        block[exchange.SOURCE] = ARENA if shared else 0
+        block[exchange.STAGE] = 0 if shared or inline else BOARD.stage(stage)
+        for part, ranks_in_order in enumerate(order):
+            at = exchange.ORDER + part * ranks
+            block[at : at + ranks] = ranks_in_order
+        for peer, other in enumerate(self.memories):
+            at = exchange.ORDER + ranks * ranks + peer * exchange.PEER_WORDS
+            block[at + exchange.MEMORY], block[at + exchange.LENGTH] = other.ctypes.data, len(other)
+            block[at + exchange.SLEEP] = other.ctypes.data
+        return block, self.sums
+
+    def shared_tensor(self, rank, count, dtype):
+        return self.memories[rank][ARENA : ARENA + count * np.dtype(dtype).itemsize].view(dtype)
+
+
+def run(blocks, dtype):
+    """Advance all blocks to their ends, each in a thread of its own."""
+    like, statuses = np.empty(0, dtype), [None] * len(blocks)
+
+    def body(rank):
+        blocks[rank][exchange.YIELDS] = 10
+        while (status := exchange.advance(blocks[rank], like)) == exchange.PENDING:
+            pass
+        statuses[rank] = status
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(len(blocks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert statuses == [exchange.DONE] * len(blocks)
+
+
+def chains(ranks):
+    return [[(part - distance) % ranks for distance in range(ranks)] for part in range(ranks)]
+
+
+def expected(tensors, lanes, divisor=1):
+    """One lane after the other, one part after the other, in the order of ``chains``."""
+    ranks, result = len(tensors), np.empty_like(tensors[0])
+    for lane in _cuts(np.arange(tensors[0].size), lanes):
+        for part, indices in enumerate(_cuts(lane, ranks)):
+            order = chains(ranks)[part]
+            total = tensors[order[0]][indices]
+            for rank in order[1:]:
+                total = total + tensors[rank][indices]
+            result[indices] = total / total.dtype.type(divisor) if divisor != 1 else total
+    return result
+
+
+def _cuts(indices, parts):
+    size, larger = divmod(len(indices), parts)
+    starts = [part * size + min(part, larger) for part in range(parts + 1)]
+    return [indices[a:b] for a, b in zip(starts, starts[1:])]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("where", ["inline", "staged", "shared", "mixed"])
+def test_the_sum_is_that_of_the_order(ranks, where, dtype):
+    inline = where == "inline"
+    count, lanes = (1001, 2) if inline else (300_003, 3)
+    random = np.random.default_rng(ranks)
+    host, blocks, tensors, keep = Host(ranks, count * 8), [], [], []
+    for rank in range(ranks):
+        values = random.standard_normal(count).astype(dtype)
+        shared = where == "shared" or (where == "mixed" and rank % 2 == 0)
+        tensor = host.shared_tensor(rank, count, dtype) if shared else values.copy()
+        tensor[:] = values
+        tensors.append((tensor, values))
+        block, sums = host.block(
+            rank,
+            tensor,
+            chains(ranks),
+            lanes=lanes,
+            inline=inline,
+            entry=rank % 4,
+            stage=rank,
+            shared=shared,
+            divisor=ranks,
+        )
+        blocks.append(block)
+        keep.append(sums)
+    run(blocks, dtype)
+    right = expected([values for _, values in tensors], lanes, ranks)
+    for tensor, _ in tensors:
+        assert np.array_equal(tensor, right)
