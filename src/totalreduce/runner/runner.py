@@ -104,29 +104,16 @@ class Runner:
         if not self._moving.acquire(blocking=False):
             return False
         try:
-            self._guard(lambda: self._endpoint.announce(operation))
-        finally:
-            self._moving.release()
-        return True
-
-    def _hurry(self, operation: Operation) -> None:
-        """Try to end an operation in the fast lane by looking for the other ranks for a moment."""
-        if self._turns.driver is None and self._moving.acquire(blocking=False):
-            try:
-                self._guard(lambda: self._endpoint.hurry(operation))
-            finally:
-                self._moving.release()
-            self._endpoint.complete_ended()
-
-    def _guard(self, move: Callable[[], None]) -> None:
-        """Call ``move``; after an exception in it, which may have cut an operation in two, nothing moves any more."""
-        try:
             if self._failure is None:
-                move()
+                self._endpoint.announce(operation)
         except BaseException as failure:
             self._failure = failure
             self._fail(failure)
             raise
+        finally:
+            self._moving.release()
+        return True
+
 
     def receive_any(self, receive: AnyReceive) -> None:
         """Receive from the rank that sends first (see ``Engine.receive_any``).
@@ -191,9 +178,7 @@ class Runner:
         deadline = begin + timeout_s
         # The peers are asked late enough not to disturb them, and early enough for answers before the deadline.
         ask_at = max(begin + 0.5 * timeout_s, deadline - 1.0)
-        if handle.operation is not None and handle.operation.carriage is not None:
-            self._hurry(handle.operation)
-        if not handle.done and not self._drive(handle, begin, deadline, ask_at):
+        if not self._drive(handle, begin, deadline, ask_at):
             self._look_on(handle, deadline, ask_at)
         now = time.monotonic()
         with self._lock:
@@ -296,7 +281,9 @@ class Runner:
                     self.engine.promote(handle.operation, begin)
             if turns.driver is not me:
                 return False
-            if self._sleepers:
+            if begin < self._next_tick:  # otherwise the engine and the transport want a round
+                self._hurry(handle)
+            if self._sleepers and not handle.done:
                 self.transport.wake()  # or the communication thread would get the network's events
             while not handle.done and not self._stop:
                 now = time.monotonic()
@@ -321,6 +308,16 @@ class Runner:
         if self._stop:
             handle.wait(max(0.0, deadline - time.monotonic()))
         return True
+
+    def _hurry(self, handle: Handle) -> None:
+        """Try to end an operation in the fast lane by looking for the other ranks for a moment."""
+        operation = handle.operation
+        if operation is None or operation.carriage is None:
+            return
+        with self._moving:
+            if self._failure is None:
+                self._endpoint.hurry(operation)
+        self._endpoint.complete_ended()
 
     def _look_on(self, handle: Handle, deadline: float, ask_at: float) -> None:
         """Wait while another thread moves the messages."""
