@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-ALL_CORES = ("test_shm.py",)
+ALL_CORES = ("test_fast_lane.py", "test_shm.py")
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 

@@ -40,7 +40,7 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("transport", ["inproc", "tcp"])
+@pytest.mark.parametrize("transport", ["inproc", "tcp", "shm"])
 @pytest.mark.parametrize(("odd", "shown"), ODD, ids=lambda case: getattr(case, "__name__", ""))
 def test_every_rank_raises_and_goes_on(odd, shown: str, transport: str) -> None:
     def body(group: tr.Group) -> tr.MismatchError:

@@ -1,11 +1,12 @@
 """The fast lane's exchange, by ranks that are threads: compiled functions that run at the same time."""
 
+import itertools
 import threading
 
 import numpy as np
 import pytest
 
-from totalreduce.fastlane.board import BOARD_BYTES, BoardLayout
+from totalreduce.fastlane.board import BoardLayout
 from totalreduce.kernels import exchange
 
 BOARD = BoardLayout(64)
@@ -110,7 +111,7 @@ def expected(tensors, lanes, divisor=1):
 def _cuts(indices, parts):
     size, larger = divmod(len(indices), parts)
     starts = [part * size + min(part, larger) for part in range(parts + 1)]
-    return [indices[a:b] for a, b in zip(starts, starts[1:])]
+    return [indices[a:b] for a, b in itertools.pairwise(starts)]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -92,6 +92,7 @@ class Carriage:
     """One operation that the lane has taken (``engine.operation.Carriage``).
 
     Attributes:
+        lane: The lane.
         operation: The operation.
         block: Its words (see ``kernels.exchange``).
         like: An array of its element type.
@@ -101,10 +102,12 @@ class Carriage:
         ended: Whether it has ended here. Its entry and stage may still be read.
     """
 
-    __slots__ = ("_plan", "block", "ended", "like", "number", "operation", "stage", "tensor", "words")
+    __slots__ = ("_plan", "block", "ended", "lane", "like", "number", "operation", "stage", "tensor", "words")
 
-    def __init__(self, operation: Operation, plan: _Plan, tensor: memoryview, number: int, stage: int | None) -> None:
-        self.operation, self._plan, self.tensor = operation, plan, tensor
+    def __init__(
+        self, lane: FastLane, operation: Operation, plan: _Plan, tensor: memoryview, number: int, stage: int | None
+    ) -> None:
+        self.lane, self.operation, self._plan, self.tensor = lane, operation, plan, tensor
         self.block, self.like = plan.block.copy(), plan.like
         self.words = memoryview(self.block.data)
         self.number, self.stage, self.ended = number, stage, False
@@ -141,13 +144,14 @@ class FastLane:
     """The fast lane of one rank (``engine.carrier.Carrier``).
 
     Attributes:
+        boards: The memories of this host's ranks.
         carried: The operations that it has taken and that have not ended, by operation.
     """
 
     def __init__(self, rank: int, boards: Boards, world_size: int) -> None:
         """``boards``: the memories of this host's ranks; ``world_size``: the number of ranks that share its cores."""
         assert boards.board_bytes >= BOARD_BYTES
-        self._rank, self._boards = rank, boards
+        self._rank, self.boards = rank, boards
         self._board = BoardLayout(boards.board_at)
         self._memory = _address_of_memory(boards.memories()[rank])
         self._entries: list[Carriage | None] = [None] * ENTRIES
@@ -168,13 +172,13 @@ class FastLane:
         number = self._free_entry(operation.key)
         if number is None:
             return None
-        source = 0 if plan.inline else self._boards.offset_of(tensor)
+        source = 0 if plan.inline else self.boards.offset_of(tensor)
         stage = None
         if not plan.inline and not source:
             stage = self._free_stage()
             if stage is None:
                 return None
-        carriage = Carriage(operation, plan, tensor, number, stage)
+        carriage = Carriage(self, operation, plan, tensor, number, stage)
         words = carriage.words
         key, iteration = operation.key
         words[exchange.KEY] = key - (1 << 64) if key >> 63 else key
@@ -242,7 +246,7 @@ class FastLane:
                 return status
             for index, peer in enumerate(carriage.operation.ranks):
                 if wake >> index & 1:
-                    self._boards.ring(peer)
+                    self.boards.ring(peer)
             if status != exchange.PENDING or not patient or words[exchange.SEEN] == -1:
                 return status
 
@@ -258,9 +262,9 @@ class FastLane:
             if not self._takes(layout):
                 layout.carried_by = False
                 return None
-            if any(rank not in self._boards.memories() for rank in layout.ranks):
+            if any(rank not in self.boards.memories() for rank in layout.ranks):
                 return None  # the ranks have not met yet
-            plan = layout.carried_by = _Plan(layout, self._rank, self._boards, self._board)
+            plan = layout.carried_by = _Plan(layout, self._rank, self.boards, self._board)
         return plan or None
 
     def _takes(self, layout: OperationLayout) -> bool:

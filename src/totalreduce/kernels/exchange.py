@@ -269,10 +269,11 @@ def _combine(reduction: Any, into: Array, other: Array, count: Any) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _divide(values: Array, divisor: Any, count: Any) -> None:
-    by = np.empty(1, values.dtype)
-    by[0] = divisor
+    converted = np.empty(1, values.dtype)
+    converted[0] = divisor
+    by = converted[0]
     for i in range(count):
-        values[i] = values[i] / by[0]
+        values[i] = values[i] / by
 
 
 @njit(nogil=True, cache=True, error_model="numpy")  # type: ignore[untyped-decorator]

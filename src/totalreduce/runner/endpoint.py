@@ -117,16 +117,16 @@ class EngineEndpoint:
 
     def _note(self, carriage: Carriage, status: int) -> None:
         """Tell the engine what has become of an operation in the fast lane."""
-        operation, engine = carriage.operation, self.engine
+        operation, engine, lane = carriage.operation, self.engine, carriage.lane
         if status == exchange.PENDING and (operation.state is not State.WAITING or not carriage.has_begun):
+            return
+        if status == exchange.VIOLATION:
+            lane.boards.expel(carriage.culprit, "its announcement of an operation in shared memory is not valid")
             return
         with self.lock:
             now = time.monotonic()
             if status == exchange.CONFLICT:
                 engine.take_back(operation, now)
-            elif status == exchange.VIOLATION:
-                reason = "protocol violation: its announcement of an operation in shared memory is not valid"
-                engine.peer_lost(carriage.culprit, reason, now)
             else:
                 engine.carried(operation, now, done=status == exchange.DONE)
 

@@ -114,7 +114,6 @@ class Runner:
             self._moving.release()
         return True
 
-
     def receive_any(self, receive: AnyReceive) -> None:
         """Receive from the rank that sends first (see ``Engine.receive_any``).
 

@@ -111,6 +111,9 @@ class Boards(Protocol):
     def ring(self, peer: int) -> None:
         """Wake a rank that sleeps, to see what was written before. Any thread."""
 
+    def expel(self, peer: int, reason: str) -> None:
+        """End the connection to a rank that has written what no correct rank writes. For the thread that progresses."""
+
     def watch(self, has_changed: Callable[[], bool]) -> None:
         """Have ``wait`` end when ``has_changed`` returns true, which another rank causes before it rings."""
 

@@ -82,7 +82,7 @@ class ShmTransport(Transport):
             *(rank, addresses, listener, identity, config),
             *(self._outbox, self._sleep.fd, self._sleep.epoll, self.counters),
         )
-        self.boards = self._memories = ShmBoards(rank, self._outbox, self._sleep)
+        self.boards = self._memories = ShmBoards(rank, self._outbox, self._sleep, self._expel)
         self._connections: dict[int, ShmConnection] = {}
         self._sockets: dict[int, ShmConnection] = {}
         self._gone: set[int] = set()
@@ -248,6 +248,10 @@ class ShmTransport(Transport):
         self._gone.add(peer)
         assert self._endpoint is not None
         self._endpoint.peer_lost(peer, reason)
+
+    def _expel(self, peer: int, reason: str) -> None:
+        if peer not in self._gone:
+            self._lose(peer, f"protocol violation: {reason}")
 
     def _check_timers(self, now: float) -> None:
         self._outbox.words[BEAT_WORD] += 1

@@ -16,11 +16,11 @@ __all__ = ["ShmBoards"]
 class ShmBoards:
     """The memories of the ranks of one host (see ``base.Boards``)."""
 
-    def __init__(self, rank: int, outbox: Outbox, sleep: Sleep) -> None:
+    def __init__(self, rank: int, outbox: Outbox, sleep: Sleep, expel: Callable[[int, str], None]) -> None:
         self.board_at, self.board_bytes = outbox.layout.board_at, outbox.layout.board_bytes
         self.sleep_at = 8 * SLEEP_WORD
         self.offset_of = outbox.arena.offset_of
-        self._sleep = sleep
+        self.expel, self._sleep = expel, sleep
         self._memories = {rank: outbox.view}
         self._connections: dict[int, ShmConnection] = {}
 

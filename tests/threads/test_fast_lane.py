@@ -1,0 +1,297 @@
+"""The fast lane under real engines: what it takes, that it changes no bit and no error, and how it gives way."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+import totalreduce as tr
+from totalreduce.fastlane.board import ENTRIES, STAGES
+from totalreduce.fastlane.lane import FastLane
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.group import Group
+from totalreduce.kernels import exchange
+from totalreduce.testing import run_ranks
+from totalreduce.testing.ranks import make_groups
+
+WORLD_SIZES = [1, 2, 3, 4, 5, 7, 8]
+OFF = EngineConfig(fast_lane=False, timeout_s=30)
+
+
+def on_one_host(world_size, body, **options):
+    return run_ranks(world_size, body, transport="shm", hosts=[0] * world_size, **options)
+
+
+def lane_of(group: Group) -> FastLane:
+    lane = group._runner._endpoint.lane
+    assert lane is not None
+    return lane
+
+
+def meet(group: Group) -> None:
+    """Return when every rank can read the memory of every other rank."""
+    deadline = time.monotonic() + 20
+    group.barrier()
+    while group.world_size > 1 and len(lane_of(group).boards.memories()) < group.world_size:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    group.barrier()
+
+
+def messages_of(group: Group) -> int:
+    return group.statistics().messages_sent
+
+
+def values_of(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(size, dtype=dtype, generator=torch.Generator().manual_seed(100 * rank + size % 97))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_no_bit_depends_on_the_lane(world_size: int) -> None:
+    """Small tensors and large ones, in memory of their own and in shared memory; no message is sent for them."""
+
+    def body(group: Group) -> list[torch.Tensor]:
+        if with_lane is None:
+            meet(group)
+        results, before = [], messages_of(group)
+        for dtype in (torch.float32, torch.float64):
+            for size in (0, 1, 3, 1000, 50_000, 700_001):
+                for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
+                    for shared in (False, True):
+                        tensor = values_of(group.rank, size, dtype)
+                        if shared:
+                            tensor = group.empty(size, dtype=dtype).copy_(tensor)
+                        results.append(group.allreduce(tensor, op=op).wait().clone())
+        sent.append(messages_of(group) - before)
+        return results
+
+    sent: list[int] = []
+    with_lane = None
+    with_lane = on_one_host(world_size, body)
+    assert sum(sent) == 0
+    without = on_one_host(world_size, body, engine=OFF)
+    assert sum(sent) > 0 or world_size == 1
+    for mine, theirs in zip(with_lane, without, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_any_order_and_more_operations_than_room(world_size: int) -> None:
+    """What finds no entry or no stage on one rank is carried out by messages on all."""
+    count = 3 * ENTRIES
+
+    def body(group: Group) -> float:
+        order = random.Random(group.rank).sample(range(count), count)
+        tensors = {index: torch.full((40_000 if index % 7 == 0 else 10,), float(group.rank + index)) for index in order}
+        works = {index: group.allreduce(tensors[index], name=f"t{index}", priority=index % 3) for index in order}
+        for index, work in works.items():
+            total = world_size * index + sum(range(world_size))
+            assert torch.equal(work.wait(timeout_s=30), torch.full_like(tensors[index], float(total)))
+        return 0.0
+
+    on_one_host(world_size, body)
+
+
+def test_operations_without_a_name_meet_in_their_order() -> None:
+    def body(group: Group) -> None:
+        tensors = [torch.full((5000 if turn % 5 == 0 else 5,), float(turn)) for turn in range(200)]
+        works = [group.allreduce(tensor) for tensor in tensors]
+        for turn, work in enumerate(works):
+            assert work.wait().unique().tolist() == [2.0 * turn]
+
+    on_one_host(2, body)
+
+
+@pytest.mark.parametrize("method", ["_free_entry", "_free_stage"])
+def test_a_rank_without_room_has_all_ranks_use_messages(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(FastLane, method)
+
+    def on_some_ranks(lane: FastLane, *arguments):
+        return None if lane._rank == 1 else original(lane, *arguments)
+
+    monkeypatch.setattr(FastLane, method, on_some_ranks)
+
+    def body(group: Group) -> int:
+        before = messages_of(group)
+        for turn in range(20):
+            tensor = torch.full((100_000,), float(group.rank * turn))
+            if group.rank == turn % 3:
+                time.sleep(0.01)
+            assert group.allreduce(tensor, name="w").wait().unique().tolist() == [3.0 * turn]
+        assert not lane_of(group).carried
+        return messages_of(group) - before
+
+    assert all(sent > 0 for sent in on_one_host(3, body))
+
+
+def test_another_schedule_on_one_rank_is_a_mismatch_for_all() -> None:
+    def body(group: Group) -> None:
+        for turn in range(3):
+            schedule = "ring" if group.rank == turn else "auto"
+            with pytest.raises(tr.MismatchError):
+                group.allreduce(torch.ones(100), name="w", schedule=schedule).wait(timeout_s=20)
+            assert group.allreduce(torch.ones(100), name="w").wait().unique().tolist() == [3.0]
+
+    on_one_host(3, body)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_another_length_is_a_mismatch_whoever_is_last(late: int) -> None:
+    def body(group: Group) -> None:
+        if group.rank == late:
+            time.sleep(0.1)
+        with pytest.raises(tr.MismatchError):
+            group.allreduce(torch.ones(101 if group.rank == 1 else 100), name="w").wait(timeout_s=20)
+        assert group.allreduce(torch.ones(100), name="w").wait().unique().tolist() == [3.0]
+
+    on_one_host(3, body)
+
+
+def test_a_deadline_names_the_late_rank_and_the_operation_goes_on() -> None:
+    def body(group: Group) -> str:
+        tensor, text = torch.ones(10), ""
+        if group.rank == 1:
+            barrier.wait()
+            group.allreduce(tensor, name="late").wait()
+        else:
+            work = group.allreduce(tensor, name="late")
+            with pytest.raises(tr.DeadlineExceededError) as caught:
+                work.wait(timeout_s=0.5)
+            text = str(caught.value)
+            barrier.wait()
+            work.wait()
+        assert tensor.tolist() == [3.0] * 10
+        return text
+
+    barrier = threading.Barrier(3)
+    for rank, text in enumerate(on_one_host(3, body)):
+        if rank != 1:
+            assert "never submitted by rank(s) 1" in text
+
+
+def test_a_rank_that_leaves_after_its_part_costs_the_others_nothing() -> None:
+    """The others find in its memory what they need of it."""
+    groups = make_groups(3, transport="shm", hosts=[0, 0, 0])
+    tensors = [torch.full((60_000,), float(rank)) for rank in range(3)]
+    for group in groups:
+        for thread in [threading.Thread(target=group.barrier)]:
+            thread.start()
+    small = [group.allreduce(torch.ones(4), name="small") for group in groups]
+    for work in small:
+        assert work.wait().tolist() == [3.0] * 4
+    works = [group.allreduce(tensor, name="last") for group, tensor in zip(groups, tensors, strict=True)]
+    for group, work, tensor in zip(groups, works, tensors, strict=True):
+        assert work.wait(timeout_s=20).unique().tolist() == [3.0]
+        group.close()
+        assert tensor.unique().tolist() == [3.0]
+
+
+def test_a_rank_that_leaves_before_it_takes_part_is_named() -> None:
+    def body(group: Group) -> None:
+        group.barrier()
+        if group.rank == 1:
+            group.close(reason="enough")
+            return
+        for size in (10, 100_000):
+            with pytest.raises(tr.PeerLost) as caught:
+                group.allreduce(torch.ones(size)).wait(timeout_s=20)
+            assert caught.value.rank == 1
+            assert "enough" in str(caught.value)
+
+    on_one_host(3, body)
+
+
+def test_closing_fails_what_is_pending() -> None:
+    groups = make_groups(2, transport="shm", hosts=[0, 0])
+    for thread in [threading.Thread(target=group.barrier) for group in groups]:
+        thread.start()
+    time.sleep(0.2)
+    works = [groups[0].allreduce(torch.ones(size)) for size in (4, 400_000)]
+    assert lane_of(groups[0]).carried
+    groups[0].close()
+    for work in works:
+        with pytest.raises(tr.GroupClosed):
+            work.wait()
+    groups[1].close()
+
+
+def test_a_subgroup_and_the_whole_group_at_the_same_time() -> None:
+    def body(group: Group) -> None:
+        pair = group.subgroup([0, 2] if group.rank != 1 else [1, 3]) if group.rank != 3 else group.subgroup([1, 3])
+        for turn in range(20):
+            one, all_of = torch.full((20_000,), float(group.rank)), torch.full((9,), float(turn))
+            works = [pair.allreduce(one, name="w"), group.allreduce(all_of, name="w")]
+            if group.rank % 2:
+                works.reverse()
+            for work in works:
+                work.wait()
+            assert one.unique().tolist() == [2.0 if group.rank % 2 == 0 else 4.0]
+            assert all_of.unique().tolist() == [4.0 * turn]
+
+    on_one_host(4, body)
+
+
+def test_a_tensor_that_is_not_contiguous() -> None:
+    def body(group: Group) -> None:
+        whole = torch.arange(200_000.0).view(2, 100_000)
+        part = whole[:, ::2]
+        group.allreduce(part).wait()
+        assert torch.equal(part, 2 * torch.arange(200_000.0).view(2, 100_000)[:, ::2])
+        assert torch.equal(whole[:, 1::2], torch.arange(200_000.0).view(2, 100_000)[:, 1::2])
+
+    on_one_host(2, body)
+
+
+LIES = {
+    "a tensor beyond the end": {exchange.SOURCE: 1 << 60},
+    "a tensor that begins within the board": {exchange.SOURCE: 4096},
+    "a tensor between elements": {exchange.SOURCE: (1 << 30) + 1},
+    "a negative place": {exchange.SOURCE: -4096},
+    "a stage beyond the board": {exchange.STAGE: 1 << 40},
+    "a negative stage": {exchange.STAGE: -64},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_announcement_that_no_correct_rank_makes_is_the_loss_of_its_rank(lie: str) -> None:
+    def body(group: Group) -> None:
+        group.barrier()
+        tensor = torch.ones(100_000)
+        if group.rank == 0:
+            lane, offer = lane_of(group), lane_of(group).offer
+
+            def lying(operation):
+                carriage = offer(operation)
+                for word, value in LIES[lie].items():
+                    carriage.words[word] = value
+                carriage.words[exchange.TURNS] = 0
+                exchange.advance(carriage.block, carriage.like)  # announces
+                carriage.words[exchange.TURNS] = 0
+                lane.advance = lambda *_, **__: exchange.PENDING
+                return carriage
+
+            lane.offer = lying
+            with pytest.raises(tr.PeerLost):
+                group.allreduce(tensor, name="w").wait(timeout_s=20)
+            return
+        with pytest.raises(tr.PeerLost) as caught:
+            group.allreduce(tensor, name="w").wait(timeout_s=20)
+        assert caught.value.rank == 0
+        assert "announcement" in str(caught.value)
+
+    on_one_host(2, body)
+
+
+def test_more_large_tensors_than_stages_in_a_row() -> None:
+    def body(group: Group) -> None:
+        for turn in range(4):
+            tensors = [torch.full((30_000,), float(index)) for index in range(2 * STAGES)]
+            works = [group.allreduce(tensor, name=f"t{index}") for index, tensor in enumerate(tensors)]
+            for index, work in enumerate(works):
+                assert work.wait().unique().tolist() == [3.0 * index], turn
+
+    on_one_host(3, body)
