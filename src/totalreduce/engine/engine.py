@@ -471,6 +471,7 @@ class Engine:
 
     def _start(self, operation: Operation, record: NameRecord, early: EarlyRecord, now: float) -> None:
         """Queue the first messages of an operation, and give it those that have arrived."""
+        operation.begin_lanes()
         self._signatures.submitted(operation, record)
         self._rendezvous.submitted(operation, early)
         operation.promoted = operation.promoted or early.urgent

@@ -168,12 +168,12 @@ class Operation:
         now: float,
         owner: Any = None,
     ) -> None:
-        """Begin before the first action of every lane."""
+        """Begin without lanes; see ``begin_lanes``."""
         self.name, self.key, self.layout = name, key, layout
         self.priority, self.sequence, self.submitted_at = priority, sequence, now
         self.buffers, self.owner = buffers, owner
         self.accumulators: dict[tuple[int, int], memoryview] = {}
-        self.lanes = [Lane(index, layout.regions(index)) for index in range(layout.num_lanes)]
+        self.lanes: list[Lane] = []
         self.lanes_left = layout.num_lanes
         self.unsent = 0
         self.computing = 0
@@ -187,6 +187,12 @@ class Operation:
         self.queued: dict[int, list[Any]] = {}
         self.held: dict[int, list[Any]] = {}
         self.error: BaseException | None = None
+
+    def begin_lanes(self) -> list[Lane]:
+        """Make the lanes, each before its first action: messages carry the operation out."""
+        layout = self.layout
+        self.lanes = [Lane(index, layout.regions(index)) for index in range(layout.num_lanes)]
+        return self.lanes
 
     def enter(self, state: State) -> None:
         """Change the state."""

@@ -278,6 +278,7 @@ class FastLane:
             and program.chunking is Chunking.CUT
             and program.num_chunks in (1, len(layout.ranks))
             and 1 < len(layout.ranks) <= _RANKS_MAX
+            and all(rank in self.boards.members for rank in layout.ranks)
         )
 
     def _free_entry(self, key: tuple[int, int]) -> int | None:

@@ -10,10 +10,11 @@ import torch
 
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp, Signature
+from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp
 from totalreduce.groups import checked
 from totalreduce.groups.checked import Blocks, CheckedOperation
 from totalreduce.groups.operations import Operations
+from totalreduce.groups.prepared import PreparedOperation
 from totalreduce.native.coordinator import Coordinator
 from totalreduce.native.planned import PlannedReductions
 from totalreduce.schedules import SCHEDULES
@@ -54,6 +55,9 @@ class Backend(Protocol):
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> Work:
         """Reduce over all ranks, in place."""
+
+    def prepare_allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> PreparedOperation:
+        """Return an allreduce that can be started again and again."""
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, options: Options) -> Work:
         """Reduce into the root's tensor."""
@@ -98,6 +102,12 @@ class EngineBackend:
         name, algorithm = options.shown, options.algorithm
         operation = checked.reduction(OpKind.ALLREDUCE, tensor, name, op=op, root=0, algorithm=algorithm, writes=True)
         return self._submit(operation, options)
+
+    def prepare_allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> PreparedOperation:
+        name, algorithm = options.shown, options.algorithm
+        signature = checked.reduction_signature(OpKind.ALLREDUCE, tensor, name, op=op, algorithm=algorithm)
+        operation = checked.in_place(signature, tensor, name, repeats=True)
+        return self._operations.prepare(operation, options.name, options.priority, options.timeout_s)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, options: Options) -> Work:
         name, algorithm = options.shown, options.algorithm
@@ -149,28 +159,32 @@ class EngineBackend:
 class _UnorderedReductions:
     """``PlannedReductions`` by the engine, which needs no order and no rounds.
 
-    A tensor is checked when it is submitted for the first time. Later rounds use the same signature.
+    A tensor is checked and prepared when it is submitted for the first time, and started again in later rounds.
     """
 
     def __init__(self, operations: Operations, names: Sequence[str]) -> None:
         self._operations, self._names = operations, [checks.operation_name(name) for name in names]
         self._tensors: list[Callable[[], torch.Tensor | None]] = [lambda: None] * len(names)
-        self._signatures: list[Signature | None] = [None] * len(names)
+        self._prepared: list[PreparedOperation | None] = [None] * len(names)
+        self._options: list[tuple[ReduceOp, int]] = [(ReduceOp.NONE, 0)] * len(names)
 
     def begin(self) -> None:
         """Nothing to prepare."""
 
     def submit(self, index: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
-        name, known = self._names[index], self._signatures[index]
+        prepared = self._prepared[index]
         if (
-            known is None
+            prepared is None
             or self._tensors[index]() is not tensor
-            or known.shape != tensor.shape
-            or known.reduction is not op
+            or self._options[index] != (op, priority)
+            or not prepared.is_current
         ):
-            known = checked.reduction_signature(OpKind.ALLREDUCE, tensor, name, op=op)
-            self._signatures[index], self._tensors[index] = known, weakref.ref(tensor)
-        return self._operations.submit(checked.in_place(known, tensor, name), name, priority)
+            name = self._names[index]
+            signature = checked.reduction_signature(OpKind.ALLREDUCE, tensor, name, op=op)
+            operation = checked.in_place(signature, tensor, name, repeats=True)
+            prepared = self._prepared[index] = self._operations.prepare(operation, name, priority)
+            self._tensors[index], self._options[index] = weakref.ref(tensor), (op, priority)
+        return prepared.start()
 
     def close(self) -> None:
         """Nothing to release."""
@@ -187,6 +201,11 @@ class NativeBackend:
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> Work:
         return self.coordinator.allreduce(tensor, op=op, **_shared(options))
+
+    def prepare_allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> PreparedOperation:
+        raise ConfigurationError(
+            f"{options.shown!r}: a native library has no prepared operations; use allreduce, or collectives='engine'"
+        )
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, options: Options) -> Work:
         return self.coordinator.reduce(tensor, root=root, op=op, **_shared(options))

@@ -76,9 +76,14 @@ def reduction_signature(
     return Signature(kind, dtype, _checked_op(op, dtype, name), root, tuple(tensor.shape), algorithm=algorithm)
 
 
-def in_place(signature: Signature, tensor: torch.Tensor, name: str, *, writes: bool = True) -> CheckedOperation:
-    """Return an operation on one tensor, which was checked when the signature was made."""
-    operands = Operands(name)
+def in_place(
+    signature: Signature, tensor: torch.Tensor, name: str, *, writes: bool = True, repeats: bool = False
+) -> CheckedOperation:
+    """Return an operation on one tensor, which was checked when the signature was made.
+
+    ``repeats``: it is carried out again and again.
+    """
+    operands = Operands(name, repeats=repeats)
     return CheckedOperation(signature, [operands.add(tensor, writes=writes)], operands, tensor)
 
 

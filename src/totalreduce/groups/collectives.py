@@ -9,6 +9,7 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.backends import Backend, EngineBackend, Options
 from totalreduce.groups.checked import Blocks, CheckedOperation
 from totalreduce.groups.operations import Operations
+from totalreduce.groups.prepared import PreparedOperation
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
@@ -65,6 +66,26 @@ class Collectives:
             GroupClosed: This rank has closed the group.
         """
         return self._backend.allreduce(tensor, op, Options(name, schedule, priority, timeout_s))
+
+    def prepare_allreduce(
+        self,
+        tensor: torch.Tensor,
+        *,
+        name: str | None = None,
+        op: ReduceOp = ReduceOp.SUM,
+        schedule: str = "auto",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> PreparedOperation:
+        """Return an allreduce of a tensor that can be started again and again: ``operation.start().wait()``.
+
+        What ``allreduce`` checks and computes for every call is done once. Arguments and errors are those of
+        ``allreduce``; the other ranks may call either. The tensor may be written between two starts, but not resized.
+
+        Raises:
+            ConfigurationError: A native library carries out the group's collectives.
+        """
+        return self._backend.prepare_allreduce(tensor, op, Options(name, schedule, priority, timeout_s))
 
     def reduce(
         self,

@@ -16,6 +16,7 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
 from totalreduce.groups import checked
 from totalreduce.groups.checked import CheckedOperation
+from totalreduce.groups.prepared import PreparedOperation
 from totalreduce.runner.handle import Handle
 from totalreduce.runner.runner import Runner
 from totalreduce.tensors.compilation import never_compiled
@@ -93,11 +94,25 @@ class Operations:
             scope: A further prefix of the name, for names that totalreduce itself gives.
             repeats: Whether several operations of this name may be in flight.
         """
-        self._check_open()
         patience_s, priority = self.patience(timeout_s), checks.priority(priority)
         submission = Submission(
             name, operation.signature, operation.buffers, ranks or self.ranks, self.scope + scope, repeats, priority
         )
+        return self.start(operation, submission, patience_s)
+
+    def prepare(
+        self, operation: CheckedOperation, name: str | None, priority: int, timeout_s: float | None = None
+    ) -> PreparedOperation:
+        """Return an operation that can be started again and again; the arguments are those of ``submit``."""
+        patience_s, priority = self.patience(timeout_s), checks.priority(priority)
+        submission = Submission(
+            name, operation.signature, operation.buffers, self.ranks, self.scope, repeats=False, priority=priority
+        )
+        return PreparedOperation(self, operation, submission, patience_s)
+
+    def start(self, operation: CheckedOperation, submission: Submission, patience_s: float) -> Work:
+        """Submit an operation; return at once."""
+        self._check_open()
         handle = self._handle(operation, patience_s)
         try:
             self.runner.submit(submission, handle)

@@ -61,12 +61,25 @@ class Operands:
         writes: Memory that is written while the operation is in flight, or at its end.
         first_reads: Memory that only ``prepare`` reads.
         inputs: Memory that is read before the operation writes its results. So it may be the memory of a result.
+        repeats: Whether the operation is carried out again and again with these tensors: then their memory is held
+            until this object is deleted.
     """
 
-    __slots__ = ("_copies_back", "_copies_in", "_holds", "_results", "first_reads", "inputs", "name", "reads", "writes")
+    __slots__ = (
+        "_copies_back",
+        "_copies_in",
+        "_holds",
+        "_results",
+        "first_reads",
+        "inputs",
+        "name",
+        "reads",
+        "repeats",
+        "writes",
+    )
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *, repeats: bool = False) -> None:
+        self.name, self.repeats = name, repeats
         self.reads: list[Span] = []
         self.writes: list[Span] = []
         self.first_reads: list[Span] = []
@@ -164,7 +177,8 @@ class Operands:
         """Make the copies that the operation needs before it begins."""
         for copy in self._copies_in:
             copy()
-        self._copies_in.clear()
+        if not self.repeats:
+            self._copies_in.clear()
 
     def finish(self) -> None:
         """Copy results back after an operation that went well.
@@ -174,15 +188,23 @@ class Operands:
         """
         for copy in self._copies_back:
             copy()
+        if self.has_moved:
+            raise TotalReduceError(
+                f"tensor {self.name!r} was given other memory while the operation was in flight (by .data = …, "
+                "set_ or resize_), so the result is not in it. Wait for the operation first"
+            )
+        if not self.repeats:
+            for hold in self._holds:
+                hold.release()
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a tensor that takes a result has other memory than when it was added."""
         for tensor, address, num_bytes in self._results:
             # torch raises where a storage cannot be resized, but has given the tensor its new shape by then.
             if tensor.data_ptr() != address or tensor.nbytes > num_bytes:
-                raise TotalReduceError(
-                    f"tensor {self.name!r} was given other memory while the operation was in flight (by .data = …, "
-                    "set_ or resize_), so the result is not in it. Wait for the operation first"
-                )
-        for hold in self._holds:
-            hold.release()
+                return True
+        return False
 
     def _bytes(self, tensor: torch.Tensor) -> memoryview:
         """Return the bytes of a contiguous tensor, without NumPy, which would cost an operation some 10 µs."""

@@ -96,6 +96,8 @@ class Endpoint(Protocol):
 class Boards(Protocol):
     """The memories of the ranks of one host. Every rank writes to its own one, and all others can read it."""
 
+    #: The ranks of the host, this rank included.
+    members: Collection[int]
     #: Where the part begins that no transport uses, and its length.
     board_at: int
     board_bytes: int

@@ -82,7 +82,7 @@ class ShmTransport(Transport):
             *(rank, addresses, listener, identity, config),
             *(self._outbox, self._sleep.fd, self._sleep.epoll, self.counters),
         )
-        self.boards = self._memories = ShmBoards(rank, self._outbox, self._sleep, self._expel)
+        self.boards = self._memories = ShmBoards(rank, members, self._outbox, self._sleep, self._expel)
         self._connections: dict[int, ShmConnection] = {}
         self._sockets: dict[int, ShmConnection] = {}
         self._gone: set[int] = set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import final
 
 from totalreduce.transports.shm_connection import ShmConnection
@@ -16,7 +16,15 @@ __all__ = ["ShmBoards"]
 class ShmBoards:
     """The memories of the ranks of one host (see ``base.Boards``)."""
 
-    def __init__(self, rank: int, outbox: Outbox, sleep: Sleep, expel: Callable[[int, str], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        members: Collection[int],
+        outbox: Outbox,
+        sleep: Sleep,
+        expel: Callable[[int, str], None],
+    ) -> None:
+        self.members = members
         self.board_at, self.board_bytes = outbox.layout.board_at, outbox.layout.board_bytes
         self.sleep_at = 8 * SLEEP_WORD
         self.offset_of = outbox.arena.offset_of
