@@ -65,9 +65,10 @@ from totalreduce.engine.control import (
 from totalreduce.engine.counters import Counters
 from totalreduce.engine.early import NO_FRAMES, EarlyRecord
 from totalreduce.engine.floating import FloatingMessage
+from totalreduce.engine.layout import OperationLayout
 from totalreduce.engine.members import Members
 from totalreduce.engine.names import NameRecord
-from totalreduce.engine.operation import Arrival, Lane, Operation, State
+from totalreduce.engine.operation import Arrival, Carriage, Lane, Operation, State
 from totalreduce.engine.outbox import NO_KEY, Outbox, OutgoingMessage, QueuedMessage
 from totalreduce.engine.planner import Planner
 from totalreduce.engine.reception import Delivery, Reception
@@ -208,6 +209,48 @@ class Engine:
         # For an operation that was itself an ``AnyReceive``, ``_match_any_receives`` does this.
         if repeats and not becoming:
             self._match_any_receives(ranks[0], (record.op_id, record.next_iteration), now)
+        return operation
+
+    def begin_again(self, record: NameRecord, layout: OperationLayout) -> _Key | None:
+        """Return the key of the next operation of a name, which the carrier begins without a record in ``table``.
+
+        The caller hands it to ``adopt`` before anything else happens to this engine, unless it has ended before.
+        Returns ``None``, and nothing has changed, if the operation must be submitted.
+        """
+        members, key = self.members, (record.op_id, record.next_iteration)
+        if (
+            members.lost is not None
+            or members.closed
+            or members.departed
+            or self.observers
+            or record.layout is not layout
+            or (key[0], key[1] - 1) in self.table.active
+            or self.table.early.of(key) is not NO_FRAMES
+            or key in self.reception.floating
+        ):
+            return None
+        record.next_iteration = (key[1] + 1) & 0xFFFFFFFF
+        self.counters.operations += 1
+        self.counters.payload_bytes += layout.num_bytes
+        return key
+
+    def adopt(self, submission: Submission, key: _Key, carriage: Carriage, now: float, *, owner: Any) -> Operation:
+        """Add an operation to ``table`` that the carrier has begun (see ``begin_again``)."""
+        record = self.table.names.get(key[0])
+        assert record is not None
+        assert record.layout is not None
+        operation = Operation(
+            record.shown(key[1]),
+            key,
+            record.layout,
+            submission.buffers,
+            priority=submission.priority,
+            sequence=self.table.next_sequence(),
+            now=now,
+            owner=owner,
+        )
+        operation.carriage = carriage
+        self.table.adopt(operation, now)
         return operation
 
     def carried(self, operation: Operation, now: float, *, done: bool) -> None:

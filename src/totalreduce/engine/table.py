@@ -54,6 +54,10 @@ class OperationTable:
         """Take in an operation that was submitted."""
         self._counters.operations += 1
         self._counters.payload_bytes += operation.layout.num_bytes
+        self.adopt(operation, now)
+
+    def adopt(self, operation: Operation, now: float) -> None:
+        """Take in an operation that was begun and counted before."""
         if not self.active:
             self._active_since = now
         self.active[operation.key] = operation

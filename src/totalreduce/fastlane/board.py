@@ -15,11 +15,11 @@ from totalreduce.kernels.vectors import Array
 __all__ = ["BOARD_BYTES", "ENTRIES", "INLINE_BYTES", "STAGES", "BoardLayout"]
 
 #: The number of operations that a rank can announce at a time.
-ENTRIES = 64
+ENTRIES = 128
 #: Tensors up to this length lie in their entry. Measured with 2 and 4 ranks: larger ones are faster in pieces.
 INLINE_BYTES = 16 * 1024
 #: The number of larger tensors, in usual memory, that can be exchanged at a time.
-STAGES = 8
+STAGES = 12
 _STAGE_BYTES = 1024 * 1024
 #: A piece is at most so long: it stays in the second-level cache between the steps of a round.
 _PIECE_BYTES_MAX = 128 * 1024

@@ -30,8 +30,6 @@ _REDUCTIONS: Final = {
     ReduceOp.AVG: exchange.SUM,
     ReduceOp.PRODUCT: exchange.PRODUCT,
 }
-#: Successive operations of one name use so many entries in turn: the entry of the last one may still be read.
-_TURNS = 16
 #: How often a rank that has a core of its own looks again: about 0.2 ms.
 _SPINS = 4000
 #: How often a rank that shares its core lets others have it before it sleeps.
@@ -94,23 +92,45 @@ class Carriage:
     Attributes:
         lane: The lane.
         operation: The operation.
+        layout: Its layout.
         block: Its words (see ``kernels.exchange``).
         like: An array of its element type.
-        tensor: Its bytes, which live at least as long as something may use them.
+        tensor: Its bytes; ``None`` after its end, and for a repeated operation, whose owner keeps them.
         number: The number of its entry.
+        other: The number of the entry that the next operation of the name uses, if that was found.
+        iteration: The number in its entry by which the other ranks know it.
         stage: The number of its stage; ``None`` if it needs none.
         ended: Whether it has ended here. Its entry and stage may still be read.
     """
 
-    __slots__ = ("_plan", "block", "ended", "lane", "like", "number", "operation", "stage", "tensor", "words")
+    __slots__ = (
+        "_plan",
+        "block",
+        "ended",
+        "iteration",
+        "lane",
+        "layout",
+        "like",
+        "number",
+        "operation",
+        "other",
+        "ranks",
+        "stage",
+        "tensor",
+        "words",
+    )
 
     def __init__(
         self, lane: FastLane, operation: Operation, plan: _Plan, tensor: memoryview, number: int, stage: int | None
     ) -> None:
-        self.lane, self.operation, self._plan, self.tensor = lane, operation, plan, tensor
+        self.lane, self.operation, self._plan = lane, operation, plan
+        self.tensor: memoryview | None = tensor
         self.block, self.like = plan.block.copy(), plan.like
         self.words = memoryview(self.block.data)
         self.number, self.stage, self.ended = number, stage, False
+        self.layout, self.ranks = operation.layout, plan.ranks
+        self.other: int | None = None
+        self.iteration = operation.key[1] + 1  # 0 stands for an entry without an operation
 
     @property
     def has_begun(self) -> bool:
@@ -125,7 +145,7 @@ class Carriage:
     @property
     def culprit(self) -> int:
         """The rank whose announcement is a violation."""
-        return self.operation.ranks[self.words[exchange.CULPRIT]]
+        return self.ranks[self.words[exchange.CULPRIT]]
 
     def has_announced(self, index: int) -> bool:
         """Return whether the rank with this index in the operation has announced it."""
@@ -180,9 +200,9 @@ class FastLane:
                 return None
         carriage = Carriage(self, operation, plan, tensor, number, stage)
         words = carriage.words
-        key, iteration = operation.key
+        key = operation.key[0]
         words[exchange.KEY] = key - (1 << 64) if key >> 63 else key
-        words[exchange.ITERATION] = iteration + 1  # 0 stands for an entry without an operation
+        words[exchange.ITERATION] = carriage.iteration
         words[exchange.HOME] = _home(operation.key)
         words[exchange.TENSOR] = _address_of(tensor)
         words[exchange.ENTRY] = self._memory + self._board.entry(number)
@@ -208,14 +228,47 @@ class FastLane:
             exchange.look(carriage.block, carriage.like.itemsize)
         return not carriage.has_announced(index) or not exchange.has_ended(carriage.block, index)
 
+    def adopt(self, operation: Operation, carriage: Carriage) -> None:
+        """Note the engine's record of an operation that was begun without one."""
+        carriage.operation = operation
+        self.carried[operation] = carriage
+
     def ended(self, operation: Operation) -> None:
         """Note that an operation has ended; take its announcement back if not all ranks have announced it."""
         carriage = self.carried.pop(operation)
-        carriage.ended = True
+        carriage.ended, carriage.tensor = True, None
         if not carriage.has_begun:
             exchange.withdraw(carriage.block)
 
+    def may_repeat(self, carriage: Carriage) -> bool:
+        """Return whether the next operation of a name can use the carriage of the last one (see ``repeat``)."""
+        number, stage = carriage.other, carriage.stage
+        if not carriage.ended or number is None or self._entries[number] is not carriage:
+            return False
+        return stage is None or (self._stages[stage] is carriage and carriage.is_read)
+
+    def repeat(self, carriage: Carriage, key: tuple[int, int]) -> None:
+        """Use a carriage for the next operation of its name, which ``restart`` announces.
+
+        No rank reads the entry of the last operation but one: all ranks have ended that operation, because they have
+        announced the last one.
+        """
+        assert carriage.other is not None
+        carriage.ended, carriage.iteration = False, key[1] + 1
+        carriage.number, carriage.other = carriage.other, carriage.number
+
     # ---------------------------------------------------------------------------------- the thread that moves messages
+
+    def restart(self, carriage: Carriage) -> int:
+        """As ``announce``, for a carriage of ``repeat``. This thread waits for the end of a small operation."""
+        words = carriage.words
+        words[exchange.SPINS] = self._spins if words[exchange.INLINE] else 0
+        words[exchange.YIELDS] = words[exchange.TURNS] = 0
+        entry = self._memory + self._board.entry(carriage.number)
+        status = int(exchange.restart(carriage.block, carriage.like, carriage.iteration, entry))
+        if words[exchange.WAKE]:
+            self._wake(carriage)
+        return status
 
     def announce(self, carriage: Carriage) -> int:
         """Announce an operation, and end it if it is small and all ranks have announced it.
@@ -238,17 +291,20 @@ class FastLane:
         return self._advance(carriage, patient=patient)
 
     def _advance(self, carriage: Carriage, *, patient: bool) -> int:
-        words = carriage.words
+        words, _tensor = carriage.words, carriage.tensor  # another thread may end the operation meanwhile
         while True:
             status = int(exchange.advance(carriage.block, carriage.like))
-            wake = words[exchange.WAKE]
-            if not wake:
+            if not words[exchange.WAKE]:
                 return status
-            for index, peer in enumerate(carriage.operation.ranks):
-                if wake >> index & 1:
-                    self.boards.ring(peer)
+            self._wake(carriage)
             if status != exchange.PENDING or not patient or words[exchange.SEEN] == -1:
                 return status
+
+    def _wake(self, carriage: Carriage) -> None:
+        wake = carriage.words[exchange.WAKE]
+        for index, peer in enumerate(carriage.ranks):
+            if wake >> index & 1:
+                self.boards.ring(peer)
 
     def has_changed(self) -> bool:
         """Return whether ``advance`` may do something for an operation. Any thread."""
@@ -281,15 +337,27 @@ class FastLane:
             and all(rank in self.boards.members for rank in layout.ranks)
         )
 
-    def _free_entry(self, key: tuple[int, int]) -> int | None:
+    def _free_entry(self, key: tuple[int, int], besides: Carriage | None = None) -> int | None:
+        """Return an entry in which an operation may be announced, but none of ``besides``."""
         home = _home(key)
         for probe in range(exchange.PROBES):
             number = (home + probe) % ENTRIES
             user = self._entries[number]
-            if user is None or (user.ended and user.is_read):
+            if user is None or (user is not besides and user.ended and user.is_read):
                 self._release(user)
                 return number
         return None
+
+    def carriage_of(self, operation: Operation) -> Carriage | None:
+        """Return the carriage of an operation that the lane has taken, also after its end."""
+        return operation.carriage if isinstance(operation.carriage, Carriage) else None
+
+    def keep_two(self, carriage: Carriage) -> None:
+        """Find a second entry for the operations of a name, which use the two in turn (see ``repeat``)."""
+        if carriage.other is None:
+            other = self._free_entry(carriage.operation.key, besides=carriage)
+            if other is not None:
+                carriage.other, self._entries[other] = other, carriage
 
     def _free_stage(self) -> int | None:
         for number, user in enumerate(self._stages):
@@ -309,7 +377,7 @@ def _divide_up(count: int, parts: int) -> int:
 
 def _home(key: tuple[int, int]) -> int:
     """Return the first entry in which an operation may be announced: its meeting place, equal on all ranks."""
-    return (key[0] + key[1] % _TURNS) % ENTRIES
+    return key[0] % ENTRIES
 
 
 def _address_of(body: memoryview) -> int:

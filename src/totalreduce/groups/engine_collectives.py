@@ -67,7 +67,7 @@ class EngineCollectives:
         inputs = torch.split_with_sizes(tensor.view(-1), list(sent))
         return _EngineWork(self._backend.alltoall(outputs, inputs, _UNNAMED))
 
-    def split(self, ranks: Sequence[int], timeout_s: float) -> EngineCollectives:  # noqa: ARG002  (nobody is asked)
+    def split(self, ranks: Sequence[int], timeout_s: float) -> EngineCollectives:
         return EngineCollectives(self._operations.subgroup(ranks, None))
 
     def close(self) -> None:

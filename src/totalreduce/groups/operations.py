@@ -11,6 +11,7 @@ from typing import final
 import torch
 
 from totalreduce.engine.any_receives import AnyReceive
+from totalreduce.engine.names import UNNAMED
 from totalreduce.engine.submission import Submission
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
@@ -18,6 +19,7 @@ from totalreduce.groups import checked
 from totalreduce.groups.checked import CheckedOperation
 from totalreduce.groups.prepared import PreparedOperation
 from totalreduce.runner.handle import Handle
+from totalreduce.runner.repeated import Repeated
 from totalreduce.runner.runner import Runner
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.memory import MemoryInFlight, Operands
@@ -98,7 +100,15 @@ class Operations:
         submission = Submission(
             name, operation.signature, operation.buffers, ranks or self.ranks, self.scope + scope, repeats, priority
         )
-        return self.start(operation, submission, patience_s)
+        self._check_open()
+        handle = self._handle(operation, patience_s)
+        try:
+            self.runner.submit(submission, handle)
+        except BaseException:
+            handle.withdraw()
+            raise
+        assert handle.operation is not None
+        return Work(self.runner, handle, operation.results, handle.operation.name, patience_s, ranks=self.ranks)
 
     def prepare(
         self, operation: CheckedOperation, name: str | None, priority: int, timeout_s: float | None = None
@@ -110,17 +120,17 @@ class Operations:
         )
         return PreparedOperation(self, operation, submission, patience_s)
 
-    def start(self, operation: CheckedOperation, submission: Submission, patience_s: float) -> Work:
-        """Submit an operation; return at once."""
+    def start(self, operation: CheckedOperation, repeated: Repeated, patience_s: float) -> Work:
+        """Submit an operation that was prepared; return at once."""
         self._check_open()
         handle = self._handle(operation, patience_s)
         try:
-            self.runner.submit(submission, handle)
+            self.runner.start(repeated, handle)
         except BaseException:
             handle.withdraw()
             raise
-        assert handle.operation is not None
-        return Work(self.runner, handle, operation.results, handle.operation.name, patience_s, ranks=self.ranks)
+        name = repeated.submission.name or UNNAMED
+        return Work(self.runner, handle, operation.results, name, patience_s, ranks=self.ranks)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, priority: int, timeout_s: float | None) -> Work:
         """Send a tensor to a rank of the group (see ``Group.send``)."""

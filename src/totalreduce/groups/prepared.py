@@ -7,6 +7,7 @@ from typing import Protocol, final
 from totalreduce.engine.submission import Submission
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.checked import CheckedOperation
+from totalreduce.runner.repeated import Repeated
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
@@ -16,7 +17,7 @@ __all__ = ["PreparedOperation", "Starter"]
 class Starter(Protocol):
     """Submits operations that were checked (``Operations``)."""
 
-    def start(self, operation: CheckedOperation, submission: Submission, patience_s: float) -> Work:
+    def start(self, operation: CheckedOperation, repeated: Repeated, patience_s: float) -> Work:
         """Submit an operation; return at once."""
 
 
@@ -28,16 +29,17 @@ class PreparedOperation:
     As long as it exists, the memory of the tensor cannot be resized.
     """
 
-    __slots__ = ("_operation", "_patience_s", "_starter", "_submission")
+    __slots__ = ("_operation", "_patience_s", "_repeated", "_starter")
 
     def __init__(
         self, starter: Starter, operation: CheckedOperation, submission: Submission, patience_s: float
     ) -> None:
         self._starter, self._operation = starter, operation
-        self._submission, self._patience_s = submission, patience_s
+        self._repeated, self._patience_s = Repeated(submission), patience_s
 
     def __repr__(self) -> str:
-        return f"<PreparedOperation {self._submission.name!r}: {self._submission.signature.describe()}>"
+        submission = self._repeated.submission
+        return f"<PreparedOperation {submission.name!r}: {submission.signature.describe()}>"
 
     @property
     def is_current(self) -> bool:
@@ -57,7 +59,7 @@ class PreparedOperation:
         """
         if not self.is_current:
             raise ConfigurationError(
-                f"the tensor of the prepared operation {self._submission.name!r} was given other memory (by .data = …, "
-                "set_ or resize_): prepare the operation again"
+                f"{self._repeated.submission.name!r}: the tensor of this prepared operation was given other memory "
+                "(by .data = …, set_ or resize_): prepare the operation again"
             )
-        return self._starter.start(self._operation, self._submission, self._patience_s)
+        return self._starter.start(self._operation, self._repeated, self._patience_s)

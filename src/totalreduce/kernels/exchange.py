@@ -45,6 +45,7 @@ __all__ = [
     "has_ended",
     "is_read",
     "look",
+    "restart",
     "withdraw",
 ]
 
@@ -97,7 +98,7 @@ _E_SIGNATURE, _E_SOURCE, _E_STAGE, _E_KEY, _E_ITERATION = 0, 8, 16, 24, 32
 _E_STAGED, _E_REDUCED, _E_COPIED = 64, 128, 192
 ENTRY_BYTES = 256
 #: An operation is announced in one of so many entries that follow each other.
-PROBES = 4
+PROBES = 8
 #: The bit of a sleep word that says that the rank sleeps.
 _ASLEEP = 1
 #: Elements that are added up before they are stored, so that they stay in the first-level cache.
@@ -449,9 +450,10 @@ def advance(block: Array, like: Array) -> Any:
             moved = block[FOUND] > found
         if block[FOUND] == ranks - 1:
             if block[INLINE] != 0:
-                _reduce_all(block, like)
-                block[COPIED] = block[ROUNDS]
-                store(block[ENTRY] + _E_COPIED, block[ROUNDS])
+                if block[COPIED] != block[ROUNDS]:  # else it was done when this function was called last
+                    _reduce_all(block, like)
+                    block[COPIED] = block[ROUNDS]
+                    store(block[ENTRY] + _E_COPIED, block[ROUNDS])
                 return DONE
             if turns <= 0:
                 return PENDING
@@ -472,3 +474,13 @@ def advance(block: Array, like: Array) -> Any:
             pause()
         else:
             yield_core()
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def restart(block: Array, like: Array, iteration: Any, entry: Any) -> Any:
+    """Announce the next operation of a block that has ended, in another entry, and ``advance`` it."""
+    block[ITERATION], block[ENTRY] = iteration, entry
+    block[ANNOUNCED] = block[FOUND] = block[STAGED] = block[REDUCED] = block[COPIED] = 0
+    for peer in range(block[RANKS]):
+        block[_peer(block, peer) + PEER_ENTRY] = 0
+    return advance(block, like)

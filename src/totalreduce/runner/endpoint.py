@@ -24,6 +24,7 @@ from totalreduce.fastlane.lane import Carriage, FastLane
 from totalreduce.foundation.header import Header
 from totalreduce.kernels import exchange
 from totalreduce.runner.handle import Handle
+from totalreduce.runner.repeated import Repeated
 from totalreduce.schedules.actions import Mode
 from totalreduce.transports.base import Lease, Outgoing
 
@@ -82,6 +83,8 @@ class EngineEndpoint:
     def __init__(self, engine: Engine, lane: FastLane | None = None, *, inline: bool) -> None:
         self.engine, self.lane, self.inline = engine, lane, inline
         engine.carrier = lane
+        #: Repeated operations that have begun in the fast lane without a record in the engine, by handle.
+        self.unlisted: dict[Handle, Repeated] = {}
         self.lock = threading.Lock()
         self.work = threading.Condition(self.lock)
 
@@ -93,11 +96,66 @@ class EngineEndpoint:
             ended = self.engine.table.pop_completed()
         complete_owners(ended)
 
-    def announce(self, operation: Operation) -> None:
-        """Let the other ranks know of an operation in the fast lane."""
+    def start(self, repeated: Repeated, handle: Handle) -> bool:
+        """Begin a repeated operation in the fast lane; end it if that takes no longer than to let the engine know.
+
+        Returns false, and nothing has changed, if the operation must be submitted to the engine.
+        """
+        carriage, record, lane = repeated.carriage, repeated.record, self.lane
+        if carriage is None or record is None or lane is None:
+            return False
+        with self.lock:
+            key = self.engine.begin_again(record, carriage.layout) if lane.may_repeat(carriage) else None
+            if key is None:
+                return False
+            lane.repeat(carriage, key)
+            repeated.key = key
+            self.unlisted[handle] = repeated
+        self._note_unlisted(handle, carriage, lane.restart(carriage))
+        return True
+
+    def learn(self, repeated: Repeated, operation: Operation) -> None:
+        """Keep what the next start of a repeated operation can use. Called under the lock."""
+        lane = self.lane
+        repeated.record = self.engine.table.names.get(operation.key[0])
+        repeated.carriage = lane.carriage_of(operation) if lane is not None else None
+        if lane is not None and repeated.carriage is not None:
+            lane.keep_two(repeated.carriage)
+
+    def hurry_unlisted(self, handle: Handle) -> bool:
+        """Try to end a repeated operation for which this thread waits; true if there is such an operation."""
+        repeated = self.unlisted.get(handle)
+        if self.lane is None or repeated is None or repeated.carriage is None:
+            return False
+        self._note_unlisted(handle, repeated.carriage, self.lane.advance(repeated.carriage, patient=True))
+        return True
+
+    def _note_unlisted(self, handle: Handle, carriage: Carriage, status: int) -> None:
+        if status != exchange.DONE:
+            return  # the engine adopts it before the next status counts
+        with self.lock:
+            if self.unlisted.pop(handle, None) is None:
+                return  # the engine has adopted it meanwhile, and finds its end
+            carriage.ended = True
+        handle.complete(None)
+
+    def adopt(self, now: float) -> None:
+        """Have the engine adopt all operations that it does not know. Called under the lock."""
+        unlisted, self.unlisted = self.unlisted, {}
+        for handle, repeated in unlisted.items():
+            assert repeated.carriage is not None
+            assert self.lane is not None
+            operation = self.engine.adopt(repeated.submission, repeated.key, repeated.carriage, now, owner=handle)
+            handle.operation = operation
+            self.lane.adopt(operation, repeated.carriage)
+
+    def announce(self, operation: Operation) -> bool:
+        """Let the other ranks know of an operation in the fast lane; true if it is there."""
         carriage = self.lane.carried.get(operation) if self.lane is not None else None
-        if self.lane is not None and carriage is not None:
-            self._note(carriage, self.lane.announce(carriage))
+        if self.lane is None or carriage is None:
+            return False
+        self._note(carriage, self.lane.announce(carriage))
+        return True
 
     def hurry(self, operation: Operation) -> None:
         """Move one operation in the fast lane, for which this thread waits."""

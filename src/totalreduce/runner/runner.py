@@ -34,6 +34,7 @@ from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededEr
 from totalreduce.foundation.forking import HomeProcess, let_go_in_children
 from totalreduce.runner.endpoint import EngineEndpoint, complete_owners
 from totalreduce.runner.handle import Handle
+from totalreduce.runner.repeated import Repeated
 from totalreduce.runner.turns import Turns
 from totalreduce.transports.base import Transport
 
@@ -91,6 +92,7 @@ class Runner:
         with self._lock:
             self._check_alive()
             now = time.monotonic()
+            self._endpoint.adopt(now)
             operation = handle.operation = self.engine.submit(submission, now, owner=handle)
             wake = self._wakes_after_submission()
         if operation.carriage is not None and self._announce(operation):
@@ -99,20 +101,55 @@ class Runner:
         if not handle.done:
             self._look_again(now, wake=wake)
 
+    def start(self, repeated: Repeated, handle: Handle) -> None:
+        """As ``submit``, for an operation that is started again and again."""
+        if not self._start_in_lane(repeated, handle):
+            self.submit(repeated.submission, handle)
+            with self._lock:
+                if handle.operation is not None:
+                    self._endpoint.learn(repeated, handle.operation)
+
+    def _start_in_lane(self, repeated: Repeated, handle: Handle) -> bool:
+        """Begin a repeated operation in the fast lane, unless it must be submitted to the engine."""
+        carriage, now = repeated.carriage, time.monotonic()
+        if carriage is None or not self._in_lane(lambda: self._endpoint.start(repeated, handle)):
+            return False
+        if handle.done:
+            self._turns.rest(now, resting=now < self._next_tick)
+        else:
+            self._look_again(now, wake=self._sleepers > 0 and carriage.has_begun)
+        return True
+
+    def _end_in_lane(self, handle: Handle, now: float) -> bool:
+        """Try to end a repeated operation that the engine does not know; if that takes long, let the engine know."""
+        if self._turns.driver is None:
+            self._in_lane(lambda: self._endpoint.hurry_unlisted(handle))
+        if handle.done:
+            self._turns.rest(now, resting=now < self._next_tick)
+        else:
+            with self._lock:
+                self._endpoint.adopt(now)
+        return handle.done
+
     def _announce(self, operation: Operation) -> bool:
         """Announce an operation in the fast lane, unless another thread moves messages and will do so."""
+        return self._in_lane(lambda: self._endpoint.announce(operation))
+
+    def _in_lane(self, move: Callable[[], bool]) -> bool:
+        """Call a function that moves operations in the fast lane; false if another thread moves messages now.
+
+        An exception in the function, Ctrl-C above all, may have cut an operation in two: then nothing moves any more.
+        """
         if not self._moving.acquire(blocking=False):
             return False
         try:
-            if self._failure is None:
-                self._endpoint.announce(operation)
+            return self._failure is None and not self._stop and move()
         except BaseException as failure:
             self._failure = failure
             self._fail(failure)
             raise
         finally:
             self._moving.release()
-        return True
 
     def receive_any(self, receive: AnyReceive) -> None:
         """Receive from the rank that sends first (see ``Engine.receive_any``).
@@ -174,6 +211,9 @@ class Runner:
             return
         self.home.check()
         begin = time.monotonic()
+        if handle in self._endpoint.unlisted and self._end_in_lane(handle, begin):
+            self.engine.counters.waited_s += time.monotonic() - begin
+            return
         deadline = begin + timeout_s
         # The peers are asked late enough not to disturb them, and early enough for answers before the deadline.
         ask_at = max(begin + 0.5 * timeout_s, deadline - 1.0)
@@ -215,6 +255,7 @@ class Runner:
             return
         deadline = time.monotonic() + timeout_s
         with self._lock:
+            self._endpoint.adopt(time.monotonic())
             self.engine.close(time.monotonic(), tell=self.transport.connected_peers(), reason=reason)
             ended = self.engine.table.pop_completed()
             self._deadline = deadline
@@ -351,6 +392,9 @@ class Runner:
         with self._moving:
             try:
                 if self._failure is None:
+                    if self._endpoint.unlisted:
+                        with self._lock:
+                            self._endpoint.adopt(time.monotonic())
                     self._endpoint.move_carried(None if handle is None else handle.operation)
                     self._endpoint.compute()
                     progress = self.transport.progress()
@@ -390,6 +434,7 @@ class Runner:
         self._stop = True
         try:
             with self._lock:
+                self._endpoint.adopt(time.monotonic())
                 self.engine.close(time.monotonic(), tell=())
                 ended = self.engine.table.pop_completed()
             for operation in ended:

@@ -49,6 +49,10 @@ class Turns:
         self._left_at, self.resting = now, resting
         self.driver = None
 
+    def rest(self, now: float, *, resting: bool) -> None:
+        """As ``leave``, for a caller that has moved its own operation without a turn."""
+        self._left_at, self.resting = now, resting
+
     def park(self) -> None:
         """Wait until ``unpark`` is called, for a short time at most. Called by the communication thread."""
         self.resting = False
