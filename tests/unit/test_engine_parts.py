@@ -50,6 +50,7 @@ class Parts:
         layout = self.planner.layout(record, allreduce(elements), (0, 1, 2), buffers)
         record.next_iteration += 1
         operation = Operation(name, key, layout, buffers, priority=0, sequence=self.table.next_sequence(), now=0.0)
+        operation.begin_lanes()
         self.table.add(operation, 0.0)
         return operation
 

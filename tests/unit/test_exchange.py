@@ -55,7 +55,7 @@ class Host:
         self.sums = np.zeros(exchange.COUNTED, tensor.dtype)
         block[exchange.SUMS] = self.sums.ctypes.data
         block[exchange.KEY], block[exchange.ITERATION], block[exchange.SIGNATURE] = KEY, ITERATION, signature
-        block[exchange.HOME] = 5
+        block[exchange.HOME], block[exchange.TURNS] = 5, 64
         memory = self.memories[rank].ctypes.data
         block[exchange.ENTRY] = memory + BOARD.entry(5 + entry)
         block[exchange.SOURCE] = ARENA if shared else 0

@@ -13,8 +13,7 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp
 from totalreduce.groups import checked
 from totalreduce.groups.checked import Blocks, CheckedOperation
-from totalreduce.groups.operations import Operations
-from totalreduce.groups.prepared import PreparedOperation
+from totalreduce.groups.operations import Operations, PreparedOperation
 from totalreduce.native.coordinator import Coordinator
 from totalreduce.native.planned import PlannedReductions
 from totalreduce.schedules import SCHEDULES

@@ -8,8 +8,7 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.backends import Backend, EngineBackend, Options
 from totalreduce.groups.checked import Blocks, CheckedOperation
-from totalreduce.groups.operations import Operations
-from totalreduce.groups.prepared import PreparedOperation
+from totalreduce.groups.operations import Operations, PreparedOperation
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 

@@ -1,4 +1,7 @@
-"""Submits the operations of one group to the engine, with the scope of their names and the memory in flight."""
+"""Submits the operations of one group to the engine, with the scope of their names and the memory in flight.
+
+Operations that are carried out again and again are prepared once, as MPI's persistent operations are.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
 from totalreduce.groups import checked
 from totalreduce.groups.checked import CheckedOperation
-from totalreduce.groups.prepared import PreparedOperation
 from totalreduce.runner.handle import Handle
 from totalreduce.runner.repeated import Repeated
 from totalreduce.runner.runner import Runner
@@ -25,7 +27,7 @@ from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.memory import MemoryInFlight, Operands
 from totalreduce.tensors.work import Work
 
-__all__ = ["Operations"]
+__all__ = ["Operations", "PreparedOperation"]
 
 #: The number of threads of one rank that may wait in barriers at the same time.
 _BARRIER_NAMES = 64
@@ -280,6 +282,50 @@ class Operations:
         if not 0 <= peer < self.world_size or peer == self.rank:
             raise ConfigurationError(f"{peer} is not another rank than {self.rank} of a group of {self.world_size}")
         return peer
+
+
+@final
+@never_compiled
+class PreparedOperation:
+    """An operation on one tensor, which was checked once. Made by ``Group.prepare_allreduce``; any thread may call it.
+
+    As long as it exists, the memory of the tensor cannot be resized.
+    """
+
+    __slots__ = ("_operation", "_operations", "_patience_s", "_repeated")
+
+    def __init__(
+        self, operations: Operations, operation: CheckedOperation, submission: Submission, patience_s: float
+    ) -> None:
+        self._operations, self._operation = operations, operation
+        self._repeated, self._patience_s = Repeated(submission), patience_s
+
+    def __repr__(self) -> str:
+        submission = self._repeated.submission
+        return f"<PreparedOperation {submission.name!r}: {submission.signature.describe()}>"
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the tensor still has the memory that it had when the operation was prepared."""
+        operands = self._operation.operands
+        return operands is None or not operands.has_moved
+
+    def start(self) -> Work:
+        """Submit the operation once more; return at once.
+
+        The n-th start on one rank meets the n-th start, or the n-th ``allreduce`` of this name, on the others.
+
+        Raises:
+            ConfigurationError: The operation is in flight; or the tensor was given other memory.
+            PeerLost: A rank is lost.
+            GroupClosed: This rank has closed the group.
+        """
+        if not self.is_current:
+            raise ConfigurationError(
+                f"{self._repeated.submission.name!r}: the tensor of this prepared operation was given other memory "
+                "(by .data = …, set_ or resize_): prepare the operation again"
+            )
+        return self._operations.start(self._operation, self._repeated, self._patience_s)
 
 
 def _message_name(src: int, dst: int, tag: int) -> str:

@@ -277,5 +277,6 @@ class ShmTransport(Transport):
         self._meetings.close()
         for connection in list(self._connections.values()):
             self._drop(connection)
+        self._memories.close()
         self._sleep.close()
         self._outbox.close()

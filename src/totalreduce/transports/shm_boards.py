@@ -37,6 +37,14 @@ class ShmBoards:
         self._memories[connection.peer] = connection.mapping.view
         self._connections[connection.peer] = connection
 
+    def close(self) -> None:
+        """Let go of the memories of the other ranks. Nothing reads them any more."""
+        self._memories.clear()
+        self._connections.clear()
+        # These refer to objects that refer to this one.
+        self.expel = lambda _peer, _reason: None
+        self._sleep.watched = lambda: False
+
     def memories(self) -> dict[int, memoryview]:
         """Return the memories by rank."""
         return self._memories
