@@ -106,6 +106,29 @@ def test_operations_without_a_name_meet_in_their_order() -> None:
     on_one_host(2, body)
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_rank_without_room_may_be_any_rank_of_the_schedule(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root of a star sends nothing by itself, so the others would wait for it for ever."""
+    original = FastLane._free_entry
+
+    def on_some_ranks(lane: FastLane, *arguments, **options):
+        return None if lane._rank == 1 else original(lane, *arguments, **options)
+
+    monkeypatch.setattr(FastLane, "_free_entry", on_some_ranks)
+
+    def body(group: Group) -> None:
+        meet(group)
+        for turn in range(3):
+            for name in "abcdefgh":  # each has another root
+                tensor = torch.full((10,), float(group.rank * turn))
+                if group.rank == 1:
+                    time.sleep(0.002)
+                total = turn * sum(range(world_size))
+                assert group.allreduce(tensor, name=name).wait(20).unique().tolist() == [total]
+
+    on_one_host(world_size, body)
+
+
 @pytest.mark.parametrize("method", ["_free_entry", "_free_stage"])
 def test_a_rank_without_room_has_all_ranks_use_messages(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = getattr(FastLane, method)

@@ -1,8 +1,8 @@
 """What carries operations out without messages, if it can: the engine offers every operation before it queues messages.
 
 An operation that a carrier has taken is in flight like any other, and has no messages. It ends in one of two ways: all
-ranks have given it to their carriers, and these carry it out (``Engine.carried``); or a message shows that a rank has
-given it to its engine. In the second case no carrier can have begun, because that rank is missing, and the operation is
+ranks have given it to their carriers, and these carry it out (``Engine.carried``); or a rank has given it to its
+engine, and says so. In the second case no carrier can have begun, because that rank is missing, and the operation is
 carried out by messages after all.
 """
 
@@ -20,6 +20,9 @@ class Carrier(Protocol):
 
     def offer(self, operation: Operation) -> Carriage | None:
         """Take an operation that was just submitted, or return ``None``."""
+
+    def may_take(self, operation: Operation) -> bool:
+        """Return whether another rank may have given such an operation to its carrier."""
 
     def take_back(self, operation: Operation) -> bool:
         """Give an operation back to the engine; false if all ranks have given it to their carriers."""

@@ -259,7 +259,14 @@ class Engine:
             if operation.state is State.WAITING:
                 self._first_byte(operation, now)
             if done:
+                if operation.carriage is not None:
+                    self.count_carried(operation.carriage)
                 self._end(operation, now, None)
+
+    def count_carried(self, carriage: Carriage) -> None:
+        """Count the bytes of an operation that the carrier has carried out."""
+        self.counters.bytes_sent += carriage.bytes_each_way
+        self.counters.bytes_received += carriage.bytes_each_way
 
     def take_back(self, operation: Operation, now: float) -> None:
         """Carry an operation out by messages that the carrier has taken but cannot carry out."""
@@ -515,6 +522,11 @@ class Engine:
     def _start(self, operation: Operation, record: NameRecord, early: EarlyRecord, now: float) -> None:
         """Queue the first messages of an operation, and give it those that have arrived."""
         operation.begin_lanes()
+        if self.carrier is not None and self.carrier.may_take(operation):
+            # A rank of some schedules sends nothing before it has received something. The others wait for its carrier.
+            for peer in operation.ranks:
+                if peer != self.rank and peer not in self.members.departed:
+                    self.outbox.control(peer, Frame.POSTED, key=operation.key)
         self._signatures.submitted(operation, record)
         self._rendezvous.submitted(operation, early)
         operation.promoted = operation.promoted or early.urgent

@@ -57,7 +57,13 @@ class BodyMemory(Protocol):
 
 
 class Carriage(Protocol):
-    """What a carrier (``engine.carrier``) keeps of an operation."""
+    """What a carrier (``engine.carrier``) keeps of an operation.
+
+    Attributes:
+        bytes_each_way: The bytes that the other ranks read of this rank's memory, and this rank of theirs.
+    """
+
+    bytes_each_way: int
 
     def progress(self) -> str:
         """Return the progress of the operation in words."""

@@ -1,6 +1,6 @@
 """The fast lane of one rank: which operations it takes, what it needs for them, and their progress.
 
-Docs: docs/design/0010-fast-lane.md. The lane has no thread. Under the engine's lock the engine offers operations and
+Docs: docs/design/0009-fast-lane.md. The lane has no thread. Under the engine's lock the engine offers operations and
 asks (``engine.carrier``); the thread that moves messages calls ``advance``, one thread at a time.
 """
 
@@ -44,14 +44,16 @@ _RANKS_MAX = 62
 class _Plan:
     """What the lane computes once for a layout: the words of a block that do not change; or that it takes none."""
 
-    __slots__ = ("block", "inline", "like", "num_bytes", "peers", "ranks", "sums")
+    __slots__ = ("block", "bytes_each_way", "inline", "like", "peers", "ranks", "sums")
 
     def __init__(self, layout: OperationLayout, rank: int, boards: Boards, board: BoardLayout) -> None:
         like = _ELEMENTS[layout.dtype]
-        self.like, self.ranks, self.num_bytes = like, layout.ranks, layout.num_bytes
+        self.like, self.ranks = like, layout.ranks
         size, me = len(layout.ranks), layout.ranks.index(rank)
         count = layout.num_bytes // like.itemsize
         self.inline = layout.num_bytes <= INLINE_BYTES
+        others = size - 1
+        self.bytes_each_way = others * layout.num_bytes if self.inline else 2 * others * layout.num_bytes // size
         piece = board.piece_bytes(size) // like.itemsize
         largest_part = _divide_up(_divide_up(count, layout.num_lanes), size)
         lane_rounds = 1 if self.inline else max(1, _divide_up(largest_part, piece))
@@ -100,12 +102,14 @@ class Carriage:
         other: The number of the entry that the next operation of the name uses, if that was found.
         iteration: The number in its entry by which the other ranks know it.
         stage: The number of its stage; ``None`` if it needs none.
+        bytes_each_way: The bytes that the other ranks read of this rank's memory, and this rank of theirs.
         ended: Whether it has ended here. Its entry and stage may still be read.
     """
 
     __slots__ = (
         "_plan",
         "block",
+        "bytes_each_way",
         "ended",
         "iteration",
         "lane",
@@ -128,7 +132,7 @@ class Carriage:
         self.block, self.like = plan.block.copy(), plan.like
         self.words = memoryview(self.block.data)
         self.number, self.stage, self.ended = number, stage, False
-        self.layout, self.ranks = operation.layout, plan.ranks
+        self.layout, self.ranks, self.bytes_each_way = operation.layout, plan.ranks, plan.bytes_each_way
         self.other: int | None = None
         self.iteration = operation.key[1] + 1  # 0 stands for an entry without an operation
 
@@ -178,6 +182,7 @@ class FastLane:
         self._stages: list[Carriage | None] = [None] * STAGES
         self._spins = _SPINS if (os.cpu_count() or 1) >= world_size else 0
         self.carried: dict[Operation, Carriage] = {}
+        exchange.prepare()
         boards.watch(self.has_changed)
 
     # ------------------------------------------------------------------------------------------ under the engine's lock
@@ -212,6 +217,11 @@ class FastLane:
             self._stages[stage] = carriage
         self._entries[number] = self.carried[operation] = carriage
         return carriage
+
+    def may_take(self, operation: Operation) -> bool:
+        """Return whether another rank may have announced such an operation."""
+        layout = operation.layout
+        return layout.carried_by is not False and self._takes(layout)
 
     def take_back(self, operation: Operation) -> bool:
         """Withdraw the announcement of an operation, unless all ranks have announced it."""

@@ -45,6 +45,7 @@ __all__ = [
     "has_ended",
     "is_read",
     "look",
+    "prepare",
     "restart",
     "withdraw",
 ]
@@ -484,3 +485,19 @@ def restart(block: Array, like: Array, iteration: Any, entry: Any) -> Any:
     for peer in range(block[RANKS]):
         block[_peer(block, peer) + PEER_ENTRY] = 0
     return advance(block, like)
+
+
+def prepare() -> None:
+    """Compile every function, or read it from its file, so that the first operation does not wait for that."""
+    block, memory = np.zeros(block_words(1), np.int64), np.zeros(4 * ENTRY_BYTES, np.uint8)
+    block[RANKS] = block[LANES] = block[LANE_ROUNDS] = block[ENTRIES] = block[DIVISOR] = 1
+    entry = memory.ctypes.data // ENTRY_BYTES * ENTRY_BYTES + ENTRY_BYTES
+    for like in (np.empty(0, np.float32), np.empty(0, np.float64)):
+        restart(block, like, 1, entry)
+        advance(block, like)
+        look(block, like.itemsize)
+    has_changed(block)
+    block[ORDER + 1 + PEER_ENTRY] = entry
+    has_ended(block, 0)
+    is_read(block)
+    withdraw(block)

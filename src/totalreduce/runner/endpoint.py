@@ -68,6 +68,10 @@ def _urgency(carriage: Carriage) -> tuple[bool, int, int]:
     return not operation.promoted, operation.priority, operation.sequence
 
 
+def _age(carriage: Carriage) -> int:
+    return carriage.operation.sequence
+
+
 @final
 class EngineEndpoint:
     """Implements ``transports.base.Endpoint`` over an engine.
@@ -116,10 +120,10 @@ class EngineEndpoint:
 
     def learn(self, repeated: Repeated, operation: Operation) -> None:
         """Keep what the next start of a repeated operation can use. Called under the lock."""
-        lane = self.lane
+        lane, is_first = self.lane, repeated.record is None
         repeated.record = self.engine.table.names.get(operation.key[0])
         repeated.carriage = lane.carriage_of(operation) if lane is not None else None
-        if lane is not None and repeated.carriage is not None:
+        if lane is not None and repeated.carriage is not None and not is_first:
             lane.keep_two(repeated.carriage)
 
     def hurry_unlisted(self, handle: Handle) -> bool:
@@ -137,6 +141,7 @@ class EngineEndpoint:
             if self.unlisted.pop(handle, None) is None:
                 return  # the engine has adopted it meanwhile, and finds its end
             carriage.ended = True
+            self.engine.count_carried(carriage)
         handle.complete(None)
 
     def adopt(self, now: float) -> None:
@@ -170,7 +175,8 @@ class EngineEndpoint:
         """
         if self.lane is None or not self.lane.carried:
             return
-        for carriage in sorted(self.lane.carried.values(), key=_urgency):
+        urgency = _urgency if self.engine.config.scheduling == "priority" else _age
+        for carriage in sorted(self.lane.carried.values(), key=urgency):
             self._note(carriage, self.lane.advance(carriage, patient=carriage.operation is wanted))
 
     def _note(self, carriage: Carriage, status: int) -> None:
