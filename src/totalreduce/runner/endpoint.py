@@ -103,7 +103,8 @@ class EngineEndpoint:
     def start(self, repeated: Repeated, handle: Handle) -> bool:
         """Begin a repeated operation in the fast lane; end it if that takes no longer than to let the engine know.
 
-        Returns false, and nothing has changed, if the operation must be submitted to the engine.
+        Returns false, and nothing has changed, if the operation must be submitted to the engine. If ``repeated.ended``
+        is set afterwards, the caller completes the handle: that runs callbacks.
         """
         carriage, record, lane = repeated.carriage, repeated.record, self.lane
         if carriage is None or record is None or lane is None:
@@ -113,9 +114,9 @@ class EngineEndpoint:
             if key is None:
                 return False
             lane.repeat(carriage, key)
-            repeated.key = key
+            repeated.key, repeated.ended = key, False
             self.unlisted[handle] = repeated
-        self._note_unlisted(handle, carriage, lane.restart(carriage))
+        repeated.ended = self._has_ended(handle, carriage, lane.restart(carriage))
         return True
 
     def learn(self, repeated: Repeated, operation: Operation) -> None:
@@ -127,22 +128,21 @@ class EngineEndpoint:
             lane.keep_two(repeated.carriage)
 
     def hurry_unlisted(self, handle: Handle) -> bool:
-        """Try to end a repeated operation for which this thread waits; true if there is such an operation."""
+        """Try to end a repeated operation for which this thread waits; if it has ended, the caller completes it."""
         repeated = self.unlisted.get(handle)
         if self.lane is None or repeated is None or repeated.carriage is None:
             return False
-        self._note_unlisted(handle, repeated.carriage, self.lane.advance(repeated.carriage, patient=True))
-        return True
+        return self._has_ended(handle, repeated.carriage, self.lane.advance(repeated.carriage, patient=True))
 
-    def _note_unlisted(self, handle: Handle, carriage: Carriage, status: int) -> None:
+    def _has_ended(self, handle: Handle, carriage: Carriage, status: int) -> bool:
         if status != exchange.DONE:
-            return  # the engine adopts it before the next status counts
+            return False  # the engine adopts it before another status counts
         with self.lock:
             if self.unlisted.pop(handle, None) is None:
-                return  # the engine has adopted it meanwhile, and finds its end
+                return False  # the engine has adopted it meanwhile, and finds its end
             carriage.ended = True
             self.engine.count_carried(carriage)
-        handle.complete(None)
+        return True
 
     def adopt(self, now: float) -> None:
         """Have the engine adopt all operations that it does not know. Called under the lock."""

@@ -24,12 +24,13 @@ class Repeated:
         record: What the engine keeps of its name; ``None`` before the first start.
         carriage: What the fast lane keeps of it; ``None`` if the last start was not carried out there.
         key: The key of the last start.
+        ended: Whether the last start has ended by itself, so that the engine never knew of it.
     """
 
-    __slots__ = ("carriage", "key", "record", "submission")
+    __slots__ = ("carriage", "ended", "key", "record", "submission")
 
     def __init__(self, submission: Submission) -> None:
         self.submission = submission
         self.record: NameRecord | None = None
         self.carriage: Carriage | None = None
-        self.key = (0, 0)
+        self.key, self.ended = (0, 0), False

@@ -114,18 +114,18 @@ class Runner:
         carriage, now = repeated.carriage, time.monotonic()
         if carriage is None or not self._in_lane(lambda: self._endpoint.start(repeated, handle)):
             return False
-        if handle.done:
+        if repeated.ended:
             self._turns.rest(now, resting=now < self._next_tick)
+            handle.complete(None)
         else:
             self._look_again(now, wake=self._sleepers > 0 and carriage.has_begun)
         return True
 
     def _end_in_lane(self, handle: Handle, now: float) -> bool:
         """Try to end a repeated operation that the engine does not know; if that takes long, let the engine know."""
-        if self._turns.driver is None:
-            self._in_lane(lambda: self._endpoint.hurry_unlisted(handle))
-        if handle.done:
+        if self._turns.driver is None and self._in_lane(lambda: self._endpoint.hurry_unlisted(handle)):
             self._turns.rest(now, resting=now < self._next_tick)
+            handle.complete(None)
         else:
             with self._lock:
                 self._endpoint.adopt(now)
