@@ -182,16 +182,7 @@ class Engine:
             )
         layout = self.planner.layout(record, signature, ranks, buffers)
         record.next_iteration = (key[1] + 1) & 0xFFFFFFFF
-        operation = Operation(
-            record.shown(key[1]),
-            key,
-            layout,
-            buffers,
-            priority=priority,
-            sequence=table.next_sequence(),
-            now=now,
-            owner=owner,
-        )
+        operation = self._operation(submission, record, key, layout, now, owner)
         table.add(operation, now)
         for observer in self.observers:
             observer.submitted(operation.name, key[1], now, num_bytes=layout.num_bytes, priority=priority)
@@ -239,16 +230,7 @@ class Engine:
         record = self.table.names.get(key[0])
         assert record is not None
         assert record.layout is not None
-        operation = Operation(
-            record.shown(key[1]),
-            key,
-            record.layout,
-            submission.buffers,
-            priority=submission.priority,
-            sequence=self.table.next_sequence(),
-            now=now,
-            owner=owner,
-        )
+        operation = self._operation(submission, record, key, record.layout, now, owner)
         operation.carriage = carriage
         self.table.adopt(operation, now)
         return operation
@@ -518,6 +500,21 @@ class Engine:
             assert not len(queue) or peer in self.outbox.ready
 
     # --------------------------------------------------------------------------------- the life of an operation
+
+    def _operation(
+        self, submission: Submission, record: NameRecord, key: _Key, layout: OperationLayout, now: float, owner: Any
+    ) -> Operation:
+        """Make the record of an operation."""
+        return Operation(
+            record.shown(key[1]),
+            key,
+            layout,
+            submission.buffers,
+            priority=submission.priority,
+            sequence=self.table.next_sequence(),
+            now=now,
+            owner=owner,
+        )
 
     def _start(self, operation: Operation, record: NameRecord, early: EarlyRecord, now: float) -> None:
         """Queue the first messages of an operation, and give it those that have arrived."""

@@ -2,7 +2,7 @@
 
 Numba compiles these functions into the loops of ``exchange``. An address is an integer, because the memory of another
 process is no array of this one. ``load`` and ``store`` keep their order towards other memory accesses (acquire and
-release), and ``full_fence`` orders a store before a later load.
+release); ``vectors.fence`` also orders a store before a later load.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["full_fence", "load", "pause", "pointer_to", "store", "yield_core"]
+__all__ = ["load", "pause", "pointer_to", "store", "yield_core"]
 
 _WORD = ir.IntType(64)
 #: LLVM's name and argument of the instruction that tells a processor that a loop waits: without it such a loop takes
@@ -45,17 +45,6 @@ def store(_typing: Any, address: Any, word: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def full_fence(_typing: Any) -> Any:
-    """Order every access before it and every access after it."""
-
-    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

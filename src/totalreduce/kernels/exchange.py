@@ -26,8 +26,8 @@ import numba
 import numpy as np
 from numba import int64, njit
 
-from totalreduce.kernels.atomics import full_fence, load, pause, pointer_to, store, yield_core
-from totalreduce.kernels.vectors import Array
+from totalreduce.kernels.atomics import load, pause, pointer_to, store, yield_core
+from totalreduce.kernels.vectors import Array, fence
 
 __all__ = [
     "CONFLICT",
@@ -200,7 +200,7 @@ def _least_staged(block: Array) -> Any:
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _wake(block: Array) -> None:
     """Note which peers sleep, after something was written that they may wait for."""
-    full_fence()
+    fence()
     for peer in range(block[RANKS]):
         if peer != block[ME] and load(block[_peer(block, peer) + SLEEP]) & _ASLEEP:
             block[WAKE] |= int64(1) << peer

@@ -107,7 +107,7 @@ def stream_lanes(_typing: Any, source: Any, start: Any, target: Any, at: Any) ->
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fence(_typing: Any) -> Any:
-    """Make streamed elements visible to other threads before anything that is written afterwards."""
+    """Order every access before it, streamed elements included, and every access after it."""
 
     def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         builder.fence("seq_cst")
