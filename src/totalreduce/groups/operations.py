@@ -103,12 +103,8 @@ class Operations:
             name, operation.signature, operation.buffers, ranks or self.ranks, self.scope + scope, repeats, priority
         )
         self._check_open()
-        handle = self._handle(operation, patience_s)
-        try:
+        with self._handle(operation, patience_s) as handle:
             self.runner.submit(submission, handle)
-        except BaseException:
-            handle.withdraw()
-            raise
         assert handle.operation is not None
         return Work(self.runner, handle, operation.results, handle.operation.name, patience_s, ranks=self.ranks)
 
@@ -125,12 +121,8 @@ class Operations:
     def start(self, operation: CheckedOperation, repeated: Repeated, patience_s: float) -> Work:
         """Submit an operation that was prepared; return at once."""
         self._check_open()
-        handle = self._handle(operation, patience_s)
-        try:
+        with self._handle(operation, patience_s) as handle:
             self.runner.start(repeated, handle)
-        except BaseException:
-            handle.withdraw()
-            raise
         name = repeated.submission.name or UNNAMED
         return Work(self.runner, handle, operation.results, name, patience_s, ranks=self.ranks)
 
@@ -155,12 +147,8 @@ class Operations:
         buffer = operation.buffers[0]
         assert buffer is not None
         priority, scope = checks.priority(priority), self.scope + _MESSAGES
-        handle = self._handle(operation, patience_s)
-        try:
+        with self._handle(operation, patience_s) as handle:
             self.runner.receive_any(AnyReceive(candidates, operation.signature, buffer, scope, priority, handle))
-        except BaseException:
-            handle.withdraw()
-            raise
         return Work(self.runner, handle, operation.results, name, patience_s, ranks=self.ranks)
 
     def barrier(self, timeout_s: float | None) -> Work:
@@ -265,11 +253,8 @@ class Operations:
         if operands is None:
             return Handle()
         handle = Handle(operands.finish, self.claim(operands, patience_s))
-        try:
+        with handle:
             operands.prepare()
-        except BaseException:
-            handle.withdraw()
-            raise
         return handle
 
     def _check_open(self) -> None:

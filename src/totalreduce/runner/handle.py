@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import final
+from typing import Self, final
 
 from totalreduce.engine.operation import Operation
 
@@ -57,9 +57,13 @@ class Handle:
         while self._callbacks:
             self._callbacks.pop(0)()
 
-    def withdraw(self) -> None:
-        """Release what the operation uses: it was not submitted, because of an error."""
-        if self._release is not None:
+    def __enter__(self) -> Self:
+        """Begin to submit the operation."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        """Release what the operation uses if it was not submitted, because of an error."""
+        if kind is not None and self._release is not None:
             self._release()
 
     def wait(self, timeout_s: float) -> bool:
