@@ -292,7 +292,7 @@ def test_an_announcement_that_no_correct_rank_makes_is_the_loss_of_its_rank(lie:
                 for word, value in LIES[lie].items():
                     carriage.words[word] = value
                 carriage.words[exchange.TURNS] = 0
-                exchange.advance(carriage.block, carriage.like)  # announces
+                lane.exchange(exchange.ADVANCE, carriage.address, 0, 0)  # announces
                 carriage.words[exchange.TURNS] = 0
                 lane.advance = lambda *_, **__: exchange.PENDING
                 return carriage

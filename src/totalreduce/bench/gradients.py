@@ -6,7 +6,7 @@ from typing import final
 
 import numpy as np
 
-from totalreduce.sparse.actions import Array
+from totalreduce.kernels.arrays import Array
 
 _SEED = 11
 #: Size of the gradient that all ranks have in common, beside noise of their own of size 1.

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from totalreduce.kernels.arrays import Array
+
 _PATIENCE_S = 300.0
 #: As in ``values.py``: element i of a contribution is (i mod P + 1) times a factor.
 _PERIOD = 8191
-
-Array = np.ndarray[Any, Any]
 
 
 def main(folder: Path, peer: str) -> None:

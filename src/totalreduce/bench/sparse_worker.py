@@ -19,9 +19,10 @@ from totalreduce.bench.gradients import GradientSource, matrix_sides
 from totalreduce.bench.methods import make_method
 from totalreduce.bench.sparse import PEERS, ContestantSamples, SparseParameters, SparseSamples
 from totalreduce.bench.values import WrongResultError
+from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.selection import kth_magnitude
 from totalreduce.sparse.accumulator import Accumulator, HostAccumulator
-from totalreduce.sparse.actions import Action, Array
+from totalreduce.sparse.actions import Action
 from totalreduce.sparse.group_driver import GroupDriver
 from totalreduce.sparse.powersgd import PowerSGD
 from totalreduce.sparse.rounds import SparseRounds

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from totalreduce.kernels import exchange
-from totalreduce.kernels.vectors import Array
+from totalreduce.kernels.arrays import Array
 
 __all__ = ["BOARD_BYTES", "ENTRIES", "INLINE_BYTES", "STAGES", "BoardLayout"]
 

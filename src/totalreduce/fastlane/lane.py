@@ -18,13 +18,13 @@ from totalreduce.engine.operation import Operation
 from totalreduce.fastlane.board import BOARD_BYTES, ENTRIES, INLINE_BYTES, STAGES, BoardLayout
 from totalreduce.foundation.types import DType, OpKind, ReduceOp
 from totalreduce.kernels import exchange
-from totalreduce.kernels.vectors import Array
 from totalreduce.schedules.actions import Chunking
 from totalreduce.transports.base import Boards
 
 __all__ = ["Carriage", "FastLane"]
 
-_ELEMENTS: Final[dict[DType, Array]] = {DType.FLOAT32: np.empty(0, np.float32), DType.FLOAT64: np.empty(0, np.float64)}
+#: The element types of the lane: their numbers in a block.
+_KINDS: Final = {DType.FLOAT32: exchange.FLOAT32, DType.FLOAT64: exchange.FLOAT64}
 _REDUCTIONS: Final = {
     ReduceOp.SUM: exchange.SUM,
     ReduceOp.AVG: exchange.SUM,
@@ -44,23 +44,23 @@ _RANKS_MAX = 62
 class _Plan:
     """What the lane computes once for a layout: the words of a block that do not change; or that it takes none."""
 
-    __slots__ = ("block", "bytes_each_way", "inline", "like", "peers", "ranks", "sums")
+    __slots__ = ("block", "bytes_each_way", "inline", "peers", "ranks", "sums")
 
     def __init__(self, layout: OperationLayout, rank: int, boards: Boards, board: BoardLayout) -> None:
-        like = _ELEMENTS[layout.dtype]
-        self.like, self.ranks = like, layout.ranks
+        self.ranks, itemsize = layout.ranks, layout.dtype.itemsize
         size, me = len(layout.ranks), layout.ranks.index(rank)
-        count = layout.num_bytes // like.itemsize
+        count = layout.num_bytes // itemsize
         self.inline = layout.num_bytes <= INLINE_BYTES
         others = size - 1
         self.bytes_each_way = others * layout.num_bytes if self.inline else 2 * others * layout.num_bytes // size
-        piece = board.piece_bytes(size) // like.itemsize
+        piece = board.piece_bytes(size) // itemsize
         largest_part = _divide_up(_divide_up(count, layout.num_lanes), size)
         lane_rounds = 1 if self.inline else max(1, _divide_up(largest_part, piece))
         block = self.block = np.zeros(exchange.block_words(size), np.int64)
-        self.sums = np.empty(exchange.COUNTED, like.dtype)
+        self.sums = np.empty(exchange.COUNTED * itemsize, np.uint8)
         board.fill(block, size)
         block[exchange.RANKS], block[exchange.ME] = size, me
+        block[exchange.KIND], block[exchange.ITEMSIZE] = _KINDS[layout.dtype], itemsize
         reduction = layout.signature.reduction
         block[exchange.REDUCTION] = _REDUCTIONS[reduction]
         block[exchange.DIVISOR] = size if reduction is ReduceOp.AVG else 1
@@ -95,8 +95,7 @@ class Carriage:
         lane: The lane.
         operation: The operation.
         layout: Its layout.
-        block: Its words (see ``kernels.exchange``).
-        like: An array of its element type.
+        block: Its words (see ``kernels.exchange``); ``address`` is their address.
         tensor: Its bytes; ``None`` after its end, and for a repeated operation, whose owner keeps them.
         number: The number of its entry.
         other: The number of the entry that the next operation of the name uses, if that was found.
@@ -108,13 +107,13 @@ class Carriage:
 
     __slots__ = (
         "_plan",
+        "address",
         "block",
         "bytes_each_way",
         "ended",
         "iteration",
         "lane",
         "layout",
-        "like",
         "number",
         "operation",
         "other",
@@ -129,7 +128,8 @@ class Carriage:
     ) -> None:
         self.lane, self.operation, self._plan = lane, operation, plan
         self.tensor: memoryview | None = tensor
-        self.block, self.like = plan.block.copy(), plan.like
+        self.block = plan.block.copy()
+        self.address: int = self.block.ctypes.data
         self.words = memoryview(self.block.data)
         self.number, self.stage, self.ended = number, stage, False
         self.layout, self.ranks, self.bytes_each_way = operation.layout, plan.ranks, plan.bytes_each_way
@@ -144,7 +144,7 @@ class Carriage:
     @property
     def is_read(self) -> bool:
         """Whether no rank reads its entry and its stage any more."""
-        return bool(exchange.is_read(self.block))
+        return bool(self.lane.exchange(exchange.IS_READ, self.address, 0, 0))
 
     @property
     def culprit(self) -> int:
@@ -170,6 +170,7 @@ class FastLane:
     Attributes:
         boards: The memories of this host's ranks.
         carried: The operations that it has taken and that have not ended, by operation.
+        exchange: The compiled function (see ``kernels.exchange``).
     """
 
     def __init__(self, rank: int, boards: Boards, world_size: int) -> None:
@@ -182,7 +183,8 @@ class FastLane:
         self._stages: list[Carriage | None] = [None] * STAGES
         self._spins = _SPINS if (os.cpu_count() or 1) >= world_size else 0
         self.carried: dict[Operation, Carriage] = {}
-        exchange.prepare()
+        self._code = exchange.load()  # the function is in its memory
+        self.exchange: exchange.Exchange = self._code.function
         boards.watch(self.has_changed)
 
     # ------------------------------------------------------------------------------------------ under the engine's lock
@@ -235,8 +237,8 @@ class FastLane:
         carriage = self.carried[operation]
         index = operation.ranks.index(peer)
         if not carriage.has_announced(index):
-            exchange.look(carriage.block, carriage.like.itemsize)
-        return not carriage.has_announced(index) or not exchange.has_ended(carriage.block, index)
+            self.exchange(exchange.LOOK, carriage.address, 0, 0)
+        return not carriage.has_announced(index) or not self.exchange(exchange.HAS_ENDED, carriage.address, index, 0)
 
     def adopt(self, operation: Operation, carriage: Carriage) -> None:
         """Note the engine's record of an operation that was begun without one."""
@@ -248,7 +250,7 @@ class FastLane:
         carriage = self.carried.pop(operation)
         carriage.ended, carriage.tensor = True, None
         if not carriage.has_begun:
-            exchange.withdraw(carriage.block)
+            self.exchange(exchange.WITHDRAW, carriage.address, 0, 0)
 
     def may_repeat(self, carriage: Carriage) -> bool:
         """Return whether the next operation of a name can use the carriage of the last one (see ``repeat``)."""
@@ -275,7 +277,7 @@ class FastLane:
         words[exchange.SPINS] = self._spins if words[exchange.INLINE] else 0
         words[exchange.YIELDS] = words[exchange.TURNS] = 0
         entry = self._memory + self._board.entry(carriage.number)
-        status = int(exchange.restart(carriage.block, carriage.like, carriage.iteration, entry))
+        status = self.exchange(exchange.RESTART, carriage.address, carriage.iteration, entry)
         if words[exchange.WAKE]:
             self._wake(carriage)
         return status
@@ -303,7 +305,7 @@ class FastLane:
     def _advance(self, carriage: Carriage, *, patient: bool) -> int:
         words, _tensor = carriage.words, carriage.tensor  # another thread may end the operation meanwhile
         while True:
-            status = int(exchange.advance(carriage.block, carriage.like))
+            status = self.exchange(exchange.ADVANCE, carriage.address, 0, 0)
             if not words[exchange.WAKE]:
                 return status
             self._wake(carriage)
@@ -318,7 +320,9 @@ class FastLane:
 
     def has_changed(self) -> bool:
         """Return whether ``advance`` may do something for an operation. Any thread."""
-        return any(exchange.has_changed(carriage.block) for carriage in tuple(self.carried.values()))
+        return any(
+            self.exchange(exchange.HAS_CHANGED, carriage.address, 0, 0) for carriage in tuple(self.carried.values())
+        )
 
     # -------------------------------------------------------------------------------------------------------- details
 
@@ -338,7 +342,7 @@ class FastLane:
         signature, program = layout.signature, layout.program
         return (
             signature.kind is OpKind.ALLREDUCE
-            and signature.dtype in _ELEMENTS
+            and signature.dtype in _KINDS
             and signature.reduction in _REDUCTIONS
             and program.contributions is not None
             and program.chunking is Chunking.CUT

@@ -15,7 +15,16 @@ from totalreduce.foundation.config import Tls
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.world import World, world_from
 
-__all__ = ["Settings", "World", "current", "is_debugging", "read_job_key", "read_settings", "read_world"]
+__all__ = [
+    "Settings",
+    "World",
+    "cache_folder",
+    "current",
+    "is_debugging",
+    "read_job_key",
+    "read_settings",
+    "read_world",
+]
 
 _COMPUTE_MODES = ("auto", "thread", "inline")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -153,6 +162,14 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
     env = _present(env)
     values = {field: parse(name, env[name]) for name, (field, parse) in _SETTINGS.items() if name in env}
     return Settings(**values, tls=_tls(env), warnings=(*_unknown_names(env), *_key_warnings(env)))
+
+
+def cache_folder() -> Path | None:
+    """Return the folder in which this user keeps files that can be made again; ``None`` if there is no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "totalreduce"
+    except RuntimeError:
+        return None
 
 
 def is_debugging(env: Mapping[str, str] | None = None) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from totalreduce.kernels import coding, exchange, merging, scattering, selection
+from totalreduce.kernels import coding, merging, scattering, selection
 
 __all__ = ["load"]
 
@@ -35,4 +35,3 @@ def load() -> None:
         scattered(values, 0, index, values, one)
     scattering.gather(values, 0, index, values)
     scattering.keep_rest(values, 0, index, values, values, index)
-    exchange.prepare()

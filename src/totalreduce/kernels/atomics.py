@@ -1,8 +1,8 @@
 """Words of shared memory by their address, for compiled functions that run on several processes at the same time.
 
-Numba compiles these functions into the loops of ``exchange``. An address is an integer, because the memory of another
-process is no array of this one. ``load`` and ``store`` keep their order towards other memory accesses (acquire and
-release); ``vectors.fence`` also orders a store before a later load.
+Numba compiles these functions into ``exchange_code``. An address is an integer, because the memory of another process
+is no array of this one. ``load`` and ``store`` keep their order towards other memory accesses (acquire and release);
+``vectors.fence`` also orders a store before a later load.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["load", "pause", "pointer_to", "store", "yield_core"]
+__all__ = ["copy_bytes", "float32_at", "float64_at", "int64_at", "load", "pause", "store", "yield_core"]
 
 _WORD = ir.IntType(64)
 #: LLVM's name and argument of the instruction that tells a processor that a loop waits: without it such a loop takes
@@ -23,6 +23,8 @@ _PAUSES = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint
 
 #: The C library's ``sched_yield``: lets another process have this core.
 yield_core = types.ExternalFunction("sched_yield", types.int32())
+#: The C library's ``memcpy``, for addresses: target, source, number of bytes.
+copy_bytes = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -61,12 +63,16 @@ def pause(_typing: Any) -> Any:
     return types.void(), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def pointer_to(_typing: Any, address: Any, like: Any) -> Any:
-    """Return ``address`` as a pointer to elements of the type of the array ``like``."""
-    element = like.dtype
+def _pointer_to(element: types.Type) -> Any:
+    """Return a function that converts an address into a pointer to elements of one type."""
 
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(element).as_pointer())
+    def convert(_typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(element).as_pointer())
 
-    return types.CPointer(element)(types.int64, like), generate
+        return types.CPointer(element)(types.int64), generate
+
+    return intrinsic(convert)
+
+
+float32_at, float64_at, int64_at = _pointer_to(types.float32), _pointer_to(types.float64), _pointer_to(types.int64)

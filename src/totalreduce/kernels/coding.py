@@ -16,7 +16,8 @@ from __future__ import annotations
 import numpy as np
 from numba import int64, njit, uint8, uint32, uint64
 
-from totalreduce.kernels.vectors import Array, load_word, store_word, trailing_zeros
+from totalreduce.kernels.arrays import Array
+from totalreduce.kernels.vectors import load_word, store_word, trailing_zeros
 
 __all__ = [
     "PIECE",

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from totalreduce.kernels.vectors import Array
+from totalreduce.kernels.arrays import Array
 
 __all__ = ["DeviceKernels", "Found", "accumulate", "histogram", "select"]
 

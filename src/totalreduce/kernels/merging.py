@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import int32, int64, njit, uint64
 
-from totalreduce.kernels.vectors import Array, trailing_zeros
+from totalreduce.kernels.arrays import Array
+from totalreduce.kernels.vectors import trailing_zeros
 
 __all__ = ["add_up", "found_in", "sum_sparse"]
 

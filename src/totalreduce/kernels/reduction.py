@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from totalreduce.foundation.types import DType, ReduceOp
+from totalreduce.kernels.arrays import Array
 
 __all__ = ["combine", "divide", "supports"]
-
-Array = np.ndarray[Any, Any]
 
 _NUMPY: dict[DType, np.dtype[Any]] = {
     DType.UINT8: np.dtype(np.uint8),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numba import int64, njit
 
-from totalreduce.kernels.vectors import LANES, Array, fence, stream_lanes
+from totalreduce.kernels.arrays import Array
+from totalreduce.kernels.vectors import LANES, fence, stream_lanes
 
 __all__ = ["gather", "keep_rest", "overwrite", "scatter", "scatter_add"]
 

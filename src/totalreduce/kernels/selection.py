@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import int32, int64, njit, uint64
 
-from totalreduce.kernels.vectors import LANES, Array, accumulate_lanes, select_lanes, trailing_zeros
+from totalreduce.kernels.arrays import Array
+from totalreduce.kernels.vectors import LANES, accumulate_lanes, select_lanes, trailing_zeros
 
 __all__ = [
     "INFINITY",

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 __all__ = [
     "LANES",
-    "Array",
     "accumulate_lanes",
     "fence",
     "load_word",
@@ -26,8 +24,6 @@ __all__ = [
     "stream_lanes",
     "trailing_zeros",
 ]
-
-Array = np.ndarray[Any, Any]
 
 LANES = 64
 

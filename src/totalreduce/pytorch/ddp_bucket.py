@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from totalreduce.foundation.errors import UnsupportedError
+from totalreduce.kernels.arrays import Array
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.error_feedback import ErrorFeedback, MomentumCorrection, Residuals
-from totalreduce.sparse.actions import Action, Allreduce, Array
+from totalreduce.sparse.actions import Action, Allreduce
 from totalreduce.sparse.common import counted
 from totalreduce.sparse.device import SideStreams, accumulator_of
 from totalreduce.sparse.session import BucketShape, Report, Session, Update

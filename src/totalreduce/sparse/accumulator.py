@@ -18,8 +18,8 @@ from typing import final
 import numpy as np
 
 from totalreduce.kernels import scattering, selection
+from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.selection import Kth
-from totalreduce.sparse.actions import Array
 from totalreduce.sparse.candidates import Candidates
 
 __all__ = ["Accumulator", "HostAccumulator"]

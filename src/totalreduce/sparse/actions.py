@@ -10,22 +10,19 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
+from totalreduce.kernels.arrays import Array
 
 __all__ = [
     "Action",
     "Allgather",
     "Allreduce",
     "Alltoall",
-    "Array",
     "Broadcast",
     "Carried",
     "Carrier",
     "Exchange",
     "Messages",
 ]
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.kernels import coding
-from totalreduce.sparse.actions import Array
+from totalreduce.kernels.arrays import Array
 
 __all__ = [
     "Lists",

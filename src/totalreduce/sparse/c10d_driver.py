@@ -31,7 +31,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Array, Messages
+from totalreduce.kernels.arrays import Array
+from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Messages
 from totalreduce.transports.torch_group import reason
 
 __all__ = ["C10dDriver"]

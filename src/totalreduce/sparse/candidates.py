@@ -6,7 +6,7 @@ from typing import final
 
 import numpy as np
 
-from totalreduce.sparse.actions import Array
+from totalreduce.kernels.arrays import Array
 
 __all__ = ["Candidates", "Workspace"]
 

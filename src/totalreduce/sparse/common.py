@@ -10,9 +10,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from totalreduce.kernels import merging
+from totalreduce.kernels.arrays import Array
 from totalreduce.sparse import blocks
 from totalreduce.sparse.accumulator import Accumulator
-from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Array, Broadcast, Messages
+from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Broadcast, Messages
 from totalreduce.sparse.candidates import Workspace
 from totalreduce.sparse.greeting import Greetings, greet
 from totalreduce.sparse.selector import Selection, Selector

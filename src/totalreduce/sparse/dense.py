@@ -6,7 +6,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
-from totalreduce.sparse.actions import Action, Allreduce, Array
+from totalreduce.kernels.arrays import Array
+from totalreduce.sparse.actions import Action, Allreduce
 from totalreduce.sparse.common import BaseSession
 from totalreduce.sparse.session import BucketShape, Update
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from totalreduce.kernels import device as plain
+from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.device import DeviceKernels
 from totalreduce.kernels.selection import Kth, radix_select
 from totalreduce.sparse.accumulator import Accumulator, HostAccumulator
-from totalreduce.sparse.actions import Array
 from totalreduce.sparse.candidates import Candidates
 
 __all__ = ["DeviceAccumulator", "SideStreams", "accumulator_of"]

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from totalreduce.sparse.actions import Action, Allgather, Alltoall, Array
+from totalreduce.kernels.arrays import Array
+from totalreduce.sparse.actions import Action, Allgather, Alltoall
 
 __all__ = ["Greetings", "greet", "greet_with_block"]
 

@@ -12,7 +12,8 @@ import torch
 from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.groups import checked
 from totalreduce.groups.group import Group
-from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Array, Broadcast, Messages
+from totalreduce.kernels.arrays import Array
+from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Broadcast, Messages
 from totalreduce.tensors.work import Work, when_all_done
 
 __all__ = ["GroupDriver"]

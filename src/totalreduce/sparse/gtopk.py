@@ -20,8 +20,9 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from totalreduce.kernels import merging, selection
+from totalreduce.kernels.arrays import Array
 from totalreduce.sparse import blocks
-from totalreduce.sparse.actions import Action, Array, Broadcast, Messages
+from totalreduce.sparse.actions import Action, Broadcast, Messages
 from totalreduce.sparse.common import TopkSession
 from totalreduce.sparse.session import BucketShape, Update
 from totalreduce.sparse.settings import TopkSettings

@@ -21,7 +21,8 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from totalreduce.foundation import checks
-from totalreduce.sparse.actions import Action, Allreduce, Array
+from totalreduce.kernels.arrays import Array
+from totalreduce.sparse.actions import Action, Allreduce
 from totalreduce.sparse.common import BaseSession
 from totalreduce.sparse.session import BucketShape, Update
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 import numpy as np
 
 from totalreduce.kernels import merging
+from totalreduce.kernels.arrays import Array
 from totalreduce.sparse import blocks
-from totalreduce.sparse.actions import Array
 from totalreduce.sparse.common import TopkSession
 from totalreduce.sparse.settings import TopkSettings
 

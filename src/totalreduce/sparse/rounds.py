@@ -14,8 +14,9 @@ import torch
 
 from totalreduce.foundation.errors import DeadlineExceededError
 from totalreduce.kernels import selection
+from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.accumulator import Accumulator
-from totalreduce.sparse.actions import Action, Allreduce, Array, Carrier
+from totalreduce.sparse.actions import Action, Allreduce, Carrier
 from totalreduce.sparse.candidates import Workspace
 from totalreduce.sparse.session import BucketShape, Method, Report, Session, Update
 from totalreduce.sparse.worker import ExchangeWorker, Job

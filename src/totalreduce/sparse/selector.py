@@ -16,8 +16,8 @@ from typing import final
 import numpy as np
 
 from totalreduce.kernels import selection
+from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.accumulator import Accumulator
-from totalreduce.sparse.actions import Array
 from totalreduce.sparse.candidates import Candidates, Workspace
 from totalreduce.sparse.threshold import bits_of, magnitude
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from totalreduce.sparse.actions import Action, Array
+from totalreduce.kernels.arrays import Array
+from totalreduce.sparse.actions import Action
 
 if TYPE_CHECKING:
     from totalreduce.sparse.accumulator import Accumulator

@@ -14,8 +14,9 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
+from totalreduce.kernels.arrays import Array
 from totalreduce.sparse import blocks
-from totalreduce.sparse.actions import Action, Allreduce, Array, Broadcast
+from totalreduce.sparse.actions import Action, Allreduce, Broadcast
 from totalreduce.sparse.common import TopkSession
 from totalreduce.sparse.session import BucketShape, Update
 from totalreduce.sparse.settings import DensitySettings

@@ -8,7 +8,8 @@ from typing import Any, final
 import numpy as np
 
 from totalreduce.kernels import selection
-from totalreduce.sparse.actions import Action, Allgather, Allreduce, Array
+from totalreduce.kernels.arrays import Array
+from totalreduce.sparse.actions import Action, Allgather, Allreduce
 
 __all__ = ["GlobalThreshold", "bits_of", "magnitude"]
 

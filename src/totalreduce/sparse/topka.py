@@ -10,8 +10,9 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
+from totalreduce.kernels.arrays import Array
 from totalreduce.sparse import blocks
-from totalreduce.sparse.actions import Action, Array
+from totalreduce.sparse.actions import Action
 from totalreduce.sparse.common import GatheringSession
 from totalreduce.sparse.greeting import Greetings, greet_with_block
 from totalreduce.sparse.session import BucketShape

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Array, Broadcast, Exchange, Messages
+from totalreduce.kernels.arrays import Array
+from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Broadcast, Exchange, Messages
 
 __all__ = ["Traffic", "run_exchanges"]
 

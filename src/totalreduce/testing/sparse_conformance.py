@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
+from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.accumulator import Accumulator, HostAccumulator
 from totalreduce.sparse.session import BucketShape, Method, Report, Session, Update
 from totalreduce.testing.conformance import ConformanceError
@@ -34,7 +34,6 @@ from totalreduce.testing.lockstep import Traffic, run_exchanges
 
 __all__ = ["Gradients", "Round", "SparseRanks", "check_method", "check_round", "random_gradients"]
 
-Array = np.ndarray[Any, Any]
 #: Returns the gradient of a step and a rank: a new array, float32 of one dimension, equal for equal arguments.
 Gradients = Callable[[int, int], Array]
 #: Makes a bucket of these segments.

@@ -1,0 +1,495 @@
+"""The code of the fast lane's exchange, which Numba compiles. See ``exchange`` for what it does, and for the words.
+
+Only the process that compiles the code imports this module, because it imports Numba (``machine_code``). The functions
+raise no exception: nothing could catch one. Addresses and counts are integers of 64 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from numba import cfunc, float32, float64, int64, njit
+
+from totalreduce.kernels.arrays import Array
+from totalreduce.kernels.atomics import (
+    copy_bytes,
+    float32_at,
+    float64_at,
+    int64_at,
+    load,
+    pause,
+    store,
+    yield_core,
+)
+from totalreduce.kernels.exchange import (
+    ADVANCE,
+    ANNOUNCED,
+    ASLEEP,
+    BOARD_AT,
+    CONFLICT,
+    COPIED,
+    COUNT,
+    COUNTED,
+    CULPRIT,
+    DIVISOR,
+    DONE,
+    E_COPIED,
+    E_ITERATION,
+    E_KEY,
+    E_REDUCED,
+    E_SIGNATURE,
+    E_SOURCE,
+    E_STAGE,
+    E_STAGED,
+    ENTRIES,
+    ENTRY,
+    ENTRY_BYTES,
+    FLOAT32,
+    FOUND,
+    HAS_CHANGED,
+    HAS_ENDED,
+    HEAD_WORDS,
+    HOME,
+    INLINE,
+    INLINE_AT,
+    INLINE_BYTES,
+    IS_READ,
+    ITEMSIZE,
+    ITERATION,
+    KEY,
+    KIND,
+    LANE_ROUNDS,
+    LANES,
+    LENGTH,
+    LOOK,
+    ME,
+    MEMORY,
+    NUM_ARGUMENTS,
+    ORDER,
+    PEER_ENTRY,
+    PEER_SOURCE,
+    PEER_STAGE,
+    PEER_WORDS,
+    PENDING,
+    PIECE,
+    PIECE_BYTES,
+    PROBES,
+    RANKS,
+    REDUCED,
+    REDUCTION,
+    RESTART,
+    RESULTS_AT,
+    ROUNDS,
+    SEEN,
+    SIGNATURE,
+    SLEEP,
+    SOURCE,
+    SPINS,
+    STAGE,
+    STAGE_BYTES,
+    STAGED,
+    STAGES_AT,
+    STAGES_END,
+    SUM,
+    SUMS,
+    TENSOR,
+    TURNS,
+    VIOLATION,
+    WAKE,
+    YIELDS,
+)
+from totalreduce.kernels.vectors import fence
+
+__all__ = ["assembly"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _compiled(function: F) -> F:
+    """Compile a function when another one that calls it is compiled. A division by zero raises nothing."""
+    compiled: F = njit(error_model="numpy", _nrt=False)(function)
+    return compiled
+
+
+@_compiled
+def _peer(block: Array, peer: Any) -> Any:
+    return int64(HEAD_WORDS + block[RANKS] * block[RANKS] + peer * PEER_WORDS)
+
+
+@_compiled
+def _range(total: Any, parts: Any, index: Any) -> Any:
+    """As ``foundation.partition.balanced_range``."""
+    size = total // parts
+    larger = total - size * parts
+    start = index * size + min(index, larger)
+    return start, start + size + (1 if index < larger else 0)
+
+
+@_compiled
+def _is_there(block: Array, entry: Any) -> Any:
+    """Return whether an entry still announces the operation. If not, its rank, and all others, have ended it."""
+    return load(entry + E_ITERATION) == block[ITERATION] and load(entry + E_KEY) == block[KEY]
+
+
+@_compiled
+def _look(block: Array) -> Any:
+    """As ``exchange.LOOK`` says."""
+    for peer in range(block[RANKS]):
+        at = _peer(block, peer)
+        if peer == block[ME] or block[at + PEER_ENTRY] != 0:
+            continue
+        memory = block[at + MEMORY]
+        for probe in range(PROBES):
+            entry = memory + block[BOARD_AT] + (block[HOME] + probe) % block[ENTRIES] * ENTRY_BYTES
+            if not _is_there(block, entry):
+                continue
+            if load(entry + E_SIGNATURE) != block[SIGNATURE]:
+                return CONFLICT
+            source, stage = load(entry + E_SOURCE), load(entry + E_STAGE)
+            if source != 0:
+                # Divided and not multiplied: no number of a peer may overflow.
+                valid = source % block[ITEMSIZE] == 0 and block[STAGES_END] <= source <= block[at + LENGTH]
+                valid = valid and block[COUNT] <= (block[at + LENGTH] - source) // block[ITEMSIZE]
+            elif block[INLINE] != 0:
+                valid = True
+            else:
+                valid = block[STAGES_AT] <= stage <= block[STAGES_END] - block[STAGE_BYTES] and stage % 64 == 0
+            if not valid:
+                block[CULPRIT] = peer
+                return VIOLATION
+            block[at + PEER_SOURCE] = source
+            block[at + PEER_STAGE] = stage
+            block[at + PEER_ENTRY] = entry
+            block[FOUND] += 1
+            break
+    return PENDING
+
+
+@_compiled
+def _least(block: Array, counter: Any) -> Any:
+    """Return the smallest value of a counter of the peers' entries."""
+    least = block[ROUNDS]
+    for peer in range(block[RANKS]):
+        if peer != block[ME]:
+            entry = block[_peer(block, peer) + PEER_ENTRY]
+            rounds = load(entry + counter)
+            if rounds < least and _is_there(block, entry):  # looked at afterwards: the counter is the operation's
+                least = rounds
+    return least
+
+
+@_compiled
+def _least_staged(block: Array) -> Any:
+    """Return the number of rounds for which all peers' pieces can be read."""
+    least = block[ROUNDS]
+    for peer in range(block[RANKS]):
+        at = _peer(block, peer)
+        if peer != block[ME] and block[at + PEER_SOURCE] == 0:
+            least = min(least, load(block[at + PEER_ENTRY] + E_STAGED))
+    return least
+
+
+@_compiled
+def _wake(block: Array) -> None:
+    """Note which peers sleep, after something was written that they may wait for."""
+    fence()
+    for peer in range(block[RANKS]):
+        if peer != block[ME] and load(block[_peer(block, peer) + SLEEP]) & ASLEEP:
+            block[WAKE] |= int64(1) << peer
+
+
+@_compiled
+def _announce(block: Array) -> None:
+    entry = block[ENTRY]
+    store(entry + E_ITERATION, 0)
+    store(entry + E_STAGED, 0)
+    store(entry + E_REDUCED, 0)
+    store(entry + E_COPIED, 0)
+    store(entry + E_SIGNATURE, block[SIGNATURE])
+    store(entry + E_SOURCE, block[SOURCE])
+    store(entry + E_STAGE, block[STAGE])
+    store(entry + E_KEY, block[KEY])
+    if block[INLINE] != 0:
+        memory = block[_peer(block, block[ME]) + MEMORY]
+        copy_bytes(_inline(block, memory, entry), block[TENSOR], block[COUNT] * block[ITEMSIZE])
+    store(entry + E_ITERATION, block[ITERATION])
+    block[ANNOUNCED] = 1
+    _wake(block)
+
+
+@_compiled
+def _inline(block: Array, memory: Any, entry: Any) -> Any:
+    """Return the address of the tensor in an entry."""
+    number = (entry - memory - block[BOARD_AT]) // ENTRY_BYTES
+    return int64(memory + block[INLINE_AT] + number * block[INLINE_BYTES])
+
+
+@_compiled
+def _contribution(block: Array, peer: Any, part: Any, start: Any, turn: Any) -> Any:
+    """Return the address of a peer's elements from ``start`` on, which lie in a piece of ``part`` in round ``turn``."""
+    at = _peer(block, peer)
+    if peer == block[ME]:
+        return int64(block[TENSOR] + start * block[ITEMSIZE])
+    memory = block[at + MEMORY]
+    if block[INLINE] != 0:
+        return int64(_inline(block, memory, block[at + PEER_ENTRY]) + start * block[ITEMSIZE])
+    if block[at + PEER_SOURCE] != 0:
+        return int64(memory + block[at + PEER_SOURCE] + start * block[ITEMSIZE])
+    piece = turn % 2 * block[RANKS] + part
+    return int64(memory + block[at + PEER_STAGE] + piece * block[PIECE_BYTES])
+
+
+@_compiled
+def _combine(reduction: Any, into: Array, other: Array, count: Any) -> None:
+    if reduction == SUM:
+        for i in range(count):
+            into[i] = into[i] + other[i]
+    else:
+        for i in range(count):
+            into[i] = into[i] * other[i]
+
+
+@_compiled
+def _divide(values: Array, divisor: Any, count: Any) -> None:
+    for i in range(count):
+        values[i] = values[i] / divisor
+
+
+@_compiled
+def _add(block: Array, into: Any, other: Any, count: Any) -> None:
+    """Combine ``count`` elements at ``other`` into those at ``into``."""
+    if block[KIND] == FLOAT32:
+        _combine(block[REDUCTION], float32_at(into), float32_at(other), count)
+    else:
+        _combine(block[REDUCTION], float64_at(into), float64_at(other), count)
+
+
+@_compiled
+def _average(block: Array, sums: Any, count: Any) -> None:
+    """Divide sums by the number of ranks, if the result is an average."""
+    if block[DIVISOR] != 1:
+        if block[KIND] == FLOAT32:
+            _divide(float32_at(sums), float32(block[DIVISOR]), count)
+        else:
+            _divide(float64_at(sums), float64(block[DIVISOR]), count)
+
+
+@_compiled
+def _reduce(block: Array, part: Any, start: Any, stop: Any, turn: Any) -> None:
+    """Reduce elements of one piece of a part into this rank's tensor, in the order of the part."""
+    ranks, itemsize = block[RANKS], block[ITEMSIZE]
+    result = block[TENSOR] + start * itemsize
+    if ranks == 2:  # two contributions have one sum in either order
+        _add(block, result, _contribution(block, 1 - block[ME], part, start, turn), stop - start)
+        _average(block, result, stop - start)
+        return
+    order, done = ORDER + part * ranks, 0
+    while start + done < stop:
+        # Not in the tensor: this rank's contribution, which may come late in the order, lies there.
+        count, shift = min(COUNTED, stop - start - done), done * itemsize
+        first = _contribution(block, block[order], part, start, turn) + shift
+        copy_bytes(block[SUMS], first, count * itemsize)
+        for position in range(1, ranks):
+            other = _contribution(block, block[order + position], part, start, turn) + shift
+            _add(block, block[SUMS], other, count)
+        _average(block, block[SUMS], count)
+        copy_bytes(result + shift, block[SUMS], count * itemsize)
+        done += count
+
+
+@_compiled
+def _reduce_all(block: Array) -> None:
+    """Reduce a small tensor completely: every peer has it in its entry."""
+    for lane in range(block[LANES]):
+        first, last = _range(block[COUNT], block[LANES], lane)
+        for part in range(block[RANKS]):
+            start, stop = _range(last - first, block[RANKS], part)
+            _reduce(block, part, first + start, first + stop, 0)
+
+
+@_compiled
+def _piece(block: Array, part: Any, turn: Any) -> Any:
+    """Return the elements of the tensor that are a part's piece in a round."""
+    lane, number = turn // block[LANE_ROUNDS], turn % block[LANE_ROUNDS]
+    first, last = _range(block[COUNT], block[LANES], lane)
+    start, stop = _range(last - first, block[RANKS], part)
+    begin = min(stop, start + number * block[PIECE])
+    return first + begin, first + min(stop, begin + block[PIECE])
+
+
+@_compiled
+def _move_pieces(block: Array) -> Any:
+    """Carry out the steps that are possible now, each at most once; return whether there were any."""
+    ranks, me, entry, itemsize = block[RANKS], block[ME], block[ENTRY], block[ITEMSIZE]
+    memory = block[_peer(block, me) + MEMORY]
+    is_staged = block[SOURCE] == 0
+    moved = False
+    turn = block[STAGED]
+    # A set of pieces serves every second round: all peers have read those of two rounds before.
+    if is_staged and turn < block[ROUNDS] and turn < _least(block, E_REDUCED) + 2:
+        for part in range(ranks):
+            if part != me:
+                start, stop = _piece(block, part, turn)
+                target = memory + block[STAGE] + (turn % 2 * ranks + part) * block[PIECE_BYTES]
+                copy_bytes(target, block[TENSOR] + start * itemsize, (stop - start) * itemsize)
+        block[STAGED] = turn + 1
+        store(entry + E_STAGED, turn + 1)
+        moved = True
+    turn = block[REDUCED]
+    has_room = not is_staged or turn < _least(block, E_COPIED) + 2
+    if turn < block[ROUNDS] and has_room and turn < _least_staged(block):
+        start, stop = _piece(block, me, turn)
+        _reduce(block, me, start, stop, turn)
+        if is_staged:
+            target = memory + block[STAGE] + block[RESULTS_AT] + turn % 2 * block[PIECE_BYTES]
+            copy_bytes(target, block[TENSOR] + start * itemsize, (stop - start) * itemsize)
+        block[REDUCED] = turn + 1
+        store(entry + E_REDUCED, turn + 1)
+        moved = True
+    turn = block[COPIED]
+    if turn < block[REDUCED] and turn < _least(block, E_REDUCED):
+        for part in range(ranks):
+            if part != me:
+                start, stop = _piece(block, part, turn)
+                at = _peer(block, part)
+                source = block[at + MEMORY]
+                if block[at + PEER_SOURCE] != 0:
+                    source += block[at + PEER_SOURCE] + start * itemsize
+                else:
+                    source += block[at + PEER_STAGE] + block[RESULTS_AT] + turn % 2 * block[PIECE_BYTES]
+                copy_bytes(block[TENSOR] + start * itemsize, source, (stop - start) * itemsize)
+        block[COPIED] = turn + 1
+        store(entry + E_COPIED, turn + 1)
+        moved = True
+    return moved
+
+
+@_compiled
+def _seen(block: Array) -> Any:
+    """Return a number that changes when a peer announces the operation, or a counter of a peer's entry changes."""
+    total = int64(0)
+    for peer in range(block[RANKS]):
+        if peer == block[ME]:
+            continue
+        at = _peer(block, peer)
+        entry = block[at + PEER_ENTRY]
+        if entry != 0:
+            total += load(entry + E_STAGED) + load(entry + E_REDUCED) + load(entry + E_COPIED) + 1
+            continue
+        for probe in range(PROBES):
+            entry = block[at + MEMORY] + block[BOARD_AT] + (block[HOME] + probe) % block[ENTRIES] * ENTRY_BYTES
+            if _is_there(block, entry):
+                total += 1
+    return total
+
+
+@_compiled
+def _has_changed(block: Array) -> Any:
+    """As ``exchange.HAS_CHANGED`` says."""
+    return block[ANNOUNCED] == 0 or _seen(block) != block[SEEN]
+
+
+@_compiled
+def _is_read(block: Array) -> Any:
+    """As ``exchange.IS_READ`` says."""
+    for peer in range(block[RANKS]):
+        if peer != block[ME]:
+            entry = block[_peer(block, peer) + PEER_ENTRY]
+            if entry != 0 and load(entry + E_COPIED) != block[ROUNDS] and _is_there(block, entry):
+                return False
+    return True
+
+
+@_compiled
+def _has_ended(block: Array, peer: Any) -> Any:
+    """As ``exchange.HAS_ENDED`` says."""
+    entry = block[_peer(block, peer) + PEER_ENTRY]
+    return load(entry + E_COPIED) == block[ROUNDS] or not _is_there(block, entry)
+
+
+@_compiled
+def _withdraw(block: Array) -> None:
+    """As ``exchange.WITHDRAW`` says."""
+    if block[ANNOUNCED] != 0:
+        store(block[ENTRY] + E_ITERATION, 0)
+
+
+@_compiled
+def _advance(block: Array) -> Any:
+    """As ``exchange.ADVANCE`` says."""
+    block[WAKE] = 0
+    if block[ANNOUNCED] == 0:
+        _announce(block)
+    ranks, looks, turns = block[RANKS], 0, block[TURNS]
+    block[SEEN] = -1
+    limit = block[SPINS] + block[YIELDS]
+    while True:
+        seen = _seen(block)
+        moved = False
+        if block[FOUND] < ranks - 1:
+            found = block[FOUND]
+            status = _look(block)
+            if status != PENDING:
+                return status
+            moved = block[FOUND] > found
+        if block[FOUND] == ranks - 1:
+            if block[INLINE] != 0:
+                if block[COPIED] != block[ROUNDS]:  # else it was done when this function was called last
+                    _reduce_all(block)
+                    block[COPIED] = block[ROUNDS]
+                    store(block[ENTRY] + E_COPIED, block[ROUNDS])
+                return DONE
+            if turns <= 0:
+                return PENDING
+            if _move_pieces(block):
+                moved = True
+                turns -= 1
+                _wake(block)
+            if block[COPIED] == block[ROUNDS] and (block[SOURCE] == 0 or _least(block, E_COPIED) == block[ROUNDS]):
+                return DONE
+        if moved:
+            looks = 0
+            continue
+        block[SEEN] = seen
+        if block[WAKE] != 0 or looks >= limit:
+            return PENDING
+        looks += 1
+        if block[SPINS] != 0:
+            pause()
+        else:
+            yield_core()
+
+
+@_compiled
+def _restart(block: Array, iteration: Any, entry: Any) -> Any:
+    """As ``exchange.RESTART`` says."""
+    block[ITERATION], block[ENTRY] = iteration, entry
+    block[ANNOUNCED] = block[FOUND] = block[STAGED] = block[REDUCED] = block[COPIED] = 0
+    for peer in range(block[RANKS]):
+        block[_peer(block, peer) + PEER_ENTRY] = 0
+    return _advance(block)
+
+
+def _exchange(what: Any, address: Any, first: Any, second: Any) -> Any:
+    block = int64_at(address)
+    if what == ADVANCE:
+        return _advance(block)
+    if what == RESTART:
+        return _restart(block, first, second)
+    if what == LOOK:
+        return _look(block)
+    if what == HAS_CHANGED:
+        return int64(_has_changed(block))
+    if what == HAS_ENDED:
+        return int64(_has_ended(block, first))
+    if what == IS_READ:
+        return int64(_is_read(block))
+    _withdraw(block)
+    return int64(0)
+
+
+def assembly() -> tuple[str, str]:
+    """Compile; return the assembly of LLVM and the name of the function ``exchange.Exchange`` therein."""
+    compiled = cfunc(int64(*[int64] * NUM_ARGUMENTS), error_model="numpy", _nrt=False)(_exchange)
+    return compiled.inspect_llvm(), compiled.native_name
