@@ -67,6 +67,8 @@ def _pointer_to(element: types.Type) -> Any:
     """Return a function that converts an address into a pointer to elements of one type."""
 
     def convert(_typing: Any, address: Any) -> Any:
+        """Return an address as a pointer to elements of one type."""
+
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             return builder.inttoptr(arguments[0], context.get_value_type(element).as_pointer())
 
