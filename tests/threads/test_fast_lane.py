@@ -1,8 +1,10 @@
 """The fast lane under real engines: what it takes, that it changes no bit and no error, and how it gives way."""
 
+import gc
 import random
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -133,8 +135,8 @@ def test_a_rank_without_room_may_be_any_rank_of_the_schedule(world_size: int, mo
 def test_a_rank_without_room_has_all_ranks_use_messages(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = getattr(FastLane, method)
 
-    def on_some_ranks(lane: FastLane, *arguments):
-        return None if lane._rank == 1 else original(lane, *arguments)
+    def on_some_ranks(lane: FastLane, *arguments, **options):
+        return None if lane._rank == 1 else original(lane, *arguments, **options)
 
     monkeypatch.setattr(FastLane, method, on_some_ranks)
 
@@ -318,3 +320,39 @@ def test_more_large_tensors_than_stages_in_a_row() -> None:
                 assert work.wait().unique().tolist() == [3.0 * index], turn
 
     on_one_host(3, body)
+
+
+def test_the_next_operation_of_a_name_may_have_another_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeated, original = [], FastLane.repeat
+    monkeypatch.setattr(FastLane, "repeat", lambda lane, *rest: repeated.append(lane._rank) or original(lane, *rest))
+
+    def body(group: Group) -> None:
+        choice = random.Random(group.rank)
+        large = [group.empty(60_000), torch.empty(60_000), group.empty(60_000), torch.empty(60_000)]
+        small = [torch.empty(9), group.empty(9), torch.empty(9)]
+        others = [torch.empty(3, 3), torch.empty(60_000, dtype=torch.float64)]
+        for turn in range(60):
+            for name, tensors in (("large", large), ("small", small), ("other", others)):
+                # The ranks agree on the shape, and each takes any of its tensors.
+                tensor = others[turn // 20 % 2] if tensors is others else choice.choice(tensors)
+                tensor.fill_(group.rank + turn)
+                assert group.allreduce(tensor, name=name).wait().unique().tolist() == [3.0 * turn + 3]
+
+    on_one_host(3, body)
+    assert all(repeated.count(rank) > 60 for rank in range(3))
+
+
+def test_no_tensor_is_kept_after_its_operation() -> None:
+    def body(group: Group) -> None:
+        for size in (10, 50_000):
+            for _ in range(6):
+                tensor = torch.ones(size)
+                storage = weakref.ref(tensor.untyped_storage())
+                last = weakref.ref(tensor)
+                group.allreduce(tensor, name=f"t{size}").wait()
+                del tensor
+                gc.collect()
+                assert last() is None
+                assert storage() is None
+
+    on_one_host(2, body)

@@ -40,8 +40,8 @@ def bench_allreduce(
 ) -> Report:
     """Time allreduce by size, beside gloo, Open MPI and MPICH if asked to.
 
-    Where ranks share memory, Total Reduce is measured a second time with tensors of Group.empty ("shared"), as
-    DistributedOptimizer uses them.
+    Where ranks share memory, Total Reduce is measured a second time as DistributedOptimizer uses it: with prepared
+    operations on tensors of Group.empty ("shared").
 
     Every timed result is checked on every rank; a wrong one ends the run without a figure.
     """

@@ -22,10 +22,12 @@ from totalreduce.bench.launching import SHARED
 from totalreduce.cli.report import format_bytes
 from totalreduce.foundation.types import OpKind
 from totalreduce.groups.group import Group
+from totalreduce.groups.operations import PreparedOperation
 from totalreduce.groups.probe import selector_of
 
 _WARMUP_ROUNDS = 2
 _ROOT = 0
+_NAME = "bench.collective"
 
 # torch 2.13 gave them new names.
 _gloo_allgather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -133,6 +135,7 @@ class _Case:
         self._inputs = list(torch.empty(self._times, block * len(self._factors.given), dtype=dtype))
         self._outputs = list(torch.empty(self._times, block * len(self._factors.before), dtype=dtype))
         self._shared: list[torch.Tensor] = []
+        self._prepared: dict[int, PreparedOperation] = {}
 
     def sample(self, peer: str, schedule: str) -> tuple[float, float | None]:
         """Return the seconds of one operation on this rank, and the bytes that it sent, where they are known."""
@@ -143,6 +146,10 @@ class _Case:
             return context.mpi[peer].sample(name, self.count, self._times, dtype), None
         if peer == SHARED and not self._shared:
             self._shared = list(context.group.empty(self.count * self._times, dtype=self._dtype).view(self._times, -1))
+            self._prepared = {
+                id(tensor): context.group.prepare_allreduce(tensor, name=_NAME, schedule=schedule)
+                for tensor in self._shared
+            }
         outputs = self._shared if peer == SHARED else self._outputs
         self._fill(outputs)
         group = None if peer == "gloo" else context.group_of(peer)
@@ -164,8 +171,10 @@ class _Case:
         return elapsed / self._times, None if group is None else sent / self._times
 
     def _by_engine(self, group: Group, tensor: torch.Tensor, output: torch.Tensor, schedule: str) -> None:
-        name = "bench.collective"
+        name = _NAME
         match self._kind:
+            case OpKind.ALLREDUCE if id(output) in self._prepared:
+                self._prepared[id(output)].start().wait()
             case OpKind.ALLREDUCE:
                 group.allreduce(output, name=name, schedule=schedule).wait()
             case OpKind.REDUCE:

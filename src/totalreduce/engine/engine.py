@@ -202,13 +202,15 @@ class Engine:
             self._match_any_receives(ranks[0], (record.op_id, record.next_iteration), now)
         return operation
 
-    def begin_again(self, record: NameRecord, layout: OperationLayout) -> _Key | None:
+    def begin_again(self, layout: OperationLayout, op_id: int) -> _Key | None:
         """Return the key of the next operation of a name, which the carrier begins without a record in ``table``.
 
         The caller hands it to ``adopt`` before anything else happens to this engine, unless it has ended before.
         Returns ``None``, and nothing has changed, if the operation must be submitted.
         """
-        members, key = self.members, (record.op_id, record.next_iteration)
+        record = self.table.names.get(op_id)
+        assert record is not None
+        members, key = self.members, (op_id, record.next_iteration)
         if (
             members.lost is not None
             or members.closed

@@ -36,6 +36,8 @@ _SPINS = 4000
 _YIELDS = 16
 #: How often pieces are moved before other operations get their turn: some milliseconds.
 _PIECES_AT_A_TIME = 64
+#: The address of a tensor, and its offset in the memory that other ranks read; 0: it is not there.
+_Place = tuple[int, int]
 #: Bits of the word in which ``advance`` says which ranks are to be woken.
 _RANKS_MAX = 62
 
@@ -96,7 +98,7 @@ class Carriage:
         operation: The operation.
         layout: Its layout.
         block: Its words (see ``kernels.exchange``); ``address`` is their address.
-        tensor: Its bytes; ``None`` after its end, and for a repeated operation, whose owner keeps them.
+        tensor: Its bytes; ``None`` after its end.
         number: The number of its entry.
         other: The number of the entry that the next operation of the name uses, if that was found.
         iteration: The number in its entry by which the other ranks know it.
@@ -252,28 +254,36 @@ class FastLane:
         if not carriage.has_begun:
             self.exchange(exchange.WITHDRAW, carriage.address, 0, 0)
 
-    def may_repeat(self, carriage: Carriage) -> bool:
-        """Return whether the next operation of a name can use the carriage of the last one (see ``repeat``)."""
-        number, stage = carriage.other, carriage.stage
+    def place_of_next(self, carriage: Carriage, tensor: memoryview) -> _Place | None:
+        """Return where the tensor of the next operation of a name is; ``None`` if that cannot use the carriage."""
+        number, stage, words = carriage.other, carriage.stage, carriage.words
         if not carriage.ended or number is None or self._entries[number] is not carriage:
-            return False
-        return stage is None or (self._stages[stage] is carriage and carriage.is_read)
+            return None
+        if stage is not None and not (self._stages[stage] is carriage and carriage.is_read):
+            return None
+        address = _address_of(tensor)
+        if words[exchange.INLINE] or words[exchange.TENSOR] == address:
+            return address, words[exchange.SOURCE]
+        source = self.boards.offset_of(tensor)
+        return (address, source) if (source == 0) == (stage is not None) else None
 
-    def repeat(self, carriage: Carriage, key: tuple[int, int]) -> None:
+    def repeat(self, carriage: Carriage, key: tuple[int, int], tensor: memoryview, place: _Place) -> None:
         """Use a carriage for the next operation of its name, which ``restart`` announces.
 
         No rank reads the entry of the last operation but one: all ranks have ended that operation, because they have
         announced the last one.
         """
         assert carriage.other is not None
-        carriage.ended, carriage.iteration = False, key[1] + 1
+        words = carriage.words
+        words[exchange.TENSOR], words[exchange.SOURCE] = place
+        carriage.ended, carriage.tensor, carriage.iteration = False, tensor, key[1] + 1
         carriage.number, carriage.other = carriage.other, carriage.number
 
     # ---------------------------------------------------------------------------------- the thread that moves messages
 
     def restart(self, carriage: Carriage) -> int:
         """As ``announce``, for a carriage of ``repeat``. This thread waits for the end of a small operation."""
-        words = carriage.words
+        words, _tensor = carriage.words, carriage.tensor  # another thread may end the operation meanwhile
         words[exchange.SPINS] = self._spins if words[exchange.INLINE] else 0
         words[exchange.YIELDS] = words[exchange.TURNS] = 0
         entry = self._memory + self._board.entry(carriage.number)
@@ -361,10 +371,6 @@ class FastLane:
                 self._release(user)
                 return number
         return None
-
-    def carriage_of(self, operation: Operation) -> Carriage | None:
-        """Return the carriage of an operation that the lane has taken, also after its end."""
-        return operation.carriage if isinstance(operation.carriage, Carriage) else None
 
     def keep_two(self, carriage: Carriage) -> None:
         """Find a second entry for the operations of a name, which use the two in turn (see ``repeat``)."""

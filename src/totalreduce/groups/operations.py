@@ -21,7 +21,6 @@ from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededEr
 from totalreduce.groups import checked
 from totalreduce.groups.checked import CheckedOperation
 from totalreduce.runner.handle import Handle
-from totalreduce.runner.repeated import Repeated
 from totalreduce.runner.runner import Runner
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.memory import MemoryInFlight, Operands
@@ -102,11 +101,7 @@ class Operations:
         submission = Submission(
             name, operation.signature, operation.buffers, ranks or self.ranks, self.scope + scope, repeats, priority
         )
-        self._check_open()
-        with self._handle(operation, patience_s) as handle:
-            self.runner.submit(submission, handle)
-        assert handle.operation is not None
-        return Work(self.runner, handle, operation.results, handle.operation.name, patience_s, ranks=self.ranks)
+        return self.start(operation, submission, patience_s)
 
     def prepare(
         self, operation: CheckedOperation, name: str | None, priority: int, timeout_s: float | None = None
@@ -118,12 +113,12 @@ class Operations:
         )
         return PreparedOperation(self, operation, submission, patience_s)
 
-    def start(self, operation: CheckedOperation, repeated: Repeated, patience_s: float) -> Work:
-        """Submit an operation that was prepared; return at once."""
+    def start(self, operation: CheckedOperation, submission: Submission, patience_s: float) -> Work:
+        """Submit an operation that was checked before; return at once."""
         self._check_open()
         with self._handle(operation, patience_s) as handle:
-            self.runner.start(repeated, handle)
-        name = repeated.submission.name or UNNAMED
+            self.runner.submit(submission, handle)
+        name = handle.operation.name if handle.operation is not None else submission.name or UNNAMED
         return Work(self.runner, handle, operation.results, name, patience_s, ranks=self.ranks)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, priority: int, timeout_s: float | None) -> Work:
@@ -277,16 +272,16 @@ class PreparedOperation:
     As long as it exists, the memory of the tensor cannot be resized.
     """
 
-    __slots__ = ("_operation", "_operations", "_patience_s", "_repeated")
+    __slots__ = ("_operation", "_operations", "_patience_s", "_submission")
 
     def __init__(
         self, operations: Operations, operation: CheckedOperation, submission: Submission, patience_s: float
     ) -> None:
         self._operations, self._operation = operations, operation
-        self._repeated, self._patience_s = Repeated(submission), patience_s
+        self._submission, self._patience_s = submission, patience_s
 
     def __repr__(self) -> str:
-        submission = self._repeated.submission
+        submission = self._submission
         return f"<PreparedOperation {submission.name!r}: {submission.signature.describe()}>"
 
     @property
@@ -307,10 +302,10 @@ class PreparedOperation:
         """
         if not self.is_current:
             raise ConfigurationError(
-                f"{self._repeated.submission.name!r}: the tensor of this prepared operation was given other memory "
+                f"{self._submission.name!r}: the tensor of this prepared operation was given other memory "
                 "(by .data = …, set_ or resize_): prepare the operation again"
             )
-        return self._operations.start(self._operation, self._repeated, self._patience_s)
+        return self._operations.start(self._operation, self._submission, self._patience_s)
 
 
 def _message_name(src: int, dst: int, tag: int) -> str:

@@ -20,11 +20,12 @@ from totalreduce.engine.engine import Engine
 from totalreduce.engine.operation import Operation, State
 from totalreduce.engine.outbox import OutgoingMessage
 from totalreduce.engine.reception import Delivery
+from totalreduce.engine.submission import Submission
 from totalreduce.fastlane.lane import Carriage, FastLane
 from totalreduce.foundation.header import Header
 from totalreduce.kernels import exchange
 from totalreduce.runner.handle import Handle
-from totalreduce.runner.repeated import Repeated
+from totalreduce.runner.repeated import Begun, KnownCarriages
 from totalreduce.schedules.actions import Mode
 from totalreduce.transports.base import Lease, Outgoing
 
@@ -87,8 +88,9 @@ class EngineEndpoint:
     def __init__(self, engine: Engine, lane: FastLane | None = None, *, inline: bool) -> None:
         self.engine, self.lane, self.inline = engine, lane, inline
         engine.carrier = lane
-        #: Repeated operations that have begun in the fast lane without a record in the engine, by handle.
-        self.unlisted: dict[Handle, Repeated] = {}
+        #: Operations that have begun in the fast lane without a record in the engine, by handle.
+        self.unlisted: dict[Handle, Begun] = {}
+        self._known = KnownCarriages()
         self.lock = threading.Lock()
         self.work = threading.Condition(self.lock)
 
@@ -100,39 +102,40 @@ class EngineEndpoint:
             ended = self.engine.table.pop_completed()
         complete_owners(ended)
 
-    def start(self, repeated: Repeated, handle: Handle) -> bool:
-        """Begin a repeated operation in the fast lane; end it if that takes no longer than to let the engine know.
+    def known_carriage(self, submission: Submission) -> Carriage | None:
+        """Return what an operation needs to begin in the fast lane without a record in the engine. Any thread."""
+        return self._known.find(submission)
 
-        Returns false, and nothing has changed, if the operation must be submitted to the engine. If ``repeated.ended``
-        is set afterwards, the caller completes the handle: that runs callbacks.
+    def learn(self, submission: Submission, operation: Operation) -> None:
+        """Keep what the next operation of a name can use. Called under the lock."""
+        carriage = self._known.learn(submission, operation)
+        if carriage is not None and self.lane is not None:
+            self.lane.keep_two(carriage)
+
+    def begin(self, submission: Submission, carriage: Carriage, handle: Handle) -> bool | None:
+        """Begin an operation in the fast lane; end it if that takes no longer than to let the engine know.
+
+        Returns whether it has ended: then the caller completes the handle, which runs callbacks. Returns ``None``, and
+        nothing has changed, if the operation must be submitted to the engine.
         """
-        carriage, record, lane = repeated.carriage, repeated.record, self.lane
-        if carriage is None or record is None or lane is None:
-            return False
+        lane, tensor = carriage.lane, submission.buffers[0]
+        assert tensor is not None
         with self.lock:
-            key = self.engine.begin_again(record, carriage.layout) if lane.may_repeat(carriage) else None
-            if key is None:
-                return False
-            lane.repeat(carriage, key)
-            repeated.key, repeated.ended = key, False
-            self.unlisted[handle] = repeated
-        repeated.ended = self._has_ended(handle, carriage, lane.restart(carriage))
-        return True
-
-    def learn(self, repeated: Repeated, operation: Operation) -> None:
-        """Keep what the next start of a repeated operation can use. Called under the lock."""
-        lane, is_first = self.lane, repeated.record is None
-        repeated.record = self.engine.table.names.get(operation.key[0])
-        repeated.carriage = lane.carriage_of(operation) if lane is not None else None
-        if lane is not None and repeated.carriage is not None and not is_first:
-            lane.keep_two(repeated.carriage)
+            place = lane.place_of_next(carriage, tensor)
+            key = None if place is None else self.engine.begin_again(carriage.layout, carriage.operation.key[0])
+            if place is None or key is None:
+                return None
+            lane.repeat(carriage, key, tensor, place)
+            self.unlisted[handle] = Begun(submission, key, carriage)
+        return self._has_ended(handle, carriage, lane.restart(carriage))
 
     def hurry_unlisted(self, handle: Handle) -> bool:
-        """Try to end a repeated operation for which this thread waits; if it has ended, the caller completes it."""
-        repeated = self.unlisted.get(handle)
-        if self.lane is None or repeated is None or repeated.carriage is None:
+        """Try to end an operation that the engine does not know; if it has ended, the caller completes its handle."""
+        begun = self.unlisted.get(handle)
+        if begun is None:
             return False
-        return self._has_ended(handle, repeated.carriage, self.lane.advance(repeated.carriage, patient=True))
+        carriage = begun.carriage
+        return self._has_ended(handle, carriage, carriage.lane.advance(carriage, patient=True))
 
     def _has_ended(self, handle: Handle, carriage: Carriage, status: int) -> bool:
         if status != exchange.DONE:
@@ -140,19 +143,16 @@ class EngineEndpoint:
         with self.lock:
             if self.unlisted.pop(handle, None) is None:
                 return False  # the engine has adopted it meanwhile, and finds its end
-            carriage.ended = True
+            carriage.ended, carriage.tensor = True, None
             self.engine.count_carried(carriage)
         return True
 
     def adopt(self, now: float) -> None:
         """Have the engine adopt all operations that it does not know. Called under the lock."""
         unlisted, self.unlisted = self.unlisted, {}
-        for handle, repeated in unlisted.items():
-            assert repeated.carriage is not None
-            assert self.lane is not None
-            operation = self.engine.adopt(repeated.submission, repeated.key, repeated.carriage, now, owner=handle)
-            handle.operation = operation
-            self.lane.adopt(operation, repeated.carriage)
+        for handle, (submission, key, carriage) in unlisted.items():
+            operation = handle.operation = self.engine.adopt(submission, key, carriage, now, owner=handle)
+            carriage.lane.adopt(operation, carriage)
 
     def announce(self, operation: Operation) -> bool:
         """Let the other ranks know of an operation in the fast lane; true if it is there."""

@@ -18,8 +18,8 @@ class Handle:
     Attributes:
         done: Whether the operation has ended, well or not.
         error: The error with which it failed.
-        operation: The engine's operation; ``None`` for a receive from anybody, until a message has come, and for a
-            repeated operation that the engine has not adopted (``runner.repeated``).
+        operation: The engine's operation; ``None`` for a receive from anybody, until a message has come, and for an
+            operation that the engine has not adopted (``runner.repeated``).
     """
 
     __slots__ = ("_callbacks", "_finish", "_gate", "_release", "done", "error", "operation")

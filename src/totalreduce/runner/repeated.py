@@ -1,36 +1,62 @@
-"""An operation that is started again and again: what the runner remembers from start to start.
+"""Operations of names that were carried out in the fast lane before: they begin there without a record in the engine.
 
-In the fast lane most operations end within microseconds. So a repeated operation is begun there without a record in the
-engine; the engine adopts it if it has not ended when anything else happens to the engine.
+In the fast lane most operations end within microseconds. The engine adopts an operation that has not ended when
+anything else happens to the engine.
 """
 
 from __future__ import annotations
 
-from typing import final
+from collections import OrderedDict
+from typing import NamedTuple, final
 
-from totalreduce.engine.names import NameRecord
+from totalreduce.engine.operation import Operation
 from totalreduce.engine.submission import Submission
 from totalreduce.fastlane.lane import Carriage
 
-__all__ = ["Repeated"]
+__all__ = ["Begun", "KnownCarriages"]
+
+#: Names whose carriages are kept. The fast lane has entries for half as many operations.
+_NAMES_MAX = 256
+
+
+class Begun(NamedTuple):
+    """An operation that has begun in the fast lane and that the engine does not know.
+
+    Attributes:
+        submission: The operation as it was submitted.
+        key: Its key.
+        carriage: What the fast lane keeps of it.
+    """
+
+    submission: Submission
+    key: tuple[int, int]
+    carriage: Carriage
 
 
 @final
-class Repeated:
-    """What the runner keeps of a repeated operation.
+class KnownCarriages:
+    """The carriage of the last operation of every name, by scope and name."""
 
-    Attributes:
-        submission: The operation as it is submitted.
-        record: What the engine keeps of its name; ``None`` before the first start.
-        carriage: What the fast lane keeps of it; ``None`` if the last start was not carried out there.
-        key: The key of the last start.
-        ended: Whether the last start has ended by itself, so that the engine never knew of it.
-    """
+    def __init__(self) -> None:
+        self._carriages: OrderedDict[tuple[str, str], Carriage] = OrderedDict()
 
-    __slots__ = ("carriage", "ended", "key", "record", "submission")
+    def find(self, submission: Submission) -> Carriage | None:
+        """Return the carriage of the last operation of a name, if the submitted operation is of the same layout."""
+        name = submission.name
+        carriage = None if name is None else self._carriages.get((submission.scope, name))
+        if carriage is None or carriage.layout.signature != submission.signature:
+            return None
+        return carriage if submission.ranks is None or submission.ranks == carriage.ranks else None
 
-    def __init__(self, submission: Submission) -> None:
-        self.submission = submission
-        self.record: NameRecord | None = None
-        self.carriage: Carriage | None = None
-        self.key, self.ended = (0, 0), False
+    def learn(self, submission: Submission, operation: Operation) -> Carriage | None:
+        """Keep the carriage of a submitted operation; return it if there was one of its name before."""
+        name, carriage = submission.name, operation.carriage
+        if name is None or submission.repeats or not isinstance(carriage, Carriage):
+            return None
+        key = (submission.scope, name)
+        is_known = key in self._carriages
+        self._carriages[key] = carriage
+        self._carriages.move_to_end(key)
+        if len(self._carriages) > _NAMES_MAX:
+            self._carriages.popitem(last=False)
+        return carriage if is_known else None

@@ -29,12 +29,11 @@ from totalreduce.engine.engine import Engine
 from totalreduce.engine.operation import Operation, State
 from totalreduce.engine.submission import Submission
 from totalreduce.fastlane.board import BOARD_BYTES
-from totalreduce.fastlane.lane import FastLane
+from totalreduce.fastlane.lane import Carriage, FastLane
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
 from totalreduce.foundation.forking import HomeProcess, let_go_in_children
 from totalreduce.runner.endpoint import EngineEndpoint, complete_owners
 from totalreduce.runner.handle import Handle
-from totalreduce.runner.repeated import Repeated
 from totalreduce.runner.turns import Turns
 from totalreduce.transports.base import Transport
 
@@ -89,11 +88,15 @@ class Runner:
         Raises what ``Engine.submit`` does. Then the handle has not changed.
         """
         self.home.check()
+        carriage = self._endpoint.known_carriage(submission)
+        if carriage is not None and self._begin_in_lane(submission, carriage, handle):
+            return
         with self._lock:
             self._check_alive()
             now = time.monotonic()
             self._endpoint.adopt(now)
             operation = handle.operation = self.engine.submit(submission, now, owner=handle)
+            self._endpoint.learn(submission, operation)
             wake = self._wakes_after_submission()
         if operation.carriage is not None and self._announce(operation):
             wake = wake and not operation.finished and operation.state is not State.WAITING
@@ -101,20 +104,13 @@ class Runner:
         if not handle.done:
             self._look_again(now, wake=wake)
 
-    def start(self, repeated: Repeated, handle: Handle) -> None:
-        """As ``submit``, for an operation that is started again and again."""
-        if not self._start_in_lane(repeated, handle):
-            self.submit(repeated.submission, handle)
-            with self._lock:
-                if handle.operation is not None:
-                    self._endpoint.learn(repeated, handle.operation)
-
-    def _start_in_lane(self, repeated: Repeated, handle: Handle) -> bool:
-        """Begin a repeated operation in the fast lane, unless it must be submitted to the engine."""
-        carriage, now = repeated.carriage, time.monotonic()
-        if carriage is None or not self._in_lane(lambda: self._endpoint.start(repeated, handle)):
+    def _begin_in_lane(self, submission: Submission, carriage: Carriage, handle: Handle) -> bool:
+        """Begin an operation in the fast lane, unless it must be submitted to the engine."""
+        now = time.monotonic()
+        ended = self._in_lane(lambda: self._endpoint.begin(submission, carriage, handle))
+        if ended is None:
             return False
-        if repeated.ended:
+        if ended:
             self._turns.rest(now, resting=now < self._next_tick)
             handle.complete(None)
         else:
@@ -122,7 +118,7 @@ class Runner:
         return True
 
     def _end_in_lane(self, handle: Handle, now: float) -> bool:
-        """Try to end a repeated operation that the engine does not know; if that takes long, let the engine know."""
+        """Try to end an operation that the engine does not know; if that takes long, let the engine know."""
         if self._turns.driver is None and self._in_lane(lambda: self._endpoint.hurry_unlisted(handle)):
             self._turns.rest(now, resting=now < self._next_tick)
             handle.complete(None)
@@ -131,19 +127,19 @@ class Runner:
                 self._endpoint.adopt(now)
         return handle.done
 
-    def _announce(self, operation: Operation) -> bool:
+    def _announce(self, operation: Operation) -> bool | None:
         """Announce an operation in the fast lane, unless another thread moves messages and will do so."""
         return self._in_lane(lambda: self._endpoint.announce(operation))
 
-    def _in_lane(self, move: Callable[[], bool]) -> bool:
-        """Call a function that moves operations in the fast lane; false if another thread moves messages now.
+    def _in_lane(self, move: Callable[[], bool | None]) -> bool | None:
+        """Call a function that moves operations in the fast lane; ``None`` if another thread moves messages now.
 
         An exception in the function, Ctrl-C above all, may have cut an operation in two: then nothing moves any more.
         """
         if not self._moving.acquire(blocking=False):
-            return False
+            return None
         try:
-            return self._failure is None and not self._stop and move()
+            return None if self._failure is not None or self._stop else move()
         except BaseException as failure:
             self._failure = failure
             self._fail(failure)
