@@ -92,7 +92,7 @@ def result(seconds, goodput=9.5e8):
     contestants = [Contestant("totalreduce", "auto"), Contestant("totalreduce", "direct"), Contestant("gloo", "auto")]
     expected_s = {"ring": 2e-5, "direct": 3e-5}
     return CollectivesSamples(
-        [goodput], [CollectiveRow("allgather", 1000, 250, contestants, seconds, [[]] * 3, expected_s)]
+        [goodput], [CollectiveRow("allgather", 1000, 250, contestants, seconds, [[]] * 3, [[]] * 3, expected_s)]
     )
 
 

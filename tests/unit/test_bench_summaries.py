@@ -21,7 +21,7 @@ def decoded(kind, documents):
 def test_the_slowest_rank_counts_and_gains_are_taken_round_by_round():
     def rank(ours, gloo, sent):
         peers = [Contestant("totalreduce", "auto"), Contestant("gloo", "auto")]
-        row = CollectiveRow("allreduce", 1000, 250, peers, [ours, gloo], [sent, []], {})
+        row = CollectiveRow("allreduce", 1000, 250, peers, [ours, gloo], [sent, []], [[2e-6] * 3, []], {})
         return CollectivesSamples([8e8, 1e9], [row])
 
     results = [
@@ -35,6 +35,7 @@ def test_the_slowest_rank_counts_and_gains_are_taken_round_by_round():
     assert ours.share_of_rate == pytest.approx(8e-6 / 2e-5)
     assert ours.share_of_tcp == pytest.approx(8e3 / 9e8 / 2e-5)
     assert ours.bytes_sent == 1200
+    assert (ours.cpu_s, gloo.cpu_s) == (pytest.approx(2e-6), None)
     assert ours.gain is None
     assert gloo.gain.median == pytest.approx(2.0)  # rounds: 4/2, 6/3, 4/2
 
@@ -42,7 +43,7 @@ def test_the_slowest_rank_counts_and_gains_are_taken_round_by_round():
 def test_tensors_in_shared_memory_are_a_contestant_of_their_own():
     peers = [Contestant(peer, "auto") for peer in ("totalreduce", "shared", "gloo")]
     seconds = [[2e-3, 2e-3], [1e-3, 2e-3], [4e-3, 8e-3]]
-    row = CollectiveRow("allreduce", MIB, MIB // 4, peers, seconds, [[9], [7], []], {})
+    row = CollectiveRow("allreduce", MIB, MIB // 4, peers, seconds, [[9], [7], []], [[]] * 3, {})
     figures = collectives.summarise([CollectivesSamples([1e9], [row])] * 2, (0, 1), None)
     ours, shared, gloo = figures
     assert (ours.gain, ours.gain_shared, shared.gain, shared.gain_shared) == (None,) * 4

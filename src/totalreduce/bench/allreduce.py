@@ -17,7 +17,7 @@ from totalreduce.bench.collectives import (
 from totalreduce.bench.command import benchmark
 from totalreduce.bench.goodput import goodput_caption
 from totalreduce.bench.launching import SHARED, Results, Setting, run_benchmark
-from totalreduce.bench.report import Report, Table, duration, size, times
+from totalreduce.bench.report import Report, Table, duration, milliseconds, size, times
 from totalreduce.cli.report import format_bytes, share
 from totalreduce.foundation.errors import ConfigurationError
 
@@ -60,6 +60,7 @@ def bench_allreduce(
             ("of rate", lambda figure: share(figure.share_of_rate)),
             ("of TCP", lambda figure: share(figure.share_of_tcp)),
             ("sent", lambda figure: size(figure.bytes_sent)),
+            ("CPU per rank", lambda figure: milliseconds(figure.cpu_s)),
             ("Total Reduce faster by", lambda figure: times(figure.gain)),
             *([("shared by", lambda figure: times(figure.gain_shared))] if shared else []),
         ],

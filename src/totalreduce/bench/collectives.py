@@ -13,7 +13,7 @@ from totalreduce.bench.arithmetic import bus_factor_of, parse_sizes, wire_bytes
 from totalreduce.bench.command import benchmark
 from totalreduce.bench.goodput import goodput_caption, mean_goodput
 from totalreduce.bench.launching import SHARED, Results, Setting, run_benchmark
-from totalreduce.bench.report import Report, Table, duration, times
+from totalreduce.bench.report import Report, Table, duration, milliseconds, times
 from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate, slowest
 from totalreduce.cli.report import format_bytes, share
 from totalreduce.foundation.errors import ConfigurationError
@@ -56,6 +56,7 @@ class CollectiveRow:
         contestants: Those that took part.
         seconds: Of one operation, by contestant and round.
         bytes_sent: By this rank in one operation, by contestant and round; empty where unknown.
+        cpu_s: Processor time of this rank's process for one operation, by contestant and round; empty where unknown.
         expected_s: Seconds that the selector expects of every schedule.
     """
 
@@ -65,6 +66,7 @@ class CollectiveRow:
     contestants: list[Contestant]
     seconds: list[list[float]]
     bytes_sent: list[list[float]]
+    cpu_s: list[list[float]]
     expected_s: dict[str, float]
 
 
@@ -96,6 +98,7 @@ class CollectiveFigure:
         gain: The peer's time divided by Total Reduce's own choice, round by round: above 1, Total Reduce is faster.
         gain_shared: The same beside ``shared``, where that was measured.
         bytes_sent: By the average rank for one operation, headers included; ``None`` where unknown.
+        cpu_s: Processor time of the average rank for one operation; ``None`` where unknown.
     """
 
     kind: str
@@ -113,6 +116,7 @@ class CollectiveFigure:
     gain: Estimate | None
     gain_shared: Estimate | None
     bytes_sent: float | None
+    cpu_s: float | None
 
 
 @benchmark(
@@ -202,6 +206,7 @@ def summarise(
                 chosen = min(expected, key=expected.__getitem__) if is_auto else contestant.schedule
             compared = number > 0 and peer != SHARED
             sent = [sample for rank in rows for sample in rank.bytes_sent[number]]
+            cpu_s = [sample for rank in rows for sample in rank.cpu_s[number]]
             figures.append(
                 CollectiveFigure(
                     kind=row.kind,
@@ -219,6 +224,7 @@ def summarise(
                     gain=ratio_estimate(samples, every[0]) if compared else None,
                     gain_shared=ratio_estimate(samples, shared[0]) if compared and shared else None,
                     bytes_sent=fmean(sent) if sent else None,
+                    cpu_s=fmean(cpu_s) if cpu_s else None,
                 )
             )
     return figures
@@ -249,6 +255,7 @@ def _table(
             ("busbw GB/s", lambda figure: f"{figure.bus_bytes_per_s / 1e9:.3f}"),
             ("of rate", lambda figure: share(figure.share_of_rate)),
             ("of TCP", lambda figure: share(figure.share_of_tcp)),
+            ("CPU per rank", lambda figure: milliseconds(figure.cpu_s)),
             ("chosen one faster by", lambda figure: times(figure.gain)),
         ],
         figures,

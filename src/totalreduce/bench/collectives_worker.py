@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,18 +54,35 @@ def _measure(context: Context, kind: OpKind, size: int, dtype: str, contestants:
     case = _Case(context, kind, size, values.dtype_by_name(dtype))
     seconds: list[list[float]] = [[] for _ in contestants]
     sent: list[list[float]] = [[] for _ in contestants]
+    cpu_s: list[list[float]] = [[] for _ in contestants]
     for index in range(-_WARMUP_ROUNDS, context.rounds):
         for number, contestant in enumerate(contestants):
-            elapsed, num_bytes = case.sample(contestant.peer, contestant.schedule)
+            sample = case.sample(contestant.peer, contestant.schedule)
             if index >= 0:
-                seconds[number].append(elapsed)
-                if num_bytes is not None:
-                    sent[number].append(num_bytes)
+                seconds[number].append(sample.seconds)
+                if sample.bytes_sent is not None:
+                    sent[number].append(sample.bytes_sent)
+                if sample.cpu_s is not None:
+                    cpu_s[number].append(sample.cpu_s)
     name, num_bytes = kind.name.lower(), case.num_bytes
     context.report(f"{name} {format_bytes(num_bytes)}: {context.rounds} rounds of {len(contestants)} checked")
     expected = selector_of(context.group).estimates(kind, num_bytes, context.group.ranks)
     expected_s = {str(schedule): estimate for schedule, estimate in expected.items()}
-    return CollectiveRow(name, num_bytes, case.count, contestants, seconds, sent, expected_s)
+    return CollectiveRow(name, num_bytes, case.count, contestants, seconds, sent, cpu_s, expected_s)
+
+
+class _Sample(NamedTuple):
+    """One operation on this rank.
+
+    Attributes:
+        seconds: Its duration.
+        bytes_sent: The bytes that this rank sent; ``None`` where unknown.
+        cpu_s: The processor time of this process, all threads; ``None`` where another process did the work.
+    """
+
+    seconds: float
+    bytes_sent: float | None = None
+    cpu_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +154,13 @@ class _Case:
         self._shared: list[torch.Tensor] = []
         self._prepared: dict[int, PreparedOperation] = {}
 
-    def sample(self, peer: str, schedule: str) -> tuple[float, float | None]:
-        """Return the seconds of one operation on this rank, and the bytes that it sent, where they are known."""
+    def sample(self, peer: str, schedule: str) -> _Sample:
+        """Carry out a few operations, check their results, and return the average."""
         context, kind = self._context, self._kind
         if peer in context.mpi:
             name = "send" if kind is OpKind.SEND_RECV else kind.name.lower()
             dtype = str(self._dtype).removeprefix("torch.")
-            return context.mpi[peer].sample(name, self.count, self._times, dtype), None
+            return _Sample(context.mpi[peer].sample(name, self.count, self._times, dtype))
         if peer == SHARED and not self._shared:
             self._shared = list(context.group.empty(self.count * self._times, dtype=self._dtype).view(self._times, -1))
             self._prepared = {
@@ -155,6 +172,7 @@ class _Case:
         group = None if peer == "gloo" else context.group_of(peer)
         context.barrier()
         sent = 0 if group is None else group.statistics().bytes_sent
+        cpu_s = -time.process_time()
         begin = time.monotonic()
         for tensor, output in zip(self._inputs, outputs, strict=True):
             if group is None:
@@ -162,13 +180,15 @@ class _Case:
             else:
                 self._by_engine(group, tensor, output, schedule)
         elapsed = time.monotonic() - begin
+        cpu_s += time.process_time()
         if group is not None:
             sent = group.statistics().bytes_sent - sent
         if (
             group is not None or kind is not OpKind.REDUCE or self._is_root
         ):  # gloo leaves anything in the others' tensors
             self._check(outputs, f"{kind.name.lower()} of {self.count} elements by {peer}, schedule {schedule}")
-        return elapsed / self._times, None if group is None else sent / self._times
+        bytes_sent = None if group is None else sent / self._times
+        return _Sample(elapsed / self._times, bytes_sent, cpu_s / self._times)
 
     def _by_engine(self, group: Group, tensor: torch.Tensor, output: torch.Tensor, schedule: str) -> None:
         name = _NAME

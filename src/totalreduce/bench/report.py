@@ -95,6 +95,11 @@ def size(value: float | None) -> str:
     return "" if value is None else format_bytes(value)
 
 
+def milliseconds(seconds: float | None) -> str:
+    """Return a duration as ``1.23 ms``; nothing for ``None``."""
+    return "" if seconds is None else f"{1000 * seconds:.3g} ms"
+
+
 def print_progress(text: str) -> None:
     """Tell the user on standard error how far the benchmark is."""
     print(text, file=sys.stderr, flush=True)

@@ -33,6 +33,8 @@ from totalreduce.transports.tls import TlsCredentials
 
 __all__ = ["TcpTransport", "listen"]
 
+#: Events that report the end of a stream, or an error.
+_END = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 #: The last connection to a peer may end a moment before another rank reports the reason (LOST).
 _VERDICT_S = 0.2
 #: How long ``close`` waits for the peers to read, after the last byte that one of them has taken.
@@ -209,8 +211,9 @@ class TcpTransport(Transport):
         else:
             connection = self._connections.get(fd)
             if connection is not None:
-                if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP):
+                if events & (select.EPOLLIN | _END):
                     connection.incoming.readable = True
+                    connection.incoming.ending = connection.incoming.ending or events & _END != 0
                 if events & (select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR):
                     connection.outgoing.writable = True
                     if connection.established and connection.outgoing.busy:
@@ -233,7 +236,8 @@ class TcpTransport(Transport):
         except OSError as error:
             if not reading:
                 # The peer's last messages (GOODBYE, LOST) still count; reading will come to the same end.
-                connection.incoming.readable, connection.outgoing.writable = True, False
+                connection.incoming.readable = connection.incoming.ending = True
+                connection.outgoing.writable = False
                 return
             self._peers.drop(connection)
             self._ended[connection.peer] = now, f"its connection ended ({error})"
@@ -290,7 +294,7 @@ class TcpTransport(Transport):
             try:
                 connection.outgoing.send_raw(self._heartbeat)
             except OSError:
-                connection.incoming.readable = True  # reading will report the error
+                connection.incoming.readable = connection.incoming.ending = True  # reading will report the error
 
     def close(self, timeout_s: float) -> None:
         """Say that nothing more comes, wait for the others to have read it, close.
