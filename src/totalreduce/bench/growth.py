@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from totalreduce.bench.arithmetic import bus_factor, format_count, parse_count
+from totalreduce.bench.arithmetic import bus_factor, format_count, parse_count, parse_sizes
 from totalreduce.bench.command import benchmark, split_names
+from totalreduce.bench.growth_dense import dense_report
 from totalreduce.bench.launching import Setting, run_benchmark
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.methods import make_method
@@ -24,6 +25,7 @@ from totalreduce.bench.plots import Line, draw_lines
 from totalreduce.bench.report import Report, Table, print_progress, size
 from totalreduce.bench.sparse import SparseParameters, SparseSamples
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from totalreduce.sparse.actions import Exchange
@@ -74,6 +76,7 @@ class GrowthFigure:
     "growth",
     "totalreduce bench growth --plot growth.png",
     "totalreduce bench growth --processes 2,4 --lockstep 64,256 --json growth.json",
+    "totalreduce bench growth --dense --lockstep 2,8,32,128 --sizes 4KiB,1MiB",
     plot=True,
 )
 def bench_growth(
@@ -88,6 +91,12 @@ def bench_growth(
     selected: Annotated[str, typer.Option(help="Elements that a rank in lockstep selects.")] = "100k",
     density: Annotated[float, typer.Option(help="Share of the elements that is selected.")] = 0.01,
     methods: Annotated[str, typer.Option(help="oktopk, topka, gtopk.")] = "oktopk,topka,gtopk",
+    dense: Annotated[
+        bool,
+        typer.Option("--dense", help="Count the messages and the processor time of a dense allreduce by schedule."),
+    ] = False,
+    sizes: Annotated[str, typer.Option(help="With --dense: bytes of the tensor, separated by commas.")] = "4KiB,1MiB",
+    schedules: Annotated[str, typer.Option(help="With --dense: names of schedules; all: every one.")] = "all",
 ) -> Report:
     """Count the bytes of a rank over the number of ranks: real processes, and up to a thousand ranks in lockstep.
 
@@ -95,10 +104,16 @@ def bench_growth(
     its logarithm.
     Lockstep with 1024 ranks takes two minutes of one core and 5 GiB of memory for Ok-Topk, and half of that for each of
     the others.
+
+    With --dense, real engines carry out an allreduce over a simulated network, by every schedule, on as many ranks as
+    --lockstep says.
     """
+    if dense:
+        wanted = [] if schedules == "all" else split_names("--schedules", schedules, tuple(SCHEDULES))
+        return dense_report(_sizes("--lockstep", lockstep), parse_sizes(sizes), wanted)
     names = split_names("--methods", methods, _METHODS)
-    sizes, simulated = _sizes("--processes", processes), _sizes("--lockstep", lockstep)
-    if not sizes and not simulated:
+    numbers, simulated = _sizes("--processes", processes), _sizes("--lockstep", lockstep)
+    if not numbers and not simulated:
         raise ConfigurationError("with neither --processes nor --lockstep there is nothing to count")
     k = parse_count(selected)
     if not 0 < density <= 0.5:
@@ -108,7 +123,7 @@ def bench_growth(
     parameters = SparseParameters(elements=elements, density=density, methods=",".join(names), bucket_elements=elements)
     figures: list[GrowthFigure] = []
     raw: list[dict[str, Any]] = []
-    for ranks in sizes:
+    for ranks in numbers:
         print_progress(f"growth: {ranks} processes")
         setting = Setting(ranks=ranks, rounds=2)
         results = run_benchmark("sparse_worker", parameters, setting, SparseSamples)

@@ -126,6 +126,7 @@ class SimulatedCluster:
         compute_jitter: Additions take up to this share longer, at random.
         hosts: Number of the host of every rank; by default each has its own. The network is the same for all.
         reports: Stall reports of all ranks.
+        submissions: What every rank has submitted, or will submit.
     """
 
     network: SimulatedNetwork
@@ -141,11 +142,11 @@ class SimulatedCluster:
         self.ranks = [_Rank(self, rank, self.config) for rank in range(self.network.world_size)]
         for rank, endpoint in enumerate(self.ranks):
             self.network.attach(rank, endpoint)
-        self._submissions: list[list[TimedSubmission]] = [[] for _ in self.ranks]
+        self.submissions: list[list[TimedSubmission]] = [[] for _ in self.ranks]
 
     def submit(self, rank: int, submission: TimedSubmission) -> None:
         """Have ``rank`` submit an operation at its time."""
-        self._submissions[rank].append(submission)
+        self.submissions[rank].append(submission)
         self.network.at(submission.at_s, lambda: self._submit(rank, submission))
 
     def completed(self, operation: Operation | AnyReceive) -> None:
@@ -162,7 +163,7 @@ class SimulatedCluster:
             TimeoutError: They have not finished by ``until_s`` of virtual time: a hang.
         """
         self.network.after(tick_s, lambda: self._tick(tick_s))
-        while any(s.done_at_s is None for rank, mine in enumerate(self._submissions) if rank not in dead for s in mine):
+        while any(s.done_at_s is None for rank, mine in enumerate(self.submissions) if rank not in dead for s in mine):
             # The check above is linear, so many events are handled between two of them.
             for _ in range(64):
                 if not self.network.step():
@@ -170,7 +171,7 @@ class SimulatedCluster:
             if self.network.now > until_s:
                 late = [
                     f"rank {rank}: {s.name}"
-                    for rank, mine in enumerate(self._submissions)
+                    for rank, mine in enumerate(self.submissions)
                     for s in mine
                     if s.done_at_s is None and rank not in dead
                 ]

@@ -45,6 +45,18 @@ class _Link:
     inbox: deque[tuple[bytes, bytes]] = field(default_factory=deque)
 
 
+class _Links(dict[tuple[int, int], _Link]):
+    """Links that are made at their first use."""
+
+    def __init__(self, make: Callable[[tuple[int, int]], _Link]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, pair: tuple[int, int]) -> _Link:
+        link = self[pair] = self._make(pair)
+        return link
+
+
 @final
 class SimulatedNetwork:
     """All ranks, all links and the clock.
@@ -63,6 +75,8 @@ class SimulatedNetwork:
         links: dict[tuple[int, int], LinkModel] | None = None,
         silence_s: float = 2.0,
         reset_s: float = 0.01,
+        one_port: bool = False,
+        traced: bool = True,
     ) -> None:
         """Make an idle network.
 
@@ -73,18 +87,19 @@ class SimulatedNetwork:
             links: Models by (source, target).
             silence_s: Time until a silent link is noticed.
             reset_s: Time until a crash is noticed.
+            one_port: Whether a rank sends one message at a time, as through one network card, instead of one on every
+                link.
+            traced: Whether to keep ``trace``.
         """
         self.world_size, self.now = world_size, 0.0
         self.random = random.Random(seed)
         self.trace: list[tuple[float, str, int, int, int]] = []
         self._silence_s, self._reset_s = silence_s, reset_s
-        model = default or LinkModel()
-        self._links = {
-            (a, b): _Link((links or {}).get((a, b), model))
-            for a in range(world_size)
-            for b in range(world_size)
-            if a != b
-        }
+        model, models = default or LinkModel(), links or {}
+        #: Made at the first use: a thousand ranks have a million links.
+        self._links: dict[tuple[int, int], _Link] = _Links(lambda pair: _Link(models.get(pair, model)))
+        self._one_port, self._traced = one_port, traced
+        self._sending: set[int] = set()
         self._endpoints: dict[int, Endpoint] = {}
         #: By rank: peers whose messages have arrived and were not accepted yet.
         self._unread: list[set[int]] = [set() for _ in range(world_size)]
@@ -142,6 +157,8 @@ class SimulatedNetwork:
     def _start_all(self, source: int) -> None:
         """Begin the next message on every link of a rank that is not busy."""
         for peer in sorted(self._endpoints[source].ready_peers()):
+            if source in self._sending and self._one_port:
+                return
             if not self._links[source, peer].busy:
                 self._start(source, peer)
 
@@ -153,12 +170,14 @@ class SimulatedNetwork:
         if message is None:
             return
         link.busy = True
+        self._sending.add(source)
         num_bytes = HEADER_BYTES + (len(message.body) if message.body is not None else 0)
         self.after(num_bytes / link.model.bytes_per_s, lambda: self._left(source, target, message, num_bytes))
 
     def _left(self, source: int, target: int, message: Outgoing, num_bytes: int) -> None:
         link = self._links[source, target]
         link.busy = False
+        self._sending.discard(source)
         if source in self._crashed:
             return
         body = bytes(message.body) if message.body is not None else b""
@@ -207,4 +226,5 @@ class SimulatedNetwork:
         self.poke(rank)
 
     def _note(self, what: str, rank: int, peer: int, num_bytes: int) -> None:
-        self.trace.append((self.now, what, rank, peer, num_bytes))
+        if self._traced:
+            self.trace.append((self.now, what, rank, peer, num_bytes))
