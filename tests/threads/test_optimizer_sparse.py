@@ -215,6 +215,32 @@ def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(world_size: int
     assert all_equal(run_ranks(world_size, body))
 
 
+@pytest.mark.filterwarnings("ignore:a step was skipped:RuntimeWarning")
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_step_with_a_closure_is_skipped_too(world_size: int) -> None:
+    def body(group: Group) -> torch.Tensor:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group)
+        for step, batch in enumerate(batches(4, dtype=FLOAT)):
+
+            def closure(batch: torch.Tensor = batch, *, spoilt: bool = step == 2) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, shard(batch, group))
+                if spoilt and group.rank == world_size - 1:
+                    loss = loss + model.first.weight[1, 1] * math.nan
+                loss.backward()
+                return loss
+
+            before = Recorder(optimizer, model)
+            loss = optimizer.step(closure)
+            assert loss.isfinite() == (step != 2)
+            assert before.same(optimizer, model) == (step == 2)
+        assert optimizer.skipped_steps == 1
+        return flat(model)
+
+    assert all_equal(run_ranks(world_size, body))
+
+
 def test_the_first_skipped_step_is_told() -> None:
     def body(group: Group) -> None:
         model = Net(FLOAT)

@@ -559,3 +559,32 @@ def test_a_closed_optimizer_says_so() -> None:
         return sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
 
     assert run_ranks(1, body) == [0]
+
+
+@pytest.mark.parametrize("refusing", [[0], [1], [0, 1, 2]])
+def test_a_group_that_torch_refuses_leaves_the_optimizer_as_it_was(refusing: list[int]) -> None:
+    """On the ranks that torch has not refused, the plans differ; afterwards all ranks train on."""
+
+    def body(group: Group) -> torch.Tensor:
+        model = torch.nn.ModuleDict({"body": torch.nn.Linear(3, 3), "head": torch.nn.Linear(3, 1)})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        inner = torch.optim.SGD(model["body"].parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, group=group)
+        if group.rank in refusing:
+            with pytest.raises(ValueError, match="more than one parameter group"):
+                optimizer.add_param_group({"params": list(model["body"].parameters())})
+        else:
+            with pytest.raises(PlanMismatchError):
+                optimizer.add_param_group({"params": list(model["head"].parameters())})
+        assert len(optimizer.param_groups) == 1
+        for _ in range(2):
+            optimizer.zero_grad()
+            model["body"](torch.full((2, 3), group.rank + 1.0)).sum().backward()
+            optimizer.step()
+        return model["body"].weight.detach().clone()
+
+    results = run_ranks(3, body)
+    assert all(torch.equal(each, results[0]) for each in results)
+    assert not torch.equal(results[0], torch.full((3, 3), 0.5))

@@ -201,7 +201,7 @@ class Disagreement:
             return MismatchError.between(self.tensor, self.sets, self.values)
         who = ", ".join(map(str, self.sets[0]))
         return UnsupportedError(
-            f"tensor {self.tensor!r}: rank(s) {who} have joined and have no data; only reductions and barriers go on "
+            f"tensor {self.tensor!r}: rank(s) {who} have joined and have no data; only allreduces and barriers go on "
             "without them. Call the others before any rank joins"
         )
 

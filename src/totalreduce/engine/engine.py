@@ -20,7 +20,7 @@ in this table are those of the Total Reduce paper:
 ``rendezvous``         the messages that may be sent before the receiver is known to have submitted the operation
 ``reception``          the memory for received bodies; ``floating`` keeps messages that arrive before their operation is
                        submitted, and ``scratch`` lends temporary buffers
-``carrier``            what carries operations out without messages, if there is such a thing
+``carrier``            optional: carries operations out in shared memory instead of by messages (``fastlane``)
 ``computations``       the additions and copies of received bytes that can be carried out (*computation list*)
 ``signatures``         the check that all ranks have submitted the same kind, element type, shape, reduction, root
 ``early``              control frames about operations that this rank has not submitted yet
@@ -88,7 +88,7 @@ from totalreduce.transports.base import Lease
 __all__ = ["Engine"]
 
 _Key = tuple[int, int]
-#: Frames about an operation that a rank sends only if messages carry it out there.
+#: A peer that sends one of these frames about an operation carries the operation out by messages, not by its carrier.
 _OF_ENGINES = frozenset({Frame.POSTED, Frame.REQUEST, Frame.DESCRIBE})
 
 
@@ -100,7 +100,8 @@ class Engine:
         config: The settings.
         counters: What the engine has done so far.
         observers: Objects that are called on every event.
-        carrier: What is offered every operation first; ``None``: messages carry all operations out.
+        carrier: The engine offers it every submitted operation before it queues messages. ``None``: all operations use
+            messages.
     """
 
     def __init__(
@@ -161,8 +162,9 @@ class Engine:
 
         Raises:
             ConfigurationError: The name is in flight already.
-            PeerLost: A rank of the group is lost, or a rank of the operation has departed. Operations of the kinds in
-                ``ENDS_EARLY`` are returned in the second case; they have failed if they need the departed rank.
+            PeerLost: A rank of the group is lost; or a rank of the operation has departed, and the kind is not in
+                ``ENDS_EARLY``. An operation of a kind in ``ENDS_EARLY``, such as a broadcast, is returned all the same;
+                it has failed already if it needs a message from or to the departed rank.
             GroupClosed: This rank has closed the group.
         """
         name, signature, buffers, ranks, scope, repeats, priority = submission
@@ -196,17 +198,18 @@ class Engine:
             operation.carriage = carrier.offer(operation)
         if operation.carriage is None:
             self._start(operation, record, early, now)
-        # The sender's message of the next iteration may have arrived already, and a waiting ``AnyReceive`` takes it.
-        # For an operation that was itself an ``AnyReceive``, ``_match_any_receives`` does this.
+        # This operation is a receive from ``ranks[0]``. If that rank's next message of the name has arrived, a waiting
+        # ``AnyReceive`` takes it. With ``becoming``, the caller looks for further messages.
         if repeats and not becoming:
             self._match_any_receives(ranks[0], (record.op_id, record.next_iteration), now)
         return operation
 
     def begin_again(self, layout: OperationLayout, op_id: int) -> _Key | None:
-        """Return the key of the next operation of a name, which the carrier begins without a record in ``table``.
+        """Reserve the next iteration of a name for an operation that only the carrier knows; return its key.
 
-        The caller hands it to ``adopt`` before anything else happens to this engine, unless it has ended before.
-        Returns ``None``, and nothing has changed, if the operation must be submitted.
+        ``table`` does not have the operation until ``adopt``. If the operation has not ended by then, the caller passes
+        the key to ``adopt`` before the next call that submits, sends or receives. Returns ``None``, and nothing has
+        changed, if the operation must be submitted.
         """
         record = self.table.names.get(op_id)
         assert record is not None
@@ -228,7 +231,7 @@ class Engine:
         return key
 
     def adopt(self, submission: Submission, key: _Key, carriage: Carriage, now: float, *, owner: Any) -> Operation:
-        """Add an operation to ``table`` that the carrier has begun (see ``begin_again``)."""
+        """Add to ``table`` an operation that the carrier has begun (see ``begin_again``)."""
         record = self.table.names.get(key[0])
         assert record is not None
         assert record.layout is not None
@@ -238,7 +241,7 @@ class Engine:
         return operation
 
     def carried(self, operation: Operation, now: float, *, done: bool) -> None:
-        """Record that the carrier has begun to carry an operation out, and whether it has done so."""
+        """Record that the carrier has begun to carry an operation out; with ``done``: that it has finished."""
         if not operation.finished:
             if operation.state is State.WAITING:
                 self._first_byte(operation, now)
@@ -253,7 +256,10 @@ class Engine:
         self.counters.bytes_received += carriage.bytes_each_way
 
     def take_back(self, operation: Operation, now: float) -> None:
-        """Carry an operation out by messages that the carrier has taken but cannot carry out."""
+        """Carry out by messages an operation that the carrier has taken but cannot finish.
+
+        Does nothing if all ranks have given the operation to their carriers.
+        """
         record = self.table.names.get(operation.key[0])
         if operation.carriage is not None and record is not None and not operation.finished:
             assert self.carrier is not None
@@ -448,9 +454,8 @@ class Engine:
         ``first_hand``: this rank has found the loss itself, and reports it to the other ranks.
         """
         members = self.members
-        # A departed rank closes its connection, and that is no loss. A rank whose operation needed the departed rank
-        # sends a LOST frame with the operation's key, which fails that operation alone. A LOST frame without a key
-        # reports a lost rank.
+        # ``first_hand`` stands for a broken connection. A departed rank closes its connection, so this is not a loss.
+        # A LOST frame without a key reports a lost rank, and counts for a departed rank, too.
         if members.lost is not None or members.closed or (first_hand and peer in members.departed):
             return
         members.lost = PeerLost(peer, reason)
@@ -522,13 +527,15 @@ class Engine:
         """Queue the first messages of an operation, and give it those that have arrived."""
         operation.begin_lanes()
         if self.carrier is not None and self.carrier.may_take(operation):
-            # A rank of some schedules sends nothing before it has received something. The others wait for its carrier.
+            # In some schedules this rank sends no message until it has received one. Peers that have given the
+            # operation to their carriers would wait for this rank's carrier for ever: POSTED makes them take it back.
             for peer in operation.ranks:
                 if peer != self.rank and peer not in self.members.departed:
                     self.outbox.control(peer, Frame.POSTED, key=operation.key)
         self._signatures.submitted(operation, record)
         self._rendezvous.submitted(operation, early)
-        operation.promoted = operation.promoted or early.urgent
+        if early.urgent:
+            self.promote(operation, now)
         for peer, theirs in early.described.items():
             self._check_signature(operation, peer, theirs, now)
         self._claim_floating(operation, now)
@@ -740,7 +747,7 @@ class Engine:
     # -------------------------------------------------------------------------------------- receives from any rank
 
     def _match_any_receives(self, peer: int, key: _Key, now: float) -> None:
-        """Give the peer's message ``key``, and its later messages of that name, to waiting ``AnyReceive`` objects.
+        """Match a peer's message of operation ``key``, and of the next iterations, with waiting ``AnyReceive`` objects.
 
         Each receive that gets a message is submitted as an operation. Only messages that have arrived, or that a
         control frame has announced, are matched.

@@ -43,10 +43,11 @@ class Coordinator:
     descriptions of named operations: a rank announces a repeated operation by one bit instead of a description.
 
     Args:
-        members: The operations of the group. Their engine carries the messages by which the ranks agree.
+        members: The ranks of the group, and what its operations share. The group's engine carries the messages by which
+            the ranks agree.
         natives: The library's communicator over the ranks of the group.
-        config: The settings, equal on all ranks.
-        scope: A name that no other coordinator of the job has.
+        config: The settings. All but the last two are equal on all ranks.
+        scope: A name that is equal on all ranks of the group, and different for every other coordinator of the job.
 
     Attributes:
         config: The settings.
@@ -89,9 +90,8 @@ class Coordinator:
             prescale: Factor before the reduction. Integers are multiplied in float64, and truncated towards zero.
             postscale: Factor after the reduction.
             priority: A signed number of 32 bits. Of operations that become ready at the same time, the one with the
-                smaller number goes first. If ranks pass different priorities, the one that is passed by the lowest rank
-                that has not joined applies. The priority of a name is fixed while the name is in
-                the response cache.
+                smaller number goes first. If ranks pass different priorities, that of the lowest rank that has not
+                joined is used. The priority of a name is fixed while the name is in the response cache.
             timeout_s: Default time-out in seconds of ``Work.wait`` for this operation.
 
         Raises:
@@ -207,9 +207,9 @@ class Coordinator:
         """Collect the tensors of all ranks on every rank. Only the first dimension may differ between ranks.
 
         Without ``outputs``, ``Work.wait`` returns one tensor with the rows of all ranks. ``outputs`` has one
-        tensor per rank: if it is given, the rows of rank r are written to ``outputs[r]``. If ``tensor`` is
-        a temporary copy, the caller passes the original tensors as ``copied``. If an operation in flight writes to
-        ``tensor`` or to one of the originals, the call raises ``ConfigurationError``.
+        tensor per rank: if it is given, the rows of rank r are written to ``outputs[r]``. ``copied`` has the original
+        tensors if ``tensor`` is a temporary copy of them. If an operation in flight writes to ``tensor`` or to one of
+        the originals, the call raises ``ConfigurationError``.
         """
         with self._describer.label(name, OpKind.ALLGATHER, priority) as label:
             dtypes.check_dense(tensor, label.name)
@@ -283,8 +283,9 @@ class Coordinator:
     def join(self, *, timeout_s: float | None = None) -> int:
         """Announce that this rank has no more data, and wait until all ranks have joined.
 
-        Meanwhile this rank contributes neutral elements to the reductions of the other ranks: zeros to sums.
-        ``config.join_divisor`` says by how many ranks averages are divided.
+        Meanwhile this rank contributes neutral elements to the allreduces of the other ranks: zeros to sums.
+        ``config.join_divisor`` says by how many ranks averages are divided. Other collectives fail with
+        ``UnsupportedError`` on the other ranks, but for barriers.
 
         Returns:
             The rank that joined last, equal on all ranks.
@@ -349,10 +350,10 @@ class Coordinator:
     def close(self, timeout_s: float = 5.0, *, reason: str = "") -> None:
         """End the coordinator on this rank. Its pending operations fail.
 
-        The call is not collective: this rank tells the other ranks. There, every pending operation that needs this rank
-        fails with ``PeerLost``, and so does every operation that is submitted later. The error names this rank and the
-        ``reason``. ``timeout_s`` limits the wait for the thread that calls the library. A second call does nothing, and
-        neither does a call in a forked child process.
+        The call is not collective: this rank tells the other ranks. There, pending operations fail with ``PeerLost``,
+        unless the library can still carry them out, and so do all operations that are submitted later. The error names
+        this rank and the ``reason``. ``timeout_s`` limits the wait for the end of the thread in which totalreduce calls
+        the library. A second call does nothing, and neither does a call in a forked child process.
         """
         if not self._members.runner.home.is_here:
             return

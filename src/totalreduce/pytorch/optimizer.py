@@ -6,8 +6,8 @@ hooks, or ``step()``, open the round; ``step()`` closes it and waits for the gra
 
 * ``reducer``: dense gradients, in buckets;
 * ``sparse_gradients``: the rows of sparse gradients;
-* ``compressed``: gradients that the sparse method (argument ``sync``) compresses. The module ``compression`` stores the
-  residuals, which are the elements that this method has not sent yet.
+* ``compressed``: gradients that the sparse method (argument ``sync``) compresses. The residuals, which are the elements
+  that this method has not sent yet, are in the module ``error_feedback``.
 
 ``planning`` decides which reducer has which parameters, and the ranks compare their plans. ``deferred`` has the updates
 that happen in the next forward pass, with ``overlap="iterations"``.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -45,6 +45,15 @@ if TYPE_CHECKING:
 __all__ = ["DistributedOptimizer"]
 
 
+class _SkippedStepError(Exception):
+    """Ends the torch optimizer's step from within its closure: the gradients of some rank are not finite."""
+
+    def __init__(self, loss: Any) -> None:
+        """``loss``: the closure's loss, reduced."""
+        super().__init__()
+        self.loss = loss
+
+
 class DistributedOptimizer(OptimizerWrapper):
     """Wraps a torch optimizer so that ``step()`` uses the gradients of all ranks.
 
@@ -61,28 +70,29 @@ class DistributedOptimizer(OptimizerWrapper):
             native library: 8 MiB, or the coordinator's ``fusion_bytes`` if that is smaller.
         overlap: ``"backward"``: communication runs during backward, and ``step()`` waits for it. ``"iterations"``:
             ``step()`` returns at once, and the next forward pass of each module waits for its own parameters only.
-            It needs ``model``. With ``on_missing="error"``, gathered sparse gradients, LBFGS or SparseAdam, the
-            optimizer uses ``"backward"`` instead, without an error.
+            It needs ``model``. ``DistributedOptimizer`` uses ``"backward"`` instead, without an error, if
+            ``on_missing="error"``, if sparse gradients are gathered, or if the torch optimizer is LBFGS or SparseAdam.
         on_missing: What to do if only some ranks have a gradient of a parameter. ``"zero"``: the others count as having
             zeros. ``"error"``: every rank raises ``MissingTensorError``.
         named_parameters: Pairs of name and parameter, for use without ``model``; the names are equal on all ranks.
             Without model and names, a parameter is named by its index in ``optimizer.param_groups``.
         compression: The dtype in which dense gradients travel: ``"fp16"``, ``"bf16"``, or ``"none"``, which keeps their
-            own dtype. It does not concern ``sync``.
+            own dtype. It does not apply to gradients that the sparse method (``sync``) sends.
         gradient_predivide_factor: With ``AVG``, gradients are divided by this factor before the sum and by
             ``world_size / factor`` after it. Use it if float16 or bfloat16 gradients overflow or underflow.
         backward_passes_per_step: The number of backward passes whose gradients are accumulated before they are sent.
             If ``step()`` is called after fewer passes, it sends the gradients accumulated so far. The sum is not
             divided by this number.
         sparse: For gradients in torch's sparse layout, as modules with ``sparse=True`` make them. ``"dense"``: they are
-            reduced as dense ones. ``"gather"``: their rows are gathered from all ranks. ``SparseAdam`` takes gradients
-            of this layout only: with ``"dense"`` it gets a sparse one with the reduced rows that are not zero.
+            reduced as dense ones. ``"gather"``: their rows are gathered from all ranks. ``SparseAdam`` takes sparse
+            gradients only: with ``"dense"``, the rows of a reduced gradient that are not zero are made a sparse
+            gradient again before ``SparseAdam`` gets it.
         join_divisor: The divisor of averages while some ranks have no more data (see ``join``): ``"world"``, all ranks,
             or ``"active"``, the ranks with data.
-        sync: The sparse method, which sends selected elements only of the gradients of large matrices:
-            ``tr.OkTopk(density=0.01)``, another one of ``totalreduce.sparse``, or ``tr.Auto()``, which measures for
-            each bucket whether compression is faster than dense reduction. ``None``: nothing is compressed. See
-            docs/sparse.md.
+        sync: The sparse method. Of the gradients of large matrices it sends selected elements only; other gradients
+            are reduced as dense ones. ``tr.OkTopk(density=0.01)``, another one of ``totalreduce.sparse``, or
+            ``tr.Auto()``, which measures for each bucket whether compression is faster than dense reduction. ``None``:
+            nothing is compressed. See docs/sparse.md.
         feedback: Settings of the residuals, in which a sparse method keeps the elements that it did not send.
         grad_scaler: The ``GradScaler`` in use, if any. Residuals are stored without the scale of the loss.
         name: Prefix of the operations' names; different for each optimizer that shares a group.
@@ -171,7 +181,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def _end_plan(self) -> None:
         """End the round and remove the hooks.
 
-        Collective: a bucket that some rank has submitted completes only when every rank has submitted it.
+        Collective: every rank submits its remaining buckets without gradients, because a bucket that another rank has
+        submitted completes only when all ranks have submitted it.
         """
         self._check_usable(planned=False)
         if not self._planned:
@@ -308,7 +319,7 @@ class DistributedOptimizer(OptimizerWrapper):
             The closure's loss, reduced; ``None`` without a closure.
 
         Raises:
-            MissingTensorError: With ``on_missing="error"``. Every rank raises it before any parameter is changed.
+            MissingTensorError: With ``on_missing="error"``. Every rank raises it before the gradients are applied.
             PeerLost: A rank died.
             DeadlineExceededError: The wait exceeded the group's ``timeout_s``. The call may be repeated.
         """
@@ -316,7 +327,10 @@ class DistributedOptimizer(OptimizerWrapper):
         self.flush()
         result = None
         if closure is not None:
-            result = self._inner.step(self._reduced(closure))
+            try:
+                result = self._inner.step(self._reduced(closure))
+            except _SkippedStepError as skipped:
+                result = skipped.loss
         elif self._round.phase is not Phase.SYNCHRONISED and self._deferred.possible:
             self._close_round()
             self._deferred.begin(self.flush)
@@ -324,13 +338,13 @@ class DistributedOptimizer(OptimizerWrapper):
             self._synchronize()
             if not self._round.skipped:
                 result = self._inner.step()
-            elif self._compression.grad_scaler is None and self.skipped_steps == 1:
-                warnings.warn(
-                    "a step was skipped on all ranks, because some rank's gradients were not finite; parameters and "
-                    "residuals have not changed. DistributedOptimizer.skipped_steps counts such steps.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+        if self._round.skipped and self._compression.grad_scaler is None and self.skipped_steps == 1:
+            warnings.warn(
+                "a step was skipped on all ranks, because some rank's gradients were not finite; parameters and "
+                "residuals have not changed. DistributedOptimizer.skipped_steps counts such steps.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._round.end_step()
         return result
 
@@ -344,11 +358,13 @@ class DistributedOptimizer(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
             self._synchronize()
-            if loss is None:
-                return None
-            total = torch.as_tensor(loss).detach().clone()
-            self._group.control.allreduce(total, name=f"{self._name}.loss", op=self._settings.op, priority=0).wait()
-            return total if isinstance(loss, torch.Tensor) else total.item()
+            if loss is not None:
+                total = torch.as_tensor(loss).detach().clone()
+                self._group.control.allreduce(total, name=f"{self._name}.loss", op=self._settings.op, priority=0).wait()
+                loss = total if isinstance(loss, torch.Tensor) else total.item()
+            if self._round.skipped:
+                raise _SkippedStepError(loss)
+            return loss
 
         return reduced_closure
 
@@ -393,8 +409,9 @@ class DistributedOptimizer(OptimizerWrapper):
             self._round.finish()
             self.skipped_steps += self._round.skipped
         self._round.forget_result()
-        # The rank that joined last took part in the fewest rounds of this loop, so its number below is the largest.
-        # That number modulo the world size is the rank. If several ranks joined last, it is the highest of them.
+        # Each rank contributes ``rank - rounds * world_size``. The rank that joined last has the fewest rounds, so its
+        # value is the maximum, and the maximum modulo the world size is its rank. If several ranks joined last, the
+        # highest one of them is returned.
         last = torch.tensor([self._group.rank - rounds * self._group.world_size])
         self._group.control.allreduce(last, name=f"{self._name}.joined", op=ReduceOp.MAX).wait()
         return int(last.item()) % self._group.world_size
@@ -451,8 +468,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def flush_residuals(self) -> None:
         """Have the next step send all gradients and residuals, so that no residual is left.
 
-        Call it on every rank before ``backward()`` of a step after which you evaluate the model or discard the
-        residuals.
+        If you want to evaluate the model after a step, or to discard the residuals, call this on every rank before
+        ``backward()`` of that step. Otherwise the model lacks what is still in the residuals.
         """
         self._check_usable()
         if self._round.in_flight:
@@ -465,7 +482,7 @@ class DistributedOptimizer(OptimizerWrapper):
     def residual_state_dict(self) -> dict[str, Any]:
         """Return the state of the sparse method on this rank.
 
-        Save it together with ``state_dict()``: training that is resumed from both gives the bits of
+        Save it together with ``state_dict()``. Training that is resumed from both has the same results, bit by bit, as
         training that was not interrupted.
 
         Every rank has a state of its own. To resume with a different number of ranks, or with another method, pass the
@@ -495,7 +512,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @property
     def hidden_share(self) -> float | None:
-        """The share of the time of the last step's sparse exchanges that passed during backward, from 0 to 1.
+        """The share, from 0 to 1, of the last step's sparse exchange time that passed before ``step()`` waited for it.
 
         ``None`` if the last step had no sparse exchange.
         """
@@ -513,8 +530,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The torch optimizer's groups of parameters. Reading them waits for the gradients in flight first.
 
-        In backward and in ``no_sync()`` it does not wait. So ``GradScaler`` and clipping code that loop over the groups
-        see the gradients of all ranks.
+        So ``GradScaler`` and clipping code that loop over the groups see the gradients of all ranks. Exception: in
+        backward and in ``no_sync()`` reading does not wait.
         """
         if self._round.in_flight and not in_backward() and not self._no_sync_depth:
             self._synchronize()
@@ -523,12 +540,22 @@ class DistributedOptimizer(OptimizerWrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters and plan again. Collective.
 
+        The group is not added if this raises an error.
+
         Raises:
-            ConfigurationError: A parameter is not in the model; the group is not added then.
-            PlanMismatchError: The ranks added different groups. Every rank raises it.
+            ConfigurationError: A parameter is not in the model.
+            PlanMismatchError: The ranks added different groups, or some rank's optimizer has refused its group. Every
+                rank raises it, except for the ranks of such optimizers, which raise the error of the optimizer.
         """
         self._end_plan()
-        self._inner.add_param_group(param_group)
+        try:
+            self._inner.add_param_group(param_group)
+        except Exception:
+            with suppress(PlanMismatchError):
+                self._plan_gradients()  # the others may have added their group, and then remove it
+            if not self._planned:
+                self._plan_gradients()
+            raise
         try:
             self._plan_gradients()
         except (ConfigurationError, PlanMismatchError):
