@@ -210,13 +210,24 @@ def everything_on_a_device():
         ddp_bucket.accumulator_of = original
 
 
+@contextlib.contextmanager
+def rings():
+    """Sums of three begin with the same rank in all groups, which they do not with a star."""
+    if dist.get_backend() != "totalreduce":
+        yield
+        return
+    selector = selector_of(dist.distributed_c10d._world.default_pg.group)
+    kept, selector.overrides = selector.overrides, {OpKind.ALLREDUCE: "ring"}
+    try:
+        yield
+    finally:
+        selector.overrides = kept
+
+
 @case
 def a_device_gives_the_same_bits():
     if dist.get_world_size() > 3:
         return  # whom sums of four begin with depends on the group, and each model has a group of its own
-    if dist.get_backend() == "totalreduce":
-        # So does whom sums of three begin with, with a star; a ring begins with the same rank in all groups.
-        selector_of(dist.distributed_c10d._world.default_pg.group).overrides = {OpKind.ALLREDUCE: "ring"}
     for dtype, method, feedback in (
         (torch.float32, tr.OkTopk(density=0.05), tr.ErrorFeedback(elements_min=0, momentum=0.9, clip_norm=0.5)),
         (torch.bfloat16, tr.OkTopk(density=0.05), SMALL),
@@ -224,7 +235,7 @@ def a_device_gives_the_same_bits():
     ):
         trained = []
         for where in (contextlib.nullcontext(), everything_on_a_device()):
-            with where:
+            with where, rings():
                 model, state = wrap(without_extra(Net(dtype)), method, feedback)
                 train(model, sgd(model), 3)
                 state.flush_residuals()
