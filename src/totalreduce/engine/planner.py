@@ -1,18 +1,29 @@
-"""Which schedule carries out an operation, and where the bytes of its messages are: decided once for each name."""
+"""Which schedule carries out an operation, and where the bytes of its messages are.
+
+This is decided once for each signature and kept with each name. So the first operation of a new name costs little more
+than an operation of a known one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from totalreduce.engine.early import BoundedTable
 from totalreduce.engine.layout import OperationLayout
 from totalreduce.engine.names import NameRecord, NameTable
 from totalreduce.foundation.config import EngineConfig
-from totalreduce.foundation.types import Algorithm, Signature
+from totalreduce.foundation.types import Algorithm, OpKind, Signature
 from totalreduce.schedules import program_for, spec_of
 from totalreduce.schedules.actions import Program, translate
 from totalreduce.schedules.select import LinkModel, Selector
+from totalreduce.schedules.spec import ScheduleSpec
 
 __all__ = ["Planner"]
+
+#: The signature, the ranks, the bytes of every buffer and the root of the schedule.
+_LayoutKey = tuple[Signature, tuple[int, ...], tuple[int, ...], int]
+#: Layouts that are kept for new names. A name that is in use keeps its own one.
+_LAYOUTS_MAX = 512
 
 
 class Planner:
@@ -23,7 +34,7 @@ class Planner:
             its default ones (``use_links``).
     """
 
-    __slots__ = ("_config", "_everybody", "_names", "_rank", "selector")
+    __slots__ = ("_config", "_everybody", "_layouts", "_names", "_rank", "selector")
 
     def __init__(
         self, rank: int, hosts: Sequence[int], names: NameTable, config: EngineConfig, *, shared_memory: bool
@@ -35,6 +46,7 @@ class Planner:
         """
         self._rank, self._names, self._config = rank, names, config
         self._everybody = tuple(range(len(hosts)))
+        self._layouts: BoundedTable[_LayoutKey, OperationLayout] = BoundedTable(_LAYOUTS_MAX)
         self.selector = Selector(LinkModel(), tuple(hosts), config.schedules, shared_memory)
 
     def layout(
@@ -47,8 +59,7 @@ class Planner:
         sizes = [0 if buffer is None else len(buffer) for buffer in buffers]
         layout = record.layout
         if layout is None or layout.signature != signature or layout.sizes != sizes or layout.ranks != ranks:
-            program = self._program(signature, record.op_id, ranks)
-            layout = record.layout = OperationLayout(signature, program, ranks, sizes, self._config)
+            layout = record.layout = self._layout(signature, record.op_id, ranks, sizes)
         return layout
 
     def use_links(self, links: LinkModel) -> None:
@@ -58,19 +69,33 @@ class Planner:
         """
         old = self.selector
         self.selector = Selector(links, old.hosts, old.overrides, old.shared_memory)
+        self._layouts = BoundedTable(_LAYOUTS_MAX)
         for record in self._names:
             record.layout = None
 
-    def _program(self, signature: Signature, op_id: int, ranks: tuple[int, ...]) -> Program:
-        """Compile the schedule. The choice depends only on values that are equal on all ranks."""
-        kind, size, root = signature.kind, len(ranks), signature.root
+    def _layout(
+        self, signature: Signature, op_id: int, ranks: tuple[int, ...], sizes: Sequence[int]
+    ) -> OperationLayout:
+        """Return the layout that operations of other names have, or make it."""
+        spec = self._spec(signature, ranks)
+        root = op_id % len(ranks) if spec.spreads_roots else signature.root
+        key = (signature, ranks, tuple(sizes), root)
+        layout = self._layouts.get(key)
+        if layout is None:
+            program = self._program(spec, signature.kind, root, ranks)
+            layout = self._layouts[key] = OperationLayout(signature, program, ranks, sizes, self._config)
+        return layout
+
+    def _spec(self, signature: Signature, ranks: tuple[int, ...]) -> ScheduleSpec:
+        """Choose the schedule. The choice depends only on values that are equal on all ranks."""
         algorithm = signature.algorithm
         if algorithm == Algorithm.AUTO:
             num_bytes = signature.num_elements * signature.dtype.itemsize
-            algorithm = self.selector.choose(kind, num_bytes, ranks)
-        spec = spec_of(kind, algorithm)
-        if spec.spreads_roots:
-            root = op_id % size
+            algorithm = self.selector.choose(signature.kind, num_bytes, ranks)
+        return spec_of(signature.kind, algorithm)
+
+    def _program(self, spec: ScheduleSpec, kind: OpKind, root: int, ranks: tuple[int, ...]) -> Program:
+        """Compile the schedule for this rank."""
         hosts = self.selector.hosts_of(ranks) if spec.by_hosts else ()
-        program = program_for(kind, algorithm, ranks.index(self._rank), size, root, hosts)
+        program = program_for(kind, spec.name, ranks.index(self._rank), len(ranks), root, hosts)
         return program if ranks == self._everybody else translate(program, ranks)
