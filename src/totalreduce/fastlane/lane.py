@@ -32,7 +32,7 @@ _REDUCTIONS: Final = {
 }
 #: How often a rank that has a core of its own looks again: about 0.2 ms.
 _SPINS = 4000
-#: How often a rank that shares its core lets others have it before it sleeps: at most a millisecond if no other wants it.
+#: How often a rank that shares its core lets others have it before it sleeps: a millisecond, if no other wants it.
 #: Measured with 4 ranks on 2 cores: 16 times cost 20 % at 4 and 64 KiB, because to sleep and to wake takes longer.
 _YIELDS = 1000
 #: How often pieces are moved before other operations get their turn: some milliseconds.
