@@ -28,7 +28,7 @@ _STAGING_BYTES = 8 * 1024
 #: How much may be received in one go before other work gets its turn.
 _READ_QUANTUM_BYTES = 1 << 20
 #: ``SO_RCVLOWAT`` while a large body arrives.
-_WAKE_BYTES, _WAKE_BYTES_MIN = 256 * 1024, 32 * 1024
+_WAKE_BYTES, _WAKE_BYTES_MIN = 512 * 1024, 32 * 1024
 #: Small messages are gathered into one system call up to this.
 _GATHER_BYTES = 32 * 1024
 _GATHER_MESSAGES = 16
