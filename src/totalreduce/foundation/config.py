@@ -33,8 +33,9 @@ class EngineConfig:
     """How much of one operation a rank sends to a peer before it knows that the peer has submitted the operation."""
     floating_bytes_max: int = 64 * 1024 * 1024
     """Bound of the memory for messages, of all peers, whose operations this rank has not submitted yet."""
-    fast_lane: bool = True
-    """Whether ranks of one host carry allreduces out in memory that they share, without messages (``fastlane``)."""
+    fast_lane: bool | None = None
+    """Whether ranks of one host carry allreduces out in memory that they share, without messages (``fastlane``).
+    ``None``: as ``TOTALREDUCE_FAST_LANE`` says, and by default they do."""
     scheduling: Literal["priority", "fifo"] = "priority"
     """``fifo`` ignores priorities and promotion, for comparisons in benchmarks."""
     starvation_limit: int = 64
@@ -73,7 +74,7 @@ class EngineConfig:
         shared = ("segment_bytes", "segment_bytes_min", "lanes_min", "half_accumulation", "eager_bytes")
         values = asdict(self)
         wire = {name: values[name] for name in (*shared, "floating_bytes_max")}
-        wire["fast_lane"] = "on" if self.fast_lane else "off"
+        wire["fast_lane"] = "off" if self.fast_lane is False else "on"
         return wire | {"schedules": ", ".join(f"{k.name}={v}" for k, v in sorted(self.schedules.items()))}
 
 

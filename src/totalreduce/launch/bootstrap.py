@@ -101,7 +101,7 @@ def init(
     """
     settings = environment.read_settings()
     engine_config = _with_timeout(engine or EngineConfig(), settings.timeout_s if timeout_s is None else timeout_s)
-    if settings.fast_lane is not None:
+    if engine_config.fast_lane is None:
         engine_config = dataclasses.replace(engine_config, fast_lane=settings.fast_lane)
     tcp_config = tcp or TcpConfig()
     if tcp is None and settings.peer_timeout_s is not None:
@@ -129,7 +129,7 @@ def init(
             tls=tls,
             wire={**wire, **engine_config.wire_settings()},
             store=store,
-            board_bytes=BOARD_BYTES if engine_config.fast_lane else 0,
+            board_bytes=0 if engine_config.fast_lane is False else BOARD_BYTES,
         )
     )
     if engine is None and world_size > 1 and len(set(link.hosts)) == 1:  # what all ranks agree on, not a guess
