@@ -356,3 +356,37 @@ def test_no_tensor_is_kept_after_its_operation() -> None:
                 assert storage() is None
 
     on_one_host(2, body)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_a_barrier_holds_every_rank_and_needs_no_message(world_size: int) -> None:
+    arrived: list[int] = []
+
+    def body(group: Group) -> int:
+        meet(group)
+        before, choice = messages_of(group), random.Random(group.rank)
+        for turn in range(100):  # more than there are names of barriers
+            if choice.random() < 0.05:
+                time.sleep(0.003)
+            arrived.append(group.rank)
+            group.barrier()
+            assert len(arrived) >= world_size * (turn + 1)
+        return messages_of(group) - before
+
+    assert on_one_host(world_size, body) == [0] * world_size
+
+
+def test_a_barrier_meets_ranks_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FastLane.offer
+    monkeypatch.setattr(FastLane, "offer", lambda lane, op: None if lane._rank == 1 else original(lane, op))
+    arrived: list[int] = []
+
+    def body(group: Group) -> None:
+        for turn in range(20):
+            if group.rank == turn % 3:
+                time.sleep(0.01)
+            arrived.append(group.rank)
+            group.barrier(timeout_s=20)
+            assert len(arrived) >= 3 * (turn + 1)
+
+    on_one_host(3, body)

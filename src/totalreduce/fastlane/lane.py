@@ -63,9 +63,9 @@ class _Plan:
         self.sums = np.empty(exchange.COUNTED * itemsize, np.uint8)
         board.fill(block, size)
         block[exchange.RANKS], block[exchange.ME] = size, me
-        block[exchange.KIND], block[exchange.ITEMSIZE] = _KINDS[layout.dtype], itemsize
+        block[exchange.KIND], block[exchange.ITEMSIZE] = _KINDS.get(layout.dtype, exchange.FLOAT32), itemsize
         reduction = layout.signature.reduction
-        block[exchange.REDUCTION] = _REDUCTIONS[reduction]
+        block[exchange.REDUCTION] = _REDUCTIONS.get(reduction, exchange.SUM)  # a barrier is a sum of no elements
         block[exchange.DIVISOR] = size if reduction is ReduceOp.AVG else 1
         block[exchange.COUNT], block[exchange.LANES] = count, layout.num_lanes
         block[exchange.INLINE], block[exchange.PIECE] = self.inline, piece
@@ -75,11 +75,11 @@ class _Plan:
         text = layout.expectation.packed + repr(layout.ranks).encode()
         block[exchange.SIGNATURE] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         contributions = layout.program.contributions
-        assert contributions is not None
-        for part in range(size):
-            order = contributions(part % layout.program.num_chunks)
-            at = exchange.ORDER + part * size
-            block[at : at + size] = [layout.ranks.index(other) for other in order]
+        if contributions is not None:
+            for part in range(size):
+                order = contributions(part % layout.program.num_chunks)
+                at = exchange.ORDER + part * size
+                block[at : at + size] = [layout.ranks.index(other) for other in order]
         self.peers = []
         memories = boards.memories()
         for index, other in enumerate(layout.ranks):
@@ -350,25 +350,27 @@ class FastLane:
 
     def _takes(self, layout: OperationLayout) -> bool:
         """Return whether the lane carries out operations of this layout: the same answer on all ranks."""
+        if not 1 < len(layout.ranks) <= _RANKS_MAX or any(rank not in self.boards.members for rank in layout.ranks):
+            return False
         signature, program = layout.signature, layout.program
-        return (
+        return signature.kind is OpKind.BARRIER or (
             signature.kind is OpKind.ALLREDUCE
             and signature.dtype in _KINDS
             and signature.reduction in _REDUCTIONS
             and program.contributions is not None
             and program.chunking is Chunking.CUT
             and program.num_chunks in (1, len(layout.ranks))
-            and 1 < len(layout.ranks) <= _RANKS_MAX
-            and all(rank in self.boards.members for rank in layout.ranks)
         )
 
     def _free_entry(self, key: tuple[int, int], besides: Carriage | None = None) -> int | None:
         """Return an entry in which an operation may be announced, but none of ``besides``."""
-        home = _home(key)
-        for probe in range(exchange.PROBES):
-            number = (home + probe) % ENTRIES
+        numbers = [(_home(key) + probe) % ENTRIES for probe in range(exchange.PROBES)]
+        for number in numbers:
+            if self._entries[number] is None:
+                return number
+        for number in numbers:
             user = self._entries[number]
-            if user is None or (user is not besides and user.ended and user.is_read):
+            if user is not None and user is not besides and user.ended and user.is_read:
                 self._release(user)
                 return number
         return None
