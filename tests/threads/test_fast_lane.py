@@ -1,5 +1,6 @@
 """The fast lane under real engines: what it takes, that it changes no bit and no error, and how it gives way."""
 
+import contextlib
 import gc
 import random
 import threading
@@ -390,3 +391,39 @@ def test_a_barrier_meets_ranks_without_room(monkeypatch: pytest.MonkeyPatch) -> 
             assert len(arrived) >= 3 * (turn + 1)
 
     on_one_host(3, body)
+
+
+def test_a_mismatch_takes_nothing_from_a_rank_that_is_still_at_the_operation_before() -> None:
+    """Rank 1 has announced an operation and reads late what the others announced, who have gone on and failed."""
+    late_may_read, is_announced = threading.Event(), threading.Event()
+
+    def body(group: Group) -> None:
+        def reduce(tensor: torch.Tensor) -> tr.Work:
+            return group.allreduce(tensor, name="w", schedule="ring")  # in which rank 2 sends to rank 0
+
+        meet(group)
+        tensor = torch.empty(10)
+        for turn in range(4):  # then two entries of the name are used in turn
+            tensor.fill_(turn)
+            reduce(tensor).wait()
+        tensor.fill_(group.rank + 7.0)
+        if group.rank == 1:
+            with group._runner._moving:
+                lane = lane_of(group)
+                work = reduce(tensor)
+                (carriage,) = lane.carried.values()
+                lane.announce(carriage)
+                is_announced.set()
+                assert late_may_read.wait(20)
+            assert work.wait(20).unique().tolist() == [24.0]
+            return
+        assert is_announced.wait(20)
+        assert reduce(tensor).wait(20).unique().tolist() == [24.0]
+        with pytest.raises(tr.MismatchError):
+            reduce(tensor if group.rank == 0 else torch.ones(11)).wait(20)
+        for _ in range(3):  # these never end, because rank 1 takes no part
+            with contextlib.suppress(tr.TotalReduceError):
+                reduce(tensor).wait(0.2)
+        late_may_read.set()
+
+    on_one_host(3, body, tcp=tr.TcpConfig(silence_s=50))

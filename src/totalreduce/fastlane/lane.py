@@ -97,7 +97,6 @@ class Carriage:
     Attributes:
         lane: The lane.
         operation: The operation.
-        layout: Its layout.
         block: Its words (see ``kernels.exchange``); ``address`` is their address.
         tensor: Its bytes; ``None`` after its end.
         number: The number of its entry.
@@ -106,6 +105,7 @@ class Carriage:
         stage: The number of its stage; ``None`` if it needs none.
         bytes_each_way: The bytes that the other ranks read of this rank's memory, and this rank of theirs.
         ended: Whether it has ended here. Its entry and stage may still be read.
+        given_back: Whether the engine carries it out by messages after all.
     """
 
     __slots__ = (
@@ -114,9 +114,9 @@ class Carriage:
         "block",
         "bytes_each_way",
         "ended",
+        "given_back",
         "iteration",
         "lane",
-        "layout",
         "number",
         "operation",
         "other",
@@ -134,8 +134,8 @@ class Carriage:
         self.block = plan.block.copy()
         self.address: int = self.block.ctypes.data
         self.words = memoryview(self.block.data)
-        self.number, self.stage, self.ended = number, stage, False
-        self.layout, self.ranks, self.bytes_each_way = operation.layout, plan.ranks, plan.bytes_each_way
+        self.number, self.stage, self.ended, self.given_back = number, stage, False, False
+        self.ranks, self.bytes_each_way = plan.ranks, plan.bytes_each_way
         self.other: int | None = None
         self.iteration = operation.key[1] + 1  # 0 stands for an entry without an operation
 
@@ -145,8 +145,20 @@ class Carriage:
         return bool(self.words[exchange.FOUND] == len(self._plan.ranks) - 1)
 
     @property
+    def layout(self) -> OperationLayout:
+        """The layout of the operation."""
+        return self.operation.layout
+
+    @property
     def is_read(self) -> bool:
-        """Whether no rank reads its entry and its stage any more."""
+        """Whether no rank reads its entries and its stage any more.
+
+        All ranks that have announced an operation have ended the one of the name before it, whose entry is ``other``.
+        The same is true if messages have carried out an operation that was given back. If they have failed to do so, a
+        rank may still be at the operation before it, and the entries are not used again.
+        """
+        if self.given_back and (not self.operation.finished or self.operation.error is not None):
+            return False
         return bool(self.lane.exchange(exchange.IS_READ, self.address, 0, 0))
 
     @property
@@ -230,8 +242,10 @@ class FastLane:
 
     def take_back(self, operation: Operation) -> bool:
         """Withdraw the announcement of an operation, unless all ranks have announced it."""
-        if self.carried[operation].has_begun:
+        carriage = self.carried[operation]
+        if carriage.has_begun:
             return False
+        carriage.given_back = True
         self.ended(operation)
         return True
 
@@ -260,6 +274,8 @@ class FastLane:
         number, stage, words = carriage.other, carriage.stage, carriage.words
         if not carriage.ended or number is None or self._entries[number] is not carriage:
             return None
+        if carriage.given_back and not carriage.is_read:
+            return None
         if stage is not None and not (self._stages[stage] is carriage and carriage.is_read):
             return None
         address = _address_of(tensor)
@@ -277,7 +293,8 @@ class FastLane:
         assert carriage.other is not None
         words = carriage.words
         words[exchange.TENSOR], words[exchange.SOURCE] = place
-        carriage.ended, carriage.tensor, carriage.iteration = False, tensor, key[1] + 1
+        carriage.ended = carriage.given_back = False
+        carriage.tensor, carriage.iteration = tensor, key[1] + 1
         carriage.number, carriage.other = carriage.other, carriage.number
 
     # ---------------------------------------------------------------------------------- the thread that moves messages
