@@ -80,7 +80,7 @@ def run(blocks):
     code, statuses = exchange.load(), [None] * len(blocks)
 
     def body(rank):
-        blocks[rank][exchange.YIELDS] = 10
+        blocks[rank][exchange.SELF], blocks[rank][exchange.YIELD_NS] = blocks[rank].ctypes.data, 100_000
         while (status := code.function(exchange.ADVANCE, blocks[rank].ctypes.data, 0, 0)) == exchange.PENDING:
             pass
         statuses[rank] = status

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["copy_bytes", "float32_at", "float64_at", "int64_at", "load", "pause", "store", "yield_core"]
+__all__ = ["copy_bytes", "float32_at", "float64_at", "int64_at", "load", "pause", "read_clock", "store", "yield_core"]
 
 _WORD = ir.IntType(64)
 #: LLVM's name and argument of the instruction that tells a processor that a loop waits: without it such a loop takes
@@ -23,6 +23,8 @@ _PAUSES = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint
 
 #: The C library's ``sched_yield``: lets another process have this core.
 yield_core = types.ExternalFunction("sched_yield", types.int32())
+#: The C library's ``clock_gettime``: the number of the clock, and the address of two words for seconds and nanoseconds.
+read_clock = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 #: The C library's ``memcpy``, for addresses: target, source, number of bytes.
 copy_bytes = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
 

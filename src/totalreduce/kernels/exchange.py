@@ -15,7 +15,7 @@ are added one after the other in the order that ``ORDER`` gives, which is that o
 the result are those of the schedule.
 
 The function (``exchange_code``) works on a *block* of 64-bit integers, whose words the constants name. Addresses are
-those of this process. No call waits longer than ``SPINS`` and ``YIELDS`` say.
+those of this process. No call waits longer than ``SPINS`` and ``YIELD_NS`` say.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ ENTRY, SOURCE, STAGE = 17, 18, 19
 BOARD_AT, INLINE_AT, STAGES_AT, STAGES_END = 20, 21, 22, 23
 #: The longest tensor in an entry, the length of a stage, the offset of the results in a stage, the length of a piece.
 INLINE_BYTES, STAGE_BYTES, RESULTS_AT, PIECE_BYTES = 24, 25, 26, 27
-#: How often to look again before returning without progress: with a pause, or letting others have the core.
-SPINS, YIELDS = 28, 29
+#: How often to look again, with a pause, before returning without progress; without ``SPINS``: for how many nanoseconds
+#: to look again and let other processes have the core.
+SPINS, YIELD_NS = 28, 29
 #: Progress of this rank: announced; peers found; rounds staged, reduced and copied.
 ANNOUNCED, FOUND, STAGED, REDUCED, COPIED = 30, 31, 32, 33, 34
 #: What ``advance`` returns besides its status: a bit for every peer that is to be woken; the peer of a violation.
@@ -87,7 +88,9 @@ SEEN = 37
 TURNS = 38
 #: The element type, and the length of an element.
 KIND, ITEMSIZE = 39, 40
-HEAD_WORDS = 41
+#: The address of the block, and the words into which the C library writes the time, in seconds and nanoseconds.
+SELF, SECONDS, NANOSECONDS = 41, 42, 43
+HEAD_WORDS = 44
 #: Per peer, after the order: the address and the length of its memory, the address of its sleep word, its entry's
 #: address (0: not found yet), where its tensor is (0: staged) and its stage.
 MEMORY, LENGTH, SLEEP, PEER_ENTRY, PEER_SOURCE, PEER_STAGE = 0, 1, 2, 3, 4, 5

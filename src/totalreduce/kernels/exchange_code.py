@@ -7,6 +7,7 @@ raise no exception: nothing could catch one. Addresses and counts are integers o
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import CLOCK_MONOTONIC
 from typing import Any, TypeVar
 
 from numba import cfunc, float32, float64, int64, njit
@@ -19,6 +20,7 @@ from totalreduce.kernels.atomics import (
     int64_at,
     load,
     pause,
+    read_clock,
     store,
     yield_core,
 )
@@ -65,6 +67,7 @@ from totalreduce.kernels.exchange import (
     LOOK,
     ME,
     MEMORY,
+    NANOSECONDS,
     NUM_ARGUMENTS,
     ORDER,
     PEER_ENTRY,
@@ -81,7 +84,9 @@ from totalreduce.kernels.exchange import (
     RESTART,
     RESULTS_AT,
     ROUNDS,
+    SECONDS,
     SEEN,
+    SELF,
     SIGNATURE,
     SLEEP,
     SOURCE,
@@ -97,7 +102,7 @@ from totalreduce.kernels.exchange import (
     TURNS,
     VIOLATION,
     WAKE,
-    YIELDS,
+    YIELD_NS,
 )
 from totalreduce.kernels.vectors import fence
 
@@ -416,14 +421,21 @@ def _withdraw(block: Array) -> None:
 
 
 @_compiled
+def _now(block: Array) -> Any:
+    """Return the time in nanoseconds."""
+    read_clock(CLOCK_MONOTONIC, block[SELF] + 8 * SECONDS)
+    return block[SECONDS] * 1_000_000_000 + block[NANOSECONDS]
+
+
+@_compiled
 def _advance(block: Array) -> Any:
     """As ``exchange.ADVANCE`` says."""
     block[WAKE] = 0
     if block[ANNOUNCED] == 0:
         _announce(block)
     ranks, looks, turns = block[RANKS], 0, block[TURNS]
+    waits_since = int64(0)
     block[SEEN] = -1
-    limit = block[SPINS] + block[YIELDS]
     while True:
         seen = _seen(block)
         moved = False
@@ -449,16 +461,23 @@ def _advance(block: Array) -> Any:
             if block[COPIED] == block[ROUNDS] and (block[SOURCE] == 0 or _least(block, E_COPIED) == block[ROUNDS]):
                 return DONE
         if moved:
-            looks = 0
+            looks, waits_since = 0, int64(0)
             continue
         block[SEEN] = seen
-        if block[WAKE] != 0 or looks >= limit:
+        if block[WAKE] != 0:
             return PENDING
-        looks += 1
-        if block[SPINS] != 0:
+        if looks < block[SPINS]:
+            looks += 1
             pause()
-        else:
-            yield_core()
+            continue
+        if block[SPINS] != 0 or block[YIELD_NS] == 0:
+            return PENDING
+        now = _now(block)
+        if waits_since == 0:
+            waits_since = now
+        elif now - waits_since > block[YIELD_NS]:
+            return PENDING
+        yield_core()  # this may take as long as the other processes of the core want
 
 
 @_compiled

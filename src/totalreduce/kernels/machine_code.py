@@ -38,6 +38,7 @@ _OF_PROCESS: Final = (
     "PyExc_SystemError",
     "PyUnicode_FromString",
     "Py_DecRef",
+    "clock_gettime",
     "memcpy",
     "memmove",
     "memset",
