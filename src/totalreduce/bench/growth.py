@@ -17,7 +17,6 @@ import typer
 
 from totalreduce.bench.arithmetic import bus_factor, format_count, parse_count, parse_sizes
 from totalreduce.bench.command import benchmark, split_names
-from totalreduce.bench.growth_dense import dense_report
 from totalreduce.bench.launching import Setting, run_benchmark
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.methods import make_method
@@ -109,6 +108,8 @@ def bench_growth(
     --lockstep says.
     """
     if dense:
+        from totalreduce.bench.growth_dense import dense_report  # imports torch, which the command's help does without
+
         wanted = [] if schedules == "all" else split_names("--schedules", schedules, tuple(SCHEDULES))
         return dense_report(_sizes("--lockstep", lockstep), parse_sizes(sizes), wanted)
     names = split_names("--methods", methods, _METHODS)
