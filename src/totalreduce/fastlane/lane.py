@@ -275,9 +275,9 @@ class FastLane:
         number, stage, words = carriage.other, carriage.stage, carriage.words
         if not carriage.ended or number is None or self._entries[number] is not carriage:
             return None
-        if carriage.given_back and not carriage.is_read:
+        if stage is not None and self._stages[stage] is not carriage:
             return None
-        if stage is not None and not (self._stages[stage] is carriage and carriage.is_read):
+        if (stage is not None or carriage.given_back) and not carriage.is_read:
             return None
         address = _address_of(tensor)
         if words[exchange.INLINE] or words[exchange.TENSOR] == address:

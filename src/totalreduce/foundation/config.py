@@ -69,12 +69,17 @@ class EngineConfig:
                     f"schedules maps OpKind to the name of a schedule, not {kind!r} to {algorithm!r}"
                 )
 
+    @property
+    def has_fast_lane(self) -> bool:
+        """Whether the fast lane is on: it is, unless an argument or the environment has switched it off."""
+        return self.fast_lane is not False
+
     def wire_settings(self) -> dict[str, int | str]:
         """Return the settings that must be equal on all ranks, for the comparison at the rendezvous."""
         shared = ("segment_bytes", "segment_bytes_min", "lanes_min", "half_accumulation", "eager_bytes")
         values = asdict(self)
         wire = {name: values[name] for name in (*shared, "floating_bytes_max")}
-        wire["fast_lane"] = "off" if self.fast_lane is False else "on"
+        wire["fast_lane"] = "on" if self.has_fast_lane else "off"
         return wire | {"schedules": ", ".join(f"{k.name}={v}" for k, v in sorted(self.schedules.items()))}
 
 

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from numba import cfunc, float32, float64, int64, njit
 
-from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.atomics import (
     copy_bytes,
     float32_at,
@@ -109,6 +108,8 @@ from totalreduce.kernels.vectors import fence
 __all__ = ["assembly"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+#: A pointer to the words of a block.
+Words = Any
 
 
 def _compiled(function: F) -> F:
@@ -118,7 +119,7 @@ def _compiled(function: F) -> F:
 
 
 @_compiled
-def _peer(block: Array, peer: Any) -> Any:
+def _peer(block: Words, peer: Any) -> Any:
     return int64(HEAD_WORDS + block[RANKS] * block[RANKS] + peer * PEER_WORDS)
 
 
@@ -132,21 +133,26 @@ def _range(total: Any, parts: Any, index: Any) -> Any:
 
 
 @_compiled
-def _is_there(block: Array, entry: Any) -> Any:
+def _is_there(block: Words, entry: Any) -> Any:
     """Return whether an entry still announces the operation. If not, its rank, and all others, have ended it."""
     return load(entry + E_ITERATION) == block[ITERATION] and load(entry + E_KEY) == block[KEY]
 
 
 @_compiled
-def _look(block: Array) -> Any:
+def _probed(block: Words, at: Any, probe: Any) -> Any:
+    """Return the address of an entry in which the peer whose words begin ``at`` may have announced the operation."""
+    return int64(block[at + MEMORY] + block[BOARD_AT] + (block[HOME] + probe) % block[ENTRIES] * ENTRY_BYTES)
+
+
+@_compiled
+def _look(block: Words) -> Any:
     """As ``exchange.LOOK`` says."""
     for peer in range(block[RANKS]):
         at = _peer(block, peer)
         if peer == block[ME] or block[at + PEER_ENTRY] != 0:
             continue
-        memory = block[at + MEMORY]
         for probe in range(PROBES):
-            entry = memory + block[BOARD_AT] + (block[HOME] + probe) % block[ENTRIES] * ENTRY_BYTES
+            entry = _probed(block, at, probe)
             if not _is_there(block, entry):
                 continue
             if load(entry + E_SIGNATURE) != block[SIGNATURE]:
@@ -172,7 +178,7 @@ def _look(block: Array) -> Any:
 
 
 @_compiled
-def _least(block: Array, counter: Any) -> Any:
+def _least(block: Words, counter: Any) -> Any:
     """Return the smallest value of a counter of the peers' entries."""
     least = block[ROUNDS]
     for peer in range(block[RANKS]):
@@ -185,7 +191,7 @@ def _least(block: Array, counter: Any) -> Any:
 
 
 @_compiled
-def _least_staged(block: Array) -> Any:
+def _least_staged(block: Words) -> Any:
     """Return the number of rounds for which all peers' pieces can be read."""
     least = block[ROUNDS]
     for peer in range(block[RANKS]):
@@ -196,7 +202,7 @@ def _least_staged(block: Array) -> Any:
 
 
 @_compiled
-def _wake(block: Array) -> None:
+def _wake(block: Words) -> None:
     """Note which peers sleep, after something was written that they may wait for."""
     fence()
     for peer in range(block[RANKS]):
@@ -205,7 +211,7 @@ def _wake(block: Array) -> None:
 
 
 @_compiled
-def _announce(block: Array) -> None:
+def _announce(block: Words) -> None:
     entry = block[ENTRY]
     store(entry + E_ITERATION, 0)
     store(entry + E_STAGED, 0)
@@ -224,14 +230,14 @@ def _announce(block: Array) -> None:
 
 
 @_compiled
-def _inline(block: Array, memory: Any, entry: Any) -> Any:
+def _inline(block: Words, memory: Any, entry: Any) -> Any:
     """Return the address of the tensor in an entry."""
     number = (entry - memory - block[BOARD_AT]) // ENTRY_BYTES
     return int64(memory + block[INLINE_AT] + number * block[INLINE_BYTES])
 
 
 @_compiled
-def _contribution(block: Array, peer: Any, part: Any, start: Any, turn: Any) -> Any:
+def _contribution(block: Words, peer: Any, part: Any, start: Any, turn: Any) -> Any:
     """Return the address of a peer's elements from ``start`` on, which lie in a piece of ``part`` in round ``turn``."""
     at = _peer(block, peer)
     if peer == block[ME]:
@@ -246,7 +252,7 @@ def _contribution(block: Array, peer: Any, part: Any, start: Any, turn: Any) -> 
 
 
 @_compiled
-def _combine(reduction: Any, into: Array, other: Array, count: Any) -> None:
+def _combine(reduction: Any, into: Any, other: Any, count: Any) -> None:
     if reduction == SUM:
         for i in range(count):
             into[i] = into[i] + other[i]
@@ -256,13 +262,13 @@ def _combine(reduction: Any, into: Array, other: Array, count: Any) -> None:
 
 
 @_compiled
-def _divide(values: Array, divisor: Any, count: Any) -> None:
+def _divide(values: Any, divisor: Any, count: Any) -> None:
     for i in range(count):
         values[i] = values[i] / divisor
 
 
 @_compiled
-def _add(block: Array, into: Any, other: Any, count: Any) -> None:
+def _add(block: Words, into: Any, other: Any, count: Any) -> None:
     """Combine ``count`` elements at ``other`` into those at ``into``."""
     if block[KIND] == FLOAT32:
         _combine(block[REDUCTION], float32_at(into), float32_at(other), count)
@@ -271,7 +277,7 @@ def _add(block: Array, into: Any, other: Any, count: Any) -> None:
 
 
 @_compiled
-def _average(block: Array, sums: Any, count: Any) -> None:
+def _average(block: Words, sums: Any, count: Any) -> None:
     """Divide sums by the number of ranks, if the result is an average."""
     if block[DIVISOR] != 1:
         if block[KIND] == FLOAT32:
@@ -281,7 +287,7 @@ def _average(block: Array, sums: Any, count: Any) -> None:
 
 
 @_compiled
-def _reduce(block: Array, part: Any, start: Any, stop: Any, turn: Any) -> None:
+def _reduce(block: Words, part: Any, start: Any, stop: Any, turn: Any) -> None:
     """Reduce elements of one piece of a part into this rank's tensor, in the order of the part."""
     ranks, itemsize = block[RANKS], block[ITEMSIZE]
     result = block[TENSOR] + start * itemsize
@@ -304,7 +310,7 @@ def _reduce(block: Array, part: Any, start: Any, stop: Any, turn: Any) -> None:
 
 
 @_compiled
-def _reduce_all(block: Array) -> None:
+def _reduce_all(block: Words) -> None:
     """Reduce a small tensor completely: every peer has it in its entry."""
     for lane in range(block[LANES]):
         first, last = _range(block[COUNT], block[LANES], lane)
@@ -314,7 +320,7 @@ def _reduce_all(block: Array) -> None:
 
 
 @_compiled
-def _piece(block: Array, part: Any, turn: Any) -> Any:
+def _piece(block: Words, part: Any, turn: Any) -> Any:
     """Return the elements of the tensor that are a part's piece in a round."""
     lane, number = turn // block[LANE_ROUNDS], turn % block[LANE_ROUNDS]
     first, last = _range(block[COUNT], block[LANES], lane)
@@ -324,7 +330,7 @@ def _piece(block: Array, part: Any, turn: Any) -> Any:
 
 
 @_compiled
-def _move_pieces(block: Array) -> Any:
+def _move_pieces(block: Words) -> Any:
     """Carry out the steps that are possible now, each at most once; return whether there were any."""
     ranks, me, entry, itemsize = block[RANKS], block[ME], block[ENTRY], block[ITEMSIZE]
     memory = block[_peer(block, me) + MEMORY]
@@ -371,7 +377,7 @@ def _move_pieces(block: Array) -> Any:
 
 
 @_compiled
-def _seen(block: Array) -> Any:
+def _seen(block: Words) -> Any:
     """Return a number that changes when a peer announces the operation, or a counter of a peer's entry changes."""
     total = int64(0)
     for peer in range(block[RANKS]):
@@ -383,20 +389,20 @@ def _seen(block: Array) -> Any:
             total += load(entry + E_STAGED) + load(entry + E_REDUCED) + load(entry + E_COPIED) + 1
             continue
         for probe in range(PROBES):
-            entry = block[at + MEMORY] + block[BOARD_AT] + (block[HOME] + probe) % block[ENTRIES] * ENTRY_BYTES
+            entry = _probed(block, at, probe)
             if _is_there(block, entry):
                 total += 1
     return total
 
 
 @_compiled
-def _has_changed(block: Array) -> Any:
+def _has_changed(block: Words) -> Any:
     """As ``exchange.HAS_CHANGED`` says."""
     return block[ANNOUNCED] == 0 or _seen(block) != block[SEEN]
 
 
 @_compiled
-def _is_read(block: Array) -> Any:
+def _is_read(block: Words) -> Any:
     """As ``exchange.IS_READ`` says."""
     for peer in range(block[RANKS]):
         if peer != block[ME]:
@@ -407,28 +413,28 @@ def _is_read(block: Array) -> Any:
 
 
 @_compiled
-def _has_ended(block: Array, peer: Any) -> Any:
+def _has_ended(block: Words, peer: Any) -> Any:
     """As ``exchange.HAS_ENDED`` says."""
     entry = block[_peer(block, peer) + PEER_ENTRY]
     return load(entry + E_COPIED) == block[ROUNDS] or not _is_there(block, entry)
 
 
 @_compiled
-def _withdraw(block: Array) -> None:
+def _withdraw(block: Words) -> None:
     """As ``exchange.WITHDRAW`` says."""
     if block[ANNOUNCED] != 0:
         store(block[ENTRY] + E_ITERATION, 0)
 
 
 @_compiled
-def _now(block: Array) -> Any:
+def _now(block: Words) -> Any:
     """Return the time in nanoseconds."""
     read_clock(CLOCK_MONOTONIC, block[SELF] + 8 * SECONDS)
     return block[SECONDS] * 1_000_000_000 + block[NANOSECONDS]
 
 
 @_compiled
-def _advance(block: Array) -> Any:
+def _advance(block: Words) -> Any:
     """As ``exchange.ADVANCE`` says."""
     block[WAKE] = 0
     if block[ANNOUNCED] == 0:
@@ -481,7 +487,7 @@ def _advance(block: Array) -> Any:
 
 
 @_compiled
-def _restart(block: Array, iteration: Any, entry: Any) -> Any:
+def _restart(block: Words, iteration: Any, entry: Any) -> Any:
     """As ``exchange.RESTART`` says."""
     block[ITERATION], block[ENTRY] = iteration, entry
     block[ANNOUNCED] = block[FOUND] = block[STAGED] = block[REDUCED] = block[COPIED] = 0

@@ -133,7 +133,7 @@ def _read(path: Path) -> bytes | None:
 def _write(path: Path, code: bytes) -> None:
     beside = path.with_suffix(f".{secrets.token_hex(8)}")
     beside.write_bytes(_digest(code) + code)
-    os.replace(beside, path)
+    beside.replace(path)
 
 
 def _digest(code: bytes) -> bytes:

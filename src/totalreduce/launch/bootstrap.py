@@ -129,7 +129,7 @@ def init(
             tls=tls,
             wire={**wire, **engine_config.wire_settings()},
             store=store,
-            board_bytes=0 if engine_config.fast_lane is False else BOARD_BYTES,
+            board_bytes=BOARD_BYTES if engine_config.has_fast_lane else 0,
         )
     )
     if engine is None and world_size > 1 and len(set(link.hosts)) == 1:  # what all ranks agree on, not a guess

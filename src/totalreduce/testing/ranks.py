@@ -123,7 +123,7 @@ def _transports(
                 *(rank, names, sock, identity, tcp),
                 max_body_bytes=body_bytes,
                 pool_bytes=_POOL_BYTES,
-                board_bytes=0 if engine.fast_lane is False else BOARD_BYTES,
+                board_bytes=BOARD_BYTES if engine.has_fast_lane else 0,
             )
             for rank, (sock, _) in enumerate(sockets)
         ]

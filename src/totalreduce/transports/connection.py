@@ -44,12 +44,10 @@ class _SendingHalf:
         writable: Whether the socket may take bytes.
     """
 
-    def __init__(
-        self, send: Callable[[Sequence[memoryview | bytes]], int], pulse: Pulse, *, takes_all_it_can: bool
-    ) -> None:
-        """``takes_all_it_can``: ``send`` sends fewer bytes than it was given only where the socket is full."""
+    def __init__(self, send: Callable[[Sequence[memoryview | bytes]], int], pulse: Pulse, *, counts_tell: bool) -> None:
+        """``counts_tell``: ``send`` sends fewer bytes than it was given only where the socket is full."""
         self.writable = False  # until the epoll object says so
-        self._send, self._pulse, self._takes_all_it_can = send, pulse, takes_all_it_can
+        self._send, self._pulse, self._counts_tell = send, pulse, counts_tell
         self._raw = b""
         self._messages: list[Outgoing] = []
         self._views: list[memoryview] = []
@@ -94,7 +92,7 @@ class _SendingHalf:
             self._pulse.spoke_at = now
             self._consume(sent)
             if self._views:
-                self.writable = not self._takes_all_it_can  # the epoll object says when there is room again
+                self.writable = not self._counts_tell  # the epoll object says when there is room again
             else:
                 messages, self._messages = self._messages, []
                 for message in messages:
@@ -134,22 +132,25 @@ class _ReceivingHalf:
 
     Attributes:
         readable: Whether the socket may have bytes.
-        ending: Whether the stream is known to end: reading goes on until it comes to the end.
         moved_at: When something besides a heartbeat last arrived.
     """
 
     def __init__(self, sock: socket.socket, channel: TlsChannel | None, pulse: Pulse, now: float) -> None:
-        self.readable = self.ending = False
-        self.moved_at = now
+        self.readable, self.moved_at = False, now
+        self._is_ending = False
         self._sock, self._pulse = sock, pulse
         self._recv_into: Callable[[memoryview], int] = sock.recv_into if channel is None else channel.recv_into
-        self._gives_all_it_has = channel is None
+        self._counts_tell = channel is None  # TLS may hold bytes that the socket no longer has
         self._hidden_bytes = 0 if channel is None else HIDDEN_BYTES_MAX
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._begin = self._end = 0
         self._delivery: Delivery | None = None
         self._received = 0
         self._wake_bytes = 1
+
+    def read_to_the_end(self) -> None:
+        """Note that the stream ends, or has an error: reading goes on until it comes to that."""
+        self.readable = self._is_ending = True
 
     def take(self, count: int) -> bytes | None:
         """Return the next ``count`` bytes, or ``None`` if they have not all arrived. Later bytes are not read.
@@ -265,7 +266,7 @@ class _ReceivingHalf:
             return 0
         if count == 0:
             raise ConnectionResetError("the connection was closed by the other end")
-        if count < len(view) and self._gives_all_it_has and not self.ending:
+        if count < len(view) and self._counts_tell and not self._is_ending:
             self.readable = False  # the socket is empty; the epoll object reports what comes next
         return count
 
@@ -298,7 +299,7 @@ class Connection:
         self.opened_at = now
         self.pulse = Pulse(now)
         send = sock.sendmsg if channel is None else channel.send
-        self.outgoing = _SendingHalf(send, self.pulse, takes_all_it_can=channel is None)
+        self.outgoing = _SendingHalf(send, self.pulse, counts_tell=channel is None)
         self.incoming = _ReceivingHalf(sock, channel, self.pulse, now)
         self._handshake: Connector | Acceptor | None = handshake
         self._channel = channel

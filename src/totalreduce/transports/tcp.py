@@ -211,9 +211,10 @@ class TcpTransport(Transport):
         else:
             connection = self._connections.get(fd)
             if connection is not None:
-                if events & (select.EPOLLIN | _END):
+                if events & _END:
+                    connection.incoming.read_to_the_end()
+                elif events & select.EPOLLIN:
                     connection.incoming.readable = True
-                    connection.incoming.ending = connection.incoming.ending or events & _END != 0
                 if events & (select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR):
                     connection.outgoing.writable = True
                     if connection.established and connection.outgoing.busy:
@@ -236,7 +237,7 @@ class TcpTransport(Transport):
         except OSError as error:
             if not reading:
                 # The peer's last messages (GOODBYE, LOST) still count; reading will come to the same end.
-                connection.incoming.readable = connection.incoming.ending = True
+                connection.incoming.read_to_the_end()
                 connection.outgoing.writable = False
                 return
             self._peers.drop(connection)
@@ -294,7 +295,7 @@ class TcpTransport(Transport):
             try:
                 connection.outgoing.send_raw(self._heartbeat)
             except OSError:
-                connection.incoming.readable = connection.incoming.ending = True  # reading will report the error
+                connection.incoming.read_to_the_end()  # which will report the error
 
     def close(self, timeout_s: float) -> None:
         """Say that nothing more comes, wait for the others to have read it, close.
