@@ -1,5 +1,6 @@
 """``bench growth --dense`` counts what the schedules send; a simulated network card sends one message at a time."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from totalreduce.bench.growth_dense import simulate_dense
 from totalreduce.foundation.types import OpKind
 from totalreduce.schedules.select import candidates
 from totalreduce.schedules.spec import LinkModel
+from totalreduce.testing.simulation import SimulatedCluster
 
 #: Messages of the average rank and of the busiest one, for a tensor of one lane.
 MESSAGES = {
@@ -59,3 +61,11 @@ def test_the_command_prints_and_writes_them(tmp_path):
     assert [(figure["ranks"], figure["size"], figure["schedule"]) for figure in figures] == [
         (ranks, size, name) for ranks in (3, 5) for size in (1024, 300 * 1024) for name in ("ring", "tree")
     ]
+
+
+def test_no_rank_pays_for_a_collection_of_garbage(monkeypatch):
+    enabled, original = [], SimulatedCluster.run
+    monkeypatch.setattr(SimulatedCluster, "run", lambda cluster: (enabled.append(gc.isenabled()), original(cluster)))
+    simulate("ring", 3)
+    assert enabled == [False, False]
+    assert gc.isenabled()

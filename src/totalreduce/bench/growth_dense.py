@@ -7,6 +7,8 @@ without the network's.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -135,7 +137,8 @@ def simulate_dense(name: str, world_size: int, size: int, estimates: dict[str, f
             endpoint.seconds = 0.0
             buffer = memoryview(tensors[rank]).cast("B")
             cluster.submit(rank, TimedSubmission("dense", signature, [buffer], at_s=begin))
-        cluster.run()
+        with _no_garbage_collection():
+            cluster.run()
         if not (tensors == world_size * (world_size + 1) // 2).all():
             raise ArithmeticError(f"{name}, {world_size} ranks, {size} bytes, turn {turn}: a sum is wrong")
     ended = max(rank_submissions[-1].done_at_s or 0.0 for rank_submissions in cluster.submissions)
@@ -154,6 +157,17 @@ def simulate_dense(name: str, world_size: int, size: int, estimates: dict[str, f
         estimated_s=estimates[name],
         chosen=chosen,
     )
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection looks at the objects of a thousand ranks, for seconds, in the call of one of them."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @final
