@@ -282,15 +282,16 @@ GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", bytes(10_000), b"\x16\x03\x01\x02\x00\x01"
 def test_garbage_is_refused_at_once_and_silence_at_the_deadline(rank_tls, said):
     with groups_of(2, over_tls(rank_tls, tr.TcpConfig(handshake_timeout_s=0.5))) as groups:
         address = groups[0]._runner.transport._addresses[0]
+        for _ in range(3):
+            with socket.create_connection(address, timeout=10) as sock, contextlib.suppress(ConnectionError):
+                sock.sendall(said)
+                answer = sock.recv(100)
+                assert answer[:2] == b"\x15\x03", "a TLS alert"
+                assert sock.recv(100) == b""
+        assert total(groups) == {3.0}
+        assert groups[0].statistics().refused_connections == 3
+        # The silent client comes afterwards: on a loaded machine its deadline can pass during the steps above.
         with socket.create_connection(address, timeout=10) as silent:
-            for _ in range(3):
-                with socket.create_connection(address, timeout=10) as sock, contextlib.suppress(ConnectionError):
-                    sock.sendall(said)
-                    answer = sock.recv(100)
-                    assert answer[:2] == b"\x15\x03", "a TLS alert"
-                    assert sock.recv(100) == b""
-            assert total(groups) == {3.0}
-            assert groups[0].statistics().refused_connections == 3
             assert silent.recv(100) == b""
         assert total(groups) == {3.0}
         assert groups[0].statistics().refused_connections == 4
