@@ -282,11 +282,15 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_an_announcement_that_no_correct_rank_makes_is_the_loss_of_its_rank(lie: str) -> None:
+#: Lies about a tensor that is exchanged in pieces, and about one that is exchanged as a whole.
+LIES_BY_COUNT = [(lie, 100_000) for lie in LIES] + [(lie, 20_000) for lie in LIES if "stage" in lie]
+
+
+@pytest.mark.parametrize(("lie", "count"), LIES_BY_COUNT)
+def test_an_announcement_that_no_correct_rank_makes_is_the_loss_of_its_rank(lie: str, count: int) -> None:
     def body(group: Group) -> None:
         group.barrier()
-        tensor = torch.ones(100_000)
+        tensor = torch.ones(count)
         if group.rank == 0:
             lane, offer = lane_of(group), lane_of(group).offer
 
@@ -294,10 +298,10 @@ def test_an_announcement_that_no_correct_rank_makes_is_the_loss_of_its_rank(lie:
                 carriage = offer(operation)
                 for word, value in LIES[lie].items():
                     carriage.words[word] = value
-                carriage.words[exchange.TURNS] = 0
-                lane.exchange(exchange.ADVANCE, carriage.address, 0, 0)  # announces
-                carriage.words[exchange.TURNS] = 0
-                lane.advance = lambda *_, **__: exchange.PENDING
+                # Rank 0 announces, and neither copies nor reads its tensor.
+                carriage.words[exchange.TURNS] = carriage.words[exchange.COUNT] = 0
+                lane.exchange(exchange.ADVANCE, carriage.address, 0, 0)
+                lane.announce = lane.advance = lambda *_, **__: exchange.PENDING
                 return carriage
 
             lane.offer = lying
@@ -312,13 +316,27 @@ def test_an_announcement_that_no_correct_rank_makes_is_the_loss_of_its_rank(lie:
     on_one_host(2, body)
 
 
-def test_more_large_tensors_than_stages_in_a_row() -> None:
+@pytest.mark.parametrize("count", [30_000, 100_000])
+def test_more_large_tensors_than_stages_in_a_row(count: int) -> None:
     def body(group: Group) -> None:
         for turn in range(4):
-            tensors = [torch.full((30_000,), float(index)) for index in range(2 * STAGES)]
+            tensors = [torch.full((count,), float(index + turn)) for index in range(2 * STAGES)]
             works = [group.allreduce(tensor, name=f"t{index}") for index, tensor in enumerate(tensors)]
             for index, work in enumerate(works):
-                assert work.wait().unique().tolist() == [3.0 * index], turn
+                assert work.wait().unique().tolist() == [3.0 * (index + turn)], turn
+
+    on_one_host(3, body)
+
+
+def test_a_stage_serves_operations_of_a_name_that_follow_at_once() -> None:
+    """A rank that is a step ahead writes the half of the stage that the other ranks do not read."""
+
+    def body(group: Group) -> None:
+        tensor = torch.empty(20_000)
+        for turn in range(300):
+            tensor.fill_(turn + group.rank)
+            group.allreduce(tensor, name="t").wait()
+            assert tensor.unique().tolist() == [3.0 * turn + 3.0]
 
     on_one_host(3, body)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from totalreduce.engine.layout import OperationLayout
 from totalreduce.engine.operation import Operation
-from totalreduce.fastlane.board import BOARD_BYTES, ENTRIES, INLINE_BYTES, STAGES, BoardLayout
+from totalreduce.fastlane.board import BOARD_BYTES, ENTRIES, STAGES, BoardLayout
 from totalreduce.foundation.types import DType, OpKind, ReduceOp
 from totalreduce.kernels import exchange
 from totalreduce.schedules.actions import Chunking
@@ -47,18 +47,18 @@ _RANKS_MAX = 62
 class _Plan:
     """What the lane computes once for a layout: the words of a block that do not change; or that it takes none."""
 
-    __slots__ = ("block", "bytes_each_way", "inline", "peers", "ranks", "sums")
+    __slots__ = ("block", "bytes_each_way", "mode", "peers", "ranks", "sums")
 
     def __init__(self, layout: OperationLayout, rank: int, boards: Boards, board: BoardLayout) -> None:
         self.ranks, itemsize = layout.ranks, layout.dtype.itemsize
         size, me = len(layout.ranks), layout.ranks.index(rank)
         count = layout.num_bytes // itemsize
-        self.inline = layout.num_bytes <= INLINE_BYTES
-        others = size - 1
-        self.bytes_each_way = others * layout.num_bytes if self.inline else 2 * others * layout.num_bytes // size
+        mode = self.mode = board.mode(layout.num_bytes, size)
+        is_whole, others = mode != exchange.PIECES, size - 1
+        self.bytes_each_way = others * layout.num_bytes if is_whole else 2 * others * layout.num_bytes // size
         piece = board.piece_bytes(size) // itemsize
         largest_part = _divide_up(_divide_up(count, layout.num_lanes), size)
-        lane_rounds = 1 if self.inline else max(1, _divide_up(largest_part, piece))
+        lane_rounds = 1 if is_whole else max(1, _divide_up(largest_part, piece))
         block = self.block = np.zeros(exchange.block_words(size), np.int64)
         self.sums = np.empty(exchange.COUNTED * itemsize, np.uint8)
         board.fill(block, size)
@@ -68,9 +68,9 @@ class _Plan:
         block[exchange.REDUCTION] = _REDUCTIONS.get(reduction, exchange.SUM)  # a barrier is a sum of no elements
         block[exchange.DIVISOR] = size if reduction is ReduceOp.AVG else 1
         block[exchange.COUNT], block[exchange.LANES] = count, layout.num_lanes
-        block[exchange.INLINE], block[exchange.PIECE] = self.inline, piece
+        block[exchange.MODE], block[exchange.PIECE] = mode, piece
         block[exchange.LANE_ROUNDS] = lane_rounds
-        block[exchange.ROUNDS] = lane_rounds * (1 if self.inline else layout.num_lanes)
+        block[exchange.ROUNDS] = lane_rounds * (1 if is_whole else layout.num_lanes)
         block[exchange.SUMS] = self.sums.ctypes.data
         text = layout.expectation.packed + repr(layout.ranks).encode()
         block[exchange.SIGNATURE] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
@@ -215,9 +215,9 @@ class FastLane:
         number = self._free_entry(operation.key)
         if number is None:
             return None
-        source = 0 if plan.inline else self.boards.offset_of(tensor)
+        source = self.boards.offset_of(tensor) if plan.mode == exchange.PIECES else 0
         stage = None
-        if not plan.inline and not source:
+        if plan.mode != exchange.IN_ENTRY and not source:
             stage = self._free_stage()
             if stage is None:
                 return None
@@ -231,8 +231,7 @@ class FastLane:
         words[exchange.ENTRY] = self._memory + self._board.entry(number)
         words[exchange.SOURCE] = source
         if stage is not None:
-            words[exchange.STAGE] = self._board.stage(stage)
-            self._stages[stage] = carriage
+            self._use_stage(carriage, stage)
         self._entries[number] = self.carried[operation] = carriage
         return carriage
 
@@ -275,12 +274,16 @@ class FastLane:
         number, stage, words = carriage.other, carriage.stage, carriage.words
         if not carriage.ended or number is None or self._entries[number] is not carriage:
             return None
-        if stage is not None and self._stages[stage] is not carriage:
+        is_whole = words[exchange.MODE] != exchange.PIECES
+        if (carriage.given_back or not (is_whole or stage is None)) and not carriage.is_read:
             return None
-        if (stage is not None or carriage.given_back) and not carriage.is_read:
-            return None
+        if stage is not None and self._stages[stage] is not carriage:  # another operation has it now
+            stage = self._free_stage()
+            if stage is None:
+                return None
+            self._use_stage(carriage, stage)
         address = _address_of(tensor)
-        if words[exchange.INLINE] or words[exchange.TENSOR] == address:
+        if is_whole or words[exchange.TENSOR] == address:
             return address, words[exchange.SOURCE]
         source = self.boards.offset_of(tensor)
         return (address, source) if (source == 0) == (stage is not None) else None
@@ -288,8 +291,8 @@ class FastLane:
     def repeat(self, carriage: Carriage, key: tuple[int, int], tensor: memoryview, place: _Place) -> None:
         """Use a carriage for the next operation of its name, which ``restart`` announces.
 
-        No rank reads the entry of the last operation but one: all ranks have ended that operation, because they have
-        announced the last one.
+        No rank reads the entry, and the half of the stage, of the last operation but one: all ranks have ended that
+        operation, because they have announced the last one.
         """
         assert carriage.other is not None
         words = carriage.words
@@ -297,13 +300,17 @@ class FastLane:
         carriage.ended = carriage.given_back = False
         carriage.tensor, carriage.iteration = tensor, key[1] + 1
         carriage.number, carriage.other = carriage.other, carriage.number
+        if words[exchange.MODE] == exchange.IN_STAGE:
+            assert carriage.stage is not None
+            first, second = self._board.stage(carriage.stage), self._board.second_half(carriage.stage)
+            words[exchange.STAGE] = second if words[exchange.STAGE] == first else first
 
     # ---------------------------------------------------------------------------------- the thread that moves messages
 
     def restart(self, carriage: Carriage) -> int:
         """As ``announce``, for a carriage of ``repeat``. This thread waits for the end of a small operation."""
         words, _tensor = carriage.words, carriage.tensor  # another thread may end the operation meanwhile
-        words[exchange.SPINS] = self._spins if words[exchange.INLINE] else 0
+        words[exchange.SPINS] = self._spins if words[exchange.MODE] != exchange.PIECES else 0
         words[exchange.YIELD_NS] = words[exchange.TURNS] = 0
         entry = self._memory + self._board.entry(carriage.number)
         status = self.exchange(exchange.RESTART, carriage.address, carriage.iteration, entry)
@@ -406,6 +413,10 @@ class FastLane:
                 self._stages[number] = None
                 return number
         return None
+
+    def _use_stage(self, carriage: Carriage, number: int) -> None:
+        self._stages[number], carriage.stage = carriage, number
+        carriage.words[exchange.STAGE] = self._board.stage(number)
 
     def _release(self, user: Carriage | None) -> None:
         if user is not None and user.stage is not None and self._stages[user.stage] is user:

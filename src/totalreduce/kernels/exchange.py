@@ -4,7 +4,8 @@ Every rank has a *board* in memory that all ranks of the host can read and only 
 an operation in an *entry*: the operation's key and signature, where its tensor is, and three counters. The others look
 for the key, so the order in which operations are announced does not matter. Two ways follow:
 
-* Small tensors lie in the entry. Every rank adds all contributions by itself, and needs nothing else of the others.
+* Small tensors are copied as a whole, into the entry or into a stage. Every rank adds all contributions by itself, and
+  needs nothing else of the others.
 * Larger tensors are exchanged in *pieces*, in rounds. In a round every rank makes one piece of every part of a lane
   readable (it *stages* it, unless the tensor lies in shared memory), *reduces* its own part's piece of all ranks, and
   *copies* the results of the other ranks. A counter in the entry tells how many rounds have passed each of these steps.
@@ -37,10 +38,13 @@ __all__ = [
     "FLOAT64",
     "HAS_CHANGED",
     "HAS_ENDED",
+    "IN_ENTRY",
+    "IN_STAGE",
     "IS_READ",
     "LOOK",
     "PEER_WORDS",
     "PENDING",
+    "PIECES",
     "PRODUCT",
     "RESTART",
     "SUM",
@@ -59,8 +63,8 @@ RANKS, ME = 0, 1
 REDUCTION, DIVISOR = 2, 3
 #: Elements of the tensor, and lanes.
 COUNT, LANES = 4, 5
-#: Whether the tensor lies in the entry.
-INLINE = 6
+#: Where the other ranks read the tensor: ``PIECES``, ``IN_ENTRY`` or ``IN_STAGE``.
+MODE = 6
 #: Elements of a piece, rounds of one lane, rounds of all lanes.
 PIECE, LANE_ROUNDS, ROUNDS = 7, 8, 9
 #: The address of the tensor, and of memory for one block of sums.
@@ -117,6 +121,8 @@ PENDING, DONE, CONFLICT, VIOLATION = 0, 1, 2, 3
 SUM, PRODUCT = 1, 5
 #: Element types.
 FLOAT32, FLOAT64 = 0, 1
+#: Modes: a tensor is exchanged in pieces, or its rank copies it into its entry or its stage when it announces it.
+PIECES, IN_ENTRY, IN_STAGE = 0, 1, 2
 
 # -------------------------------------------------------------------------------------------------------- the function
 

@@ -52,7 +52,7 @@ from totalreduce.kernels.exchange import (
     HAS_ENDED,
     HEAD_WORDS,
     HOME,
-    INLINE,
+    IN_ENTRY,
     INLINE_AT,
     INLINE_BYTES,
     IS_READ,
@@ -66,6 +66,7 @@ from totalreduce.kernels.exchange import (
     LOOK,
     ME,
     MEMORY,
+    MODE,
     NANOSECONDS,
     NUM_ARGUMENTS,
     ORDER,
@@ -76,6 +77,7 @@ from totalreduce.kernels.exchange import (
     PENDING,
     PIECE,
     PIECE_BYTES,
+    PIECES,
     PROBES,
     RANKS,
     REDUCED,
@@ -158,14 +160,16 @@ def _look(block: Words) -> Any:
             if load(entry + E_SIGNATURE) != block[SIGNATURE]:
                 return CONFLICT
             source, stage = load(entry + E_SOURCE), load(entry + E_STAGE)
-            if source != 0:
+            is_in_pieces = block[MODE] == PIECES
+            if block[MODE] == IN_ENTRY:
+                valid = True
+            elif is_in_pieces and source != 0:
                 # Divided and not multiplied: no number of a peer may overflow.
                 valid = source % block[ITEMSIZE] == 0 and block[STAGES_END] <= source <= block[at + LENGTH]
                 valid = valid and block[COUNT] <= (block[at + LENGTH] - source) // block[ITEMSIZE]
-            elif block[INLINE] != 0:
-                valid = True
             else:
-                valid = block[STAGES_AT] <= stage <= block[STAGES_END] - block[STAGE_BYTES] and stage % 64 == 0
+                length = block[STAGE_BYTES] if is_in_pieces else block[COUNT] * block[ITEMSIZE]
+                valid = block[STAGES_AT] <= stage <= block[STAGES_END] - length and stage % 64 == 0
             if not valid:
                 block[CULPRIT] = peer
                 return VIOLATION
@@ -221,17 +225,19 @@ def _announce(block: Words) -> None:
     store(entry + E_SOURCE, block[SOURCE])
     store(entry + E_STAGE, block[STAGE])
     store(entry + E_KEY, block[KEY])
-    if block[INLINE] != 0:
+    if block[MODE] != PIECES:
         memory = block[_peer(block, block[ME]) + MEMORY]
-        copy_bytes(_inline(block, memory, entry), block[TENSOR], block[COUNT] * block[ITEMSIZE])
+        copy_bytes(_whole(block, memory, entry, block[STAGE]), block[TENSOR], block[COUNT] * block[ITEMSIZE])
     store(entry + E_ITERATION, block[ITERATION])
     block[ANNOUNCED] = 1
     _wake(block)
 
 
 @_compiled
-def _inline(block: Words, memory: Any, entry: Any) -> Any:
-    """Return the address of the tensor in an entry."""
+def _whole(block: Words, memory: Any, entry: Any, stage: Any) -> Any:
+    """Return the address of a rank's whole tensor, in its entry or in its stage."""
+    if block[MODE] != IN_ENTRY:
+        return int64(memory + stage)
     number = (entry - memory - block[BOARD_AT]) // ENTRY_BYTES
     return int64(memory + block[INLINE_AT] + number * block[INLINE_BYTES])
 
@@ -243,8 +249,9 @@ def _contribution(block: Words, peer: Any, part: Any, start: Any, turn: Any) -> 
     if peer == block[ME]:
         return int64(block[TENSOR] + start * block[ITEMSIZE])
     memory = block[at + MEMORY]
-    if block[INLINE] != 0:
-        return int64(_inline(block, memory, block[at + PEER_ENTRY]) + start * block[ITEMSIZE])
+    if block[MODE] != PIECES:
+        whole = _whole(block, memory, block[at + PEER_ENTRY], block[at + PEER_STAGE])
+        return int64(whole + start * block[ITEMSIZE])
     if block[at + PEER_SOURCE] != 0:
         return int64(memory + block[at + PEER_SOURCE] + start * block[ITEMSIZE])
     piece = turn % 2 * block[RANKS] + part
@@ -311,7 +318,7 @@ def _reduce(block: Words, part: Any, start: Any, stop: Any, turn: Any) -> None:
 
 @_compiled
 def _reduce_all(block: Words) -> None:
-    """Reduce a small tensor completely: every peer has it in its entry."""
+    """Reduce a small tensor completely: it is readable on every peer as a whole."""
     for lane in range(block[LANES]):
         first, last = _range(block[COUNT], block[LANES], lane)
         for part in range(block[RANKS]):
@@ -452,7 +459,7 @@ def _advance(block: Words) -> Any:
                 return status
             moved = block[FOUND] > found
         if block[FOUND] == ranks - 1:
-            if block[INLINE] != 0:
+            if block[MODE] != PIECES:
                 if block[COPIED] != block[ROUNDS]:  # else it was done when this function was called last
                     _reduce_all(block)
                     block[COPIED] = block[ROUNDS]

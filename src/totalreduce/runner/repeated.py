@@ -44,7 +44,10 @@ class KnownCarriages:
         """Return the carriage of the last operation of a name, if the submitted operation is of the same layout."""
         name = submission.name
         carriage = None if name is None else self._carriages.get((submission.scope, name))
-        if carriage is None or carriage.layout.signature != submission.signature:
+        if carriage is None:
+            return None
+        signature = carriage.layout.signature
+        if signature is not submission.signature and signature != submission.signature:
             return None
         return carriage if submission.ranks is None or submission.ranks == carriage.ranks else None
 

@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Literal, final
+from typing import Literal, ParamSpec, final
 
 from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.engine import Engine
@@ -41,6 +41,7 @@ __all__ = ["ComputeMode", "Runner"]
 
 _log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 ComputeMode = Literal["auto", "thread", "inline"]
 
 #: The longest time between two calls of ``Engine.tick``, in seconds.
@@ -107,7 +108,7 @@ class Runner:
     def _begin_in_lane(self, submission: Submission, carriage: Carriage, handle: Handle) -> bool:
         """Begin an operation in the fast lane, unless it must be submitted to the engine."""
         now = time.monotonic()
-        ended = self._in_lane(lambda: self._endpoint.begin(submission, carriage, handle))
+        ended = self._in_lane(self._endpoint.begin, submission, carriage, handle)
         if ended is None:
             return False
         if ended:
@@ -119,7 +120,7 @@ class Runner:
 
     def _end_in_lane(self, handle: Handle, now: float) -> bool:
         """Try to end an operation that the engine does not know; if that takes long, let the engine know."""
-        if self._turns.driver is None and self._in_lane(lambda: self._endpoint.hurry_unlisted(handle)):
+        if self._turns.driver is None and self._in_lane(self._endpoint.hurry_unlisted, handle):
             self._turns.rest(now, resting=now < self._next_tick)
             handle.complete(None)
         else:
@@ -129,9 +130,9 @@ class Runner:
 
     def _announce(self, operation: Operation) -> bool | None:
         """Announce an operation in the fast lane, unless another thread moves messages and will do so."""
-        return self._in_lane(lambda: self._endpoint.announce(operation))
+        return self._in_lane(self._endpoint.announce, operation)
 
-    def _in_lane(self, move: Callable[[], bool | None]) -> bool | None:
+    def _in_lane(self, move: Callable[P, bool | None], *arguments: P.args, **options: P.kwargs) -> bool | None:
         """Call a function that moves operations in the fast lane; ``None`` if another thread moves messages now.
 
         An exception in the function, Ctrl-C above all, may have cut an operation in two: then nothing moves any more.
@@ -139,7 +140,7 @@ class Runner:
         if not self._moving.acquire(blocking=False):
             return None
         try:
-            return None if self._failure is not None or self._stop else move()
+            return None if self._failure is not None or self._stop else move(*arguments, **options)
         except BaseException as failure:
             self._failure = failure
             self._fail(failure)
@@ -179,7 +180,7 @@ class Runner:
         """Have a thread send what was submitted. ``wake``: a thread waits for the network."""
         if wake:
             self.transport.wake()
-        else:
+        elif self._turns.parked:
             self._turns.unpark_for_submission(now)
 
     def _wakes_after_submission(self) -> bool:

@@ -70,6 +70,9 @@ class Turns:
             self._resume.release()
 
     def unpark_for_submission(self, now: float) -> None:
-        """As ``unpark``, unless the thread that has submitted something is likely to drive at once."""
-        if self.parked and self.driver is None and now > self._left_at + _NEXT_BLOCKING_S:
+        """As ``unpark``, unless the thread that has submitted something is likely to drive at once.
+
+        Only a parked thread needs it.
+        """
+        if self.driver is None and now > self._left_at + _NEXT_BLOCKING_S:
             self.unpark()

@@ -237,27 +237,27 @@ class Operands:
 class _Ranges:
     """Ranges of addresses, sorted by start, with the operations that use them. ``disjoint``: no two ranges overlap."""
 
-    __slots__ = ("_disjoint", "_entries", "_longest")
+    __slots__ = ("_disjoint", "_longest", "entries")
 
     def __init__(self, *, disjoint: bool) -> None:
         self._disjoint = disjoint
-        self._entries: list[tuple[int, int, int, Operands]] = []
+        self.entries: list[tuple[int, int, int, Operands]] = []
         self._longest = 0
 
     def add(self, start: int, stop: int, owner: Operands) -> None:
         """Add a range."""
         self._longest = max(self._longest, stop - start)
-        insort(self._entries, (start, stop, id(owner), owner))
+        insort(self.entries, (start, stop, id(owner), owner))
 
     def remove(self, start: int, stop: int, owner: Operands) -> None:
         """Remove a range that was added."""
-        del self._entries[bisect_left(self._entries, (start, stop, id(owner)))]
-        if not self._entries:
+        del self.entries[bisect_left(self.entries, (start, stop, id(owner)))]
+        if not self.entries:
             self._longest = 0
 
     def overlapping(self, start: int, stop: int) -> Iterator[Operands]:
         """Return the owners of ranges that have a byte in common with this one."""
-        entries = self._entries
+        entries = self.entries
         index = bisect_left(entries, (stop,))
         while index:
             index -= 1
@@ -339,6 +339,8 @@ class MemoryInFlight:
 
     def _conflict(self, operands: Operands) -> Operands | None:
         """Return an operation in flight that must end first, if there is one."""
+        if not (self._writes.entries or self._reads.entries or self._strided):
+            return None
         for span in operands.writes:
             for ranges in (self._writes, self._reads):
                 for other in ranges.overlapping(span.start, span.stop):
