@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.foundation.types import OpKind
 from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.native.coordinator import Coordinator
+from totalreduce.native.describing import Describer
 from totalreduce.testing import run_ranks
 
 SIZES = [1, 2, 3, 4, 5, 8]
@@ -355,6 +357,50 @@ def test_reduce_gather_and_scatter_from_each_root(size: int, transport: str) -> 
                 coordinator.gather(torch.ones(1), root=wrong)
 
     together(size, body, transport)
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+def test_blocks_that_no_rank_can_use_are_refused_at_once(kind: str) -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+
+        def call(blocks: list[torch.Tensor] | None) -> tr.Work:
+            argument = {"outputs" if kind == "gather" else "inputs": blocks}
+            return getattr(coordinator, kind)(torch.ones(2), **argument)
+
+        good = [torch.ones(2) for _ in range(3)]
+        with pytest.raises(tr.ConfigurationError, match="only the root"):
+            call(None if group.rank == 0 else good)
+        if group.rank == 0:
+            for wrong in (good[:2], [*good, good[0]]):
+                with pytest.raises(tr.ConfigurationError, match=r"one for each of the 3 ranks"):
+                    call(wrong)
+            with pytest.raises(tr.ConfigurationError, match=r"block 1 is torch.float64 on cpu.*torch.float32 on cpu"):
+                call([good[0], good[1].double(), good[2]])
+        call(good if group.rank == 0 else None).wait()  # a refused call has used up no number
+
+    together(3, body)
+
+
+def test_threads_that_submit_unnamed_operations_get_different_numbers() -> None:
+    describer, seen = Describer(0, 1), []
+
+    def body() -> None:
+        for _ in range(2_000):
+            with describer.label(None, OpKind.ALLREDUCE) as label:
+                seen.append(label.name)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=body) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(set(seen)) == len(seen) == 8_000
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter"])
@@ -1248,7 +1294,7 @@ def test_names_of_the_program_never_meet_operations_without_a_name() -> None:
                 coordinator.broadcast(torch.ones(4), root=0),
             ]
             assert [work.wait().tolist() for work in works] == [[2.0] * 2, [2.0] * 3, [1.0] * 4]
-        assert coordinator._describer.unnamed[OpKind.ALLREDUCE] == 6
+        assert coordinator._describer._unnamed[OpKind.ALLREDUCE] == 6
         if group.rank == 0:  # which meets nothing here, and not the operation without a name of the other rank
             late = coordinator.allreduce(torch.ones(2), name="allreduce#7")
             group.barrier()

@@ -43,10 +43,10 @@ class Coordinator:
     descriptions of named operations: a rank announces a repeated operation by one bit instead of a description.
 
     Args:
-        members: The ranks of the group, and what its operations share. The group's engine carries the messages by which
-            the ranks agree.
+        members: The ranks of the group, and the resources (runner, record of memory in use, time-outs) that the
+            group's operations share. The group's engine carries the messages by which the ranks agree.
         natives: The library's communicator over the ranks of the group.
-        config: The settings. All but the last two are equal on all ranks.
+        config: The settings. All except ``stall_warning_s`` and ``stall_abort_s`` must be equal on all ranks.
         scope: A name that is equal on all ranks of the group, and different for every other coordinator of the job.
 
     Attributes:
@@ -56,8 +56,9 @@ class Coordinator:
 
     def __init__(self, members: Members, natives: NativeCollectives, config: CoordinationConfig, *, scope: str) -> None:
         self.config, self.natives = config, natives
-        self._members, self._describer = members, Describer(members.world_size)
+        self._members, self._describer = members, Describer(members.rank, members.world_size)
         self._reports = Reports(members.runner)
+        self._is_closed = False
         packer = Packer(
             members.rank,
             natives,
@@ -173,7 +174,12 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Copy every rank's tensor into the root's ``outputs``, one per rank. The other ranks pass ``None``."""
+        """Copy every rank's tensor into the root's ``outputs``, one per rank. The other ranks pass ``None``.
+
+        Raises:
+            ConfigurationError: The root does not pass one output per rank, or another rank passes outputs; or an output
+                has another dtype or device than the tensor.
+        """
         with self._describer.label(name, OpKind.GATHER, priority) as label:
             request = self._describer.blocks(OpKind.GATHER, tensor, outputs, root, label)
             return self._submit([prepare(request, tensor.reshape(-1), outputs, [tensor])], timeout_s)[0]
@@ -188,7 +194,12 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Copy the root's ``inputs``, one per rank, into the ranks' tensors. The other ranks pass ``None``."""
+        """Copy the root's ``inputs``, one per rank, into the ranks' tensors. The other ranks pass ``None``.
+
+        Raises:
+            ConfigurationError: The root does not pass one input per rank, or another rank passes inputs; or an input
+                has another dtype or device than the tensor.
+        """
         with self._describer.label(name, OpKind.SCATTER, priority) as label:
             request = self._describer.blocks(OpKind.SCATTER, tensor, inputs, root, label)
             joined = torch.cat([block.reshape(-1) for block in inputs]) if inputs else tensor.new_empty(0)
@@ -273,7 +284,7 @@ class Coordinator:
         """Return when every rank has called ``barrier`` or ``join``.
 
         Raises:
-            DeadlineExceededError: A rank is late; the message names it.
+            DeadlineExceededError: A rank is late. The message names the late ranks as far as this rank knows them.
         """
         with self._describer.label(None, OpKind.BARRIER) as label:
             request = Request(label.name, OpKind.BARRIER, cached=label.cached)
@@ -284,19 +295,21 @@ class Coordinator:
         """Announce that this rank has no more data, and wait until all ranks have joined.
 
         Meanwhile this rank contributes neutral elements to the allreduces of the other ranks: zeros to sums.
-        ``config.join_divisor`` says by how many ranks averages are divided. Other collectives fail with
-        ``UnsupportedError`` on the other ranks, but for barriers.
+        ``config.join_divisor`` says by how many ranks averages are divided. Barriers also go on. Every other collective
+        that the remaining ranks submit fails with ``UnsupportedError``. Operations that this rank has submitted are
+        waited for first, each for at most ``timeout_s``.
 
         Returns:
             The rank that joined last, equal on all ranks.
 
         Raises:
-            DeadlineExceededError: Some rank has not joined in time. The other ranks go on, and this rank may call
-                ``join`` again.
+            DeadlineExceededError: Some rank has not joined in time. The other ranks go on, and this rank must call
+                ``join`` again before it submits other operations.
         """
         last = self._agreement.join(self._members.patience(timeout_s))
-        # A rank that joined early has counted fewer unnamed operations than the others: all ranks count from 0 again.
-        self._describer.unnamed.clear()
+        # A rank that joined early has counted fewer unnamed operations than the others, so all ranks reset their
+        # counters.
+        self._describer.count_from_zero()
         return last
 
     def planned(self, names: Sequence[str]) -> NativeStream:
@@ -311,7 +324,7 @@ class Coordinator:
             names,
             lost=lambda: self.ended,
             patience_s=patience_s,
-            reported=self._reports.planned if self._members.runner.engine.observers else None,
+            reported=self._reports.planned,
         )
 
     # -------------------------------------------------------------------------------------------------- observation
@@ -350,13 +363,15 @@ class Coordinator:
     def close(self, timeout_s: float = 5.0, *, reason: str = "") -> None:
         """End the coordinator on this rank. Its pending operations fail.
 
-        The call is not collective: this rank tells the other ranks. There, pending operations fail with ``PeerLost``,
-        unless the library can still carry them out, and so do all operations that are submitted later. The error names
-        this rank and the ``reason``. ``timeout_s`` limits the wait for the end of the thread in which totalreduce calls
-        the library. A second call does nothing, and neither does a call in a forked child process.
+        The call is not collective: this rank tells the other ranks. On the other ranks, operations submitted later fail
+        with ``PeerLost``. Pending ones fail too, unless all ranks had already agreed on them and the library can finish
+        them. The error names this rank and the ``reason``. ``timeout_s`` limits the wait for the end of the thread in
+        which totalreduce calls the library. A second call does nothing, and neither does a call in a forked child
+        process.
         """
-        if not self._members.runner.home.is_here:
+        if self._is_closed or not self._members.runner.home.is_here:
             return
+        self._is_closed = True
         self._agreement.close(timeout_s, reason)
         self.natives.close()
 

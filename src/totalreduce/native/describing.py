@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -56,15 +57,12 @@ class Scaling(NamedTuple):
 
 @final
 class Describer:
-    """Makes the requests of one rank.
+    """Makes the requests of one rank. Any thread may call its methods."""
 
-    Attributes:
-        unnamed: The number of unnamed operations so far, by kind.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self.unnamed: Counter[OpKind] = Counter()
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._lock = threading.Lock()
+        self._unnamed: Counter[OpKind] = Counter()  #: The number of unnamed operations so far, by kind.
         self._known: dict[str, Request] = {}  #: The last allreduce of each name.
 
     @contextmanager
@@ -79,13 +77,20 @@ class Describer:
             name = checks.operation_name(name)
             yield Label(_ESCAPE + name if name.startswith(_RESERVED) else name, True, priority)
             return
-        self.unnamed[kind] = number = self.unnamed[kind] + 1
+        with self._lock:
+            self._unnamed[kind] = number = self._unnamed[kind] + 1
         try:
             yield Label(f"{kind.name.lower()}#{number}", False, priority)
         except BaseException:
-            if self.unnamed[kind] == number:  # another thread may have taken the next one
-                self.unnamed[kind] -= 1
+            with self._lock:
+                if self._unnamed[kind] == number:  # another thread may have taken the next one
+                    self._unnamed[kind] -= 1
             raise
+
+    def count_from_zero(self) -> None:
+        """Have the next unnamed operation of each kind be the first one."""
+        with self._lock:
+            self._unnamed.clear()
 
     def allreduces(self, tensors: Sequence[torch.Tensor], scaling: Scaling, label: Label) -> list[Request]:
         """Describe allreduces of which all or none are carried out."""
@@ -138,9 +143,28 @@ class Describer:
     def blocks(
         self, kind: OpKind, tensor: torch.Tensor, blocks: Sequence[torch.Tensor] | None, root: int, label: Label
     ) -> Request:
-        """Describe a gather or scatter of this rank's tensor; the root has a block for every rank."""
+        """Describe a gather or scatter of this rank's tensor; the root has a block for every rank.
+
+        Raises:
+            ConfigurationError: This rank is the root and does not pass one block per rank, or it is not the root and
+                passes blocks; or a block has another dtype or device than the tensor.
+        """
+        root, given = self._root(root), len(blocks or ())
+        expected = self._world_size if self._rank == root else 0
+        if given != expected:
+            raise ConfigurationError(
+                f"{label.name!r}: rank {self._rank} passes {given} blocks, but only the root (rank {root}) passes "
+                f"blocks, one for each of the {self._world_size} ranks"
+            )
+        for index, block in enumerate(blocks or ()):
+            dtypes.check_dense(block, f"{label.name}, block {index}")
+            if block.dtype is not tensor.dtype or block.device != tensor.device:
+                raise ConfigurationError(
+                    f"{label.name!r}: block {index} is {block.dtype} on {block.device}, but the tensor is "
+                    f"{tensor.dtype} on {tensor.device}"
+                )
         sizes = tuple(block.numel() for block in blocks or ())
-        return _request(kind, tensor, label, root=self._root(root), shape=(tensor.numel(),), splits=sizes)
+        return _request(kind, tensor, label, root=root, shape=(tensor.numel(),), splits=sizes)
 
     def allgather(self, tensor: torch.Tensor, label: Label) -> Request:
         """Describe an allgather of rows."""

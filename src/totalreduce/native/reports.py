@@ -45,6 +45,8 @@ class Reports:
 
     def planned(self, reduction: PlannedReduction) -> None:
         """Report a reduction of a plan that has ended."""
+        if not self._runner.engine.observers:
+            return
         with self._runner.locked():
             for observer in self._runner.engine.observers:
                 observer.coordinated(

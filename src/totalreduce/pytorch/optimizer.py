@@ -4,13 +4,14 @@ It wraps a torch optimizer (``wrapper``), and synchronises the gradients of each
 hooks, or ``step()``, open the round; ``step()`` closes it and waits for the gradients of all ranks. A round has several
 *reducers*, each of which synchronises some of the parameters:
 
-* ``reducer``: dense gradients, in buckets;
-* ``sparse_gradients``: the rows of sparse gradients;
+* ``reducer.Reducer``: dense gradients, in buckets;
+* ``sparse_gradients.SparseReducer``: the rows of sparse gradients;
 * ``compressed``: gradients that the sparse method (argument ``sync``) compresses. The residuals, which are the elements
-  that this method has not sent yet, are in the module ``error_feedback``.
+  that this method has not sent yet, are in the module ``error_feedback``;
+* ``sparse_gradients.SparseResults``: no communication. It converts reduced gradients for ``SparseAdam``.
 
 ``planning`` decides which reducer has which parameters, and the ranks compare their plans. ``deferred`` has the updates
-that happen in the next forward pass, with ``overlap="iterations"``.
+that happen in the next forward pass, with ``overlap="iterations"``; ``joining`` has the rounds of a rank without data.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from totalreduce.pytorch.compression import Compression, refuse_unfit
 from totalreduce.pytorch.deferred import DeferredUpdates
 from totalreduce.pytorch.error_feedback import ErrorFeedback
 from totalreduce.pytorch.hooks import HookHandles, WeakHook, in_backward
+from totalreduce.pytorch.joining import Joining, reduced_loss
 from totalreduce.pytorch.order import ForwardOrder
 from totalreduce.pytorch.planning import ParameterSource, PlanSettings, agree_on_plan
 from totalreduce.pytorch.reducer import Arithmetic, Reducer
@@ -70,23 +72,27 @@ class DistributedOptimizer(OptimizerWrapper):
             native library: 8 MiB, or the coordinator's ``fusion_bytes`` if that is smaller.
         overlap: ``"backward"``: communication runs during backward, and ``step()`` waits for it. ``"iterations"``:
             ``step()`` returns at once, and the next forward pass of each module waits for its own parameters only.
-            It needs ``model``. ``DistributedOptimizer`` uses ``"backward"`` instead, without an error, if
-            ``on_missing="error"``, if sparse gradients are gathered, or if the torch optimizer is LBFGS or SparseAdam.
+            It needs ``model``, and ``sync`` refuses it. ``DistributedOptimizer`` uses ``"backward"`` instead, without
+            an error, if ``on_missing="error"``, if sparse gradients are gathered, or if the torch optimizer is LBFGS or
+            SparseAdam.
         on_missing: What to do if only some ranks have a gradient of a parameter. ``"zero"``: the others count as having
-            zeros. ``"error"``: every rank raises ``MissingTensorError``.
+            zeros. ``"error"``: every rank raises ``MissingTensorError``; sparse gradients that are gathered are exempt,
+            and ``sync`` refuses it.
         named_parameters: Pairs of name and parameter, for use without ``model``; the names are equal on all ranks.
             Without model and names, a parameter is named by its index in ``optimizer.param_groups``.
         compression: The dtype in which dense gradients travel: ``"fp16"``, ``"bf16"``, or ``"none"``, which keeps their
-            own dtype. It does not apply to gradients that the sparse method (``sync``) sends.
+            own dtype. It does not apply to sparse gradients that are gathered, nor to those that the sparse method
+            (``sync``) sends.
         gradient_predivide_factor: With ``AVG``, gradients are divided by this factor before the sum and by
             ``world_size / factor`` after it. Use it if float16 or bfloat16 gradients overflow or underflow.
         backward_passes_per_step: The number of backward passes whose gradients are accumulated before they are sent.
             If ``step()`` is called after fewer passes, it sends the gradients accumulated so far. The sum is not
             divided by this number.
         sparse: For gradients in torch's sparse layout, as modules with ``sparse=True`` make them. ``"dense"``: they are
-            reduced as dense ones. ``"gather"``: their rows are gathered from all ranks. ``SparseAdam`` takes sparse
-            gradients only: with ``"dense"``, the rows of a reduced gradient that are not zero are made a sparse
-            gradient again before ``SparseAdam`` gets it.
+            reduced as dense ones. ``"gather"``: the rows are gathered from all ranks, for the weights of
+            ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` in ``model``. ``SparseAdam`` accepts only
+            sparse gradients. With ``"dense"``, each reduced gradient is therefore converted back to a sparse one that
+            holds its non-zero rows.
         join_divisor: The divisor of averages while some ranks have no more data (see ``join``): ``"world"``, all ranks,
             or ``"active"``, the ranks with data.
         sync: The sparse method. Of the gradients of large matrices it sends selected elements only; other gradients
@@ -94,7 +100,7 @@ class DistributedOptimizer(OptimizerWrapper):
             ``tr.Auto()``, which measures for each bucket whether compression is faster than dense reduction. ``None``:
             nothing is compressed. See docs/sparse.md.
         feedback: Settings of the residuals, in which a sparse method keeps the elements that it did not send.
-        grad_scaler: The ``GradScaler`` in use, if any. Residuals are stored without the scale of the loss.
+        grad_scaler: The ``GradScaler`` in use, if any. Residuals are divided by its loss scale before they are stored.
         name: Prefix of the operations' names; different for each optimizer that shares a group.
 
     Raises:
@@ -162,6 +168,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._hooks = HookHandles()
         self._no_sync_depth = 0
         self._planned = self._closed = False
+        self._joining: Joining | None = None  #: A ``join`` that a time-out has interrupted, or that is under way.
         self.skipped_steps = 0
         self._plan_gradients()
 
@@ -174,6 +181,11 @@ class DistributedOptimizer(OptimizerWrapper):
 
         Raises:
             PlanMismatchError: The ranks' models differ. Every rank raises it. Correct them and call ``replan()`` again.
+            ConfigurationError: The gradients are sums over the ranks already (``op=SUM`` after ``synchronize()``), so
+                that the next ``step()`` would add them up again.
+            DeadlineExceededError: Gradients in flight did not arrive within the group's ``timeout_s``. The call may be
+                repeated.
+            PeerLost: A rank died.
         """
         self._end_plan()
         self._plan_gradients()
@@ -181,8 +193,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def _end_plan(self) -> None:
         """End the round and remove the hooks.
 
-        Collective: every rank submits its remaining buckets without gradients, because a bucket that another rank has
-        submitted completes only when all ranks have submitted it.
+        Collective. A bucket completes only when all ranks have submitted it, and other ranks may already have submitted
+        theirs. So every rank submits the buckets that it has not sent yet, marked as having no gradients.
         """
         self._check_usable(planned=False)
         if not self._planned:
@@ -268,6 +280,11 @@ class DistributedOptimizer(OptimizerWrapper):
             self._deferred.check_fresh(parameter)
             self._deferred.flush()
         round_ = self._round
+        if round_.phase is Phase.CLOSED:
+            raise ConfigurationError(
+                "the last synchronisation (step(), synchronize() or join()) ended with an error before all gradients "
+                "had arrived, which will replace those of this backward pass: repeat that call before backward()"
+            )
         if self._no_sync_depth:
             round_.forget_result()
             return
@@ -275,8 +292,6 @@ class DistributedOptimizer(OptimizerWrapper):
         if round_.passes[index] % self._settings.backward_passes_per_step:
             return
         if round_.phase is not Phase.OPEN:
-            if round_.phase is Phase.CLOSED:
-                self._synchronize()
             round_.open()
         round_.ready(index)
 
@@ -312,13 +327,15 @@ class DistributedOptimizer(OptimizerWrapper):
         """Update the parameters with the gradients of all ranks. Collective.
 
         Args:
-            closure: Evaluates the model and returns the loss. Its gradients and its loss are reduced over the ranks, so
-                that optimizers whose control flow depends on the loss (LBFGS) take the same branch on all ranks.
+            closure: Evaluates the model and returns the loss: a number, a tensor of one element, or ``None``. Its
+                gradients and its loss are reduced over the ranks, so that optimizers whose control flow depends on the
+                loss (LBFGS) take the same branch on all ranks. ``op`` and ``join_divisor`` apply to the loss, too.
 
         Returns:
             The closure's loss, reduced; ``None`` without a closure.
 
         Raises:
+            ConfigurationError: The closure's loss has more than one element.
             MissingTensorError: With ``on_missing="error"``. Every rank raises it before the gradients are applied.
             PeerLost: A rank died.
             DeadlineExceededError: The wait exceeded the group's ``timeout_s``. The call may be repeated.
@@ -355,13 +372,17 @@ class DistributedOptimizer(OptimizerWrapper):
             # Without ``forget_result``, a rank whose closure produces no gradients would still have the reduced
             # gradients of the closure's last call, and would skip the round that the other ranks open.
             self._round.forget_result()
-            with torch.enable_grad():
-                loss = closure()
-            self._synchronize()
-            if loss is not None:
-                total = torch.as_tensor(loss).detach().clone()
-                self._group.control.allreduce(total, name=f"{self._name}.loss", op=self._settings.op, priority=0).wait()
-                loss = total if isinstance(loss, torch.Tensor) else total.item()
+            self._dense.reduces_loss = True  # before the closure, which may synchronise to clip the gradients
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+                if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+                    raise ConfigurationError(f"the closure must return a loss of one element, not of {loss.numel()}")
+                self._synchronize()
+            finally:
+                self._dense.reduces_loss = False
+            divisor = self._settings.divisor(self._round.active, self._group.world_size)
+            loss = reduced_loss(self._group, self._name, loss, divisor)
             if self._round.skipped:
                 raise _SkippedStepError(loss)
             return loss
@@ -383,6 +404,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
         A rank that has joined contributes no gradients, and the other ranks divide averages as ``join_divisor`` says.
         The parameters of this rank are not updated meanwhile: broadcast them afterwards from the rank that is returned.
+        After ``DeadlineExceededError`` only ``join()`` and ``close()`` may be called; ``join()`` then goes on.
 
         Returns:
             The rank that joined last, equal on all ranks.
@@ -390,31 +412,27 @@ class DistributedOptimizer(OptimizerWrapper):
         Raises:
             ConfigurationError: The torch optimizer is LBFGS, or no gradient is reduced in a dense bucket: all of them
                 are gathered as sparse ones, or compressed by ``sync``.
+            MissingTensorError: With ``on_missing="error"``: gradients that this rank had not synchronised yet are
+                missing on other ranks. This rank has not joined.
+            DeadlineExceededError: A wait exceeded the group's ``timeout_s``. The call may be repeated.
             PeerLost: A rank died.
         """
-        self._check_usable()
+        self._check_usable(joining=True)
         if isinstance(self._inner, torch.optim.LBFGS) or not self._plan.buckets:
             raise ConfigurationError(
                 "join() does not support LBFGS, and needs at least one parameter with dense gradients that sync= does "
                 "not compress"
             )
-        self.flush()
-        if self._round.phase is not Phase.LOCAL:
-            self._synchronize()
-        rounds = 0
-        while rounds == 0 or self._round.active:
-            rounds += 1
-            self._round.open(joined=True)
-            self._round.close()
-            self._round.finish()
-            self.skipped_steps += self._round.skipped
+        if self._joining is None:
+            self.flush()
+            if self._round.phase is not Phase.LOCAL:
+                self._synchronize()
+            self._joining = Joining(self._group, self._name, self._round, self._dense)
+        last = self._joining.finish()
+        self.skipped_steps += self._joining.skipped_steps
+        self._joining = None
         self._round.forget_result()
-        # Each rank contributes ``rank - rounds * world_size``. The rank that joined last has the fewest rounds, so its
-        # value is the maximum, and the maximum modulo the world size is its rank. If several ranks joined last, the
-        # highest one of them is returned.
-        last = torch.tensor([self._group.rank - rounds * self._group.world_size])
-        self._group.control.allreduce(last, name=f"{self._name}.joined", op=ReduceOp.MAX).wait()
-        return int(last.item()) % self._group.world_size
+        return last
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -433,16 +451,26 @@ class DistributedOptimizer(OptimizerWrapper):
         self._round.forget_result()
 
     def close(self) -> None:
-        """Apply deferred updates and remove every hook; the torch optimizer may then be used on its own."""
+        """Apply deferred updates and remove every hook; the torch optimizer may then be used on its own.
+
+        ``close()`` does not wait for gradients in flight, and sends none of the others. Call it on every rank after the
+        same ``step()``: a rank that goes on raises ``DeadlineExceededError`` in its next step.
+        """
         if not self._closed:
             self.flush()
             self._closed = True
-            self._remove_plan()
+            if self._planned:
+                self._remove_plan()
 
-    def _check_usable(self, *, planned: bool = True) -> None:
-        """Raise an error if the optimizer is closed or, with ``planned=True``, if the last ``replan`` has failed."""
+    def _check_usable(self, *, planned: bool = True, joining: bool = False) -> None:
+        """Raise an error if the optimizer is closed, ``join`` must be repeated, or the last ``replan`` has failed.
+
+        ``planned=False``: a failed ``replan`` is no error. ``joining=True``: an interrupted ``join`` is no error.
+        """
         if self._closed:
             raise ConfigurationError("this DistributedOptimizer was closed: build a new one")
+        if self._joining is not None and not joining:
+            raise ConfigurationError("this rank has announced that it has no more data: repeat join() until it returns")
         if planned and not self._planned:
             raise ConfigurationError(
                 "the last replan() failed: correct the model, then call replan() again on every rank"
@@ -512,8 +540,9 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @property
     def hidden_share(self) -> float | None:
-        """The share, from 0 to 1, of the last step's sparse exchange time that passed before ``step()`` waited for it.
+        """The fraction (0 to 1) of the last step's sparse exchange time that overlapped with backward.
 
+        That is the time that had passed when ``step()`` began to wait, divided by the time of the whole exchange.
         ``None`` if the last step had no sparse exchange.
         """
         overlap = None if self._compression.reducer is None else self._compression.reducer.rounds.overlap
@@ -543,16 +572,21 @@ class DistributedOptimizer(OptimizerWrapper):
         The group is not added if this raises an error.
 
         Raises:
-            ConfigurationError: A parameter is not in the model.
-            PlanMismatchError: The ranks added different groups, or some rank's optimizer has refused its group. Every
-                rank raises it, except for the ranks of such optimizers, which raise the error of the optimizer.
+            ConfigurationError: A parameter is not in the model; or the gradients are sums already (see ``replan``).
+            PlanMismatchError: The ranks added different groups, or some rank's torch optimizer has refused its group.
+                A rank whose torch optimizer refused the group raises that optimizer's error; all other ranks raise
+                ``PlanMismatchError``.
+            DeadlineExceededError: Gradients in flight did not arrive within the group's ``timeout_s``.
+            PeerLost: A rank died.
         """
         self._end_plan()
         try:
             self._inner.add_param_group(param_group)
         except Exception:
             with suppress(PlanMismatchError):
-                self._plan_gradients()  # the others may have added their group, and then remove it
+                # Other ranks may have accepted the group. Their comparison then fails, they remove the group and plan
+                # once more, so this rank must plan twice too.
+                self._plan_gradients()
             if not self._planned:
                 self._plan_gradients()
             raise

@@ -98,6 +98,7 @@ class Reducer(GradientReducer):
         names: The names of their operations. Timelines and stall reports show them, so they have parameters' names.
         active: The number of ranks with data in the last round.
         round: The number of rounds that were opened.
+        reduces_loss: Set by the owner: whether this rank reduces a loss after the round that is closed next.
         resubmissions: The number of buckets that were sent twice.
     """
 
@@ -112,7 +113,7 @@ class Reducer(GradientReducer):
         arithmetic: Arithmetic,
         forbid_missing: bool,
     ) -> None:
-        self._group, self._arithmetic, self._forbid_missing = group, arithmetic, forbid_missing
+        self._group, self._arithmetic = group, arithmetic
         self.parameters = parameters
         wire = WireFormat(
             group.rank,
@@ -129,6 +130,7 @@ class Reducer(GradientReducer):
         self._readiness = BucketReadiness([spec.members for spec in plan])
         self._closed = self._joined = self._agreed = False
         self.active = group.world_size
+        self.reduces_loss = False
         self._postscale = 1.0
         self.round = self.resubmissions = 0
 
@@ -210,9 +212,8 @@ class Reducer(GradientReducer):
         for index in self.by_urgency:
             self.wait(index)
         try:
-            if self._forbid_missing:
-                for index in range(len(self.buckets)):
-                    self._check_missing(index)
+            for index in range(len(self.buckets)):
+                self._check_missing(index)
             if not self._joined:
                 for bucket in self.buckets:
                     for parameter, gradient in zip(bucket.parameters, bucket.reduced(), strict=True):
@@ -224,6 +225,11 @@ class Reducer(GradientReducer):
         for bucket in self.buckets:
             bucket.release()
         return self.active if self.buckets else active
+
+    @property
+    def loss_follows(self) -> bool:
+        """Whether the ranks with data reduce a loss after the last round. The round was finished."""
+        return bool(self.buckets) and self.buckets[-1].tail.loss_follows()
 
     def end(self) -> None:
         """Give the stream of planned reductions back."""
@@ -242,7 +248,8 @@ class Reducer(GradientReducer):
 
     def _submit(self, index: int, changed: Collection[int] = ()) -> None:
         bucket = self.buckets[index]
-        flat = bucket.pack(changed, joined=self._joined)
+        reduces_loss = self.reduces_loss and index == len(self.buckets) - 1
+        flat = bucket.pack(changed, joined=self._joined, reduces_loss=reduces_loss)
         bucket.work = self._stream.submit(index, flat, op=self._arithmetic.op, priority=bucket.priority)
 
     def _empty(self, num_elements: int, /, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

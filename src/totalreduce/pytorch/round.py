@@ -163,7 +163,6 @@ class Round:
         self.order: ForwardOrder | None = None
         self.phase = Phase.LOCAL
         self.active = world_size
-        self._joined = False
         self._targets = [
             (reducer, member)
             for reducer in self.reducers
@@ -193,7 +192,6 @@ class Round:
             self.order.unwatch()
             self._use_order(self.order)
             self.order = None
-        self._joined = joined
         for reducer in self.reducers:
             reducer.begin(joined=joined)
         self.phase = Phase.OPEN
@@ -222,16 +220,16 @@ class Round:
         """Wait for a closed round, and install its gradients.
 
         Raises:
-            MissingTensorError: On every rank that has not joined.
+            MissingTensorError: On every rank. The round has ended.
+            DeadlineExceededError: A wait exceeded the group's ``timeout_s``. The call may be repeated.
         """
         active = self._world_size
-        for reducer in self.reducers:
-            try:
+        try:
+            for reducer in self.reducers:
                 active = reducer.finish(active)
-            except MissingTensorError:
-                if not self._joined:
-                    self.phase = Phase.LOCAL
-                    raise
+        except MissingTensorError:
+            self.phase = Phase.LOCAL
+            raise
         self.active = active
         self.phase = Phase.SYNCHRONISED
 

@@ -1,0 +1,189 @@
+"""``DistributedOptimizer.join``: with closures, after time-outs, and when the ranks with data miss gradients.
+
+``test_optimizer_options`` has the rounds and averages of ranks that join.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from optimizer_cases import BUCKET_BYTES, OPTIMIZERS, Net, all_equal, batches, flat, loss_of
+
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    MissingTensorError,
+    PlanMismatchError,
+)
+from totalreduce.groups.group import Group
+from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.testing import run_ranks
+
+IMPATIENT = EngineConfig(timeout_s=1.0, stall_warning_s=0)
+
+
+def wrap(model: torch.nn.Module, group: Group, **settings: object) -> DistributedOptimizer:
+    settings.setdefault("bucket_bytes", BUCKET_BYTES)
+    return DistributedOptimizer(OPTIMIZERS["sgd"](list(model.parameters())), model, group=group, **settings)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("divisor", ["world", "active"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_ranks_without_data_take_part_in_the_losses_of_closures(world_size: int, divisor: str, clips: bool) -> None:
+    """Rank r has r steps, so rank 0 has never passed a closure."""
+
+    def body(group: Group) -> tuple[list[float], int]:
+        model = Net()
+        wrapped = wrap(model, group, join_divisor=divisor)
+        losses = []
+        for step in range(group.rank):
+
+            def closure(step: int = step) -> torch.Tensor:
+                wrapped.zero_grad()
+                loss_of(model, batches(1)[0]).backward()
+                if clips:
+                    torch.nn.utils.clip_grad_norm_(wrapped.param_groups[0]["params"], 1.0)
+                return torch.tensor(100.0 * step + group.rank)
+
+            losses.append(wrapped.step(closure).item())
+        return losses, wrapped.join()
+
+    for rank, (losses, last) in enumerate(run_ranks(world_size, body)):
+        assert last == world_size - 1
+        for step, loss in enumerate(losses):
+            active = range(step + 1, world_size)
+            total = sum(100.0 * step + other for other in active)
+            assert loss == pytest.approx(total / (len(active) if divisor == "active" else world_size), rel=1e-6)
+        assert len(losses) == rank
+
+
+def test_losses_keep_their_type_and_their_digits() -> None:
+    def body(group: Group) -> list[object]:
+        model = Net()
+        wrapped = wrap(model, group)
+
+        def step(loss: object) -> object:
+            loss_of(model, batches(1)[0]).backward()
+            return wrapped.step(lambda: loss)
+
+        half = step(torch.tensor([[group.rank]], dtype=torch.bfloat16))
+        assert isinstance(half, torch.Tensor)
+        assert half.dtype is torch.bfloat16
+        assert half.tolist() == [[0.5]]
+        with pytest.raises(ConfigurationError, match="loss of one element, not of 3"):
+            step(torch.ones(3))
+        wrapped.step()
+        return [step(1.0 + 1e-12 * group.rank), step(None), step(group.rank)]
+
+    assert run_ranks(2, body) == [[1.0 + 0.5e-12, None, 0.5]] * 2
+
+
+def test_a_join_goes_on_after_time_outs() -> None:
+    first, second = threading.Event(), threading.Event()
+
+    def body(group: Group) -> tuple[int, torch.Tensor]:
+        model = Net()
+        wrapped = wrap(model, group)
+        if group.rank == 0:
+            loss_of(model, batches(1)[0]).backward()
+            wrapped.step()
+            for late in (first, second):
+                with pytest.raises(DeadlineExceededError):
+                    wrapped.join()
+                for call in (wrapped.step, wrapped.synchronize, wrapped.replan, lambda: wrapped.param_groups):
+                    with pytest.raises(ConfigurationError, match=r"no more data: repeat join\(\)"):
+                        call()
+                late.set()
+        else:
+            for late, batch in zip((None, first, second), batches(3), strict=True):
+                assert late is None or late.wait(20)
+                wrapped.zero_grad()
+                loss_of(model, batch).backward()
+                wrapped.step()
+        last = wrapped.join()
+        group.broadcast(parameters := flat(model), root=last).wait()
+        # The optimizer can be used again, with all ranks.
+        with torch.no_grad():
+            torch.nn.utils.vector_to_parameters(parameters, model.parameters())
+        wrapped.zero_grad()
+        loss_of(model, batches(1)[0]).backward()
+        wrapped.step()
+        return last, flat(model)
+
+    results = run_ranks(2, body, engine=IMPATIENT)
+    assert [last for last, _ in results] == [1, 1]
+    assert all_equal([parameters for _, parameters in results])
+
+
+def test_backward_after_a_step_that_ran_out_of_time_is_refused() -> None:
+    late = threading.Event()
+
+    def body(group: Group) -> torch.Tensor:
+        model = Net()
+        wrapped = wrap(model, group)
+        loss_of(model, batches(1)[0]).backward()
+        if group.rank == 0:
+            with pytest.raises(DeadlineExceededError):
+                wrapped.step()
+            with pytest.raises(ConfigurationError, match=r"repeat that call before backward"):
+                loss_of(model, batches(2)[1]).backward()
+            late.set()
+        else:
+            assert late.wait(20)
+        wrapped.step()
+        return flat(model)
+
+    results = run_ranks(2, body, engine=IMPATIENT)
+    alone = Net()
+    optimizer = OPTIMIZERS["sgd"](list(alone.parameters()))
+    loss_of(alone, batches(1)[0]).backward()
+    optimizer.step()
+    assert (results[0] - flat(alone)).abs().max() <= 1e-12
+    assert all_equal(results)
+
+
+def test_a_joined_rank_does_not_gather_where_the_others_miss_gradients() -> None:
+    class Rows(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = torch.nn.Embedding(8, 4, sparse=True)
+            self.out = torch.nn.Linear(4, 1)
+
+    def body(group: Group) -> list[str]:
+        model = Rows()
+        wrapped = wrap(model, group, on_missing="error", sparse="gather")
+        said = []
+        for step in range(3 if group.rank < 2 else 0):
+            wrapped.zero_grad()
+            rows = model.rows(torch.tensor([step, group.rank]))
+            (rows if step == 1 and group.rank == 1 else model.out(rows)).sum().backward()
+            try:
+                wrapped.step()
+                said.append("done")
+            except MissingTensorError as error:
+                said.append(f"missed on {error.ranks}")
+        wrapped.join()
+        return said
+
+    assert run_ranks(3, body) == [["done", "missed on (1,)", "done"]] * 2 + [[]]
+
+
+def test_close_after_a_failed_replan_gives_nothing_back_twice() -> None:
+    def body(group: Group) -> None:
+        model = Net()
+        wrapped = wrap(model, group)
+        stream, closed = wrapped._dense._stream, []
+        close = stream.close
+        stream.close = lambda: closed.append(close())
+        model.second.weight.requires_grad_(group.rank == 0)
+        with pytest.raises(PlanMismatchError):
+            wrapped.replan()
+        assert len(closed) == 1
+        wrapped.close()
+        assert len(closed) == 1
+
+    run_ranks(2, body)
