@@ -308,6 +308,50 @@ def test_goodbye_fails_only_what_still_needs_the_one_who_left() -> None:
     assert "closed the group" in str(pending.error)
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_without_the_goodbye_of_a_departed_rank_the_end_of_its_connection_counts(asks: bool) -> None:
+    """Rank 2 is told by rank 1 that rank 0 has departed, and gets no GOODBYE itself."""
+    rack = Rack(3)
+    everyones, mine = rack.submit(1, "w"), rack.receive(0, 2, 1)
+    rack.engines[0].close(rack.now, tell=[1])
+    while rack.move(0, 1) or rack.move(1, 2):
+        pass
+    assert isinstance(everyones.error, PeerLost)
+    assert mine.error is None
+    if asks:  # the question makes the transport connect
+        rack.engines[2].stalls.inquire(mine, rack.now)
+        assert 0 in rack.engines[2].outbox.ready
+    rack.engines[2].peer_lost(0, "its connection ended", rack.now)
+    rack.collect(2)
+    assert isinstance(mine.error, PeerLost)
+    assert mine.error.rank == 0
+    # Rank 0 is not lost for rank 2: the other two go on, and do not talk to it any more.
+    rack.send(1, 2, [7.0])
+    got = rack.receive(1, 2, 1)
+    rack.engines[2].stalls.inquire(got, rack.now)
+    rack.run()
+    assert values_of(got) == [7.0]
+    assert rack.take(2, 0) is None or not asks
+
+
+def test_a_message_that_was_half_way_out_to_a_departed_rank_is_missing() -> None:
+    rack = Rack(2, eager_bytes=4096)
+    sent = rack.send(0, 1, [4.0])
+    begun = rack.begin_sending(0, 1)
+    while begun is not None and begun.queued is None:
+        rack.end_sending(0, begun)
+        begun = rack.begin_sending(0, 1)
+    assert begun is not None
+    rack.engines[1].close(rack.now, tell=[0])
+    while rack.move(1, 0):
+        pass
+    assert sent.error is None
+    assert not sent.finished  # the transport may still write it
+    rack.engines[0].peer_lost(1, "its connection ended", rack.now)
+    rack.collect(0)
+    assert isinstance(sent.error, PeerLost)
+
+
 @pytest.mark.parametrize("num_elements", [1, 100])
 def test_goodbye_of_one_who_has_given_everything_harms_nobody(num_elements: int) -> None:
     rack = Rack(3)

@@ -384,6 +384,23 @@ def test_a_gather_succeeds_after_those_who_have_given_their_part_have_left() -> 
     assert [bytes(root.buffers[rank]) for rank in (1, 2)] == [bytes([1]) * 16, bytes([2]) * 16]
 
 
+def test_a_receive_from_anybody_takes_what_has_come_and_not_what_a_departed_rank_had_announced() -> None:
+    rack = Rack(3)
+    large = rack.send(0, 2, range(400))  # waits until rank 2 has posted a receive
+    assert rack.move(0, 2)
+    rack.engines[0].close(rack.now, tell=[2])
+    while rack.move(0, 2):
+        pass
+    assert large.error is not None
+    rack.send(1, 2, range(3))
+    rack.run()
+    receive = rack.receive_any(2, 3)
+    rack.run()
+    got = received(rack, receive)
+    assert got.error is None
+    assert list(values_of(got)) == [0.0, 1.0, 2.0]
+
+
 def test_a_goodbye_counts_although_another_rank_has_told_of_it() -> None:
     """The other one tells about an operation of its own; this rank's may need the one who left as well."""
     rack = Rack(3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +57,16 @@ class AnyReceives:
         """Let a receive wait."""
         self._waiting.append(receive)
 
-    def first_sender(self, receive: AnyReceive) -> int | None:
-        """Return the first candidate whose next message was announced, or ``None``."""
-        return next((peer for peer in receive.candidates if self._is_announced(self._next_key(receive, peer))), None)
+    def first_sender(self, receive: AnyReceive, departed: Collection[int]) -> int | None:
+        """Return the first candidate whose next message has arrived or was announced, or ``None``.
+
+        Announcements of ``departed`` ranks do not count, because the announced message may never come.
+        """
+        for peer in receive.candidates:
+            key = self._next_key(receive, peer)
+            if key in self._floating or (peer not in departed and self._is_announced(key)):
+                return peer
+        return None
 
     def take(self, peer: int, key: _Key) -> AnyReceive | None:
         """Take out the oldest receive whose next message from ``peer`` is ``key``, if that was announced."""

@@ -2,12 +2,14 @@
 
 Callers report each event with a method call that passes the time, and ask the engine what to do next:
 
-* the application calls ``submit``, ``receive_any`` and ``promote``, and collects ended operations with
+* the application calls ``submit``, ``receive_any``, ``promote`` and ``close``, and collects ended operations with
   ``table.pop_completed()``;
 * a transport gets messages to send from ``next_message`` and reports them with ``message_sent``; it asks ``accept``
-  where to store a received body and reports a complete body with ``delivered``;
+  where to store a received body and reports a complete body with ``delivered``; it reports a peer whose connection has
+  ended with ``peer_lost``;
 * a thread takes an addition or a copy with ``computations.take()``, carries it out with
-  ``runner.endpoint.carry_out``, and reports its end with ``computed``.
+  ``runner.endpoint.carry_out``, and reports its end with ``computed``;
+* a clock calls ``tick``; the fast lane calls ``begin_again``, ``adopt``, ``carried`` and ``take_back``.
 
 This file implements the life cycle of an operation. The engine's parts, one file each, do the rest. Names in italics
 in this table are those of the Total Reduce paper:
@@ -17,7 +19,8 @@ in this table are those of the Total Reduce paper:
 ``names``              the id and the next iteration of each operation name
 ``planner``            the schedule and the layout of each operation
 ``outbox``             the messages that wait to be sent, in the order in which they are sent (*payload_pick_ready*)
-``rendezvous``         the messages that may be sent before the receiver is known to have submitted the operation
+``rendezvous``         decides which messages may be sent while it is not known whether their receiver has submitted
+                       the operation
 ``reception``          the memory for received bodies; ``floating`` keeps messages that arrive before their operation is
                        submitted, and ``scratch`` lends temporary buffers
 ``carrier``            optional: carries operations out in shared memory instead of by messages (``fastlane``)
@@ -31,11 +34,11 @@ in this table are those of the Total Reduce paper:
 ``stall``, ``reports`` the search for ranks that keep other ranks waiting
 =====================  ================================================================================================
 
-Words: the *key* of an operation is its id (the hash of its name) and its iteration. A rank is *lost* if it fails
-without notice; then the group can no longer be used. A rank has *departed* if it has closed the group with a GOODBYE
-frame; then only the operations that need a message to or from that rank fail. This rank
-records a peer in ``posted_by`` of an operation (the peer has *posted* the operation) as soon as it learns, by a message
-or a POSTED frame, that the peer has submitted the operation.
+Words: the *key* of an operation is its id (the hash of its scope and name) and its iteration. A rank is *lost* if it
+fails without notice or violates the protocol; then the group can no longer be used. A rank has *departed* if it has
+closed the group with a GOODBYE frame. Then an operation fails, on all its ranks, if one of them still needs a message
+to or from the departed rank. A peer has *posted* an operation if this rank knows, by a data message or a POSTED frame,
+that the peer has submitted it. ``Operation.posted_by`` is the set of these peers.
 
 Invariants (``validate`` checks the parts of them that can be seen in the engine's attributes):
 
@@ -88,7 +91,7 @@ from totalreduce.transports.base import Lease
 __all__ = ["Engine"]
 
 _Key = tuple[int, int]
-#: A peer that sends one of these frames about an operation carries the operation out by messages, not by its carrier.
+#: Frames that only a peer sends that carries the operation out by messages, and not by its carrier.
 _OF_ENGINES = frozenset({Frame.POSTED, Frame.REQUEST, Frame.DESCRIBE})
 
 
@@ -100,8 +103,10 @@ class Engine:
         config: The settings.
         counters: What the engine has done so far.
         observers: Objects that are called on every event.
-        carrier: The engine offers it every submitted operation before it queues messages. ``None``: all operations use
-            messages.
+        carrier: The engine offers it each submitted operation before it queues messages, unless messages about the
+            operation have arrived, or a rank has departed. ``None``: all operations use messages.
+
+    The other attributes are the parts that the module's table lists.
     """
 
     def __init__(
@@ -120,7 +125,7 @@ class Engine:
         Args:
             rank: This rank.
             world_size: The number of ranks.
-            config: The settings; equal on all ranks.
+            config: The settings. Those in ``EngineConfig.wire_settings`` are equal on all ranks.
             epoch: A number that all ranks of this group share. Messages with another epoch are read and discarded.
             observers: Objects that are called on every event; the list may be changed later.
             hosts: For each rank, a number that is equal for ranks of one host; by default every rank has a host of its
@@ -152,7 +157,9 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ application
 
     def submit(self, submission: Submission, now: float, *, owner: Any = None, becoming: bool = False) -> Operation:
-        """Add an operation to ``table``, and queue those of its messages that can be sent at once.
+        """Add an operation to ``table``, and give it to the carrier or queue the messages that can be sent at once.
+
+        The operation that is returned may have ended already.
 
         Args:
             submission: The operation.
@@ -161,10 +168,11 @@ class Engine:
             becoming: Whether the operation replaces an ``AnyReceive`` whose sender is now known.
 
         Raises:
-            ConfigurationError: The name is in flight already.
-            PeerLost: A rank of the group is lost; or a rank of the operation has departed, and the kind is not in
-                ``ENDS_EARLY``. An operation of a kind in ``ENDS_EARLY``, such as a broadcast, is returned all the same;
-                it has failed already if it needs a message from or to the departed rank.
+            ConfigurationError: The name is in flight already, is too long, or its hash is that of another name; or
+                there are too many names.
+            PeerLost: A rank of the group is lost; or a rank of the operation has departed, and the operation's kind is
+                not in ``ENDS_EARLY``. For a kind in ``ENDS_EARLY``, such as a broadcast, a departed rank raises no
+                error: the operation that is returned has failed if it needs a message from or to that rank.
             GroupClosed: This rank has closed the group.
         """
         name, signature, buffers, ranks, scope, repeats, priority = submission
@@ -198,8 +206,9 @@ class Engine:
             operation.carriage = carrier.offer(operation)
         if operation.carriage is None:
             self._start(operation, record, early, now)
-        # This operation is a receive from ``ranks[0]``. If that rank's next message of the name has arrived, a waiting
-        # ``AnyReceive`` takes it. With ``becoming``, the caller looks for further messages.
+        # If this operation is a receive from ``ranks[0]``, it has used up one iteration of the name. The sender's next
+        # message may have arrived already, and a waiting ``AnyReceive`` can take it now. (In a send, ``ranks[0]`` is
+        # this rank, from which no ``AnyReceive`` receives.) With ``becoming``, ``_match_any_receives`` is the caller.
         if repeats and not becoming:
             self._match_any_receives(ranks[0], (record.op_id, record.next_iteration), now)
         return operation
@@ -207,8 +216,8 @@ class Engine:
     def begin_again(self, layout: OperationLayout, op_id: int) -> _Key | None:
         """Reserve the next iteration of a name for an operation that only the carrier knows; return its key.
 
-        ``table`` does not have the operation until ``adopt``. If the operation has not ended by then, the caller passes
-        the key to ``adopt`` before the next call that submits, sends or receives. Returns ``None``, and nothing has
+        The operation is counted, but it is not in ``table``. If it is still running when the caller next submits, sends
+        or receives anything else, the caller must call ``adopt`` before that. Returns ``None``, and nothing has
         changed, if the operation must be submitted.
         """
         record = self.table.names.get(op_id)
@@ -256,9 +265,9 @@ class Engine:
         self.counters.bytes_received += carriage.bytes_each_way
 
     def take_back(self, operation: Operation, now: float) -> None:
-        """Carry out by messages an operation that the carrier has taken but cannot finish.
+        """Take an operation back from the carrier, and carry it out by messages instead.
 
-        Does nothing if all ranks have given the operation to their carriers.
+        Does nothing if all ranks have given the operation to their carriers, which will then finish it.
         """
         record = self.table.names.get(operation.key[0])
         if operation.carriage is not None and record is not None and not operation.finished:
@@ -270,8 +279,9 @@ class Engine:
     def promote(self, operation: Operation, now: float) -> None:
         """Send the messages of an operation before those of operations that are not promoted, here and at its peers.
 
-        The runner calls it when a caller on this rank is blocked on the operation, and ``accept`` when a message says
-        that a caller on another rank is.
+        The peers learn of it by a flag of the messages that leave afterwards. With ``scheduling="fifo"`` the order of
+        messages does not change. The runner calls this method when a caller on this rank is blocked on the operation;
+        ``accept`` and ``_start`` call it when a message says that a caller on another rank is blocked.
         """
         if operation.promoted or operation.finished:
             return
@@ -282,16 +292,17 @@ class Engine:
             observer.promoted(operation.name, operation.key[1], now)
 
     def receive_any(self, receive: AnyReceive, now: float) -> None:
-        """Receive one message from the rank in ``receive.candidates`` that sends first.
+        """Receive one message from the rank in ``receive.candidates`` that sends or announces one first.
 
-        When the sender is known, the receive is submitted as an operation with the same ``owner``.
+        If several have done so before this call, the first of them in the order of ``candidates`` is taken. When the
+        sender is known, the receive is submitted as an operation with the same ``owner``.
 
         Raises:
             PeerLost: A rank is lost, or all candidates have departed.
             GroupClosed: This rank has closed the group.
         """
         self.members.check_usable()
-        sender = self._any_receives.first_sender(receive)
+        sender = self._any_receives.first_sender(receive, self.members.departed)
         if sender is not None:
             self._become(receive, sender, now)
             return
@@ -306,7 +317,8 @@ class Engine:
 
         Args:
             now: The time in seconds.
-            tell: Peers to which a GOODBYE frame is sent.
+            tell: Peers to which a GOODBYE frame is sent, after the answers to their questions and the news of a lost
+                rank.
             reason: The reason in words, which the peers show.
         """
         members = self.members
@@ -331,7 +343,10 @@ class Engine:
     # ---------------------------------------------------------------------------------------------------- sending
 
     def next_message(self, peer: int, now: float) -> OutgoingMessage | None:
-        """Return the next message for ``peer``: control frames first, then the most urgent data that may leave."""
+        """Return the next message for ``peer``: control frames first, then the most urgent data that may leave.
+
+        ``starvation_limit`` says how often messages may overtake an older one.
+        """
         outbox = self.outbox
         queue = outbox.queues.get(peer)
         while True:
@@ -356,6 +371,7 @@ class Engine:
         if queued is None:
             return
         self.counters.messages_sent += 1
+        queued.sent = True
         operation = queued.operation
         operation.unsent -= 1
         if queued.action.partial and operation.layout.sends_partials_once:
@@ -451,12 +467,21 @@ class Engine:
     def peer_lost(self, peer: int, reason: str, now: float, *, first_hand: bool = True) -> None:
         """Mark a rank as lost: fail all pending operations, and refuse all later ones.
 
-        ``first_hand``: this rank has found the loss itself, and reports it to the other ranks.
+        Does nothing if a rank is lost already, or if this rank has closed the group.
+
+        ``first_hand``: this rank has found the loss itself (a connection that has ended or was never made, silence, or
+        a violation of the protocol), and reports it to the other ranks. For a departed rank, which closes its
+        connections, this is not a loss: only the operations that still need it fail.
         """
         members = self.members
-        # ``first_hand`` stands for a broken connection. A departed rank closes its connection, so this is not a loss.
-        # A LOST frame without a key reports a lost rank, and counts for a departed rank, too.
-        if members.lost is not None or members.closed or (first_hand and peer in members.departed):
+        if members.lost is not None or members.closed:
+            return
+        if first_hand and peer in members.departed:
+            # If another rank has reported the departure, the GOODBYE of the departed rank may never come. And messages
+            # that the transport had begun to send are not sent any more.
+            if peer not in members.unreachable:
+                members.unreachable.add(peer)
+                self.peer_departed(peer, members.departed[peer], now)
             return
         members.lost = PeerLost(peer, reason)
         if first_hand:
@@ -469,14 +494,17 @@ class Engine:
         self.channels.fail(PeerLost(peer, reason), now)
 
     def peer_departed(self, peer: int, reason: str, now: float) -> None:
-        """Mark a rank as departed: fail the operations that still need a message to or from it."""
+        """Mark a rank as departed: fail the operations that still need a message to or from it.
+
+        Receives from any rank fail if all their candidates have departed; the channels are told.
+        """
         departed = self.members.departed
         departed.setdefault(peer, reason)  # another rank may already have reported this departure
         for operation in self.table.select():
             self._fail_if_needed(operation, peer, now)
         # A rank finds a mismatch of signatures when it receives another rank's description of an operation (DESCRIBE
-        # frame). If only the departed rank has received a description, perhaps no remaining rank knows of the mismatch.
-        # So each remaining rank describes its operations to the others now.
+        # frame). The description that would have shown a mismatch may have been sent to the departed rank only. So that
+        # the mismatch is still found, each remaining rank describes its pending operations to its neighbours now.
         self._signatures.describe_late(self.table.select(lambda operation: peer in operation.ranks))
         for receive in self._any_receives.take_all(lambda waiting: waiting.candidates.keys() <= departed.keys()):
             self.table.end_receive(receive, PeerLost(peer, reason))
@@ -490,7 +518,7 @@ class Engine:
         self.stalls.tick(now)
 
     def validate(self) -> None:
-        """Check the invariants; the tests and the simulator call this after every event."""
+        """Check the invariants. The simulator and the tests of the engine alone call this after every event."""
         active, done = self.table.active, State.DONE
         was_submitted = self.table.names.was_submitted
         for key, operation in active.items():
@@ -527,8 +555,8 @@ class Engine:
         """Queue the first messages of an operation, and give it those that have arrived."""
         operation.begin_lanes()
         if self.carrier is not None and self.carrier.may_take(operation):
-            # In some schedules this rank sends no message until it has received one. Peers that have given the
-            # operation to their carriers would wait for this rank's carrier for ever: POSTED makes them take it back.
+            # A peer takes an operation back from its carrier when it gets a message about it. In some schedules this
+            # rank sends no message until it has received one, so such a peer would wait for ever without POSTED.
             for peer in operation.ranks:
                 if peer != self.rank and peer not in self.members.departed:
                     self.outbox.control(peer, Frame.POSTED, key=operation.key)
@@ -579,7 +607,8 @@ class Engine:
     def _end(self, operation: Operation, now: float, error: BaseException | None) -> None:
         """End an operation, successfully or with an error.
 
-        Afterwards the engine does not access the tensor, except for an addition that is already running.
+        Afterwards the engine does not access the tensor, except for an addition that is already running and a message
+        that the transport is sending.
         """
         if operation.carriage is not None:
             assert self.carrier is not None
@@ -604,7 +633,7 @@ class Engine:
 
     def _needs(self, operation: Operation, peer: int) -> bool:
         if operation.carriage is None:
-            return operation.needs(peer)
+            return operation.needs(peer, unreachable=peer in self.members.unreachable)
         assert self.carrier is not None
         return peer in operation.ranks and self.carrier.needs(operation, peer)
 
@@ -718,7 +747,7 @@ class Engine:
                 notice = LossNotice.decode(body, peer, self.members.world_size)
                 if key == NO_KEY:
                     self.peer_lost(notice.rank, notice.reason, now, first_hand=False)
-                else:  # a departed rank: other operations in which it took part may still succeed
+                else:  # The rank has departed. It may have sent all that other operations need, so only this one fails.
                     self.members.departed.setdefault(notice.rank, notice.reason)
                     self._fail(peer, key, PeerLost(notice.rank, notice.reason), now)
             case Frame.STATUS_REQUEST:

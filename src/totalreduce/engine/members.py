@@ -19,10 +19,11 @@ class Members:
         everybody: All ranks of the group.
         lost: The first rank that was lost, with the reason. It ends the group.
         departed: By rank: why it has closed the group in good order. Operations that do not need it go on.
+        unreachable: The departed ranks whose connections have ended: nothing reaches them, and nothing comes.
         closed: Whether this rank has closed the group.
     """
 
-    __slots__ = ("_outbox", "_rank", "closed", "departed", "everybody", "lost")
+    __slots__ = ("_outbox", "_rank", "closed", "departed", "everybody", "lost", "unreachable")
 
     def __init__(self, rank: int, world_size: int, outbox: Outbox) -> None:
         """Begin with every rank present."""
@@ -30,6 +31,7 @@ class Members:
         self.everybody = tuple(range(world_size))
         self.lost: PeerLost | None = None
         self.departed: dict[int, str] = {}
+        self.unreachable: set[int] = set()
         self.closed = False
 
     @property

@@ -239,9 +239,14 @@ class Operation:
         """Return the element type of a segment on the wire."""
         return self.layout.partial_dtype if partial else self.layout.dtype
 
-    def needs(self, peer: int) -> bool:
-        """Return whether a message to or from a peer is still missing."""
-        if peer in self.held or any(not message.taken for message in self.queued.get(peer, ())):
+    def needs(self, peer: int, *, unreachable: bool = False) -> bool:
+        """Return whether a message to or from a peer is still missing.
+
+        A message that the transport has taken is missing only if the peer is ``unreachable`` and it was not sent.
+        """
+        if peer in self.held:
+            return True
+        if any(not (message.sent if unreachable else message.taken) for message in self.queued.get(peer, ())):
             return True
         return any(
             action.peer == peer and lane.regions[index] is not None and index not in lane.arrivals

@@ -45,12 +45,12 @@ _Key = tuple[int, int]
 class QueuedMessage:
     """A data message of an operation that is ready to leave. Its body is read when it leaves."""
 
-    __slots__ = ("action", "lane", "operation", "region", "taken")
+    __slots__ = ("action", "lane", "operation", "region", "sent", "taken")
 
     def __init__(self, operation: Operation, lane: int, action: Send, region: Region) -> None:
         """Begin as a message that waits."""
         self.operation, self.lane, self.action, self.region = operation, lane, action, region
-        self.taken = False
+        self.taken = self.sent = False
 
 
 class SendQueue:

@@ -138,7 +138,8 @@ class StallWatch:
         self._signatures.describe_late([operation])
         body = StatusRequest(operation.name, now - operation.submitted_at).encode()
         for peer in operation.ranks:
-            if peer != self._rank and peer not in self._members.departed:
+            # A departed rank, too: if its GOODBYE cannot come, the transport reports that it is not reachable.
+            if peer != self._rank and peer not in self._members.unreachable:
                 self._outbox.control(peer, Frame.STATUS_REQUEST, key=key, body=body)
 
     def explain(self, operation: Operation, now: float) -> str:
