@@ -382,6 +382,22 @@ def test_blocks_that_no_rank_can_use_are_refused_at_once(kind: str) -> None:
     together(3, body)
 
 
+def test_close_waits_for_the_threads_of_coordinators() -> None:
+    """A thread in a function of torch when the interpreter ends aborts the process."""
+
+    def body(group: tr.Group) -> None:
+        for owner in (group, group.subgroup(range(2))):
+            executor = owner.coordinate()._agreement._executor
+            executor.finish(lambda: time.sleep(0.3))
+            executors.append(executor)
+        group.barrier()
+        group.close()
+
+    executors = []
+    run_ranks(2, body)
+    assert [executor.thread.is_alive() for executor in executors] == [False] * 4
+
+
 def test_threads_that_submit_unnamed_operations_get_different_numbers() -> None:
     describer, seen = Describer(0, 1), []
 

@@ -94,6 +94,7 @@ class Agreement:
             report=report,
             lost=lambda: self.negotiator.ended,
         )
+        self._runner.join_at_close(self._executor.thread)
 
         def begin(now: float) -> bool:
             self._runner.engine.channels.open(self.number, self, now)

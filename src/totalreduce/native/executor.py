@@ -39,6 +39,9 @@ class Executor:
         complete: A function that is called with operations that have ended, in the executor's thread.
         report: A function that is called with each batch that has ended.
         lost: A function that returns the loss of a rank, or ``None``.
+
+    Attributes:
+        thread: The thread. It ends after ``end``.
     """
 
     def __init__(
@@ -58,8 +61,8 @@ class Executor:
         self._number = 0
         self._last_fused: tuple[list[Response], list[list[Response]]] = ([], [])
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"totalreduce-{rank}-native", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"totalreduce-{rank}-native", daemon=True)
+        self.thread.start()
 
     def put(self, responses: list[Response], operations: list[NativeOperation | None], now: float) -> None:
         """Carry operations out in this order. An operation is ``None`` if this rank has joined instead."""
@@ -80,7 +83,7 @@ class Executor:
     def close(self, timeout_s: float) -> None:
         """End the thread, and wait for its end at most ``timeout_s`` seconds."""
         self.end()
-        self._thread.join(timeout_s)
+        self.thread.join(timeout_s)
 
     # ------------------------------------------------------------------------------------------------------ thread
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -119,7 +120,13 @@ def program_line() -> object:
     """Return the innermost calling line that is neither in this package nor in torch; ``""`` if there is none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
-            return _SourceLine(frame.f_code, frame.f_lineno)
+        code = frame.f_code
+        if _is_program(code.co_filename):
+            return _SourceLine(code, frame.f_lineno)
         frame = frame.f_back
     return ""
+
+
+@functools.lru_cache(maxsize=10_000)
+def _is_program(filename: str) -> bool:
+    return not filename.startswith(_NOT_THE_PROGRAM)

@@ -261,8 +261,16 @@ class Runner:
         complete_owners(ended)
         self._turns.unpark()
         self.transport.wake()
-        for thread in self._threads:
+        for thread in tuple(self._threads):
             thread.join(max(0.1, deadline - time.monotonic()) + 1.0)
+
+    def join_at_close(self, thread: threading.Thread) -> None:
+        """Have ``close`` wait for a thread that was started, and that ends when the engine is closed.
+
+        A thread that were still in a function of torch when the interpreter ends would abort the process.
+        """
+        with self._lock:
+            self._threads = [other for other in self._threads if other.is_alive()] + [thread]
 
     def locked(self) -> threading.Lock:
         """Return the lock under which the engine may be read.

@@ -67,7 +67,9 @@ class StorageHold:
         offset = _mark_offset()
         if offset is None:
             return
-        holds: _Holds = storage.__dict__.setdefault(_ATTRIBUTE, _Holds())
+        holds: _Holds | None = storage.__dict__.get(_ATTRIBUTE)
+        if holds is None:  # another thread may add one at the same time
+            holds = storage.__dict__.setdefault(_ATTRIBUTE, _Holds())
         with holds.lock:
             self._marked = True
             holds.count += 1
