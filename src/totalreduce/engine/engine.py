@@ -1,6 +1,6 @@
 """The Total Reduce engine of one rank: an object without threads, sockets or clocks that runs collectives.
 
-Callers report each event with a method call that passes the time, and ask the engine what to do next:
+Callers report each event with a method call, most of which pass the time, and ask the engine what to do next:
 
 * the application calls ``submit``, ``receive_any``, ``promote`` and ``close``, and collects ended operations with
   ``table.pop_completed()``;
@@ -9,7 +9,8 @@ Callers report each event with a method call that passes the time, and ask the e
   ended with ``peer_lost``;
 * a thread takes an addition or a copy with ``computations.take()``, carries it out with
   ``runner.endpoint.carry_out``, and reports its end with ``computed``;
-* a clock calls ``tick``; the fast lane calls ``begin_again``, ``adopt``, ``carried`` and ``take_back``.
+* the runner calls ``tick`` from time to time; its endpoint calls ``begin_again``, ``adopt``, ``carried`` and
+  ``take_back`` for operations in the fast lane.
 
 This file implements the life cycle of an operation. The engine's parts, one file each, do the rest. Names in italics
 in this table are those of the Total Reduce paper:
@@ -36,9 +37,10 @@ in this table are those of the Total Reduce paper:
 
 Words: the *key* of an operation is its id (the hash of its scope and name) and its iteration. A rank is *lost* if it
 fails without notice or violates the protocol; then the group can no longer be used. A rank has *departed* if it has
-closed the group with a GOODBYE frame. Then an operation fails, on all its ranks, if one of them still needs a message
-to or from the departed rank. A peer has *posted* an operation if this rank knows, by a data message or a POSTED frame,
-that the peer has submitted it. ``Operation.posted_by`` is the set of these peers.
+closed the group with a GOODBYE frame. After a departure, an operation fails if any of its ranks still has a message to
+exchange with the departed rank. It then fails on every rank where it has not ended yet. This rank counts a peer as
+having *posted* an operation once a data message or a POSTED frame shows that the peer has submitted it;
+``Operation.posted_by`` is the set of these peers.
 
 Invariants (``validate`` checks the parts of them that can be seen in the engine's attributes):
 
@@ -91,7 +93,7 @@ from totalreduce.transports.base import Lease
 __all__ = ["Engine"]
 
 _Key = tuple[int, int]
-#: Frames that only a peer sends that carries the operation out by messages, and not by its carrier.
+#: Frames that prove that their sender carries the operation out by messages: a peer that uses its carrier sends none.
 _OF_ENGINES = frozenset({Frame.POSTED, Frame.REQUEST, Frame.DESCRIBE})
 
 
@@ -103,8 +105,9 @@ class Engine:
         config: The settings.
         counters: What the engine has done so far.
         observers: Objects that are called on every event.
-        carrier: The engine offers it each submitted operation before it queues messages, unless messages about the
-            operation have arrived, or a rank has departed. ``None``: all operations use messages.
+        carrier: Before the engine queues messages for a submitted operation, it offers the operation to the carrier. It
+            makes no offer if something about the operation has arrived already, or if any rank has departed. ``None``:
+            all operations use messages.
 
     The other attributes are the parts that the module's table lists.
     """
@@ -171,8 +174,9 @@ class Engine:
             ConfigurationError: The name is in flight already, is too long, or its hash is that of another name; or
                 there are too many names.
             PeerLost: A rank of the group is lost; or a rank of the operation has departed, and the operation's kind is
-                not in ``ENDS_EARLY``. For a kind in ``ENDS_EARLY``, such as a broadcast, a departed rank raises no
-                error: the operation that is returned has failed if it needs a message from or to that rank.
+                not in ``ENDS_EARLY``. These are the kinds that can end on one rank before the others have submitted the
+                operation, such as a broadcast. For them a departed rank raises no error: the operation that is
+                returned has failed if it needs a message from or to that rank.
             GroupClosed: This rank has closed the group.
         """
         name, signature, buffers, ranks, scope, repeats, priority = submission
@@ -208,7 +212,8 @@ class Engine:
             self._start(operation, record, early, now)
         # If this operation is a receive from ``ranks[0]``, it has used up one iteration of the name. The sender's next
         # message may have arrived already, and a waiting ``AnyReceive`` can take it now. (In a send, ``ranks[0]`` is
-        # this rank, from which no ``AnyReceive`` receives.) With ``becoming``, ``_match_any_receives`` is the caller.
+        # this rank, from which no ``AnyReceive`` receives.) With ``becoming`` this is not necessary: the loop in
+        # ``_match_any_receives`` looks for the next message itself.
         if repeats and not becoming:
             self._match_any_receives(ranks[0], (record.op_id, record.next_iteration), now)
         return operation
@@ -216,8 +221,8 @@ class Engine:
     def begin_again(self, layout: OperationLayout, op_id: int) -> _Key | None:
         """Reserve the next iteration of a name for an operation that only the carrier knows; return its key.
 
-        The operation is counted, but it is not in ``table``. If it is still running when the caller next submits, sends
-        or receives anything else, the caller must call ``adopt`` before that. Returns ``None``, and nothing has
+        The operation is counted, but it is not in ``table``. If it has not ended by the time of the next call that
+        submits an operation or moves messages, the caller must call ``adopt`` first. Returns ``None``, and nothing has
         changed, if the operation must be submitted.
         """
         record = self.table.names.get(op_id)
@@ -317,8 +322,7 @@ class Engine:
 
         Args:
             now: The time in seconds.
-            tell: Peers to which a GOODBYE frame is sent, after the answers to their questions and the news of a lost
-                rank.
+            tell: Peers that get a GOODBYE frame, after queued replies and, if a rank is lost, a LOST frame.
             reason: The reason in words, which the peers show.
         """
         members = self.members
@@ -470,15 +474,16 @@ class Engine:
         Does nothing if a rank is lost already, or if this rank has closed the group.
 
         ``first_hand``: this rank has found the loss itself (a connection that has ended or was never made, silence, or
-        a violation of the protocol), and reports it to the other ranks. For a departed rank, which closes its
-        connections, this is not a loss: only the operations that still need it fail.
+        a violation of the protocol), and reports it to the other ranks. If the rank had departed before, the end of its
+        connection is no loss: the rank is then marked as unreachable, and only the operations that still need it fail.
         """
         members = self.members
         if members.lost is not None or members.closed:
             return
         if first_hand and peer in members.departed:
-            # If another rank has reported the departure, the GOODBYE of the departed rank may never come. And messages
-            # that the transport had begun to send are not sent any more.
+            # The pending operations are checked again, for two reasons: if another rank has reported the departure, the
+            # GOODBYE that triggers the check may never come; and messages that the transport had begun to send are now
+            # missing.
             if peer not in members.unreachable:
                 members.unreachable.add(peer)
                 self.peer_departed(peer, members.departed[peer], now)
@@ -502,9 +507,9 @@ class Engine:
         departed.setdefault(peer, reason)  # another rank may already have reported this departure
         for operation in self.table.select():
             self._fail_if_needed(operation, peer, now)
-        # A rank finds a mismatch of signatures when it receives another rank's description of an operation (DESCRIBE
-        # frame). The description that would have shown a mismatch may have been sent to the departed rank only. So that
-        # the mismatch is still found, each remaining rank describes its pending operations to its neighbours now.
+        # The departed rank may have been the only one that received the description (DESCRIBE frame) that reveals a
+        # mismatch of signatures. So every remaining rank now describes to its neighbours the pending operations of the
+        # departed rank that it has not described yet.
         self._signatures.describe_late(self.table.select(lambda operation: peer in operation.ranks))
         for receive in self._any_receives.take_all(lambda waiting: waiting.candidates.keys() <= departed.keys()):
             self.table.end_receive(receive, PeerLost(peer, reason))
@@ -518,7 +523,7 @@ class Engine:
         self.stalls.tick(now)
 
     def validate(self) -> None:
-        """Check the invariants. The simulator and the tests of the engine alone call this after every event."""
+        """Check the invariants. Only tests call this: the simulator after most events, and the tests of the engine."""
         active, done = self.table.active, State.DONE
         was_submitted = self.table.names.was_submitted
         for key, operation in active.items():
@@ -584,7 +589,7 @@ class Engine:
         while lane.position < len(actions):
             action, region = actions[lane.position], regions[lane.position]
             if region is None:
-                pass  # the block is too small for so many lanes
+                pass  # this lane has no part in this action
             elif isinstance(action, Send):
                 operation.unsent += 1
                 self.outbox.push(QueuedMessage(operation, lane.index, action, region))
@@ -607,8 +612,8 @@ class Engine:
     def _end(self, operation: Operation, now: float, error: BaseException | None) -> None:
         """End an operation, successfully or with an error.
 
-        Afterwards the engine does not access the tensor, except for an addition that is already running and a message
-        that the transport is sending.
+        Afterwards nothing accesses the tensor, except for what another thread is doing at this moment: an addition, the
+        sending or receiving of one message, a round of the fast lane.
         """
         if operation.carriage is not None:
             assert self.carrier is not None
@@ -778,8 +783,8 @@ class Engine:
     def _match_any_receives(self, peer: int, key: _Key, now: float) -> None:
         """Match a peer's message of operation ``key``, and of the next iterations, with waiting ``AnyReceive`` objects.
 
-        Each receive that gets a message is submitted as an operation. Only messages that have arrived, or that a
-        control frame has announced, are matched.
+        Each receive that gets a message is submitted as an operation. Only messages that have begun to arrive, or
+        that a control frame has announced, are matched.
         """
         while (receive := self._any_receives.take(peer, key)) is not None:
             self._become(receive, peer, now)
