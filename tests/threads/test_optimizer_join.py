@@ -18,6 +18,7 @@ from totalreduce.foundation.errors import (
     MissingTensorError,
     PlanMismatchError,
 )
+from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.testing import run_ranks
@@ -59,6 +60,93 @@ def test_ranks_without_data_take_part_in_the_losses_of_closures(world_size: int,
             total = sum(100.0 * step + other for other in active)
             assert loss == pytest.approx(total / (len(active) if divisor == "active" else world_size), rel=1e-6)
         assert len(losses) == rank
+
+
+@pytest.mark.parametrize("late", ["gradients", "loss"])
+def test_a_step_with_a_closure_goes_on_after_a_time_out(late: str) -> None:
+    first = threading.Event()
+
+    def body(group: Group) -> tuple[float, int, torch.Tensor]:
+        model, calls = Net(), []
+        wrapped = wrap(model, group)
+
+        def closure() -> float:
+            calls.append(1)
+            wrapped.zero_grad()
+            loss_of(model, batches(1)[0]).backward()
+            if group.rank == 1 and late == "loss":
+                _ = wrapped.param_groups  # the gradients are reduced, and then this rank is late
+                assert first.wait(20)
+            return float(group.rank)
+
+        if group.rank == 0:
+            with pytest.raises(DeadlineExceededError):
+                wrapped.step(closure)
+            with pytest.raises(ConfigurationError, match="repeat it"):
+                wrapped.step()
+            with pytest.raises(ConfigurationError, match="repeat it"):
+                wrapped.join()
+            if late == "gradients":
+                with pytest.raises(ConfigurationError, match="repeat that call"):
+                    loss_of(model, batches(2)[1]).backward()
+            first.set()
+        elif late == "gradients":
+            assert first.wait(20)
+        loss = wrapped.step(closure)
+        second_loss = wrapped.step(closure)
+        return loss + 10 * second_loss, len(calls), flat(model)
+
+    results = run_ranks(2, body, engine=IMPATIENT)
+    assert [(losses, calls) for losses, calls, _ in results] == [(5.5, 2)] * 2
+    assert all_equal([parameters for _, _, parameters in results])
+
+
+def test_backward_cannot_change_the_gradients_of_an_interrupted_step_with_a_closure_unnoticed() -> None:
+    late = threading.Event()
+
+    def body(group: Group) -> None:
+        model = Net()
+        wrapped = wrap(model, group)
+
+        def closure() -> float:
+            loss_of(model, batches(1)[0]).backward()
+            _ = wrapped.param_groups
+            assert group.rank == 0 or late.wait(20)
+            return 1.0
+
+        if group.rank == 0:
+            with pytest.raises(DeadlineExceededError):
+                wrapped.step(closure)
+            with pytest.raises(ConfigurationError, match="Load a checkpoint"):
+                loss_of(model, batches(2)[1]).backward()
+            late.set()
+            with pytest.raises(ConfigurationError, match="was closed"):
+                wrapped.step(closure)
+        else:
+            wrapped.step(closure)
+
+    run_ranks(2, body, engine=IMPATIENT)
+
+
+def test_a_closure_with_two_rounds_beside_a_rank_without_data() -> None:
+    """As sharpness-aware minimisation does it: gradients are read within the closure, and then computed once more."""
+
+    def body(group: Group) -> list[float]:
+        model = Net()
+        wrapped = wrap(model, group, join_divisor="active")
+
+        def closure() -> float:
+            for batch in batches(2):
+                wrapped.zero_grad()
+                loss_of(model, batch).backward()
+                assert wrapped.param_groups[0]["params"][0].grad is not None
+            return 2.0 * group.rank
+
+        losses = [wrapped.step(closure) for _ in range(3 * (group.rank > 0))]
+        assert wrapped.join() == 2
+        return losses
+
+    assert run_ranks(3, body) == [[], [3.0] * 3, [3.0] * 3]
 
 
 def test_losses_keep_their_type_and_their_digits() -> None:
@@ -170,6 +258,61 @@ def test_a_joined_rank_does_not_gather_where_the_others_miss_gradients() -> None
         return said
 
     assert run_ranks(3, body) == [["done", "missed on (1,)", "done"]] * 2 + [[]]
+
+
+def test_a_rank_that_joins_again_stays_where_the_others_miss_gradients() -> None:
+    def body(group: Group) -> list[str]:
+        model = Net()
+        wrapped = wrap(model, group, on_missing="error")
+        wrapped.join()  # all ranks have joined, and begin another epoch
+        said = []
+        for step in range(2 if group.rank < 2 else 0):
+            wrapped.zero_grad()
+            if step or group.rank == 0:
+                loss_of(model, batches(1)[0]).backward()
+            try:
+                wrapped.step()
+                said.append("done")
+            except MissingTensorError as error:
+                said.append(f"missed on {error.ranks}")
+        assert wrapped.join() == 1
+        return said
+
+    assert run_ranks(3, body) == [["missed on (1,)", "done"]] * 2 + [[]]
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_gathered_rows_arrive_once_after_time_outs(again: int) -> None:
+    events = [threading.Event() for _ in range(again)]
+
+    class Rows(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = torch.nn.Embedding(8, 4, sparse=True)
+            self.out = torch.nn.Linear(4, 1)
+
+    def body(group: Group) -> None:
+        model = Rows()
+        with torch.no_grad():  # threads share torch's generator of random numbers
+            model.out.weight.fill_(0.25)
+        wrapped = wrap(model, group, op=ReduceOp.SUM, sparse="gather")
+        model.out(model.rows(torch.tensor([2, 3 + group.rank]))).sum().backward()
+        expected = torch.zeros(8, 4)
+        expected[2], expected[3], expected[4] = 2 * model.out.weight[0], model.out.weight[0], model.out.weight[0]
+        if group.rank == 0:
+            for event in events:
+                with pytest.raises(DeadlineExceededError):
+                    wrapped.synchronize()
+                event.set()
+        else:
+            for event in events:  # rank 0 has the dense gradients by then, and waits for the rows of this rank
+                wrapped._close_round()
+                assert event.wait(20)
+        wrapped.synchronize()
+        assert torch.equal(model.rows.weight.grad.to_dense(), expected)
+        wrapped.step()
+
+    run_ranks(2, body, engine=IMPATIENT)
 
 
 def test_close_after_a_failed_replan_gives_nothing_back_twice() -> None:

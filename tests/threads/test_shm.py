@@ -250,7 +250,7 @@ def test_the_optimizers_gradients_are_not_staged() -> None:
         assert lies_in_shared_memory(group, model.weight.grad)
         assert (model.weight.grad == 1.0).all()  # the mean of 0, 1 and 2
         assert (model.weight.grad.untyped_storage().nbytes()) == 4 * (
-            100 * 200 + 200 + 2 + 1 + 3 + 1
+            100 * 200 + 200 + 2 + 1 + 3
         )  # present, changed, joined
         optimizer.close()
 

@@ -401,6 +401,20 @@ def test_a_receive_from_anybody_takes_what_has_come_and_not_what_a_departed_rank
     assert list(values_of(got)) == [0.0, 1.0, 2.0]
 
 
+def test_a_waiting_receive_from_anybody_passes_over_what_a_departed_rank_announces_late() -> None:
+    rack = Rack(3, eager_bytes=16)
+    receive = rack.receive_any(2, 8)
+    rack.engines[2].members.departed[0] = "it has closed the group"  # as rank 1 has reported
+    rack.send(0, 2, [9.0] * 8)
+    while rack.move(0, 2):
+        pass
+    rack.send(1, 2, range(8))
+    rack.run()
+    got = received(rack, receive)
+    assert got.error is None
+    assert list(values_of(got)) == list(range(8))
+
+
 def test_a_goodbye_counts_although_another_rank_has_told_of_it() -> None:
     """The other one tells about an operation of its own; this rank's may need the one who left as well."""
     rack = Rack(3)

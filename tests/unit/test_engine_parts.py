@@ -249,14 +249,14 @@ def test_after_a_loss_nothing_waits_for_additions() -> None:
 
 def test_a_receive_is_taken_by_the_first_announced_message() -> None:
     names, early, floating = NameTable(), EarlyFrames(), FloatingStore(4096)
-    receives = AnyReceives(names, early, floating)
+    receives = AnyReceives(names, early, floating, ())
     receive = AnyReceive({1: "from 1", 2: "from 2"}, MESSAGE, memoryview(bytearray(8)), "", 0, owner=None)
     key = (names.record("", "from 2").op_id, 0)
-    assert receives.first_sender(receive, ()) is None
+    assert receives.first_sender(receive) is None
     receives.add(receive)
     assert receives.take(2, key) is None  # nothing was announced
     floating.accept(2, Header(Frame.DATA, 0, *key, flags=Flag.EAGER))
-    assert receives.first_sender(receive, ()) == 2
+    assert receives.first_sender(receive) == 2
     assert receives.take(1, key) is None  # the message is from rank 2
     assert receives.take(2, (key[0], 1)) is None  # and is the first one
     assert receives.take(2, key) is receive

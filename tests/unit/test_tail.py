@@ -132,25 +132,21 @@ def test_all_ranks_read_what_some_rank_wrote(arithmetic, world_size):
     """Parameter 0 is missing on one rank, 1 on all but one, 2 nowhere, 3 everywhere; some ranks have joined."""
     layout = TailLayout(4, reports_absence=True, num_buckets=3, num_ranks=world_size)
     for num_joined in sorted({0, min(1, world_size - 1), world_size // 2, world_size - 1}):
-        reduces_loss = num_joined == world_size // 2
         active = world_size - num_joined
         # Of the active ranks one lacks 0 and 3, the next ones 1 and 3, and the last one only 3.
         ranks = [[0, 1, 3] if active > 1 else [0, 3], *[[1, 3]] * (active - 2), *[[3]] * (active > 1)]
         assert len(ranks) == active
         kinds = {tuple(missing): ranks.count(missing) for missing in ranks}
-        counts = sum(
-            number * contribution(layout, missing, reduces_loss=reduces_loss) for missing, number in kinds.items()
-        )
+        counts = sum(number * contribution(layout, missing) for missing, number in kinds.items())
         joined = random.Random(world_size).sample(range(world_size), num_joined)
         for rank in joined[:3]:
             counts += contribution(layout, [0, 1, 2, 3], [1], rank=rank, joined=True)
         for rank in joined[3:]:  # as the others, and faster
-            counts[-1 - world_size + rank] += 1
+            counts[-world_size + rank] += 1
         for name, reduced in arithmetic.results(counts, world_size).items():
             tail = Tail(reduced, layout)
             where = f"{name} of {num_joined} joined"
-            assert tail.num_joined() == num_joined, where
-            assert tail.loss_follows() == reduces_loss, where
+            assert tail.joined() == sorted(joined), where
             assert tail.changed() == ([1] if num_joined else []), where
             assert tail.present() == [active > 1, True, True, False], where
             assert tail.missing() == [active > 1, active > 1, False, False], where
@@ -163,4 +159,4 @@ def test_without_reports_of_absence_there_are_fewer_elements_and_nothing_is_miss
     tail.write([1, 4])
     assert tail.present() == [True, False, True, True, False]
     assert tail.missing() == [False] * 5
-    assert (tail.changed(), tail.num_joined(), tail.loss_follows()) == ([], 0, False)
+    assert (tail.changed(), tail.joined()) == ([], [])

@@ -42,35 +42,30 @@ class AnyReceive:
 class AnyReceives:
     """The receives from anybody that wait for a message."""
 
-    __slots__ = ("_early", "_floating", "_names", "_waiting")
+    __slots__ = ("_departed", "_early", "_floating", "_names", "_waiting")
 
-    def __init__(self, names: NameTable, early: EarlyFrames, floating: FloatingStore) -> None:
+    def __init__(
+        self, names: NameTable, early: EarlyFrames, floating: FloatingStore, departed: Collection[int]
+    ) -> None:
         """Begin without receives.
 
         The key of a candidate's next message follows from ``names``. Whether it was announced shows in ``early`` and
-        ``floating``.
+        ``floating``. Announcements of ``departed`` ranks do not count, because the announced message may never come.
         """
-        self._names, self._early, self._floating = names, early, floating
+        self._names, self._early, self._floating, self._departed = names, early, floating, departed
         self._waiting: list[AnyReceive] = []
 
     def add(self, receive: AnyReceive) -> None:
         """Let a receive wait."""
         self._waiting.append(receive)
 
-    def first_sender(self, receive: AnyReceive, departed: Collection[int]) -> int | None:
-        """Return the first candidate whose next message has arrived or was announced, or ``None``.
-
-        Announcements of ``departed`` ranks do not count, because the announced message may never come.
-        """
-        for peer in receive.candidates:
-            key = self._next_key(receive, peer)
-            if key in self._floating or (peer not in departed and self._is_announced(key)):
-                return peer
-        return None
+    def first_sender(self, receive: AnyReceive) -> int | None:
+        """Return the first candidate whose next message was announced, or ``None``."""
+        return next((p for p in receive.candidates if self._is_announced(p, self._next_key(receive, p))), None)
 
     def take(self, peer: int, key: _Key) -> AnyReceive | None:
         """Take out the oldest receive whose next message from ``peer`` is ``key``, if that was announced."""
-        if self._waiting and self._is_announced(key):
+        if self._waiting and self._is_announced(peer, key):
             for receive in self._waiting:
                 if peer in receive.candidates and key == self._next_key(receive, peer):
                     self._waiting.remove(receive)
@@ -83,10 +78,12 @@ class AnyReceives:
         self._waiting = [receive for receive in self._waiting if not condition(receive)]
         return taken
 
-    def _is_announced(self, key: _Key) -> bool:
+    def _is_announced(self, peer: int, key: _Key) -> bool:
         """Return whether a peer has sent, or wants to send, a message of an operation that was not submitted here."""
+        if key in self._floating:
+            return True
         news = self._early.of(key)
-        return key in self._floating or bool(news.requested) or bool(news.described)
+        return peer not in self._departed and (bool(news.requested) or bool(news.described))
 
     def _next_key(self, receive: AnyReceive, peer: int) -> _Key:
         record = self._names.record(receive.scope, receive.candidates[peer])

@@ -154,7 +154,7 @@ class Engine:
         floating = self.reception.floating
         self._rendezvous = Rendezvous(config, share, table, floating, outbox, counters)
         self._signatures = signatures = SignatureExchange(rank, table, outbox, members, counters)
-        self._any_receives = AnyReceives(table.names, table.early, floating)
+        self._any_receives = AnyReceives(table.names, table.early, floating, members.departed)
         self.stalls = StallWatch(rank, config.stall_warning_s, table, outbox, members, signatures, self.reports)
 
     # ------------------------------------------------------------------------------------------------ application
@@ -307,7 +307,7 @@ class Engine:
             GroupClosed: This rank has closed the group.
         """
         self.members.check_usable()
-        sender = self._any_receives.first_sender(receive, self.members.departed)
+        sender = self._any_receives.first_sender(receive)
         if sender is not None:
             self._become(receive, sender, now)
             return

@@ -94,13 +94,17 @@ class Agreement:
             report=report,
             lost=lambda: self.negotiator.ended,
         )
-        self._runner.join_at_close(self._executor.thread)
 
         def begin(now: float) -> bool:
             self._runner.engine.channels.open(self.number, self, now)
             return True
 
-        self._runner.act(begin)
+        try:
+            self._runner.act(begin)
+        except BaseException:
+            self._executor.end()
+            raise
+        self._runner.join_at_close(self._executor.thread)
 
     # ---------------------------------------------------------------------------------------------------- operations
 

@@ -92,7 +92,7 @@ class Coordinator:
             postscale: Factor after the reduction.
             priority: A signed number of 32 bits. Of operations that become ready at the same time, the one with the
                 smaller number goes first. If ranks pass different priorities, that of the lowest rank that has not
-                joined is used. The priority of a name is fixed while the name is in the response cache.
+                joined is used. While a name is in the response cache, it keeps the priority that was agreed first.
             timeout_s: Default time-out in seconds of ``Work.wait`` for this operation.
 
         Raises:
@@ -177,8 +177,8 @@ class Coordinator:
         """Copy every rank's tensor into the root's ``outputs``, one per rank. The other ranks pass ``None``.
 
         Raises:
-            ConfigurationError: The root does not pass one output per rank, or another rank passes outputs; or an output
-                has another dtype or device than the tensor.
+            ConfigurationError: This rank passes more outputs than there are ranks, or passes outputs and is not the
+                root; or an output has another dtype or device than the tensor.
         """
         with self._describer.label(name, OpKind.GATHER, priority) as label:
             request = self._describer.blocks(OpKind.GATHER, tensor, outputs, root, label)
@@ -197,8 +197,8 @@ class Coordinator:
         """Copy the root's ``inputs``, one per rank, into the ranks' tensors. The other ranks pass ``None``.
 
         Raises:
-            ConfigurationError: The root does not pass one input per rank, or another rank passes inputs; or an input
-                has another dtype or device than the tensor.
+            ConfigurationError: This rank passes more inputs than there are ranks, or passes inputs and is not the root;
+                or an input has another dtype or device than the tensor.
         """
         with self._describer.label(name, OpKind.SCATTER, priority) as label:
             request = self._describer.blocks(OpKind.SCATTER, tensor, inputs, root, label)
@@ -218,9 +218,9 @@ class Coordinator:
         """Collect the tensors of all ranks on every rank. Only the first dimension may differ between ranks.
 
         Without ``outputs``, ``Work.wait`` returns one tensor with the rows of all ranks. ``outputs`` has one
-        tensor per rank: if it is given, the rows of rank r are written to ``outputs[r]``. ``copied`` has the original
-        tensors if ``tensor`` is a temporary copy of them. If an operation in flight writes to ``tensor`` or to one of
-        the originals, the call raises ``ConfigurationError``.
+        tensor per rank: if it is given, the rows of rank r are written to ``outputs[r]``. If you have copied tensors
+        into ``tensor``, pass the originals as ``copied``: the call then refuses them, or waits after
+        ``Group.keep_order``, if an operation in flight writes to one of them.
         """
         with self._describer.label(name, OpKind.ALLGATHER, priority) as label:
             dtypes.check_dense(tensor, label.name)
@@ -303,8 +303,8 @@ class Coordinator:
             The rank that joined last, equal on all ranks.
 
         Raises:
-            DeadlineExceededError: Some rank has not joined in time. The other ranks go on, and this rank must call
-                ``join`` again before it submits other operations.
+            DeadlineExceededError: An operation of this rank, or a rank, was late. The other ranks go on, and this rank
+                must call ``join`` again before it submits other operations.
         """
         last = self._agreement.join(self._members.patience(timeout_s))
         # A rank that joined early has counted fewer unnamed operations than the others, so all ranks reset their
@@ -355,7 +355,7 @@ class Coordinator:
     def cache_snapshot(self) -> list[tuple[str, int]]:
         """Return the names in the response cache with their bit positions, least recently used first.
 
-        The result is equal on all ranks.
+        The result is equal on all ranks while no rank submits operations and none is being agreed on.
         """
         with self._members.runner.locked():
             return self._agreement.negotiator.cache.snapshot()

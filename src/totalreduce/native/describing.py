@@ -146,12 +146,12 @@ class Describer:
         """Describe a gather or scatter of this rank's tensor; the root has a block for every rank.
 
         Raises:
-            ConfigurationError: This rank is the root and does not pass one block per rank, or it is not the root and
-                passes blocks; or a block has another dtype or device than the tensor.
+            ConfigurationError: This rank passes more blocks than there are ranks, or passes blocks and is not the root;
+                or a block has another dtype or device than the tensor. If the root passes too few blocks, the agreement
+                finds a mismatch, which is an error on all ranks.
         """
         root, given = self._root(root), len(blocks or ())
-        expected = self._world_size if self._rank == root else 0
-        if given != expected:
+        if given > (self._world_size if self._rank == root else 0):
             raise ConfigurationError(
                 f"{label.name!r}: rank {self._rank} passes {given} blocks, but only the root (rank {root}) passes "
                 f"blocks, one for each of the {self._world_size} ranks"

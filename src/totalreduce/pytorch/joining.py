@@ -1,6 +1,7 @@
-"""The rounds of a rank that has no more data: what ``DistributedOptimizer.join`` does until all ranks have joined.
+"""The rounds of a rank that has no more data, and the losses of closures, which the ranks with data reduce.
 
-The losses of closures are here, too, because a rank that has joined takes part in their allreduce.
+``DistributedOptimizer.join`` makes a ``Joining``; ``DistributedOptimizer.step`` makes a ``ClosureLoss`` for each call
+of its closure. Both can go on after a time-out where it struck.
 """
 
 from __future__ import annotations
@@ -9,36 +10,51 @@ from typing import Any, final
 
 import torch
 
-from totalreduce.foundation.errors import MissingTensorError
+from totalreduce.foundation.errors import ConfigurationError, MissingTensorError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
-from totalreduce.pytorch.reducer import Reducer
 from totalreduce.pytorch.round import Round
 from totalreduce.tensors.work import Work
 
-__all__ = ["Joining", "reduced_loss"]
+__all__ = ["ClosureLoss", "Joining"]
 
 
-def reduced_loss(group: Group, name: str, loss: Any, divisor: int) -> Any:
-    """Return the sum of the ranks' losses, divided, in the type of this rank's loss. Collective.
+@final
+class ClosureLoss:
+    """The loss that one call of a closure has returned on this rank.
 
-    Args:
-        group: The ranks.
-        name: The name of the optimizer.
-        loss: A number, a tensor of one element, or ``None``, which counts as 0 and is returned as ``None``.
-        divisor: A number that is equal on all ranks.
+    The sum of the losses travels as one float64 element. Only the ranks that had data in the round of the closure's
+    gradients take part, because a rank that has joined does not know whether the other ranks use closures.
     """
-    own = loss.item() if isinstance(loss, torch.Tensor) else loss
-    total = _sum_of_losses(group, name, float(own or 0.0)).wait() / divisor
-    if isinstance(loss, torch.Tensor):
-        return total.to(loss.device, loss.dtype).reshape(loss.shape)
-    return None if loss is None else total.item()
 
+    def __init__(self, loss: Any) -> None:
+        """``loss``: a number, a tensor of one element, or ``None``, which counts as 0 and is returned as ``None``.
 
-def _sum_of_losses(group: Group, name: str, loss: float) -> Work:
-    """Begin to add up the losses of all ranks in float64. Ranks that have joined pass 0."""
-    total = torch.tensor([loss], dtype=torch.float64)
-    return group.control.allreduce(total, name=f"{name}.loss", op=ReduceOp.SUM, priority=0)
+        Raises:
+            ConfigurationError: The loss has more than one element, or none.
+        """
+        if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+            raise ConfigurationError(f"the closure must return a loss of one element, not of {loss.numel()}")
+        self._loss = loss
+        self._work: Work | None = None
+
+    def reduced(self, group: Group, name: str, ranks: tuple[int, ...], divisor: int) -> Any:
+        """Return the sum of the losses of ``ranks``, divided, in the type of this rank's loss. Collective among them.
+
+        Raises:
+            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. The call may be repeated.
+        """
+        loss = self._loss
+        if self._work is None:
+            own = loss.item() if isinstance(loss, torch.Tensor) else loss
+            total = torch.tensor([float(own or 0.0)], dtype=torch.float64)
+            control = group.control
+            members = control if len(ranks) == group.world_size else control.subgroup(ranks, name=f"{name}.losses")
+            self._work = members.allreduce(total, name=f"{name}.loss", op=ReduceOp.SUM, priority=0)
+        mean = self._work.wait() / divisor
+        if isinstance(loss, torch.Tensor):
+            return mean.to(loss.device, loss.dtype).reshape(loss.shape)
+        return None if loss is None else mean.item()
 
 
 @final
@@ -46,14 +62,13 @@ class Joining:
     """The part of one rank in rounds for which it has no gradients, from its ``join`` until all ranks have joined.
 
     Attributes:
-        skipped_steps: The number of these rounds that ended without a result.
+        skipped_steps: The number of these rounds whose gradients were not finite on some rank.
     """
 
-    def __init__(self, group: Group, name: str, rounds: Round, dense: Reducer) -> None:
-        """``rounds``: none is in flight. ``dense``: the reducer of dense gradients, which has at least one bucket."""
-        self._group, self._name, self._round, self._dense = group, name, rounds, dense
+    def __init__(self, group: Group, name: str, rounds: Round) -> None:
+        """``rounds``: none is in flight, and the first of its reducers has at least one bucket of dense gradients."""
+        self._group, self._name, self._round = group, name, rounds
         self._num_rounds = self.skipped_steps = 0
-        self._loss: Work | None = None
         self._last: Work | None = None
 
     def finish(self) -> int:
@@ -64,12 +79,7 @@ class Joining:
             PeerLost: A rank is lost.
         """
         while self._last is None:
-            if self._loss is None:
-                self._finish_round()
-            if self._loss is not None:
-                self._loss.wait()
-                self._loss = None
-            if not self._round.active:
+            if self._finish_round() and not self._round.active:
                 # Each rank contributes ``rank - rounds * world_size``. The rank that joined last has the fewest rounds,
                 # so its value is the maximum, and the maximum modulo the world size is its rank. If several ranks
                 # joined last, the highest one of them is returned.
@@ -77,8 +87,8 @@ class Joining:
                 self._last = self._group.control.allreduce(last, name=f"{self._name}.joined", op=ReduceOp.MAX)
         return int(self._last.wait().item()) % self._group.world_size
 
-    def _finish_round(self) -> None:
-        """Open and finish a round, or finish the one that an earlier call has opened."""
+    def _finish_round(self) -> bool:
+        """Open and finish a round, or finish the one that an earlier call opened; return whether it has a result."""
         if not self._round.in_flight:
             self._num_rounds += 1
             self._round.open(joined=True)
@@ -86,7 +96,6 @@ class Joining:
         try:
             self._round.finish()
         except MissingTensorError:
-            return  # The ranks with data raise it, too: they end their step, and reduce no loss.
+            return False  # the ranks with data raise it, too, and go on with another round
         self.skipped_steps += self._round.skipped
-        if self._dense.loss_follows:
-            self._loss = _sum_of_losses(self._group, self._name, 0.0)
+        return True

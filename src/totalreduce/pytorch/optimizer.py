@@ -31,7 +31,7 @@ from totalreduce.pytorch.compression import Compression, refuse_unfit
 from totalreduce.pytorch.deferred import DeferredUpdates
 from totalreduce.pytorch.error_feedback import ErrorFeedback
 from totalreduce.pytorch.hooks import HookHandles, WeakHook, in_backward
-from totalreduce.pytorch.joining import Joining, reduced_loss
+from totalreduce.pytorch.joining import ClosureLoss, Joining
 from totalreduce.pytorch.order import ForwardOrder
 from totalreduce.pytorch.planning import ParameterSource, PlanSettings, agree_on_plan
 from totalreduce.pytorch.reducer import Arithmetic, Reducer
@@ -89,10 +89,10 @@ class DistributedOptimizer(OptimizerWrapper):
             If ``step()`` is called after fewer passes, it sends the gradients accumulated so far. The sum is not
             divided by this number.
         sparse: For gradients in torch's sparse layout, as modules with ``sparse=True`` make them. ``"dense"``: they are
-            reduced as dense ones. ``"gather"``: the rows are gathered from all ranks, for the weights of
-            ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` in ``model``. ``SparseAdam`` accepts only
-            sparse gradients. With ``"dense"``, each reduced gradient is therefore converted back to a sparse one that
-            holds its non-zero rows.
+            reduced as dense ones. ``"gather"``: each rank collects the gradient rows of all ranks, for the weights of
+            ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` in ``model``, and for all parameters of
+            ``SparseAdam``. ``SparseAdam`` accepts only sparse gradients. With ``"dense"``, each reduced gradient is
+            therefore converted back to a sparse one that holds its non-zero rows.
         join_divisor: The divisor of averages while some ranks have no more data (see ``join``): ``"world"``, all ranks,
             or ``"active"``, the ranks with data.
         sync: The sparse method. Of the gradients of large matrices it sends selected elements only; other gradients
@@ -168,7 +168,8 @@ class DistributedOptimizer(OptimizerWrapper):
         self._hooks = HookHandles()
         self._no_sync_depth = 0
         self._planned = self._closed = False
-        self._joining: Joining | None = None  #: A ``join`` that a time-out has interrupted, or that is under way.
+        #: A ``join``, or the loss of a step's closure, that is under way or that a time-out has interrupted.
+        self._unfinished: Joining | ClosureLoss | None = None
         self.skipped_steps = 0
         self._plan_gradients()
 
@@ -183,8 +184,8 @@ class DistributedOptimizer(OptimizerWrapper):
             PlanMismatchError: The ranks' models differ. Every rank raises it. Correct them and call ``replan()`` again.
             ConfigurationError: The gradients are sums over the ranks already (``op=SUM`` after ``synchronize()``), so
                 that the next ``step()`` would add them up again.
-            DeadlineExceededError: Gradients in flight did not arrive within the group's ``timeout_s``. The call may be
-                repeated.
+            DeadlineExceededError: Gradients in flight did not arrive within the group's ``timeout_s``, and the call may
+                be repeated; or the ranks did not compare their plans in time, and the optimizer can only be closed.
             PeerLost: A rank died.
         """
         self._end_plan()
@@ -280,10 +281,16 @@ class DistributedOptimizer(OptimizerWrapper):
             self._deferred.check_fresh(parameter)
             self._deferred.flush()
         round_ = self._round
-        if round_.phase is Phase.CLOSED:
+        if round_.phase is Phase.CLOSED or isinstance(self._unfinished, Joining):
             raise ConfigurationError(
-                "the last synchronisation (step(), synchronize() or join()) ended with an error before all gradients "
-                "had arrived, which will replace those of this backward pass: repeat that call before backward()"
+                "the last synchronisation (step(), synchronize() or join()) is unfinished. Its gradients, when they "
+                "arrive, would overwrite those of this backward pass: repeat that call before backward()"
+            )
+        if self._unfinished is not None:
+            self.close()
+            raise ConfigurationError(
+                "backward() has changed the reduced gradients of a step(closure) that a time-out had interrupted. "
+                "The other ranks apply them unchanged, so this DistributedOptimizer is closed. Load a checkpoint"
             )
         if self._no_sync_depth:
             round_.forget_result()
@@ -338,9 +345,12 @@ class DistributedOptimizer(OptimizerWrapper):
             ConfigurationError: The closure's loss has more than one element.
             MissingTensorError: With ``on_missing="error"``. Every rank raises it before the gradients are applied.
             PeerLost: A rank died.
-            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. The call may be repeated.
+            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. The call may be repeated, except for
+                LBFGS. A closure that has returned is not called again then; pass one all the same.
         """
         self._check_usable()
+        if closure is None and isinstance(self._unfinished, ClosureLoss):
+            raise ConfigurationError("the last step with a closure is unfinished: repeat it, with the closure")
         self.flush()
         result = None
         if closure is not None:
@@ -369,20 +379,19 @@ class DistributedOptimizer(OptimizerWrapper):
         """Return a closure that calls the given one, and reduces its gradients and its loss over the ranks."""
 
         def reduced_closure() -> Any:
-            # Without ``forget_result``, a rank whose closure produces no gradients would still have the reduced
-            # gradients of the closure's last call, and would skip the round that the other ranks open.
-            self._round.forget_result()
-            self._dense.reduces_loss = True  # before the closure, which may synchronise to clip the gradients
-            try:
+            unfinished = self._unfinished  # the last call, if a time-out has interrupted it: it goes on here
+            if not isinstance(unfinished, ClosureLoss):
+                # After the closure's last call the round is synchronised. If this call makes no gradients, nothing
+                # resets that, and ``_synchronize`` below would do nothing while the other ranks wait.
+                self._round.forget_result()
                 with torch.enable_grad():
-                    loss = closure()
-                if isinstance(loss, torch.Tensor) and loss.numel() != 1:
-                    raise ConfigurationError(f"the closure must return a loss of one element, not of {loss.numel()}")
-                self._synchronize()
-            finally:
-                self._dense.reduces_loss = False
-            divisor = self._settings.divisor(self._round.active, self._group.world_size)
-            loss = reduced_loss(self._group, self._name, loss, divisor)
+                    unfinished = ClosureLoss(closure())
+                self._unfinished = unfinished
+            self._synchronize()
+            ranks = self._dense.active
+            divisor = self._settings.divisor(len(ranks), self._group.world_size)
+            loss = unfinished.reduced(self._group, self._name, ranks, divisor)
+            self._unfinished = None
             if self._round.skipped:
                 raise _SkippedStepError(loss)
             return loss
@@ -404,16 +413,16 @@ class DistributedOptimizer(OptimizerWrapper):
 
         A rank that has joined contributes no gradients, and the other ranks divide averages as ``join_divisor`` says.
         The parameters of this rank are not updated meanwhile: broadcast them afterwards from the rank that is returned.
-        After ``DeadlineExceededError`` only ``join()`` and ``close()`` may be called; ``join()`` then goes on.
+        With ``sync`` it contributes its residuals. After ``DeadlineExceededError`` repeat ``join()``: it goes on.
 
         Returns:
             The rank that joined last, equal on all ranks.
 
         Raises:
             ConfigurationError: The torch optimizer is LBFGS, or no gradient is reduced in a dense bucket: all of them
-                are gathered as sparse ones, or compressed by ``sync``.
-            MissingTensorError: With ``on_missing="error"``: gradients that this rank had not synchronised yet are
-                missing on other ranks. This rank has not joined.
+                are gathered as sparse ones, or compressed by ``sync``; or the last step with a closure is unfinished.
+            MissingTensorError: With ``on_missing="error"``. ``join()`` first finishes the round that an earlier
+                ``backward()`` has opened. If gradients are missing in that round, this rank has not joined.
             DeadlineExceededError: A wait exceeded the group's ``timeout_s``. The call may be repeated.
             PeerLost: A rank died.
         """
@@ -423,14 +432,17 @@ class DistributedOptimizer(OptimizerWrapper):
                 "join() does not support LBFGS, and needs at least one parameter with dense gradients that sync= does "
                 "not compress"
             )
-        if self._joining is None:
+        if isinstance(self._unfinished, ClosureLoss):
+            raise ConfigurationError("the last step with a closure is unfinished: repeat it before join()")
+        if self._unfinished is None:
             self.flush()
             if self._round.phase is not Phase.LOCAL:
                 self._synchronize()
-            self._joining = Joining(self._group, self._name, self._round, self._dense)
-        last = self._joining.finish()
-        self.skipped_steps += self._joining.skipped_steps
-        self._joining = None
+            self._unfinished = Joining(self._group, self._name, self._round)
+        joining = self._unfinished
+        last = joining.finish()
+        self.skipped_steps += joining.skipped_steps
+        self._unfinished = None
         self._round.forget_result()
         return last
 
@@ -453,8 +465,9 @@ class DistributedOptimizer(OptimizerWrapper):
     def close(self) -> None:
         """Apply deferred updates and remove every hook; the torch optimizer may then be used on its own.
 
-        ``close()`` does not wait for gradients in flight, and sends none of the others. Call it on every rank after the
-        same ``step()``: a rank that goes on raises ``DeadlineExceededError`` in its next step.
+        Gradients that ``step()`` has not synchronised are not waited for, and those that were not sent yet are not
+        sent. Call ``close()`` on every rank after the same ``step()``: a rank that goes on raises
+        ``DeadlineExceededError`` in its next step.
         """
         if not self._closed:
             self.flush()
@@ -469,7 +482,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         if self._closed:
             raise ConfigurationError("this DistributedOptimizer was closed: build a new one")
-        if self._joining is not None and not joining:
+        if isinstance(self._unfinished, Joining) and not joining:
             raise ConfigurationError("this rank has announced that it has no more data: repeat join() until it returns")
         if planned and not self._planned:
             raise ConfigurationError(
@@ -542,7 +555,7 @@ class DistributedOptimizer(OptimizerWrapper):
     def hidden_share(self) -> float | None:
         """The fraction (0 to 1) of the last step's sparse exchange time that overlapped with backward.
 
-        That is the time that had passed when ``step()`` began to wait, divided by the time of the whole exchange.
+        That is the part of the exchange before ``step()`` began to wait, divided by the time of the whole exchange.
         ``None`` if the last step had no sparse exchange.
         """
         overlap = None if self._compression.reducer is None else self._compression.reducer.rounds.overlap
@@ -569,7 +582,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters and plan again. Collective.
 
-        The group is not added if this raises an error.
+        The group is not added if this raises ``ConfigurationError`` or ``PlanMismatchError``, or the torch optimizer's
+        error.
 
         Raises:
             ConfigurationError: A parameter is not in the model; or the gradients are sums already (see ``replan``).
@@ -584,8 +598,8 @@ class DistributedOptimizer(OptimizerWrapper):
             self._inner.add_param_group(param_group)
         except Exception:
             with suppress(PlanMismatchError):
-                # Other ranks may have accepted the group. Their comparison then fails, they remove the group and plan
-                # once more, so this rank must plan twice too.
+                # If another rank has accepted the group, this first comparison fails on every rank, and all ranks plan
+                # once more. If every rank has refused it, the comparison succeeds, and one plan is enough.
                 self._plan_gradients()
             if not self._planned:
                 self._plan_gradients()
@@ -593,7 +607,7 @@ class DistributedOptimizer(OptimizerWrapper):
         try:
             self._plan_gradients()
         except (ConfigurationError, PlanMismatchError):
-            # Every rank has raised this error (see agree_on_plan), so all ranks plan again without the group.
+            # Every rank has raised one of the two (see agree_on_plan), so all ranks plan again without the group.
             self._inner.param_groups.pop()
             self._plan_gradients()
             raise

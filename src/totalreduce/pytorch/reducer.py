@@ -96,9 +96,8 @@ class Reducer(GradientReducer):
     Attributes:
         buckets: The buckets, by index.
         names: The names of their operations. Timelines and stall reports show them, so they have parameters' names.
-        active: The number of ranks with data in the last round.
+        active: The ranks with data in the last round, in ascending order.
         round: The number of rounds that were opened.
-        reduces_loss: Set by the owner: whether this rank reduces a loss after the round that is closed next.
         resubmissions: The number of buckets that were sent twice.
     """
 
@@ -129,8 +128,7 @@ class Reducer(GradientReducer):
         self._stream = group.planned(self.names)
         self._readiness = BucketReadiness([spec.members for spec in plan])
         self._closed = self._joined = self._agreed = False
-        self.active = group.world_size
-        self.reduces_loss = False
+        self.active = tuple(range(group.world_size))
         self._postscale = 1.0
         self.round = self.resubmissions = 0
 
@@ -224,12 +222,7 @@ class Reducer(GradientReducer):
             raise
         for bucket in self.buckets:
             bucket.release()
-        return self.active if self.buckets else active
-
-    @property
-    def loss_follows(self) -> bool:
-        """Whether the ranks with data reduce a loss after the last round. The round was finished."""
-        return bool(self.buckets) and self.buckets[-1].tail.loss_follows()
+        return len(self.active) if self.buckets else active
 
     def end(self) -> None:
         """Give the stream of planned reductions back."""
@@ -248,8 +241,7 @@ class Reducer(GradientReducer):
 
     def _submit(self, index: int, changed: Collection[int] = ()) -> None:
         bucket = self.buckets[index]
-        reduces_loss = self.reduces_loss and index == len(self.buckets) - 1
-        flat = bucket.pack(changed, joined=self._joined, reduces_loss=reduces_loss)
+        flat = bucket.pack(changed, joined=self._joined)
         bucket.work = self._stream.submit(index, flat, op=self._arithmetic.op, priority=bucket.priority)
 
     def _empty(self, num_elements: int, /, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -262,8 +254,9 @@ class Reducer(GradientReducer):
         last = self.buckets[-1]
         assert last.work is not None, "the round was closed, so the last bucket was submitted"
         last.work.wait()
-        self.active = self._group.world_size - last.tail.num_joined()
-        self._postscale = self._arithmetic.postscale(self.active)
+        joined = last.tail.joined()
+        self.active = tuple(rank for rank in range(self._group.world_size) if rank not in joined)
+        self._postscale = self._arithmetic.postscale(len(self.active))
         # By index: the order of submission has to be the same on all ranks, and priorities need not be.
         again = last.tail.changed()
         for index in again:

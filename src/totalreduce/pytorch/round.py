@@ -163,6 +163,8 @@ class Round:
         self.order: ForwardOrder | None = None
         self.phase = Phase.LOCAL
         self.active = world_size
+        #: Of the present round: how many reducers have finished, and the number of ranks with data that they found.
+        self._num_finished, self._active_now = 0, world_size
         self._targets = [
             (reducer, member)
             for reducer in self.reducers
@@ -194,6 +196,7 @@ class Round:
             self.order = None
         for reducer in self.reducers:
             reducer.begin(joined=joined)
+        self._num_finished, self._active_now = 0, self._world_size
         self.phase = Phase.OPEN
 
     def _use_order(self, order: ForwardOrder) -> None:
@@ -223,14 +226,14 @@ class Round:
             MissingTensorError: On every rank. The round has ended.
             DeadlineExceededError: A wait exceeded the group's ``timeout_s``. The call may be repeated.
         """
-        active = self._world_size
         try:
-            for reducer in self.reducers:
-                active = reducer.finish(active)
+            while self._num_finished < len(self.reducers):
+                self._active_now = self.reducers[self._num_finished].finish(self._active_now)
+                self._num_finished += 1
         except MissingTensorError:
             self.phase = Phase.LOCAL
             raise
-        self.active = active
+        self.active = self._active_now
         self.phase = Phase.SYNCHRONISED
 
     def abandon(self) -> None:

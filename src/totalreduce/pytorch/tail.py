@@ -21,8 +21,6 @@ The flags are these:
 * *joined*, in the last bucket, for every rank: it has no data any more. The number of such ranks is exact because each
   rank has a flag of its own. Counters for blocks of ranks would be fewer elements, but if a library divides before it
   adds, their sums are exact in some orders only.
-* *loss*, in the last bucket, one flag: the rank reduces the loss of its closure when the round has ended. So a rank
-  that has joined, and has no closure, knows whether to take part in that allreduce.
 """
 
 from __future__ import annotations
@@ -53,10 +51,10 @@ class TailLayout:
     num_ranks: int = 0
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, int]:
-        """Numbers of *present*, *absent*, *changed*, *joined* and *loss* flags, which lie in this order."""
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Numbers of *present*, *absent*, *changed* and *joined* flags, which lie in this order."""
         num_absent = self.num_parameters if self.reports_absence else 0
-        return self.num_parameters, num_absent, self.num_buckets, self.num_ranks, int(self.num_ranks > 0)
+        return self.num_parameters, num_absent, self.num_buckets, self.num_ranks
 
     @property
     def num_elements(self) -> int:
@@ -70,16 +68,10 @@ class Tail:
 
     def __init__(self, memory: torch.Tensor, layout: TailLayout) -> None:
         self._memory, self._layout = memory, layout
-        self._present, self._absent, self._changed, self._joined, self._loss = memory.split_with_sizes(layout.sizes)
+        self._present, self._absent, self._changed, self._joined = memory.split_with_sizes(layout.sizes)
 
     def write(
-        self,
-        missing: Sequence[int],
-        changed: Collection[int] = (),
-        *,
-        rank: int = 0,
-        joined: bool = False,
-        reduces_loss: bool = False,
+        self, missing: Sequence[int], changed: Collection[int] = (), *, rank: int = 0, joined: bool = False
     ) -> None:
         """Set this rank's flags.
 
@@ -88,7 +80,6 @@ class Tail:
             changed: Buckets whose gradients changed after they had left; only in the last bucket.
             rank: This rank.
             joined: This rank takes part without data. Its gradients are not expected, so none of them is absent.
-            reduces_loss: This rank reduces a loss when the round has ended.
         """
         # An index or a value from the host empties an accelerator's queue, so they are used only where necessary.
         self._memory.zero_()
@@ -101,8 +92,6 @@ class Tail:
             self._changed[list(changed)] = 1
         if joined and self._layout.num_ranks:
             self._joined[rank].fill_(1)
-        if reduces_loss:
-            self._loss.fill_(1)
 
     def present(self) -> list[bool]:
         """Return, after the reduction, for every parameter whether some rank had a gradient."""
@@ -121,10 +110,6 @@ class Tail:
         """Return, after the reduction of the last bucket, the buckets that changed on some rank, in ascending order."""
         return self._changed.cpu().nonzero().flatten().tolist()
 
-    def num_joined(self) -> int:
-        """Return, after the reduction of the last bucket, the number of ranks that took part without data."""
-        return int(self._joined.cpu().count_nonzero())
-
-    def loss_follows(self) -> bool:
-        """Return, after the reduction of the last bucket, whether the ranks with data reduce a loss."""
-        return bool(self._loss.cpu().any())
+    def joined(self) -> list[int]:
+        """Return, after the reduction of the last bucket, the ranks that took part without data, in ascending order."""
+        return self._joined.cpu().nonzero().flatten().tolist()
