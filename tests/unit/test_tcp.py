@@ -1,5 +1,6 @@
 """The TCP transport alone, driven step by step by one thread: what leaves when, with and without TLS."""
 
+import os
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from slow_road import SlowRoad
 
 from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.header import Frame, Header
+from totalreduce.transports import tcp
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.tcp import TcpTransport, listen
 
@@ -297,3 +299,29 @@ def test_closing_does_not_wait_for_a_peer_that_takes_nothing(narrow):
     begin = time.monotonic()
     leaver.transport.close(10.0)
     assert time.monotonic() - begin < 5.0
+
+
+def test_a_late_wake_up_does_not_write_to_the_next_file_with_the_number_of_the_pipe(monkeypatch):
+    """A byte of it in a connection of another group would be a violation of the protocol there."""
+    poller, in_write, written = tcp._Poller(), threading.Event(), []
+    pipe = os.fstat(poller._wake_write_fd).st_ino
+    write = os.write
+
+    def slow(fd, data):
+        in_write.set()
+        time.sleep(0.3)
+        written.append(os.fstat(fd).st_ino)
+        return write(fd, data)
+
+    monkeypatch.setattr(tcp.os, "write", slow)
+    thread = threading.Thread(target=poller.wake)
+    thread.start()
+    assert in_write.wait(20)
+    poller.close()
+    ends = [os.pipe() for _ in range(3)]
+    thread.join(20)
+    for end in [end for both in ends for end in both]:
+        os.close(end)
+    assert written == [pipe]
+    poller.wake()
+    assert written == [pipe]

@@ -15,6 +15,7 @@ import contextlib
 import os
 import select
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -75,14 +76,16 @@ class _Poller:
         self.epoll = select.epoll()
         self.events: deque[tuple[int, int]] = deque()
         self.wake_fd, self._wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._lock = threading.Lock()
         self.epoll.register(self.wake_fd, select.EPOLLIN)
 
     def poll(self, timeout_s: float) -> None:
         self.events.extend(self.epoll.poll(timeout_s))
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # a full pipe wakes as well; a closed one need not
-            os.write(self._wake_write_fd, b"w")
+        with self._lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+            if self._wake_write_fd >= 0:
+                os.write(self._wake_write_fd, b"w")
 
     def clear_wake(self) -> None:
         """Empty the pipe."""
@@ -91,10 +94,10 @@ class _Poller:
 
     def close(self) -> None:
         self.epoll.close()
-        # A late ``wake`` must not write to the next file with this number.
-        ends, self.wake_fd, self._wake_write_fd = (self.wake_fd, self._wake_write_fd), -1, -1
-        for end in ends:
-            os.close(end)
+        with self._lock:  # a late ``wake`` must not write to the next file with this number
+            ends, self.wake_fd, self._wake_write_fd = (self.wake_fd, self._wake_write_fd), -1, -1
+            for end in ends:
+                os.close(end)
 
 
 @final
