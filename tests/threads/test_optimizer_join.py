@@ -101,6 +101,27 @@ def test_a_step_with_a_closure_goes_on_after_a_time_out(late: str) -> None:
     assert all_equal([parameters for _, _, parameters in results])
 
 
+def test_after_a_missing_gradient_the_next_step_calls_its_closure() -> None:
+    def body(group: Group) -> tuple[float, int, torch.Tensor]:
+        model, calls = Net(), []
+        wrapped = wrap(model, group, on_missing="error")
+
+        def closure() -> float:
+            calls.append(1)
+            wrapped.zero_grad()
+            if group.rank == 0 or len(calls) > 1:
+                loss_of(model, batches(1)[0]).backward()
+            return 10.0 * len(calls) + group.rank
+
+        with pytest.raises(MissingTensorError):
+            wrapped.step(closure)
+        return wrapped.step(closure), len(calls), flat(model)
+
+    results = run_ranks(2, body)
+    assert [(loss, calls) for loss, calls, _ in results] == [(20.5, 2)] * 2
+    assert all_equal([parameters for _, _, parameters in results])
+
+
 def test_backward_cannot_change_the_gradients_of_an_interrupted_step_with_a_closure_unnoticed() -> None:
     late = threading.Event()
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PlanMismatchError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.compression import Compression, refuse_unfit
@@ -168,7 +168,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._hooks = HookHandles()
         self._no_sync_depth = 0
         self._planned = self._closed = False
-        #: A ``join``, or the loss of a step's closure, that is under way or that a time-out has interrupted.
+        #: A ``join`` that is under way or that a time-out has interrupted, or the loss of a closure that one has.
         self._unfinished: Joining | ClosureLoss | None = None
         self.skipped_steps = 0
         self._plan_gradients()
@@ -379,19 +379,21 @@ class DistributedOptimizer(OptimizerWrapper):
         """Return a closure that calls the given one, and reduces its gradients and its loss over the ranks."""
 
         def reduced_closure() -> Any:
-            unfinished = self._unfinished  # the last call, if a time-out has interrupted it: it goes on here
+            unfinished, self._unfinished = self._unfinished, None  # the last call, if a time-out has interrupted it
             if not isinstance(unfinished, ClosureLoss):
                 # After the closure's last call the round is synchronised. If this call makes no gradients, nothing
                 # resets that, and ``_synchronize`` below would do nothing while the other ranks wait.
                 self._round.forget_result()
                 with torch.enable_grad():
                     unfinished = ClosureLoss(closure())
+            try:
+                self._synchronize()
+                ranks = self._dense.active
+                divisor = self._settings.divisor(len(ranks), self._group.world_size)
+                loss = unfinished.reduced(self._group, self._name, ranks, divisor)
+            except DeadlineExceededError:
                 self._unfinished = unfinished
-            self._synchronize()
-            ranks = self._dense.active
-            divisor = self._settings.divisor(len(ranks), self._group.world_size)
-            loss = unfinished.reduced(self._group, self._name, ranks, divisor)
-            self._unfinished = None
+                raise
             if self._round.skipped:
                 raise _SkippedStepError(loss)
             return loss
