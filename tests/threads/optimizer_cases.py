@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from totalreduce.foundation.errors import MissingTensorError
 from totalreduce.foundation.observer import Observer
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.optimizer import DistributedOptimizer
@@ -94,6 +95,15 @@ def wrap(
     """A distributed optimizer over all parameters, in small buckets."""
     settings.setdefault("bucket_bytes", BUCKET_BYTES)
     return DistributedOptimizer(factory(list(model.parameters())), model, group=group, **settings)
+
+
+def outcome(step: Callable[[], object]) -> str:
+    """Call ``step``; return ``"done"``, or the ranks whose gradients were missed."""
+    try:
+        step()
+    except MissingTensorError as error:
+        return f"missed {error.ranks}"
+    return "done"
 
 
 def all_equal(vectors: list[torch.Tensor]) -> bool:

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from optimizer_cases import BUCKET_BYTES, OPTIMIZERS, Net, all_equal, batches, flat, loss_of
+from optimizer_cases import OPTIMIZERS, Net, all_equal, batches, flat, loss_of, outcome, train_alone, wrap
 
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import (
@@ -20,15 +20,18 @@ from totalreduce.foundation.errors import (
 )
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
-from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.testing import run_ranks
 
 IMPATIENT = EngineConfig(timeout_s=1.0, stall_warning_s=0)
 
 
-def wrap(model: torch.nn.Module, group: Group, **settings: object) -> DistributedOptimizer:
-    settings.setdefault("bucket_bytes", BUCKET_BYTES)
-    return DistributedOptimizer(OPTIMIZERS["sgd"](list(model.parameters())), model, group=group, **settings)
+class Rows(torch.nn.Module):
+    """A module with sparse gradients and one with dense gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(8, 4, sparse=True)
+        self.out = torch.nn.Linear(4, 1)
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -247,21 +250,11 @@ def test_backward_after_a_step_that_ran_out_of_time_is_refused() -> None:
         return flat(model)
 
     results = run_ranks(2, body, engine=IMPATIENT)
-    alone = Net()
-    optimizer = OPTIMIZERS["sgd"](list(alone.parameters()))
-    loss_of(alone, batches(1)[0]).backward()
-    optimizer.step()
-    assert (results[0] - flat(alone)).abs().max() <= 1e-12
+    assert (results[0] - train_alone(OPTIMIZERS["sgd"], 1)).abs().max() <= 1e-12
     assert all_equal(results)
 
 
 def test_a_joined_rank_does_not_gather_where_the_others_miss_gradients() -> None:
-    class Rows(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rows = torch.nn.Embedding(8, 4, sparse=True)
-            self.out = torch.nn.Linear(4, 1)
-
     def body(group: Group) -> list[str]:
         model = Rows()
         wrapped = wrap(model, group, on_missing="error", sparse="gather")
@@ -270,15 +263,11 @@ def test_a_joined_rank_does_not_gather_where_the_others_miss_gradients() -> None
             wrapped.zero_grad()
             rows = model.rows(torch.tensor([step, group.rank]))
             (rows if step == 1 and group.rank == 1 else model.out(rows)).sum().backward()
-            try:
-                wrapped.step()
-                said.append("done")
-            except MissingTensorError as error:
-                said.append(f"missed on {error.ranks}")
+            said.append(outcome(wrapped.step))
         wrapped.join()
         return said
 
-    assert run_ranks(3, body) == [["done", "missed on (1,)", "done"]] * 2 + [[]]
+    assert run_ranks(3, body) == [["done", "missed (1,)", "done"]] * 2 + [[]]
 
 
 def test_a_rank_that_joins_again_stays_where_the_others_miss_gradients() -> None:
@@ -291,26 +280,16 @@ def test_a_rank_that_joins_again_stays_where_the_others_miss_gradients() -> None
             wrapped.zero_grad()
             if step or group.rank == 0:
                 loss_of(model, batches(1)[0]).backward()
-            try:
-                wrapped.step()
-                said.append("done")
-            except MissingTensorError as error:
-                said.append(f"missed on {error.ranks}")
+            said.append(outcome(wrapped.step))
         assert wrapped.join() == 1
         return said
 
-    assert run_ranks(3, body) == [["missed on (1,)", "done"]] * 2 + [[]]
+    assert run_ranks(3, body) == [["missed (1,)", "done"]] * 2 + [[]]
 
 
 @pytest.mark.parametrize("again", [1, 2])
 def test_gathered_rows_arrive_once_after_time_outs(again: int) -> None:
     events = [threading.Event() for _ in range(again)]
-
-    class Rows(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rows = torch.nn.Embedding(8, 4, sparse=True)
-            self.out = torch.nn.Linear(4, 1)
 
     def body(group: Group) -> None:
         model = Rows()

@@ -6,7 +6,18 @@ import random
 
 import pytest
 import torch
-from optimizer_cases import BUCKET_BYTES, OPTIMIZERS, Net, all_equal, batches, flat, loss_of, shard, train_alone
+from optimizer_cases import (
+    BUCKET_BYTES,
+    OPTIMIZERS,
+    Net,
+    all_equal,
+    batches,
+    flat,
+    loss_of,
+    outcome,
+    shard,
+    train_alone,
+)
 
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.foundation.errors import ConfigurationError, MissingTensorError, PlanMismatchError
@@ -353,11 +364,7 @@ def test_a_joined_rank_is_not_missed_but_a_lazy_one_is() -> None:
                 wrapped.zero_grad()
                 if step < 2 or group.rank == 0:
                     loss_of(model, batches(1)[0]).backward()
-                try:
-                    wrapped.step()
-                    said.append("done")
-                except MissingTensorError as error:
-                    said.append(f"missed {error.ranks}")
+                said.append(outcome(wrapped.step))
         wrapped.join()
         return said
 

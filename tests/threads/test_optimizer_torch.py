@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from optimizer_cases import OPTIMIZERS, Net, all_equal, batches, flat, loss_of, shard, wrap
+from optimizer_cases import OPTIMIZERS, Net, all_equal, batches, flat, loss_of, shard, train_alone, wrap
 
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import (
@@ -468,11 +468,7 @@ def test_a_deadline_in_step_leaves_the_step_to_be_finished_later() -> None:
         return flat(model)
 
     results = run_ranks(2, body, engine=EngineConfig(timeout_s=1.0, stall_warning_s=0))
-    model = Net()
-    optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
-    loss_of(model, batches(1)[0]).backward()
-    optimizer.step()
-    assert (results[0] - flat(model)).abs().max() <= 1e-12
+    assert (results[0] - train_alone(OPTIMIZERS["sgd"], 1)).abs().max() <= 1e-12
     assert all_equal(results)
 
 

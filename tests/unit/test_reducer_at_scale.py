@@ -124,7 +124,7 @@ def test_one_rank_without_a_gradient_is_noticed_on_every_rank(world_size, dtype,
                 with pytest.raises(MissingTensorError) as caught:
                     reducer.finish(world_size)
                 assert caught.value.tensor == "a"
-            assert len(reducer.active) == world_size
+            assert len(reducer.active_ranks) == world_size
 
 
 @pytest.mark.parametrize(("world_size", "dtype", "op", "options"), CASES[:4])
@@ -139,7 +139,7 @@ def test_averages_are_divided_by_the_exact_number_of_active_ranks(world_size, dt
     for reducer, _ in made[:: world_size - 1]:
         reducer.finish(world_size)
         active = world_size - num_joined
-        assert len(reducer.active) == active
+        assert len(reducer.active_ranks) == active
         got = torch.cat([gradient for bucket in reducer.buckets for gradient in bucket.reduced()])
         wanted = 1.0 if op is ReduceOp.SUM else 1.0 / active
         if num_joined == 0 and not options:

@@ -388,7 +388,7 @@ class DistributedOptimizer(OptimizerWrapper):
                     unfinished = ClosureLoss(closure())
             try:
                 self._synchronize()
-                ranks = self._dense.active
+                ranks = self._dense.active_ranks
                 divisor = self._settings.divisor(len(ranks), self._group.world_size)
                 loss = unfinished.reduced(self._group, self._name, ranks, divisor)
             except DeadlineExceededError:

@@ -96,7 +96,7 @@ class Reducer(GradientReducer):
     Attributes:
         buckets: The buckets, by index.
         names: The names of their operations. Timelines and stall reports show them, so they have parameters' names.
-        active: The ranks with data in the last round, in ascending order.
+        active_ranks: The ranks with data in the last round, in ascending order.
         round: The number of rounds that were opened.
         resubmissions: The number of buckets that were sent twice.
     """
@@ -128,7 +128,7 @@ class Reducer(GradientReducer):
         self._stream = group.planned(self.names)
         self._readiness = BucketReadiness([spec.members for spec in plan])
         self._closed = self._joined = self._agreed = False
-        self.active = tuple(range(group.world_size))
+        self.active_ranks = tuple(range(group.world_size))
         self._postscale = 1.0
         self.round = self.resubmissions = 0
 
@@ -222,7 +222,7 @@ class Reducer(GradientReducer):
             raise
         for bucket in self.buckets:
             bucket.release()
-        return len(self.active) if self.buckets else active
+        return len(self.active_ranks) if self.buckets else active
 
     def end(self) -> None:
         """Give the stream of planned reductions back."""
@@ -255,8 +255,8 @@ class Reducer(GradientReducer):
         assert last.work is not None, "the round was closed, so the last bucket was submitted"
         last.work.wait()
         joined = last.tail.joined()
-        self.active = tuple(rank for rank in range(self._group.world_size) if rank not in joined)
-        self._postscale = self._arithmetic.postscale(len(self.active))
+        self.active_ranks = tuple(rank for rank in range(self._group.world_size) if rank not in joined)
+        self._postscale = self._arithmetic.postscale(len(self.active_ranks))
         # By index: the order of submission has to be the same on all ranks, and priorities need not be.
         again = last.tail.changed()
         for index in again:

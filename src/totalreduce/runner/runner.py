@@ -41,7 +41,7 @@ __all__ = ["ComputeMode", "Runner"]
 
 _log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
+_P = ParamSpec("_P")
 ComputeMode = Literal["auto", "thread", "inline"]
 
 #: The longest time between two calls of ``Engine.tick``, in seconds.
@@ -132,7 +132,7 @@ class Runner:
         """Announce an operation in the fast lane, unless another thread moves messages and will do so."""
         return self._in_lane(self._endpoint.announce, operation)
 
-    def _in_lane(self, move: Callable[P, bool | None], *arguments: P.args, **options: P.kwargs) -> bool | None:
+    def _in_lane(self, move: Callable[_P, bool | None], *arguments: _P.args, **options: _P.kwargs) -> bool | None:
         """Call a function that moves operations in the fast lane; ``None`` if another thread moves messages now.
 
         An exception in the function, Ctrl-C above all, may have cut an operation in two: then nothing moves any more.
@@ -267,7 +267,7 @@ class Runner:
     def join_at_close(self, thread: threading.Thread) -> None:
         """Have ``close`` wait for a thread that was started, and that ends when the engine is closed.
 
-        A thread that were still in a function of torch when the interpreter ends would abort the process.
+        A thread that is still in a function of torch when the interpreter ends aborts the process.
         """
         with self._lock:
             self._threads = [other for other in self._threads if other.is_alive()] + [thread]
