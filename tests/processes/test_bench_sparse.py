@@ -67,9 +67,9 @@ def check_figure(figure, ranks):
         ):
             assert all(part >= 0 for part in parts)
             assert sum(parts) <= seconds < sum(parts) + 1.0
-            # A header of some dozens of bytes for each message.
-            assert payload_sent < sent < payload_sent + 5000
-            assert payload_received < received < payload_received + 5000
+            # A header of some dozens of bytes for each message; the fast lane has no messages.
+            assert payload_sent <= sent < payload_sent + 5000
+            assert payload_received <= received < payload_received + 5000
     # What one sends the other one receives; a barrier's first message may come into the step before.
     assert figure["sent_bytes"] == pytest.approx(figure["received_bytes"], abs=200)
     assert figure["payload_sent_bytes"] == pytest.approx(figure["payload_received_bytes"])

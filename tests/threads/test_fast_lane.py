@@ -1,6 +1,7 @@
 """The fast lane under real engines: what it takes, that it changes no bit and no error, and how it gives way."""
 
 import contextlib
+import functools
 import gc
 import random
 import threading
@@ -49,37 +50,100 @@ def messages_of(group: Group) -> int:
 
 
 def values_of(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(size, dtype=dtype, generator=torch.Generator().manual_seed(100 * rank + size % 97))
+    generator = torch.Generator().manual_seed(100 * rank + size % 97)
+    if dtype in INTEGERS:
+        return torch.randint(-(1 << 30), 1 << 30, (size,), dtype=dtype, generator=generator)
+    return torch.randn(size, dtype=dtype, generator=generator)
+
+
+def compare(world_size: int, results_of) -> None:
+    """Check that ``results_of(group)`` needs no message in the lane, and gives the same bits without the lane."""
+    sent: list[int] = []
+
+    def in_lane(group: Group) -> list[torch.Tensor]:
+        meet(group)
+        before = messages_of(group)
+        results = results_of(group)
+        group.barrier()
+        sent.append(messages_of(group) - before)
+        return results
+
+    with_lane = on_one_host(world_size, in_lane)
+    assert sum(sent) == 0
+    without = on_one_host(world_size, results_of, engine=OFF)
+    for mine, theirs in zip(with_lane, without, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert torch.equal(one, other)
+
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16]
+INTEGERS = [torch.int32, torch.int64]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_no_bit_depends_on_the_lane(world_size: int) -> None:
-    """Small tensors and large ones, in memory of their own and in shared memory; no message is sent for them."""
+def test_no_bit_of_an_allreduce_depends_on_the_lane(world_size: int) -> None:
+    """Small tensors and large ones, in memory of their own and in shared memory."""
 
-    def body(group: Group) -> list[torch.Tensor]:
-        if with_lane is None:
-            meet(group)
-        results, before = [], messages_of(group)
-        for dtype in (torch.float32, torch.float64):
+    def results_of(group: Group) -> list[torch.Tensor]:
+        results = []
+        for dtype in (*FLOATS, *INTEGERS):
+            ops = [ReduceOp.SUM, ReduceOp.PRODUCT]
+            ops += [ReduceOp.AVG] if dtype in FLOATS else [ReduceOp.MIN, ReduceOp.MAX]
             for size in (0, 1, 3, 1000, 50_000, 700_001):
-                for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
+                for op in ops if size < 700_001 or dtype in FLOATS[:1] else ops[-1:]:
                     for shared in (False, True):
                         tensor = values_of(group.rank, size, dtype)
                         if shared:
                             tensor = group.empty(size, dtype=dtype).copy_(tensor)
                         results.append(group.allreduce(tensor, op=op).wait().clone())
-        sent.append(messages_of(group) - before)
         return results
 
-    sent: list[int] = []
-    with_lane = None
-    with_lane = on_one_host(world_size, body)
-    assert sum(sent) == 0
-    without = on_one_host(world_size, body, engine=OFF)
-    assert sum(sent) > 0 or world_size == 1
-    for mine, theirs in zip(with_lane, without, strict=True):
-        for one, other in zip(mine, theirs, strict=True):
-            assert torch.equal(one, other)
+    compare(world_size, results_of)
+
+
+def blocks_of(group: Group, sizes: list[int], dtype: torch.dtype, memory: str) -> list[torch.Tensor]:
+    """Return tensors of these sizes: apart, or one after the other in usual or in shared memory."""
+    if memory == "apart":
+        return [torch.zeros(size, dtype=dtype) for size in sizes]
+    total = sum(sizes)
+    tensor = group.empty(total, dtype=dtype) if memory == "shared" else torch.empty(total, dtype=dtype)
+    return list(tensor.zero_().split(sizes))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("memory", ["apart", "together", "shared"])
+def test_no_bit_of_blocks_depends_on_the_lane(world_size: int, memory: str) -> None:
+    """Equal, unequal and empty blocks; three times by one name, so that the third one repeats the words."""
+
+    def results_of(group: Group) -> list[torch.Tensor]:
+        results, rank = [], group.rank
+        equal = [[size] * world_size for size in (1, 900, 320_000 // world_size)]
+        unequal = [[size * other for other in range(world_size)] for size in (3, 250_000 // world_size**2)]
+        for turn, sizes in enumerate([*equal, *unequal] * 3):
+            dtype = [torch.float32, torch.bfloat16, torch.int64][turn % 3]
+            name = f"{sum(sizes)} {dtype}"
+            outputs, own = blocks_of(group, sizes, dtype, memory), values_of(rank, sizes[rank], dtype)
+            group.allgather(outputs, own, name=name).wait()
+            for other, output in enumerate(outputs):
+                assert torch.equal(output, values_of(other, sizes[other], dtype))
+            inputs, result = blocks_of(group, sizes, dtype, memory), torch.zeros(sizes[rank], dtype=dtype)
+            for index, block in enumerate(inputs):
+                block.copy_(values_of(rank + 7 * index, sizes[index], dtype))
+            kept = [block.clone() for block in inputs]
+            group.reduce_scatter(result, inputs, name=f"{name}, sums").wait()
+            assert all(map(torch.equal, inputs, kept))
+            results.append(result.clone())
+            group.reduce_scatter(inputs[rank], inputs, name=f"{name}, in place").wait()
+            assert torch.equal(inputs[rank], result)
+            for root in {0, world_size - 1}:
+                tensor = values_of(rank, sum(sizes), dtype)
+                if memory == "shared":
+                    tensor = group.empty(sum(sizes), dtype=dtype).copy_(tensor)
+                group.broadcast(tensor, root=root, name=f"{name}, root {root}").wait()
+                assert torch.equal(tensor, values_of(root, sum(sizes), dtype))
+        return results
+
+    compare(world_size, results_of)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
@@ -286,11 +350,18 @@ LIES = {
 LIES_BY_COUNT = [(lie, 100_000) for lie in LIES] + [(lie, 20_000) for lie in LIES if "stage" in lie]
 
 
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
 @pytest.mark.parametrize(("lie", "count"), LIES_BY_COUNT)
-def test_an_announcement_that_no_correct_rank_makes_is_the_loss_of_its_rank(lie: str, count: int) -> None:
+def test_an_announcement_that_no_correct_rank_makes_is_the_loss_of_its_rank(
+    lie: str, count: int, collective: str
+) -> None:
+    if collective == "broadcast":
+        count *= 2  # so many are exchanged in the same way
+
     def body(group: Group) -> None:
         group.barrier()
         tensor = torch.ones(count)
+        begin = functools.partial(getattr(group, collective), tensor, name="w")
         if group.rank == 0:
             lane, offer = lane_of(group), lane_of(group).offer
 
@@ -300,16 +371,17 @@ def test_an_announcement_that_no_correct_rank_makes_is_the_loss_of_its_rank(lie:
                     carriage.words[word] = value
                 # Rank 0 announces, and neither copies nor reads its tensor.
                 carriage.words[exchange.TURNS] = carriage.words[exchange.COUNT] = 0
+                carriage.words[carriage.plan.peers[0] + exchange.PART_COUNT] = 0
                 lane.exchange(exchange.ADVANCE, carriage.address, 0, 0)
                 lane.announce = lane.advance = lambda *_, **__: exchange.PENDING
                 return carriage
 
             lane.offer = lying
             with pytest.raises(tr.PeerLost):
-                group.allreduce(tensor, name="w").wait(timeout_s=20)
+                begin().wait(timeout_s=20)
             return
         with pytest.raises(tr.PeerLost) as caught:
-            group.allreduce(tensor, name="w").wait(timeout_s=20)
+            begin().wait(timeout_s=20)
         assert caught.value.rank == 0
         assert "announcement" in str(caught.value)
 

@@ -46,6 +46,7 @@ class Host:
         piece = BOARD.piece_bytes(ranks) // itemsize
         part = -(-(-(-tensor.size // lanes) // 1) // ranks)
         block[exchange.RANKS], block[exchange.ME] = ranks, rank
+        block[exchange.ADDS] = block[exchange.GATHERS] = block[exchange.IS_CUT] = 1
         block[exchange.KIND] = exchange.FLOAT32 if itemsize == 4 else exchange.FLOAT64
         block[exchange.ITEMSIZE] = itemsize
         block[exchange.REDUCTION], block[exchange.DIVISOR] = exchange.SUM, divisor

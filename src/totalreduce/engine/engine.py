@@ -266,8 +266,8 @@ class Engine:
 
     def count_carried(self, carriage: Carriage) -> None:
         """Count the bytes of an operation that the carrier has carried out."""
-        self.counters.bytes_sent += carriage.bytes_each_way
-        self.counters.bytes_received += carriage.bytes_each_way
+        self.counters.bytes_sent += carriage.bytes_sent
+        self.counters.bytes_received += carriage.bytes_received
 
     def take_back(self, operation: Operation, now: float) -> None:
         """Take an operation back from the carrier, and carry it out by messages instead.

@@ -57,13 +57,15 @@ class BodyMemory(Protocol):
 
 
 class Carriage(Protocol):
-    """What a carrier (``engine.carrier``) keeps of an operation.
+    """What a carrier (``engine.carrier``) keeps of an operation."""
 
-    Attributes:
-        bytes_each_way: The bytes that the other ranks read of this rank's memory, and this rank of theirs.
-    """
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that the other ranks read of this rank's memory."""
 
-    bytes_each_way: int
+    @property
+    def bytes_received(self) -> int:
+        """The bytes that this rank reads of the other ranks' memory."""
 
     def progress(self) -> str:
         """Return the progress of the operation in words."""

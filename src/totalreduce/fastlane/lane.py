@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
+from collections.abc import Sequence
 from typing import Final, final
 
 import numpy as np
@@ -23,13 +25,25 @@ from totalreduce.transports.base import Boards
 
 __all__ = ["Carriage", "FastLane"]
 
-#: The element types of the lane: their numbers in a block.
-_KINDS: Final = {DType.FLOAT32: exchange.FLOAT32, DType.FLOAT64: exchange.FLOAT64}
+#: The element types that the lane adds: their numbers in a block.
+_DTYPES: Final = {
+    DType.FLOAT32: exchange.FLOAT32,
+    DType.FLOAT64: exchange.FLOAT64,
+    DType.BFLOAT16: exchange.BFLOAT16,
+    DType.INT32: exchange.INT32,
+    DType.INT64: exchange.INT64,
+}
 _REDUCTIONS: Final = {
     ReduceOp.SUM: exchange.SUM,
     ReduceOp.AVG: exchange.SUM,
     ReduceOp.PRODUCT: exchange.PRODUCT,
+    ReduceOp.MIN: exchange.MIN,
+    ReduceOp.MAX: exchange.MAX,
 }
+_OF_FLOATS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT})
+_OF_INTEGERS: Final = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
+#: Operations of which every rank's part is its own block.
+_GATHERINGS: Final = frozenset({OpKind.ALLGATHER, OpKind.BROADCAST})
 #: How often a rank that has a core of its own looks again: about 0.2 ms.
 _SPINS = 4000
 #: How long a rank that shares its core lets others have it before it sleeps, in nanoseconds. Measured with 4 ranks on
@@ -37,57 +51,125 @@ _SPINS = 4000
 _YIELD_NS = 500_000
 #: How often pieces are moved before other operations get their turn: some milliseconds.
 _PIECES_AT_A_TIME = 64
-#: The address of a tensor, and its offset in the memory that other ranks read; 0: it is not there.
-_Place = tuple[int, int]
+#: The bytes of the tensor of an operation, or of its blocks. In the kinds that the lane takes no rank lacks a block.
+_Buffers = Sequence[memoryview | None]
+#: The address of the tensor; where in this rank's memory the other ranks can read it, 0 if they cannot; and the
+#: addresses of the blocks, if the operation has blocks.
+_Place = tuple[int, int, Sequence[int]]
 #: Bits of the word in which ``advance`` says which ranks are to be woken.
 _RANKS_MAX = 62
 
 
 @final
 class _Plan:
-    """What the lane computes once for a layout: the words of a block that do not change; or that it takes none."""
+    """What the lane computes once for a layout: the words of a block that do not change; or that it takes none.
 
-    __slots__ = ("block", "bytes_each_way", "mode", "peers", "ranks", "sums")
+    Attributes:
+        block: These words.
+        mode: How the operation is exchanged (``exchange.MODE``).
+        ranks: The ranks of the operation.
+        peers: For every rank the index of its first word.
+        has_blocks: Whether the operation has a buffer for each rank.
+        bytes_sent: The bytes that the other ranks read of this rank's memory.
+        bytes_received: The bytes that this rank reads of theirs.
+    """
+
+    __slots__ = (
+        "_adds",
+        "_me",
+        "_offsets",
+        "_sums",
+        "block",
+        "bytes_received",
+        "bytes_sent",
+        "has_blocks",
+        "mode",
+        "peers",
+        "ranks",
+    )
 
     def __init__(self, layout: OperationLayout, rank: int, boards: Boards, board: BoardLayout) -> None:
-        self.ranks, itemsize = layout.ranks, layout.dtype.itemsize
-        size, me = len(layout.ranks), layout.ranks.index(rank)
-        count = layout.num_bytes // itemsize
-        mode = self.mode = board.mode(layout.num_bytes, size)
-        is_whole, others = mode != exchange.PIECES, size - 1
-        self.bytes_each_way = others * layout.num_bytes if is_whole else 2 * others * layout.num_bytes // size
+        signature, itemsize, size = layout.signature, layout.dtype.itemsize, len(layout.ranks)
+        count, blocks = signature.num_elements, signature.sizes
+        self.ranks, self.has_blocks = layout.ranks, bool(blocks)
+        me = self._me = layout.ranks.index(rank)
+        if signature.kind is OpKind.BROADCAST:
+            blocks = tuple(count if index == signature.root else 0 for index in range(size))
+        adds = self._adds = signature.kind not in _GATHERINGS
+        gathers = signature.kind is not OpKind.REDUCE_SCATTER
+        # A reduce-scatter's blocks lie one after the other where other ranks read them; a gathering's lie alone.
+        offsets = list(itertools.accumulate(blocks[:-1], initial=0)) if adds else [0] * size
+        self._offsets = [offset * itemsize for offset in offsets]
+        num_lanes = 1 if blocks else layout.num_lanes
+        largest_part = max(blocks) if blocks else _divide_up(_divide_up(count, num_lanes), size)
+        self.mode = board.mode((count if adds else largest_part) * itemsize, size)
+        is_whole = self.mode != exchange.PIECES
         piece = board.piece_bytes(size) // itemsize
-        largest_part = _divide_up(_divide_up(count, layout.num_lanes), size)
         lane_rounds = 1 if is_whole else max(1, _divide_up(largest_part, piece))
+        self._sums = np.empty(exchange.COUNTED * max(itemsize, DType.FLOAT32.itemsize), np.uint8)
         block = self.block = np.zeros(exchange.block_words(size), np.int64)
-        self.sums = np.empty(exchange.COUNTED * itemsize, np.uint8)
         board.fill(block, size)
         block[exchange.RANKS], block[exchange.ME] = size, me
-        block[exchange.KIND], block[exchange.ITEMSIZE] = _KINDS.get(layout.dtype, exchange.FLOAT32), itemsize
-        reduction = layout.signature.reduction
-        block[exchange.REDUCTION] = _REDUCTIONS.get(reduction, exchange.SUM)  # a barrier is a sum of no elements
-        block[exchange.DIVISOR] = size if reduction is ReduceOp.AVG else 1
-        block[exchange.COUNT], block[exchange.LANES] = count, layout.num_lanes
-        block[exchange.MODE], block[exchange.PIECE] = mode, piece
+        block[exchange.ADDS], block[exchange.GATHERS], block[exchange.IS_CUT] = adds, gathers, not blocks
+        block[exchange.KIND], block[exchange.ITEMSIZE] = _DTYPES.get(layout.dtype, exchange.FLOAT32), itemsize
+        block[exchange.REDUCTION] = _REDUCTIONS.get(signature.reduction, exchange.SUM)
+        block[exchange.DIVISOR] = size if signature.reduction is ReduceOp.AVG else 1
+        block[exchange.COUNT], block[exchange.LANES] = count, num_lanes
+        block[exchange.MODE], block[exchange.PIECE] = self.mode, piece
         block[exchange.LANE_ROUNDS] = lane_rounds
-        block[exchange.ROUNDS] = lane_rounds * (1 if is_whole else layout.num_lanes)
-        block[exchange.SUMS] = self.sums.ctypes.data
+        block[exchange.ROUNDS] = lane_rounds * (1 if is_whole else num_lanes)
+        block[exchange.SUMS] = self._sums.ctypes.data
         text = layout.expectation.packed + repr(layout.ranks).encode()
         block[exchange.SIGNATURE] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-        contributions = layout.program.contributions
+        self.peers = [exchange.ORDER + size * size + index * exchange.PEER_WORDS for index in range(size)]
+        self._fill_peers(boards, blocks, offsets)
+        if adds:
+            self._fill_order(layout)
+        own, everything, others = (blocks[me] if blocks else 0) * itemsize, count * itemsize, size - 1
+        if not blocks:
+            self.bytes_sent = others * everything if is_whole else 2 * others * everything // size
+            self.bytes_received = self.bytes_sent
+        else:
+            self.bytes_sent, self.bytes_received = others * own, everything - own
+            if adds:
+                self.bytes_sent, self.bytes_received = self.bytes_received, self.bytes_sent
+
+    def _fill_peers(self, boards: Boards, blocks: Sequence[int], offsets: Sequence[int]) -> None:
+        block, memories = self.block, boards.memories()
+        for index, (other, at) in enumerate(zip(self.ranks, self.peers, strict=True)):
+            address = _address_of_memory(memories[other])
+            block[at + exchange.MEMORY], block[at + exchange.LENGTH] = address, len(memories[other])
+            block[at + exchange.SLEEP] = address + boards.sleep_at
+            if blocks:
+                block[at + exchange.PART_COUNT], block[at + exchange.PART_OFFSET] = blocks[index], offsets[index]
+
+    def _fill_order(self, layout: OperationLayout) -> None:
+        contributions, size = layout.program.contributions, len(self.ranks)
         if contributions is not None:
             for part in range(size):
                 order = contributions(part % layout.program.num_chunks)
                 at = exchange.ORDER + part * size
-                block[at : at + size] = [layout.ranks.index(other) for other in order]
-        self.peers = []
-        memories = boards.memories()
-        for index, other in enumerate(layout.ranks):
-            at = exchange.ORDER + size * size + index * exchange.PEER_WORDS
-            address = _address_of_memory(memories[other])
-            block[at + exchange.MEMORY], block[at + exchange.LENGTH] = address, len(memories[other])
-            block[at + exchange.SLEEP] = address + boards.sleep_at
-            self.peers.append(at)
+                self.block[at : at + size] = [self.ranks.index(other) for other in order]
+
+    def place(self, buffers: _Buffers, boards: Boards) -> _Place:
+        """Return where the buffers of an operation are."""
+        addresses = [_address_of(buffer) for buffer in buffers]
+        source = self._source(buffers, boards) if self.mode == exchange.PIECES else 0
+        return (0, source, addresses) if self.has_blocks else (addresses[0], source, ())
+
+    def _source(self, buffers: _Buffers, boards: Boards) -> int:
+        read = buffers[: len(self.ranks)] if self._adds else [buffers[self._me if self.has_blocks else 0]]
+        found = [boards.offset_of(buffer) if buffer else 0 for buffer in read]
+        # The others read one tensor from its beginning on, so the blocks of a reduce-scatter must follow each other.
+        return found[0] if found == [found[0] + offset for offset in self._offsets[: len(found)]] else 0
+
+    def write(self, words: memoryview, place: _Place) -> None:
+        """Write where the buffers of an operation are into its block."""
+        words[exchange.TENSOR], words[exchange.SOURCE], blocks = place
+        for at, address in zip(self.peers, blocks, strict=False):
+            words[at + exchange.PART_AT] = address
+        if len(blocks) > len(self.ranks):  # the last one takes the result of a reduce-scatter
+            words[exchange.RESULT] = blocks[-1]
 
 
 @final
@@ -98,21 +180,20 @@ class Carriage:
         lane: The lane.
         operation: The operation.
         block: Its words (see ``kernels.exchange``); ``address`` is their address.
-        tensor: Its bytes; ``None`` after its end.
+        buffers: The bytes of its tensors; empty after its end.
         number: The number of its entry.
+        plan: What is equal for all operations of its layout.
         other: The number of the entry that the next operation of the name uses, if that was found.
         iteration: The number in its entry by which the other ranks know it.
         stage: The number of its stage; ``None`` if it needs none.
-        bytes_each_way: The bytes that the other ranks read of this rank's memory, and this rank of theirs.
         ended: Whether it has ended here. Its entry and stage may still be read.
         given_back: Whether the engine carries it out by messages after all.
     """
 
     __slots__ = (
-        "_plan",
         "address",
         "block",
-        "bytes_each_way",
+        "buffers",
         "ended",
         "given_back",
         "iteration",
@@ -120,30 +201,39 @@ class Carriage:
         "number",
         "operation",
         "other",
+        "plan",
         "ranks",
         "stage",
-        "tensor",
         "words",
     )
 
     def __init__(
-        self, lane: FastLane, operation: Operation, plan: _Plan, tensor: memoryview, number: int, stage: int | None
+        self, lane: FastLane, operation: Operation, plan: _Plan, buffers: _Buffers, number: int, stage: int | None
     ) -> None:
-        self.lane, self.operation, self._plan = lane, operation, plan
-        self.tensor: memoryview | None = tensor
+        self.lane, self.operation, self.plan, self.buffers = lane, operation, plan, buffers
         self.block = plan.block.copy()
         self.address: int = self.block.ctypes.data
         self.words = memoryview(self.block.data)
         self.words[exchange.SELF] = self.address
         self.number, self.stage, self.ended, self.given_back = number, stage, False, False
-        self.ranks, self.bytes_each_way = plan.ranks, plan.bytes_each_way
+        self.ranks = plan.ranks
         self.other: int | None = None
         self.iteration = operation.key[1] + 1  # 0 stands for an entry without an operation
 
     @property
     def has_begun(self) -> bool:
         """Whether all ranks have given the operation to their lanes."""
-        return bool(self.words[exchange.FOUND] == len(self._plan.ranks) - 1)
+        return bool(self.words[exchange.FOUND] == len(self.plan.ranks) - 1)
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that the other ranks read of this rank's memory."""
+        return self.plan.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """The bytes that this rank reads of the other ranks' memory."""
+        return self.plan.bytes_received
 
     @property
     def layout(self) -> OperationLayout:
@@ -169,7 +259,7 @@ class Carriage:
 
     def has_announced(self, index: int) -> bool:
         """Return whether the rank with this index in the operation has announced it."""
-        return bool(self.words[self._plan.peers[index] + exchange.PEER_ENTRY])
+        return bool(self.words[self.plan.peers[index] + exchange.PEER_ENTRY])
 
     def progress(self) -> str:
         """Return the progress in words."""
@@ -210,26 +300,23 @@ class FastLane:
         plan = self._plan_of(operation.layout)
         if plan is None:
             return None
-        tensor = operation.buffers[0]
-        assert tensor is not None
+        buffers = operation.buffers
         number = self._free_entry(operation.key)
         if number is None:
             return None
-        source = self.boards.offset_of(tensor) if plan.mode == exchange.PIECES else 0
-        stage = None
-        if plan.mode != exchange.IN_ENTRY and not source:
+        place, stage = plan.place(buffers, self.boards), None
+        if plan.mode != exchange.IN_ENTRY and not place[1]:
             stage = self._free_stage()
             if stage is None:
                 return None
-        carriage = Carriage(self, operation, plan, tensor, number, stage)
+        carriage = Carriage(self, operation, plan, buffers, number, stage)
         words = carriage.words
         key = operation.key[0]
         words[exchange.KEY] = key - (1 << 64) if key >> 63 else key
         words[exchange.ITERATION] = carriage.iteration
         words[exchange.HOME] = _home(operation.key)
-        words[exchange.TENSOR] = _address_of(tensor)
         words[exchange.ENTRY] = self._memory + self._board.entry(number)
-        words[exchange.SOURCE] = source
+        plan.write(words, place)
         if stage is not None:
             self._use_stage(carriage, stage)
         self._entries[number] = self.carried[operation] = carriage
@@ -265,12 +352,12 @@ class FastLane:
     def ended(self, operation: Operation) -> None:
         """Note that an operation has ended; take its announcement back if not all ranks have announced it."""
         carriage = self.carried.pop(operation)
-        carriage.ended, carriage.tensor = True, None
+        carriage.ended, carriage.buffers = True, ()
         if not carriage.has_begun:
             self.exchange(exchange.WITHDRAW, carriage.address, 0, 0)
 
-    def place_of_next(self, carriage: Carriage, tensor: memoryview) -> _Place | None:
-        """Return where the tensor of the next operation of a name is; ``None`` if that cannot use the carriage."""
+    def place_of_next(self, carriage: Carriage, buffers: _Buffers) -> _Place | None:
+        """Return where the buffers of the next operation of a name are; ``None`` if that cannot use the carriage."""
         number, stage, words = carriage.other, carriage.stage, carriage.words
         if not carriage.ended or number is None or self._entries[number] is not carriage:
             return None
@@ -282,13 +369,15 @@ class FastLane:
             if stage is None:
                 return None
             self._use_stage(carriage, stage)
-        address = _address_of(tensor)
-        if is_whole or words[exchange.TENSOR] == address:
-            return address, words[exchange.SOURCE]
-        source = self.boards.offset_of(tensor)
-        return (address, source) if (source == 0) == (stage is not None) else None
+        plan = carriage.plan
+        if not plan.has_blocks:
+            address = _address_of(buffers[0])
+            if is_whole or words[exchange.TENSOR] == address:
+                return address, words[exchange.SOURCE], ()
+        place = plan.place(buffers, self.boards)
+        return place if is_whole or (place[1] == 0) == (stage is not None) else None
 
-    def repeat(self, carriage: Carriage, key: tuple[int, int], tensor: memoryview, place: _Place) -> None:
+    def repeat(self, carriage: Carriage, key: tuple[int, int], buffers: _Buffers, place: _Place) -> None:
         """Use a carriage for the next operation of its name, which ``restart`` announces.
 
         No rank reads the entry, and the half of the stage, of the last operation but one: all ranks have ended that
@@ -296,9 +385,9 @@ class FastLane:
         """
         assert carriage.other is not None
         words = carriage.words
-        words[exchange.TENSOR], words[exchange.SOURCE] = place
+        carriage.plan.write(words, place)
         carriage.ended = carriage.given_back = False
-        carriage.tensor, carriage.iteration = tensor, key[1] + 1
+        carriage.buffers, carriage.iteration = buffers, key[1] + 1
         carriage.number, carriage.other = carriage.other, carriage.number
         if words[exchange.MODE] == exchange.IN_STAGE:
             assert carriage.stage is not None
@@ -309,7 +398,7 @@ class FastLane:
 
     def restart(self, carriage: Carriage) -> int:
         """As ``announce``, for a carriage of ``repeat``. This thread waits for the end of a small operation."""
-        words, _tensor = carriage.words, carriage.tensor  # another thread may end the operation meanwhile
+        words, _buffers = carriage.words, carriage.buffers  # another thread may end the operation meanwhile
         words[exchange.SPINS] = self._spins if words[exchange.MODE] != exchange.PIECES else 0
         words[exchange.YIELD_NS] = words[exchange.TURNS] = 0
         entry = self._memory + self._board.entry(carriage.number)
@@ -339,7 +428,7 @@ class FastLane:
         return self._advance(carriage, patient=patient)
 
     def _advance(self, carriage: Carriage, *, patient: bool) -> int:
-        words, _tensor = carriage.words, carriage.tensor  # another thread may end the operation meanwhile
+        words, _buffers = carriage.words, carriage.buffers  # another thread may end the operation meanwhile
         while True:
             status = self.exchange(exchange.ADVANCE, carriage.address, 0, 0)
             if not words[exchange.WAKE]:
@@ -377,15 +466,26 @@ class FastLane:
         """Return whether the lane carries out operations of this layout: the same answer on all ranks."""
         if not 1 < len(layout.ranks) <= _RANKS_MAX or any(rank not in self.boards.members for rank in layout.ranks):
             return False
-        signature, program = layout.signature, layout.program
-        return signature.kind is OpKind.BARRIER or (
-            signature.kind is OpKind.ALLREDUCE
-            and signature.dtype in _KINDS
-            and signature.reduction in _REDUCTIONS
-            and program.contributions is not None
+        kind, program = layout.signature.kind, layout.program
+        if kind is OpKind.BARRIER or kind in _GATHERINGS:
+            return True
+        if program.contributions is None or not self._adds(layout):
+            return False
+        if kind is OpKind.REDUCE_SCATTER:
+            return True
+        return (
+            kind is OpKind.ALLREDUCE
             and program.chunking is Chunking.CUT
             and program.num_chunks in (1, len(layout.ranks))
         )
+
+    @staticmethod
+    def _adds(layout: OperationLayout) -> bool:
+        """Return whether the lane has code for the element type and the reduction, with the bits of the schedule."""
+        dtype, reduction = layout.dtype, layout.signature.reduction
+        if dtype.is_half and layout.program.partial_sums and layout.partial_dtype is not DType.FLOAT32:
+            return False  # the schedule rounds after every addition
+        return dtype in _DTYPES and reduction in (_OF_FLOATS if dtype.is_floating_point else _OF_INTEGERS)
 
     def _free_entry(self, key: tuple[int, int], besides: Carriage | None = None) -> int | None:
         """Return an entry in which an operation may be announced, but none of ``besides``."""
@@ -432,8 +532,8 @@ def _home(key: tuple[int, int]) -> int:
     return key[0] % ENTRIES
 
 
-def _address_of(body: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(body)) if len(body) else 0
+def _address_of(body: memoryview | None) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(body)) if body else 0
 
 
 def _address_of_memory(memory: memoryview) -> int:

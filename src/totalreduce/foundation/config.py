@@ -34,7 +34,7 @@ class EngineConfig:
     floating_bytes_max: int = 64 * 1024 * 1024
     """Bound of the memory for messages, of all peers, whose operations this rank has not submitted yet."""
     fast_lane: bool | None = None
-    """Whether ranks of one host carry allreduces out in memory that they share, without messages (``fastlane``).
+    """Whether ranks of one host carry collectives out in memory that they share, without messages (``fastlane``).
     ``None``: as ``TOTALREDUCE_FAST_LANE`` says, and by default they do."""
     scheduling: Literal["priority", "fifo"] = "priority"
     """``fifo`` ignores priorities and promotion, for comparisons in benchmarks."""

@@ -14,7 +14,19 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["copy_bytes", "float32_at", "float64_at", "int64_at", "load", "pause", "read_clock", "store", "yield_core"]
+__all__ = [
+    "copy_bytes",
+    "float32_at",
+    "float64_at",
+    "int32_at",
+    "int64_at",
+    "load",
+    "pause",
+    "read_clock",
+    "store",
+    "uint16_at",
+    "yield_core",
+]
 
 _WORD = ir.IntType(64)
 #: LLVM's name and argument of the instruction that tells a processor that a loop waits: without it such a loop takes
@@ -79,4 +91,5 @@ def _pointer_to(element: types.Type) -> Any:
     return intrinsic(convert)
 
 
-float32_at, float64_at, int64_at = _pointer_to(types.float32), _pointer_to(types.float64), _pointer_to(types.int64)
+float32_at, float64_at = _pointer_to(types.float32), _pointer_to(types.float64)
+uint16_at, int32_at, int64_at = _pointer_to(types.uint16), _pointer_to(types.int32), _pointer_to(types.int64)

@@ -1,19 +1,25 @@
-"""The fast lane's exchange: an allreduce between ranks of one host, in one compiled function that needs no interpreter.
+"""The fast lane's exchange: collectives between ranks of one host, in one compiled function that needs no interpreter.
 
 Every rank has a *board* in memory that all ranks of the host can read and only this rank can write. There it announces
 an operation in an *entry*: the operation's key and signature, where its tensor is, and three counters. The others look
-for the key, so the order in which operations are announced does not matter. Two ways follow:
+for the key, so the order in which operations are announced does not matter.
 
-* Small tensors are copied as a whole, into the entry or into a stage. Every rank adds all contributions by itself, and
-  needs nothing else of the others.
+Every rank *owns* a part of the result. In an operation that ``ADDS``, all ranks contribute to every part, and the owner
+of a part computes it. In one that does not, the part is the owner's own block. In an operation that ``GATHERS``, every
+rank gets all parts; otherwise it gets its own part only. So an allreduce adds and gathers, a reduce-scatter adds, an
+allgather gathers, and a broadcast is an allgather in which only the root's part has elements. Two ways follow:
+
+* Small tensors are copied as a whole, into the entry or into a stage. Every rank computes all parts that it gets by
+  itself, and needs nothing else of the others.
 * Larger tensors are exchanged in *pieces*, in rounds. In a round every rank makes one piece of every part of a lane
   readable (it *stages* it, unless the tensor lies in shared memory), *reduces* its own part's piece of all ranks, and
-  *copies* the results of the other ranks. A counter in the entry tells how many rounds have passed each of these steps.
+  *copies* the results of the other ranks. Operations that do not add, or do not gather, leave the first or the last
+  step out. A counter in the entry tells how many rounds have passed each of these steps.
   Of staged pieces there are two sets, so that a rank may be one round ahead of the ranks that read.
 
-A *part* is what one rank reduces: of every lane of the operation (``engine.layout``) one n-th. Contributions to a part
-are added one after the other in the order that ``ORDER`` gives, which is that of the operation's schedule: the bits of
-the result are those of the schedule.
+Where parts are *cut* out of one tensor, each rank owns one n-th of every lane of the operation (``engine.layout``);
+otherwise a part is a block with a length of its own. Contributions to a part are added one after the other in the order
+that ``ORDER`` gives, which is that of the operation's schedule: the bits of the result are those of the schedule.
 
 The function (``exchange_code``) works on a *block* of 64-bit integers, whose words the constants name. Addresses are
 those of this process. No call waits longer than ``SPINS`` and ``YIELD_NS`` say.
@@ -30,6 +36,7 @@ from totalreduce.kernels import machine_code
 
 __all__ = [
     "ADVANCE",
+    "BFLOAT16",
     "CONFLICT",
     "COUNTED",
     "DONE",
@@ -38,10 +45,14 @@ __all__ = [
     "FLOAT64",
     "HAS_CHANGED",
     "HAS_ENDED",
+    "INT32",
+    "INT64",
     "IN_ENTRY",
     "IN_STAGE",
     "IS_READ",
     "LOOK",
+    "MAX",
+    "MIN",
     "PEER_WORDS",
     "PENDING",
     "PIECES",
@@ -59,21 +70,21 @@ __all__ = [
 
 #: The number of ranks, and this rank's index among them.
 RANKS, ME = 0, 1
-#: ``SUM`` or ``PRODUCT``, and the divisor of an average (1: none).
+#: ``SUM``, ``PRODUCT``, ``MIN`` or ``MAX``, and the divisor of an average (1: none).
 REDUCTION, DIVISOR = 2, 3
-#: Elements of the tensor, and lanes.
+#: Elements of all parts together, and lanes.
 COUNT, LANES = 4, 5
 #: Where the other ranks read the tensor: ``PIECES``, ``IN_ENTRY`` or ``IN_STAGE``.
 MODE = 6
 #: Elements of a piece, rounds of one lane, rounds of all lanes.
 PIECE, LANE_ROUNDS, ROUNDS = 7, 8, 9
-#: The address of the tensor, and of memory for one block of sums.
+#: The address of the tensor (0: ``PART_AT`` are addresses), and of memory for ``COUNTED`` sums.
 TENSOR, SUMS = 10, 11
 #: The key of the operation, and a number that is equal where the signatures are.
 KEY, ITERATION, SIGNATURE = 12, 13, 14
 #: Where the operation may be announced: the number of the first of ``PROBES`` entries, and the number of all entries.
 HOME, ENTRIES = 15, 16
-#: This rank's entry; where its tensor is in its memory file (0: not there); where its stage is in its file.
+#: This rank's entry; where what the others read is in its memory file (0: not there); where its stage is in its file.
 ENTRY, SOURCE, STAGE = 17, 18, 19
 #: The offset in every memory file: of the board, of the tensors in the entries, of the stages, and of their end.
 BOARD_AT, INLINE_AT, STAGES_AT, STAGES_END = 20, 21, 22, 23
@@ -94,11 +105,18 @@ TURNS = 38
 KIND, ITEMSIZE = 39, 40
 #: The address of the block, and the words into which the C library writes the time, in seconds and nanoseconds.
 SELF, SECONDS, NANOSECONDS = 41, 42, 43
-HEAD_WORDS = 44
+#: Whether the operation adds contributions, whether every rank gets all parts, and whether parts are cut (0 or 1).
+ADDS, GATHERS, IS_CUT = 44, 45, 46
+#: The address of this rank's part of the result, if that is not in the tensor; otherwise 0.
+RESULT = 47
+HEAD_WORDS = 48
 #: Per peer, after the order: the address and the length of its memory, the address of its sleep word, its entry's
 #: address (0: not found yet), where its tensor is (0: staged) and its stage.
 MEMORY, LENGTH, SLEEP, PEER_ENTRY, PEER_SOURCE, PEER_STAGE = 0, 1, 2, 3, 4, 5
-PEER_WORDS = 8
+#: And of the part that the peer owns: where it lies in this rank's memory, in bytes from ``TENSOR``; if it is not cut,
+#: its elements; and where it lies in what another rank makes readable, in elements.
+PART_AT, PART_COUNT, PART_OFFSET = 6, 7, 8
+PEER_WORDS = 9
 #: The order of the contributions to each part: ranks**2 words, followed by the peers.
 ORDER = HEAD_WORDS
 
@@ -118,9 +136,9 @@ COUNTED = 1024
 #: Results of ``advance``. ``CONFLICT``: a rank has announced another signature. ``VIOLATION``: a rank has announced
 #: what no correct rank does.
 PENDING, DONE, CONFLICT, VIOLATION = 0, 1, 2, 3
-SUM, PRODUCT = 1, 5
-#: Element types.
-FLOAT32, FLOAT64 = 0, 1
+SUM, MIN, MAX, PRODUCT = 1, 3, 4, 5
+#: Element types. Sums of bfloat16 are float32, and are rounded once. Of floats there are no minima and maxima.
+FLOAT32, FLOAT64, INT32, INT64, BFLOAT16 = 0, 1, 2, 3, 4
 #: Modes: a tensor is exchanged in pieces, or its rank copies it into its entry or its stage when it announces it.
 PIECES, IN_ENTRY, IN_STAGE = 0, 1, 2
 
@@ -162,5 +180,5 @@ def block_words(ranks: int) -> int:
 def load() -> machine_code.Loaded:
     """Return the compiled function (see ``Exchange``). The first call on a machine compiles it, which takes seconds."""
     folder = Path(__file__).parent
-    sources = [folder / name for name in ("exchange.py", "exchange_code.py", "atomics.py", "vectors.py")]
+    sources = [folder / name for name in ("exchange.py", "exchange_code.py", "atomics.py", "halves.py", "vectors.py")]
     return machine_code.load("totalreduce.kernels.exchange_code", NUM_ARGUMENTS, sources)

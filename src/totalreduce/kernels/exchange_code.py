@@ -16,17 +16,21 @@ from totalreduce.kernels.atomics import (
     copy_bytes,
     float32_at,
     float64_at,
+    int32_at,
     int64_at,
     load,
     pause,
     read_clock,
     store,
+    uint16_at,
     yield_core,
 )
 from totalreduce.kernels.exchange import (
+    ADDS,
     ADVANCE,
     ANNOUNCED,
     ASLEEP,
+    BFLOAT16,
     BOARD_AT,
     CONFLICT,
     COPIED,
@@ -47,7 +51,9 @@ from totalreduce.kernels.exchange import (
     ENTRY,
     ENTRY_BYTES,
     FLOAT32,
+    FLOAT64,
     FOUND,
+    GATHERS,
     HAS_CHANGED,
     HAS_ENDED,
     HEAD_WORDS,
@@ -55,6 +61,8 @@ from totalreduce.kernels.exchange import (
     IN_ENTRY,
     INLINE_AT,
     INLINE_BYTES,
+    INT32,
+    IS_CUT,
     IS_READ,
     ITEMSIZE,
     ITERATION,
@@ -64,12 +72,17 @@ from totalreduce.kernels.exchange import (
     LANES,
     LENGTH,
     LOOK,
+    MAX,
     ME,
     MEMORY,
+    MIN,
     MODE,
     NANOSECONDS,
     NUM_ARGUMENTS,
     ORDER,
+    PART_AT,
+    PART_COUNT,
+    PART_OFFSET,
     PEER_ENTRY,
     PEER_SOURCE,
     PEER_STAGE,
@@ -83,6 +96,7 @@ from totalreduce.kernels.exchange import (
     REDUCED,
     REDUCTION,
     RESTART,
+    RESULT,
     RESULTS_AT,
     ROUNDS,
     SECONDS,
@@ -105,6 +119,7 @@ from totalreduce.kernels.exchange import (
     WAKE,
     YIELD_NS,
 )
+from totalreduce.kernels.halves import rounded, widened
 from totalreduce.kernels.vectors import fence
 
 __all__ = ["assembly"]
@@ -132,6 +147,34 @@ def _range(total: Any, parts: Any, index: Any) -> Any:
     larger = total - size * parts
     start = index * size + min(index, larger)
     return start, start + size + (1 if index < larger else 0)
+
+
+@_compiled
+def _part(block: Words, lane: Any, part: Any) -> Any:
+    """Return the elements of a part of a lane: of the tensor if parts are cut, otherwise of the block."""
+    if block[IS_CUT] == 0:
+        return int64(0), int64(block[_peer(block, part) + PART_COUNT])
+    first, last = _range(block[COUNT], block[LANES], lane)
+    start, stop = _range(last - first, block[RANKS], part)
+    return first + start, first + stop
+
+
+@_compiled
+def _own(block: Words, part: Any, start: Any) -> Any:
+    """Return the address of the elements of a part from ``start`` on in this rank's tensor."""
+    return int64(block[TENSOR] + block[_peer(block, part) + PART_AT] + start * block[ITEMSIZE])
+
+
+@_compiled
+def _result(block: Words, part: Any, start: Any) -> Any:
+    """Return the address at which this rank writes the results of a part from ``start`` on."""
+    return _own(block, part, start) if block[RESULT] == 0 else int64(block[RESULT] + start * block[ITEMSIZE])
+
+
+@_compiled
+def _readable(block: Words, peer: Any) -> Any:
+    """Return the number of elements that a peer makes readable."""
+    return block[COUNT] if block[ADDS] != 0 else int64(block[_peer(block, peer) + PART_COUNT])
 
 
 @_compiled
@@ -166,9 +209,9 @@ def _look(block: Words) -> Any:
             elif is_in_pieces and source != 0:
                 # Divided and not multiplied: no number of a peer may overflow.
                 valid = source % block[ITEMSIZE] == 0 and block[STAGES_END] <= source <= block[at + LENGTH]
-                valid = valid and block[COUNT] <= (block[at + LENGTH] - source) // block[ITEMSIZE]
+                valid = valid and _readable(block, peer) <= (block[at + LENGTH] - source) // block[ITEMSIZE]
             else:
-                length = block[STAGE_BYTES] if is_in_pieces else block[COUNT] * block[ITEMSIZE]
+                length = block[STAGE_BYTES] if is_in_pieces else _readable(block, peer) * block[ITEMSIZE]
                 valid = block[STAGES_AT] <= stage <= block[STAGES_END] - length and stage % 64 == 0
             if not valid:
                 block[CULPRIT] = peer
@@ -226,11 +269,25 @@ def _announce(block: Words) -> None:
     store(entry + E_STAGE, block[STAGE])
     store(entry + E_KEY, block[KEY])
     if block[MODE] != PIECES:
-        memory = block[_peer(block, block[ME]) + MEMORY]
-        copy_bytes(_whole(block, memory, entry, block[STAGE]), block[TENSOR], block[COUNT] * block[ITEMSIZE])
+        _publish(block, _whole(block, block[_peer(block, block[ME]) + MEMORY], entry, block[STAGE]))
     store(entry + E_ITERATION, block[ITERATION])
     block[ANNOUNCED] = 1
     _wake(block)
+
+
+@_compiled
+def _publish(block: Words, target: Any) -> None:
+    """Copy what the other ranks read of this rank's tensor."""
+    me, itemsize = block[ME], block[ITEMSIZE]
+    if block[ADDS] == 0:
+        copy_bytes(target, _own(block, me, 0), block[_peer(block, me) + PART_COUNT] * itemsize)
+    elif block[IS_CUT] != 0:
+        copy_bytes(target, block[TENSOR], block[COUNT] * itemsize)
+    else:
+        for part in range(block[RANKS]):
+            at = _peer(block, part)
+            shift, count = block[at + PART_OFFSET] * itemsize, block[at + PART_COUNT]
+            copy_bytes(target + shift, _own(block, part, 0), count * itemsize)
 
 
 @_compiled
@@ -247,13 +304,12 @@ def _contribution(block: Words, peer: Any, part: Any, start: Any, turn: Any) -> 
     """Return the address of a peer's elements from ``start`` on, which lie in a piece of ``part`` in round ``turn``."""
     at = _peer(block, peer)
     if peer == block[ME]:
-        return int64(block[TENSOR] + start * block[ITEMSIZE])
-    memory = block[at + MEMORY]
+        return _own(block, part, start)
+    memory, shift = block[at + MEMORY], (block[_peer(block, part) + PART_OFFSET] + start) * block[ITEMSIZE]
     if block[MODE] != PIECES:
-        whole = _whole(block, memory, block[at + PEER_ENTRY], block[at + PEER_STAGE])
-        return int64(whole + start * block[ITEMSIZE])
+        return int64(_whole(block, memory, block[at + PEER_ENTRY], block[at + PEER_STAGE]) + shift)
     if block[at + PEER_SOURCE] != 0:
-        return int64(memory + block[at + PEER_SOURCE] + start * block[ITEMSIZE])
+        return int64(memory + block[at + PEER_SOURCE] + shift)
     piece = turn % 2 * block[RANKS] + part
     return int64(memory + block[at + PEER_STAGE] + piece * block[PIECE_BYTES])
 
@@ -269,6 +325,41 @@ def _combine(reduction: Any, into: Any, other: Any, count: Any) -> None:
 
 
 @_compiled
+def _combine_integers(reduction: Any, into: Any, other: Any, count: Any) -> None:
+    if reduction == MIN:
+        for i in range(count):
+            into[i] = min(into[i], other[i])
+    elif reduction == MAX:
+        for i in range(count):
+            into[i] = max(into[i], other[i])
+    else:
+        _combine(reduction, into, other, count)
+
+
+@_compiled
+def _combine_halves(reduction: Any, into: Any, halves: Any, count: Any) -> None:
+    """Combine bfloat16 into float32."""
+    if reduction == SUM:
+        for i in range(count):
+            into[i] = into[i] + widened(halves[i])
+    else:
+        for i in range(count):
+            into[i] = into[i] * widened(halves[i])
+
+
+@_compiled
+def _widen(into: Any, halves: Any, count: Any) -> None:
+    for i in range(count):
+        into[i] = widened(halves[i])
+
+
+@_compiled
+def _round(into: Any, sums: Any, count: Any) -> None:
+    for i in range(count):
+        into[i] = rounded(sums[i])
+
+
+@_compiled
 def _divide(values: Any, divisor: Any, count: Any) -> None:
     for i in range(count):
         values[i] = values[i] / divisor
@@ -276,29 +367,36 @@ def _divide(values: Any, divisor: Any, count: Any) -> None:
 
 @_compiled
 def _add(block: Words, into: Any, other: Any, count: Any) -> None:
-    """Combine ``count`` elements at ``other`` into those at ``into``."""
-    if block[KIND] == FLOAT32:
-        _combine(block[REDUCTION], float32_at(into), float32_at(other), count)
+    """Combine ``count`` elements at ``other`` into those at ``into``; sums of bfloat16 are float32."""
+    kind, reduction = block[KIND], block[REDUCTION]
+    if kind == FLOAT32:
+        _combine(reduction, float32_at(into), float32_at(other), count)
+    elif kind == FLOAT64:
+        _combine(reduction, float64_at(into), float64_at(other), count)
+    elif kind == BFLOAT16:
+        _combine_halves(reduction, float32_at(into), uint16_at(other), count)
+    elif kind == INT32:
+        _combine_integers(reduction, int32_at(into), int32_at(other), count)
     else:
-        _combine(block[REDUCTION], float64_at(into), float64_at(other), count)
+        _combine_integers(reduction, int64_at(into), int64_at(other), count)
 
 
 @_compiled
 def _average(block: Words, sums: Any, count: Any) -> None:
     """Divide sums by the number of ranks, if the result is an average."""
-    if block[DIVISOR] != 1:
-        if block[KIND] == FLOAT32:
-            _divide(float32_at(sums), float32(block[DIVISOR]), count)
-        else:
+    if block[DIVISOR] != 1:  # there are no averages of integers
+        if block[KIND] == FLOAT64:
             _divide(float64_at(sums), float64(block[DIVISOR]), count)
+        else:
+            _divide(float32_at(sums), float32(block[DIVISOR]), count)
 
 
 @_compiled
 def _reduce(block: Words, part: Any, start: Any, stop: Any, turn: Any) -> None:
-    """Reduce elements of one piece of a part into this rank's tensor, in the order of the part."""
-    ranks, itemsize = block[RANKS], block[ITEMSIZE]
-    result = block[TENSOR] + start * itemsize
-    if ranks == 2:  # two contributions have one sum in either order
+    """Reduce elements of one piece of a part into this rank's result, in the order of the part."""
+    ranks, itemsize, is_half = block[RANKS], block[ITEMSIZE], block[KIND] == BFLOAT16
+    result = _result(block, part, start)
+    if ranks == 2 and block[RESULT] == 0 and not is_half:  # two contributions have one sum in either order
         _add(block, result, _contribution(block, 1 - block[ME], part, start, turn), stop - start)
         _average(block, result, stop - start)
         return
@@ -307,33 +405,42 @@ def _reduce(block: Words, part: Any, start: Any, stop: Any, turn: Any) -> None:
         # Not in the tensor: this rank's contribution, which may come late in the order, lies there.
         count, shift = min(COUNTED, stop - start - done), done * itemsize
         first = _contribution(block, block[order], part, start, turn) + shift
-        copy_bytes(block[SUMS], first, count * itemsize)
+        if is_half:
+            _widen(float32_at(block[SUMS]), uint16_at(first), count)
+        else:
+            copy_bytes(block[SUMS], first, count * itemsize)
         for position in range(1, ranks):
             other = _contribution(block, block[order + position], part, start, turn) + shift
             _add(block, block[SUMS], other, count)
         _average(block, block[SUMS], count)
-        copy_bytes(result + shift, block[SUMS], count * itemsize)
+        if is_half:
+            _round(uint16_at(result + shift), float32_at(block[SUMS]), count)
+        else:
+            copy_bytes(result + shift, block[SUMS], count * itemsize)
         done += count
 
 
 @_compiled
-def _reduce_all(block: Words) -> None:
-    """Reduce a small tensor completely: it is readable on every peer as a whole."""
+def _compute_all(block: Words) -> None:
+    """Compute all parts that this rank gets of a small tensor: it is readable on every peer as a whole."""
     for lane in range(block[LANES]):
-        first, last = _range(block[COUNT], block[LANES], lane)
         for part in range(block[RANKS]):
-            start, stop = _range(last - first, block[RANKS], part)
-            _reduce(block, part, first + start, first + stop, 0)
+            start, stop = _part(block, lane, part)
+            if block[ADDS] == 0:
+                if part != block[ME]:
+                    source = _contribution(block, part, part, start, 0)
+                    copy_bytes(_own(block, part, start), source, (stop - start) * block[ITEMSIZE])
+            elif block[GATHERS] != 0 or part == block[ME]:
+                _reduce(block, part, start, stop, 0)
 
 
 @_compiled
 def _piece(block: Words, part: Any, turn: Any) -> Any:
-    """Return the elements of the tensor that are a part's piece in a round."""
+    """Return the elements of a part that are its piece in a round (see ``_part``)."""
     lane, number = turn // block[LANE_ROUNDS], turn % block[LANE_ROUNDS]
-    first, last = _range(block[COUNT], block[LANES], lane)
-    start, stop = _range(last - first, block[RANKS], part)
+    start, stop = _part(block, lane, part)
     begin = min(stop, start + number * block[PIECE])
-    return first + begin, first + min(stop, begin + block[PIECE])
+    return begin, min(stop, begin + block[PIECE])
 
 
 @_compiled
@@ -341,42 +448,45 @@ def _move_pieces(block: Words) -> Any:
     """Carry out the steps that are possible now, each at most once; return whether there were any."""
     ranks, me, entry, itemsize = block[RANKS], block[ME], block[ENTRY], block[ITEMSIZE]
     memory = block[_peer(block, me) + MEMORY]
-    is_staged = block[SOURCE] == 0
+    is_staged, adds, gathers = block[SOURCE] == 0, block[ADDS] != 0, block[GATHERS] != 0
     moved = False
     turn = block[STAGED]
     # A set of pieces serves every second round: all peers have read those of two rounds before.
-    if is_staged and turn < block[ROUNDS] and turn < _least(block, E_REDUCED) + 2:
+    if adds and is_staged and turn < block[ROUNDS] and turn < _least(block, E_REDUCED) + 2:
         for part in range(ranks):
             if part != me:
                 start, stop = _piece(block, part, turn)
                 target = memory + block[STAGE] + (turn % 2 * ranks + part) * block[PIECE_BYTES]
-                copy_bytes(target, block[TENSOR] + start * itemsize, (stop - start) * itemsize)
+                copy_bytes(target, _own(block, part, start), (stop - start) * itemsize)
         block[STAGED] = turn + 1
         store(entry + E_STAGED, turn + 1)
         moved = True
     turn = block[REDUCED]
-    has_room = not is_staged or turn < _least(block, E_COPIED) + 2
-    if turn < block[ROUNDS] and has_room and turn < _least_staged(block):
+    has_room = not (is_staged and gathers) or turn < _least(block, E_COPIED) + 2
+    if turn < block[ROUNDS] and has_room and (not adds or turn < _least_staged(block)):
         start, stop = _piece(block, me, turn)
-        _reduce(block, me, start, stop, turn)
-        if is_staged:
+        if adds:
+            _reduce(block, me, start, stop, turn)
+        if is_staged and gathers:
             target = memory + block[STAGE] + block[RESULTS_AT] + turn % 2 * block[PIECE_BYTES]
-            copy_bytes(target, block[TENSOR] + start * itemsize, (stop - start) * itemsize)
+            copy_bytes(target, _own(block, me, start), (stop - start) * itemsize)
         block[REDUCED] = turn + 1
         store(entry + E_REDUCED, turn + 1)
         moved = True
     turn = block[COPIED]
-    if turn < block[REDUCED] and turn < _least(block, E_REDUCED):
+    # Where nothing is gathered no later step proves that this rank has staged its pieces for the others.
+    others_have_come = turn < _least(block, E_REDUCED) if gathers else not is_staged or turn < block[STAGED]
+    if turn < block[REDUCED] and others_have_come:
         for part in range(ranks):
-            if part != me:
+            if gathers and part != me:
                 start, stop = _piece(block, part, turn)
                 at = _peer(block, part)
                 source = block[at + MEMORY]
                 if block[at + PEER_SOURCE] != 0:
-                    source += block[at + PEER_SOURCE] + start * itemsize
+                    source += block[at + PEER_SOURCE] + (block[at + PART_OFFSET] + start) * itemsize
                 else:
                     source += block[at + PEER_STAGE] + block[RESULTS_AT] + turn % 2 * block[PIECE_BYTES]
-                copy_bytes(block[TENSOR] + start * itemsize, source, (stop - start) * itemsize)
+                copy_bytes(_own(block, part, start), source, (stop - start) * itemsize)
         block[COPIED] = turn + 1
         store(entry + E_COPIED, turn + 1)
         moved = True
@@ -461,7 +571,7 @@ def _advance(block: Words) -> Any:
         if block[FOUND] == ranks - 1:
             if block[MODE] != PIECES:
                 if block[COPIED] != block[ROUNDS]:  # else it was done when this function was called last
-                    _reduce_all(block)
+                    _compute_all(block)
                     block[COPIED] = block[ROUNDS]
                     store(block[ENTRY] + E_COPIED, block[ROUNDS])
                 return DONE

@@ -118,14 +118,13 @@ class EngineEndpoint:
         Returns whether it has ended: then the caller completes the handle, which runs callbacks. Returns ``None``, and
         nothing has changed, if the operation must be submitted to the engine.
         """
-        lane, tensor = carriage.lane, submission.buffers[0]
-        assert tensor is not None
+        lane, buffers = carriage.lane, submission.buffers
         with self.lock:
-            place = lane.place_of_next(carriage, tensor)
+            place = lane.place_of_next(carriage, buffers)
             key = None if place is None else self.engine.begin_again(carriage.layout, carriage.operation.key[0])
             if place is None or key is None:
                 return None
-            lane.repeat(carriage, key, tensor, place)
+            lane.repeat(carriage, key, buffers, place)
             self.unlisted[handle] = Begun(submission, key, carriage)
         return self._has_ended(handle, carriage, lane.restart(carriage))
 
@@ -143,7 +142,7 @@ class EngineEndpoint:
         with self.lock:
             if self.unlisted.pop(handle, None) is None:
                 return False  # the engine has adopted it meanwhile, and finds its end
-            carriage.ended, carriage.tensor = True, None
+            carriage.ended, carriage.buffers = True, ()
             self.engine.count_carried(carriage)
         return True
 

@@ -191,6 +191,7 @@ SCHEDULES = (
             chunking=Chunking.BLOCKS,
             partial_sums=at.world_size > 2,
             preserves=True,
+            contributions=lambda chunk: [(chunk - distance) % at.world_size for distance in range(at.world_size)],
         ),
         cost=_half_cost,
         route=_BETWEEN_ALL,

@@ -95,6 +95,7 @@ SCHEDULES = (
             chunking=Chunking.BLOCKS,
             partial_sums=at.world_size > 2,
             preserves=True,
+            contributions=lambda chunk: [(chunk + 1 + step) % at.world_size for step in range(at.world_size)],
         ),
         cost=lambda work: half_cost(work.world_size, work.num_bytes),
         route=routes_of_neighbours(),
