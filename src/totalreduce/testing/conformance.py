@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.config import EngineConfig, TcpConfig
 from totalreduce.foundation.types import OpKind
 from totalreduce.groups import checked
 from totalreduce.groups.checked import CheckedOperation
@@ -268,6 +268,8 @@ def threaded(
             lambda group: run_on(group, case, number, shared_memory=shared_memory),
             transport=transport,
             engine=engine,
+            # The ranks share one interpreter: with 24 threads on two cores one of them may be silent for two seconds.
+            tcp=TcpConfig(silence_s=timeout_s),
             hosts=case.hosts,
             timeout_s=2 * timeout_s,
         )
