@@ -16,6 +16,7 @@ from totalreduce.fastlane.board import ENTRIES, STAGES
 from totalreduce.fastlane.lane import FastLane
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups import checked
 from totalreduce.groups.group import Group
 from totalreduce.kernels import exchange
 from totalreduce.testing import run_ranks
@@ -517,3 +518,144 @@ def test_a_mismatch_takes_nothing_from_a_rank_that_is_still_at_the_operation_bef
         late_may_read.set()
 
     on_one_host(3, body, tcp=tr.TcpConfig(silence_s=50))
+
+
+@pytest.mark.parametrize("count", [10, 20_000])
+def test_an_operation_that_fails_keeps_the_entry_that_another_rank_has_to_read(count: int) -> None:
+    """As before, but a report of a third rank ends the operation that follows, and nothing takes it back before."""
+    late_may_read, is_announced, both_have_ended = threading.Event(), threading.Event(), threading.Barrier(2)
+
+    def body(group: Group) -> None:
+        def reduce(tensor: torch.Tensor) -> tr.Work:
+            return group.allreduce(tensor, name="w", schedule="ring")
+
+        meet(group)
+        tensor, runner = torch.empty(count), group._runner
+        for turn in range(4):
+            tensor.fill_(turn)
+            reduce(tensor).wait()
+        tensor.fill_(group.rank + 7.0)
+        if group.rank == 1:
+            with runner._moving:
+                work = reduce(tensor)
+                (carriage,) = lane_of(group).carried.values()
+                lane_of(group).announce(carriage)
+                is_announced.set()
+                assert late_may_read.wait(20)
+            assert work.wait(20).unique().tolist() == [24.0]
+            return
+        assert is_announced.wait(20)
+        assert reduce(tensor).wait(20).unique().tolist() == [24.0]
+        both_have_ended.wait(20)
+        if group.rank == 2:
+            tensor.fill_(100.0)
+            work = reduce(tensor)
+            with runner._lock:  # what the engine does when such a report has come
+                runner._endpoint.adopt(time.monotonic())
+                (key,) = runner.engine.table.active
+                runner.engine._fail(0, key, tr.MismatchError("w", (0, 1), ("a", "b")), time.monotonic())
+            runner._endpoint.complete_ended()
+            with pytest.raises(tr.MismatchError):
+                work.wait(5)
+            with pytest.raises(tr.DeadlineExceededError):
+                reduce(torch.full((count,), 1000.0)).wait(0.2)
+            late_may_read.set()
+        assert late_may_read.wait(20)
+
+    on_one_host(3, body, tcp=tr.TcpConfig(silence_s=50))
+
+
+@pytest.mark.parametrize("collective", ["allgather", "broadcast"])
+def test_the_end_of_a_rank_that_has_only_announced_is_no_result(collective: str) -> None:
+    """Rank 1 closes its group at any instant: rank 0 gets all elements or an error."""
+    count, chance = 200_000, random.Random(1)
+    outcomes = set()
+    for _ in range(25):
+        groups = make_groups(2, transport="shm", hosts=[0, 0])
+        begin = threading.Barrier(2)
+        delays = [chance.random() * 1e-3 * chance.randrange(2) for _ in groups]
+        outputs = [torch.full((2 * count,), 10.0 * rank) for rank in range(2)]
+
+        def submit(group: Group, outputs: list[torch.Tensor] = outputs) -> tr.Work:
+            output = outputs[group.rank]
+            if collective == "broadcast":
+                return group.broadcast(output, root=1, name="w", async_op=True)
+            return group.allgather(output, torch.full((count,), 10.0), name="w")
+
+        def stays(group: Group, begin: threading.Barrier = begin, delay_s: float = delays[0]) -> None:
+            meet(group)
+            begin.wait(20)
+            time.sleep(delay_s)
+            try:
+                outcomes.add(tuple(submit(group).wait(10).unique().tolist()))
+            except tr.PeerLost as error:
+                outcomes.add(error.rank)
+
+        def leaves(group: Group, begin: threading.Barrier = begin, delay_s: float = delays[1]) -> None:
+            meet(group)
+            begin.wait(20)
+            submit(group)
+            time.sleep(delay_s)
+            group.close(1.0)
+
+        threads = [
+            threading.Thread(target=body, args=(group,)) for body, group in zip((stays, leaves), groups, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        for group in groups:
+            group.close(1.0)
+    assert outcomes <= {1, (10.0,)}
+    assert 1 in outcomes
+
+
+def test_broadcasts_that_the_root_gives_back_hang_no_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By messages a receiver ends before another one has begun: that receiver may be at the broadcast before."""
+    offer, place_of_next = FastLane.offer, FastLane.place_of_next
+    gives_way: set[int] = set()
+    monkeypatch.setattr(FastLane, "offer", lambda lane, *at: None if lane._rank in gives_way else offer(lane, *at))
+    monkeypatch.setattr(
+        FastLane, "place_of_next", lambda lane, *at: None if lane._rank in gives_way else place_of_next(lane, *at)
+    )
+
+    def body(group: Group) -> None:
+        meet(group)
+        chance = random.Random(group.rank)
+        for turn in range(1500):
+            tensor = torch.full((10,), float(turn) if group.rank == 0 else -1.0)
+            if group.rank == 0 and chance.random() < 0.3:
+                gives_way.add(0)
+            work = group.broadcast(tensor, name="w", schedule="tree", async_op=True)
+            gives_way.discard(group.rank)
+            if chance.random() < 0.02:
+                time.sleep(chance.random() * 0.004)
+            assert work.wait(20).unique().tolist() == [turn]
+
+    on_one_host(3, body)
+
+
+def test_sums_of_denormal_numbers_are_equal_where_threads_have_different_modes() -> None:
+    def body(group: Group) -> list[float]:
+        meet(group)
+        torch.set_flush_denormal(group.rank == 0)
+        try:
+            return group.allreduce(torch.full((8,), 1e-40), name="w").wait().view(torch.int32).tolist()
+        finally:
+            torch.set_flush_denormal(False)
+
+    with_lane = on_one_host(3, body)
+    assert with_lane[0][0] > 0
+    assert with_lane == [with_lane[0]] * 3
+
+
+def test_a_block_that_nobody_may_write() -> None:
+    def body(group: Group) -> list[bytes]:
+        meet(group)
+        own = memoryview(bytes([group.rank] * 5))
+        blocks = [own if rank == group.rank else memoryview(bytearray(5)) for rank in range(2)]
+        group.operations.submit(checked.allgather_bytes(blocks), "w", 0).wait(20)
+        return [bytes(block) for block in blocks]
+
+    assert on_one_host(2, body) == [[b"\0" * 5, b"\1" * 5]] * 2

@@ -17,6 +17,7 @@ import numpy as np
 
 from totalreduce.engine.layout import OperationLayout
 from totalreduce.engine.operation import Operation
+from totalreduce.engine.signatures import ENDS_EARLY
 from totalreduce.fastlane.board import BOARD_BYTES, ENTRIES, STAGES, BoardLayout
 from totalreduce.foundation.types import DType, OpKind, ReduceOp
 from totalreduce.kernels import exchange
@@ -70,6 +71,7 @@ class _Plan:
         ranks: The ranks of the operation.
         peers: For every rank the index of its first word.
         has_blocks: Whether the operation has a buffer for each rank.
+        is_read: Whether the other ranks read anything of this rank.
         bytes_sent: The bytes that the other ranks read of this rank's memory.
         bytes_received: The bytes that this rank reads of theirs.
     """
@@ -83,6 +85,7 @@ class _Plan:
         "bytes_received",
         "bytes_sent",
         "has_blocks",
+        "is_read",
         "mode",
         "peers",
         "ranks",
@@ -96,6 +99,7 @@ class _Plan:
         if signature.kind is OpKind.BROADCAST:
             blocks = tuple(count if index == signature.root else 0 for index in range(size))
         adds = self._adds = signature.kind not in _GATHERINGS
+        self.is_read = adds or blocks[me] > 0
         gathers = signature.kind is not OpKind.REDUCE_SCATTER
         # A reduce-scatter's blocks lie one after the other where other ranks read them; a gathering's lie alone.
         offsets = list(itertools.accumulate(blocks[:-1], initial=0)) if adds else [0] * size
@@ -154,14 +158,24 @@ class _Plan:
     def place(self, buffers: _Buffers, boards: Boards) -> _Place:
         """Return where the buffers of an operation are."""
         addresses = [_address_of(buffer) for buffer in buffers]
-        source = self._source(buffers, boards) if self.mode == exchange.PIECES else 0
+        source = self._source(buffers, boards) if self.mode == exchange.PIECES and self.is_read else 0
         return (0, source, addresses) if self.has_blocks else (addresses[0], source, ())
 
     def _source(self, buffers: _Buffers, boards: Boards) -> int:
-        read = buffers[: len(self.ranks)] if self._adds else [buffers[self._me if self.has_blocks else 0]]
-        found = [boards.offset_of(buffer) if buffer else 0 for buffer in read]
+        if not self.has_blocks or not self._adds:
+            buffer = buffers[self._me if self.has_blocks else 0]
+            return boards.offset_of(buffer) if buffer else 0
         # The others read one tensor from its beginning on, so the blocks of a reduce-scatter must follow each other.
-        return found[0] if found == [found[0] + offset for offset in self._offsets[: len(found)]] else 0
+        sources = set()
+        for buffer, offset in zip(buffers, self._offsets, strict=False):
+            if buffer:
+                found = boards.offset_of(buffer)
+                sources.add(found - offset if found else 0)
+        return sources.pop() if len(sources) == 1 else 0
+
+    def needs_stage(self, source: int) -> bool:
+        """Return whether an operation needs a stage whose tensor is at ``source``."""
+        return self.mode != exchange.IN_ENTRY and source == 0 and self.is_read
 
     def write(self, words: memoryview, place: _Place) -> None:
         """Write where the buffers of an operation are into its block."""
@@ -181,13 +195,13 @@ class Carriage:
         operation: The operation.
         block: Its words (see ``kernels.exchange``); ``address`` is their address.
         buffers: The bytes of its tensors; empty after its end.
+        given_back: Whether messages carry the operation out after all, or it has failed before all ranks announced it.
         number: The number of its entry.
         plan: What is equal for all operations of its layout.
         other: The number of the entry that the next operation of the name uses, if that was found.
         iteration: The number in its entry by which the other ranks know it.
         stage: The number of its stage; ``None`` if it needs none.
         ended: Whether it has ended here. Its entry and stage may still be read.
-        given_back: Whether the engine carries it out by messages after all.
     """
 
     __slots__ = (
@@ -244,12 +258,16 @@ class Carriage:
     def is_read(self) -> bool:
         """Whether no rank reads its entries and its stage any more.
 
-        All ranks that have announced an operation have ended the one of the name before it, whose entry is ``other``.
-        The same is true if messages have carried out an operation that was given back. If they have failed to do so, a
-        rank may still be at the operation before it, and the entries are not used again.
+        A rank that has submitted an operation has ended the one of the name before it, whose entry is ``other``. All
+        ranks have submitted an operation if all of them have announced it, or if messages have carried it out and it
+        is of a kind that no rank ends earlier. If neither is known of the last operation, a later one shows it.
         """
-        if self.given_back and (not self.operation.finished or self.operation.error is not None):
-            return False
+        operation = self.operation
+        if self.given_back:
+            went_well = operation.finished and operation.error is None
+            ends_early = self.other is not None and operation.signature.kind in ENDS_EARLY
+            if (not went_well or ends_early) and not self.lane.has_begun_after(self):
+                return False
         return bool(self.lane.exchange(exchange.IS_READ, self.address, 0, 0))
 
     @property
@@ -305,7 +323,7 @@ class FastLane:
         if number is None:
             return None
         place, stage = plan.place(buffers, self.boards), None
-        if plan.mode != exchange.IN_ENTRY and not place[1]:
+        if plan.needs_stage(place[1]):
             stage = self._free_stage()
             if stage is None:
                 return None
@@ -332,7 +350,7 @@ class FastLane:
         carriage = self.carried[operation]
         if carriage.has_begun:
             return False
-        carriage.given_back = True
+        self.exchange(exchange.WITHDRAW, carriage.address, 0, 0)
         self.ended(operation)
         return True
 
@@ -350,11 +368,27 @@ class FastLane:
         self.carried[operation] = carriage
 
     def ended(self, operation: Operation) -> None:
-        """Note that an operation has ended; take its announcement back if not all ranks have announced it."""
+        """Note that an operation has ended.
+
+        The announcement of an operation that has failed stays: other ranks may have found it, and must not take its end
+        for a success. They learn of the failure by messages.
+        """
         carriage = self.carried.pop(operation)
         carriage.ended, carriage.buffers = True, ()
         if not carriage.has_begun:
-            self.exchange(exchange.WITHDRAW, carriage.address, 0, 0)
+            carriage.given_back = True
+
+    def has_begun_after(self, carriage: Carriage) -> bool:
+        """Return whether all ranks have announced a later operation of the same name, which has one in flight."""
+        name, iteration = carriage.operation.key[0], carriage.iteration
+        return carriage.other is not None and any(
+            user is not None
+            and user.operation.key[0] == name
+            and user.ranks == carriage.ranks
+            and user.iteration > iteration
+            and user.has_begun
+            for user in self._entries
+        )
 
     def place_of_next(self, carriage: Carriage, buffers: _Buffers) -> _Place | None:
         """Return where the buffers of the next operation of a name are; ``None`` if that cannot use the carriage."""
@@ -375,7 +409,7 @@ class FastLane:
             if is_whole or words[exchange.TENSOR] == address:
                 return address, words[exchange.SOURCE], ()
         place = plan.place(buffers, self.boards)
-        return place if is_whole or (place[1] == 0) == (stage is not None) else None
+        return place if is_whole or plan.needs_stage(place[1]) == (stage is not None) else None
 
     def repeat(self, carriage: Carriage, key: tuple[int, int], buffers: _Buffers, place: _Place) -> None:
         """Use a carriage for the next operation of its name, which ``restart`` announces.
@@ -387,10 +421,10 @@ class FastLane:
         words = carriage.words
         carriage.plan.write(words, place)
         carriage.ended = carriage.given_back = False
+        words[exchange.ANNOUNCED] = words[exchange.FOUND] = 0  # the last operation's, until ``restart``
         carriage.buffers, carriage.iteration = buffers, key[1] + 1
         carriage.number, carriage.other = carriage.other, carriage.number
-        if words[exchange.MODE] == exchange.IN_STAGE:
-            assert carriage.stage is not None
+        if words[exchange.MODE] == exchange.IN_STAGE and carriage.stage is not None:
             first, second = self._board.stage(carriage.stage), self._board.second_half(carriage.stage)
             words[exchange.STAGE] = second if words[exchange.STAGE] == first else first
 
@@ -533,7 +567,11 @@ def _home(key: tuple[int, int]) -> int:
 
 
 def _address_of(body: memoryview | None) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(body)) if body else 0
+    if not body:
+        return 0
+    if body.readonly:  # a block of bytes that the operation does not write
+        return _address_of_memory(body)
+    return ctypes.addressof(ctypes.c_char.from_buffer(body))
 
 
 def _address_of_memory(memory: memoryview) -> int:

@@ -13,13 +13,15 @@ allgather gathers, and a broadcast is an allgather in which only the root's part
   itself, and needs nothing else of the others.
 * Larger tensors are exchanged in *pieces*, in rounds. In a round every rank makes one piece of every part of a lane
   readable (it *stages* it, unless the tensor lies in shared memory), *reduces* its own part's piece of all ranks, and
-  *copies* the results of the other ranks. Operations that do not add, or do not gather, leave the first or the last
-  step out. A counter in the entry tells how many rounds have passed each of these steps.
+  *copies* the results of the other ranks. An operation that does not add stages nothing: in place of a sum, a rank
+  makes a piece of its own block readable. An operation that does not gather copies no results. A counter in the entry
+  tells how many rounds have passed each of these steps.
   Of staged pieces there are two sets, so that a rank may be one round ahead of the ranks that read.
 
 Where parts are *cut* out of one tensor, each rank owns one n-th of every lane of the operation (``engine.layout``);
 otherwise a part is a block with a length of its own. Contributions to a part are added one after the other in the order
-that ``ORDER`` gives, which is that of the operation's schedule: the bits of the result are those of the schedule.
+that ``ORDER`` gives, which is that of the operation's schedule. So the result has the bits that the schedule gives, but
+those of a NaN are not defined.
 
 The function (``exchange_code``) works on a *block* of 64-bit integers, whose words the constants name. Addresses are
 those of this process. No call waits longer than ``SPINS`` and ``YIELD_NS`` say.
@@ -146,8 +148,8 @@ PIECES, IN_ENTRY, IN_STAGE = 0, 1, 2
 
 # What the function does is its first argument. The second one is the address of the block.
 
-#: Do what can be done for an operation, and look again for a while if that is nothing. Returns ``DONE`` (the tensor
-#: holds the result, and the peers need nothing of it any more), ``PENDING`` (the peers in ``WAKE`` are to be woken;
+#: Do what can be done for an operation, and look again for a while if that is nothing. Returns ``DONE`` (this
+#: rank has the result, and the peers need nothing of it any more), ``PENDING`` (the peers in ``WAKE`` are to be woken;
 #: there may be more to do), ``CONFLICT`` or ``VIOLATION``.
 ADVANCE = 0
 #: Announce the next operation of a block that has ended, and ``ADVANCE`` it. The third argument is the new iteration,
@@ -180,5 +182,8 @@ def block_words(ranks: int) -> int:
 def load() -> machine_code.Loaded:
     """Return the compiled function (see ``Exchange``). The first call on a machine compiles it, which takes seconds."""
     folder = Path(__file__).parent
-    sources = [folder / name for name in ("exchange.py", "exchange_code.py", "atomics.py", "halves.py", "vectors.py")]
+    sources = [
+        folder / name
+        for name in ("exchange.py", "exchange_code.py", "atomics.py", "float_mode.py", "halves.py", "vectors.py")
+    ]
     return machine_code.load("totalreduce.kernels.exchange_code", NUM_ARGUMENTS, sources)

@@ -119,6 +119,7 @@ from totalreduce.kernels.exchange import (
     WAKE,
     YIELD_NS,
 )
+from totalreduce.kernels.float_mode import restore_mode, use_default_mode
 from totalreduce.kernels.halves import rounded, widened
 from totalreduce.kernels.vectors import fence
 
@@ -179,7 +180,11 @@ def _readable(block: Words, peer: Any) -> Any:
 
 @_compiled
 def _is_there(block: Words, entry: Any) -> Any:
-    """Return whether an entry still announces the operation. If not, its rank, and all others, have ended it."""
+    """Return whether an entry announces the operation.
+
+    If an entry that was found does so no more, its rank uses it for a later operation, so all ranks have ended this
+    one. (A rank that takes an announcement back knows that one rank was missing, so no rank has begun.)
+    """
     return load(entry + E_ITERATION) == block[ITERATION] and load(entry + E_KEY) == block[KEY]
 
 
@@ -204,7 +209,7 @@ def _look(block: Words) -> Any:
                 return CONFLICT
             source, stage = load(entry + E_SOURCE), load(entry + E_STAGE)
             is_in_pieces = block[MODE] == PIECES
-            if block[MODE] == IN_ENTRY:
+            if block[MODE] == IN_ENTRY or _readable(block, peer) == 0:
                 valid = True
             elif is_in_pieces and source != 0:
                 # Divided and not multiplied: no number of a peer may overflow.
@@ -474,9 +479,10 @@ def _move_pieces(block: Words) -> Any:
         store(entry + E_REDUCED, turn + 1)
         moved = True
     turn = block[COPIED]
-    # Where nothing is gathered no later step proves that this rank has staged its pieces for the others.
-    others_have_come = turn < _least(block, E_REDUCED) if gathers else not is_staged or turn < block[STAGED]
-    if turn < block[REDUCED] and others_have_come:
+    # Without gathering, this rank does not wait for the results of the others, which need the pieces that it stages: so
+    # it must have staged them.
+    may_copy = turn < _least(block, E_REDUCED) if gathers else not is_staged or turn < block[STAGED]
+    if turn < block[REDUCED] and may_copy:
         for part in range(ranks):
             if gathers and part != me:
                 start, stop = _piece(block, part, turn)
@@ -615,10 +621,12 @@ def _restart(block: Words, iteration: Any, entry: Any) -> Any:
 
 def _exchange(what: Any, address: Any, first: Any, second: Any) -> Any:
     block = int64_at(address)
-    if what == ADVANCE:
-        return _advance(block)
-    if what == RESTART:
-        return _restart(block, first, second)
+    if what in (ADVANCE, RESTART):
+        # Several ranks compute the same sums, each in a thread whose mode may be another one.
+        mode = use_default_mode()
+        status = _advance(block) if what == ADVANCE else _restart(block, first, second)
+        restore_mode(mode)
+        return status
     if what == LOOK:
         return _look(block)
     if what == HAS_CHANGED:

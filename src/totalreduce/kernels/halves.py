@@ -44,7 +44,7 @@ def widened(half: Any) -> Any:
 
 @njit(error_model="numpy", _nrt=False)  # type: ignore[untyped-decorator]
 def rounded(number: Any) -> Any:
-    """Return the bits of the bfloat16 that is nearest to a float32, the even one of two, as torch rounds."""
+    """Return the bits of the bfloat16 that is nearest to a float32, the even one of two; of all NaN the same one."""
     bits = _bits_of(number)
     nearest = (bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16)
     return uint16(nearest) if number == number else uint16(_NOT_A_NUMBER)  # noqa: PLR0124  (false if not a number)
