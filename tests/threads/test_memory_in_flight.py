@@ -239,6 +239,31 @@ def test_a_group_that_keeps_the_order(coordinated: bool) -> None:
 
 
 @either
+def test_blocks_are_read_after_the_operations_before(coordinated: bool) -> None:
+    """Where a library needs the blocks in one tensor, they are copied when nothing writes to them any more."""
+
+    def body(group: tr.Group) -> list[list[float]]:
+        group.keep_order()
+        blocks = [torch.full((3,), 1.0 + index) for index in range(2)]
+        strided = torch.ones(2, 3).t()
+        for index, block in enumerate((*blocks, strided)):
+            group.allreduce(block, name=f"sums {index}")
+        scattered, summed, received = torch.empty(3), torch.empty(3), [torch.empty(3), torch.empty(3)]
+        gathered = [torch.empty(3, 2), torch.empty(3, 2)]
+        group.scatter(scattered, blocks if group.rank == 0 else None, root=0).wait()
+        group.reduce_scatter(summed, blocks).wait()
+        group.alltoall(received, blocks).wait()
+        group.allgather(gathered, strided).wait()
+        results = (scattered, summed, *received, *gathered)
+        return [result.unique().tolist() for result in results]
+
+    wanted = [
+        [[2.0 + 2 * rank], [4.0 + 4 * rank], [2.0 + 2 * rank], [2.0 + 2 * rank], [2.0], [2.0]] for rank in range(2)
+    ]
+    assert run(2, body, coordinated=coordinated) == wanted
+
+
+@either
 def test_waiting_for_memory_has_a_deadline(coordinated: bool) -> None:
     def body(group: tr.Group) -> None:
         if group.rank == 0:

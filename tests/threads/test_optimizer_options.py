@@ -464,3 +464,17 @@ def test_settings_that_make_no_sense_or_differ() -> None:
             DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model, group=group).join()
 
     run_ranks(2, body)
+
+
+def test_a_pass_after_synchronize_is_reduced_where_passes_are_accumulated() -> None:
+    def body(group: Group) -> torch.Tensor:
+        model = Net()
+        wrapped = wrap(model, group, backward_passes_per_step=2)
+        for number, batch in enumerate(batches(3)):
+            loss_of(model, shard(batch, group)).backward()
+            if number == 1:
+                wrapped.synchronize()
+        wrapped.step()
+        return flat(model)
+
+    assert all_equal(run_ranks(2, body))

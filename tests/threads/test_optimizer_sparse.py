@@ -216,6 +216,25 @@ def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(world_size: int
 
 
 @pytest.mark.filterwarnings("ignore:a step was skipped:RuntimeWarning")
+def test_a_skipped_step_leaves_the_gradients_of_a_joined_rank() -> None:
+    def body(group: Group) -> bool:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group)
+        for step, batch in enumerate(batches(2, dtype=FLOAT)):
+            optimizer.zero_grad()
+            if step and group.rank == 1:
+                break
+            loss = loss_of(model, batch)
+            (loss + model.first.weight[1, 1] * math.nan if step else loss).backward()
+            optimizer.step()
+        optimizer.join()
+        assert optimizer.skipped_steps == 1
+        return any(parameter.grad is not None for parameter in model.parameters())
+
+    assert run_ranks(2, body) == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore:a step was skipped:RuntimeWarning")
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_step_with_a_closure_is_skipped_too(world_size: int) -> None:
     def body(group: Group) -> torch.Tensor:

@@ -1,12 +1,13 @@
 """The Total Reduce engine of one rank: an object without threads, sockets or clocks that runs collectives.
 
-Callers report each event with a method call, most of which pass the time, and ask the engine what to do next:
+Callers report each event by calling a method, in most cases with the current time as ``now``, and ask the engine what
+to do next:
 
-* the application calls ``submit``, ``receive_any``, ``promote`` and ``close``, and collects ended operations with
-  ``table.pop_completed()``;
+* for the application, the runner calls ``submit``, ``receive_any``, ``promote`` and ``close``, and collects ended
+  operations with ``table.pop_completed()``;
 * a transport gets messages to send from ``next_message`` and reports them with ``message_sent``; it asks ``accept``
-  where to store a received body and reports a complete body with ``delivered``; it reports a peer whose connection has
-  ended with ``peer_lost``;
+  where to store a received body and reports a complete body with ``delivered``; it reports a peer that it cannot reach
+  any more with ``peer_lost``;
 * a thread takes an addition or a copy with ``computations.take()``, carries it out with
   ``runner.endpoint.carry_out``, and reports its end with ``computed``;
 * the runner calls ``tick`` from time to time; its endpoint calls ``begin_again``, ``adopt``, ``carried`` and
@@ -35,7 +36,8 @@ in this table are those of the Total Reduce paper:
 ``stall``, ``reports`` the search for ranks that keep other ranks waiting
 =====================  ================================================================================================
 
-Words: the *key* of an operation is its id (the hash of its scope and name) and its iteration. A rank is *lost* if it
+Words: the *key* of an operation is its id (the hash of its name, and of a scope that
+differs between groups) and its iteration. A rank is *lost* if it
 fails without notice or violates the protocol; then the group can no longer be used. A rank has *departed* if it has
 closed the group with a GOODBYE frame. After a departure, an operation fails if any of its ranks still has a message to
 exchange with the departed rank. It then fails on every rank where it has not ended yet. This rank counts a peer as
@@ -44,7 +46,8 @@ having *posted* an operation once a data message or a POSTED frame shows that th
 
 Invariants (``validate`` checks the parts of them that can be seen in the engine's attributes):
 
-* an operation is in ``table.active`` from ``submit`` until it has ended; no two active operations have the same key;
+* an operation is in ``table.active`` from ``submit`` or ``adopt`` until it has ended; no two active operations have the
+  same key;
 * the order in which the bytes of a result are combined depends on the schedule alone, never on arrival;
 * no memory is taken for a message before its length has been compared with what is expected or allowed.
 """
@@ -212,8 +215,9 @@ class Engine:
             self._start(operation, record, early, now)
         # If this operation is a receive from ``ranks[0]``, it has used up one iteration of the name. The sender's next
         # message may have arrived already, and a waiting ``AnyReceive`` can take it now. (In a send, ``ranks[0]`` is
-        # this rank, from which no ``AnyReceive`` receives.) With ``becoming`` this is not necessary: the loop in
-        # ``_match_any_receives`` looks for the next message itself.
+        # this rank, from which no ``AnyReceive`` receives.) With ``becoming`` this is not necessary:
+        # ``_match_any_receives`` looks for the next message itself, and when ``receive_any`` takes a message at once,
+        # no other receive waits for messages of that sender.
         if repeats and not becoming:
             self._match_any_receives(ranks[0], (record.op_id, record.next_iteration), now)
         return operation
@@ -221,8 +225,9 @@ class Engine:
     def begin_again(self, layout: OperationLayout, op_id: int) -> _Key | None:
         """Reserve the next iteration of a name for an operation that only the carrier knows; return its key.
 
-        The operation is counted, but it is not in ``table``. If it has not ended by the time of the next call that
-        submits an operation or moves messages, the caller must call ``adopt`` first. Returns ``None``, and nothing has
+        The operation is counted, but it is not in ``table``. Unless it has ended, the caller must call ``adopt`` before
+        it calls ``submit``, ``close`` or a method for transports. Until then the engine would discard the operation's
+        messages, as those of an operation that has ended, and would not fail it. Returns ``None``, and nothing has
         changed, if the operation must be submitted.
         """
         record = self.table.names.get(op_id)
@@ -303,7 +308,7 @@ class Engine:
         sender is known, the receive is submitted as an operation with the same ``owner``.
 
         Raises:
-            PeerLost: A rank is lost, or all candidates have departed.
+            PeerLost: A rank is lost; or all candidates have departed, and no message of theirs has begun to arrive.
             GroupClosed: This rank has closed the group.
         """
         self.members.check_usable()
@@ -419,7 +424,7 @@ class Engine:
             self.promote(operation, now)
         if peer not in operation.posted_by:
             # The peer has submitted the operation, so ``rendezvous`` queues the operation's messages that it held back
-            # for this peer. They precede the messages that ``delivered`` queues later.
+            # for this peer. In each lane they leave before those that ``delivered`` queues later.
             self._rendezvous.posted(operation, peer)
         delivery = reception.receive(peer, header, operation, lease)
         if operation.state is State.WAITING:
@@ -507,9 +512,10 @@ class Engine:
         departed.setdefault(peer, reason)  # another rank may already have reported this departure
         for operation in self.table.select():
             self._fail_if_needed(operation, peer, now)
-        # The departed rank may have been the only one that received the description (DESCRIBE frame) that reveals a
-        # mismatch of signatures. So every remaining rank now describes to its neighbours the pending operations of the
-        # departed rank that it has not described yet.
+        # A rank does not describe an operation (DESCRIBE frame) whose name had the same signature before. So the
+        # departed rank may have been the only one that got a description which shows that signatures differ. This rank
+        # now describes to its neighbours all pending operations in which the departed rank takes part and that it has
+        # not described yet; the other ranks do the same when they learn of the departure.
         self._signatures.describe_late(self.table.select(lambda operation: peer in operation.ranks))
         for receive in self._any_receives.take_all(lambda waiting: waiting.candidates.keys() <= departed.keys()):
             self.table.end_receive(receive, PeerLost(peer, reason))
@@ -612,8 +618,9 @@ class Engine:
     def _end(self, operation: Operation, now: float, error: BaseException | None) -> None:
         """End an operation, successfully or with an error.
 
-        Afterwards nothing accesses the tensor, except for what another thread is doing at this moment: an addition, the
-        sending or receiving of one message, a round of the fast lane.
+        Afterwards nothing accesses the tensor, with two exceptions if the operation has failed: messages that the
+        transport has taken still leave, and another thread may be in the midst of an addition, of receiving a message,
+        or of a round of the fast lane.
         """
         if operation.carriage is not None:
             assert self.carrier is not None

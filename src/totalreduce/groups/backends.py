@@ -15,6 +15,7 @@ from totalreduce.groups import checked
 from totalreduce.groups.checked import Blocks, CheckedOperation
 from totalreduce.groups.operations import Operations, PreparedOperation
 from totalreduce.native.coordinator import Coordinator
+from totalreduce.native.operation import flattened
 from totalreduce.native.planned import PlannedReductions
 from totalreduce.schedules import SCHEDULES
 from totalreduce.tensors.compilation import never_compiled
@@ -214,20 +215,22 @@ class NativeBackend:
 
     def allgather(self, outputs: Blocks, tensor: torch.Tensor, options: Options) -> Work:
         listed = checked.list_blocks(outputs, self._size, options.shown, "outputs")
-        return self.coordinator.allgather(tensor.reshape(-1), outputs=listed, copied=[tensor], **_shared(options))
+        flat, parts = flattened(tensor)
+        return self.coordinator.allgather(flat, outputs=listed, parts=parts, **_shared(options))
 
     def reduce_scatter(self, tensor: torch.Tensor, inputs: Blocks, op: ReduceOp, options: Options) -> Work:
         parts = checked.list_blocks(inputs, self._size, options.shown, "inputs")
         if any(part.numel() != tensor.numel() for part in parts):
             raise ConfigurationError(f"{options.shown!r}: the native library takes equal blocks only")
-        stacked = torch.stack([part.reshape(-1) for part in parts])
-        return self.coordinator.reduce_scatter(stacked, op=op, outputs=[tensor], copied=parts, **_shared(options))
+        stacked = tensor.new_empty(self._size, tensor.numel())
+        return self.coordinator.reduce_scatter(stacked, op=op, outputs=[tensor], parts=parts, **_shared(options))
 
     def alltoall(self, outputs: Blocks, inputs: Blocks, options: Options) -> Work:
         listed = checked.list_blocks(outputs, self._size, options.shown, "outputs")
         parts = checked.list_blocks(inputs, self._size, options.shown, "inputs")
-        joined, splits = torch.cat([part.reshape(-1) for part in parts]), [part.numel() for part in parts]
-        return self.coordinator.alltoall(joined, splits, outputs=listed, copied=parts, **_shared(options))
+        splits = [part.numel() for part in parts]
+        row = parts[0].new_empty(sum(splits))
+        return self.coordinator.alltoall(row, splits, outputs=listed, parts=parts, **_shared(options))
 
     def gather(self, outputs: Blocks | None, tensor: torch.Tensor, root: int, options: Options) -> Work:
         listed = self._root_blocks(outputs, tensor, root, options, "outputs")

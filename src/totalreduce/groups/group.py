@@ -279,7 +279,7 @@ class Group(Collectives):
 
         Pending operations fail with ``GroupClosed``. This is not collective: the other ranks get an error with the
         ``reason`` when they need this rank. Closing a subgroup ends no threads and connections, which belong to the
-        group of all ranks. A second call does nothing, and neither does a call in a forked child process.
+        group of all ranks. A second call does nothing; the same holds for a call in a forked child process.
 
         All callbacks of ``on_quiesce`` and ``at_close`` are called, also after an exception. Then the first exception
         is raised; the others are logged.

@@ -142,6 +142,8 @@ class Agreement:
             for operation in operations:
                 releases.append(self._members.claim(operation.operands, patience_s))
                 operation.handle = Handle(operation.operands.finish, releases[-1])
+            for operation in operations:
+                operation.begin()
             self._runner.act(submit)
         except BaseException:
             for release in releases:

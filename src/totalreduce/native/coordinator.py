@@ -17,7 +17,7 @@ from totalreduce.native import tuning
 from totalreduce.native.agreement import Agreement, Members
 from totalreduce.native.collectives import NativeCollectives
 from totalreduce.native.describing import Describer, Scaling
-from totalreduce.native.operation import NativeOperation, prepare
+from totalreduce.native.operation import NativeOperation, flattened, prepare
 from totalreduce.native.packing import Packer
 from totalreduce.native.planned import NativeStream
 from totalreduce.native.reports import Reports
@@ -91,8 +91,9 @@ class Coordinator:
             prescale: Factor before the reduction. Integers are multiplied in float64, and truncated towards zero.
             postscale: Factor after the reduction.
             priority: A signed number of 32 bits. Of operations that become ready at the same time, the one with the
-                smaller number goes first. If ranks pass different priorities, that of the lowest rank that has not
-                joined is used. While a name is in the response cache, it keeps the priority that was agreed first.
+                smaller number goes first; a less urgent one may be fused with it and so go before others. If ranks pass
+                different priorities, that of the lowest rank that has not joined is used. While a name is in the
+                response cache, it keeps the priority that was agreed first.
             timeout_s: Default time-out in seconds of ``Work.wait`` for this operation.
 
         Raises:
@@ -120,7 +121,9 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> list[Work]:
-        """Reduce several tensors: an error of one tensor fails all of them, on every rank.
+        """Reduce several tensors: none is reduced before all ranks have submitted all of them.
+
+        If the ranks disagree about one of them, all of them fail on every rank.
 
         Args and Raises as for ``allreduce``.
         """
@@ -182,7 +185,8 @@ class Coordinator:
         """
         with self._describer.label(name, OpKind.GATHER, priority) as label:
             request = self._describer.blocks(OpKind.GATHER, tensor, outputs, root, label)
-            return self._submit([prepare(request, tensor.reshape(-1), outputs, [tensor])], timeout_s)[0]
+            flat, parts = flattened(tensor)
+            return self._submit([prepare(request, flat, outputs, parts)], timeout_s)[0]
 
     def scatter(
         self,
@@ -202,15 +206,16 @@ class Coordinator:
         """
         with self._describer.label(name, OpKind.SCATTER, priority) as label:
             request = self._describer.blocks(OpKind.SCATTER, tensor, inputs, root, label)
-            joined = torch.cat([block.reshape(-1) for block in inputs]) if inputs else tensor.new_empty(0)
-            return self._submit([prepare(request, joined, [tensor], inputs or ())], timeout_s)[0]
+            blocks = inputs or ()
+            row = tensor.new_empty(sum(block.numel() for block in blocks))
+            return self._submit([prepare(request, row, [tensor], blocks)], timeout_s)[0]
 
     def allgather(
         self,
         tensor: torch.Tensor,
         *,
         outputs: Sequence[torch.Tensor] | None = None,
-        copied: Sequence[torch.Tensor] = (),
+        parts: Sequence[torch.Tensor] = (),
         name: str | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
@@ -218,15 +223,16 @@ class Coordinator:
         """Collect the tensors of all ranks on every rank. Only the first dimension may differ between ranks.
 
         Without ``outputs``, ``Work.wait`` returns one tensor with the rows of all ranks. ``outputs`` has one
-        tensor per rank: if it is given, the rows of rank r are written to ``outputs[r]``. If you have copied tensors
-        into ``tensor``, pass the originals as ``copied``: the call then refuses them, or waits after
-        ``Group.keep_order``, if an operation in flight writes to one of them.
+        tensor per rank: if it is given, the rows of rank r are written to ``outputs[r]``. If ``parts`` are given, the
+        call copies them into ``tensor``, one after the other, before the operation begins. If an operation in flight
+        writes to one of them, the call raises ``ConfigurationError``; in a group on which ``keep_order`` was called, it
+        waits for that operation first.
         """
         with self._describer.label(name, OpKind.ALLGATHER, priority) as label:
             dtypes.check_dense(tensor, label.name)
             rows = tensor if tensor.dim() else tensor.view(1)
             request = self._describer.allgather(rows, label)
-            return self._submit([prepare(request, rows, outputs, copied)], timeout_s)[0]
+            return self._submit([prepare(request, rows, outputs, parts)], timeout_s)[0]
 
     def alltoall(
         self,
@@ -234,7 +240,7 @@ class Coordinator:
         splits: Sequence[int] | None = None,
         *,
         outputs: Sequence[torch.Tensor] | None = None,
-        copied: Sequence[torch.Tensor] = (),
+        parts: Sequence[torch.Tensor] = (),
         received: list[int] | None = None,
         name: str | None = None,
         priority: int = 0,
@@ -242,7 +248,7 @@ class Coordinator:
     ) -> Work:
         """Send rows of the tensor to each rank: the first ``splits[0]`` rows to rank 0, the next ones to rank 1.
 
-        Without ``splits`` each rank gets the same number of rows. ``outputs``, ``copied`` and the result as for
+        Without ``splits`` each rank gets the same number of rows. ``outputs``, ``parts`` and the result as for
         ``allgather``. If the caller passes a list as ``received``, it holds the number of rows from each rank once the
         operation has ended.
 
@@ -252,7 +258,7 @@ class Coordinator:
         """
         with self._describer.label(name, OpKind.ALLTOALL, priority) as label:
             request = self._describer.alltoall(tensor, splits, label)
-            operation = prepare(request, tensor, outputs, copied)
+            operation = prepare(request, tensor, outputs, parts)
             if received is not None:
                 operation.rows = received
             return self._submit([operation], timeout_s)[0]
@@ -265,7 +271,7 @@ class Coordinator:
         prescale: float = 1.0,
         postscale: float = 1.0,
         outputs: Sequence[torch.Tensor] | None = None,
-        copied: Sequence[torch.Tensor] = (),
+        parts: Sequence[torch.Tensor] = (),
         name: str | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
@@ -273,12 +279,12 @@ class Coordinator:
         """Reduce a tensor over all ranks; each rank gets its share of the rows.
 
         If the rows do not divide evenly, the first ranks get one row more. If ``outputs`` is given, it has one tensor,
-        to which the rows of this rank are written; otherwise ``Work.wait`` returns them. ``copied`` as for
+        to which the rows of this rank are written; otherwise ``Work.wait`` returns them. ``parts`` as for
         ``allgather``.
         """
         with self._describer.label(name, OpKind.REDUCE_SCATTER, priority) as label:
             request = self._describer.reduce_scatter(tensor, Scaling(op, prescale, postscale), label)
-            return self._submit([prepare(request, tensor, outputs, copied)], timeout_s)[0]
+            return self._submit([prepare(request, tensor, outputs, parts)], timeout_s)[0]
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called ``barrier`` or ``join``.
@@ -303,8 +309,9 @@ class Coordinator:
             The rank that joined last, equal on all ranks.
 
         Raises:
-            DeadlineExceededError: An operation of this rank, or a rank, was late. The other ranks go on, and this rank
-                must call ``join`` again before it submits other operations.
+            DeadlineExceededError: An operation of this rank has not ended in time; then this rank has not joined. Or
+                some rank has not joined in time; then this rank has, the other ranks go on, and this rank must call
+                ``join`` again before it submits other operations.
         """
         last = self._agreement.join(self._members.patience(timeout_s))
         # A rank that joined early has counted fewer unnamed operations than the others, so all ranks reset their
@@ -347,6 +354,8 @@ class Coordinator:
     def store(self, path: str | Path) -> None:
         """Write the settings to a file, for ``tr.init(coordination=path)`` in later runs.
 
+        ``stall_warning_s`` and ``stall_abort_s`` are not written: ranks may set them differently.
+
         Raises:
             OSError: The file cannot be written.
         """
@@ -361,13 +370,13 @@ class Coordinator:
             return self._agreement.negotiator.cache.snapshot()
 
     def close(self, timeout_s: float = 5.0, *, reason: str = "") -> None:
-        """End the coordinator on this rank. Its pending operations fail.
+        """End the coordinator on this rank. Its pending operations fail, unless the library is about to finish them.
 
         The call is not collective: this rank tells the other ranks. On the other ranks, operations submitted later fail
         with ``PeerLost``. Pending ones fail too, unless all ranks had already agreed on them and the library can finish
         them. The error names this rank and the ``reason``. ``timeout_s`` limits the wait for the end of the thread in
-        which totalreduce calls the library. A second call does nothing, and neither does a call in a forked child
-        process.
+        which totalreduce calls the library. A second call does nothing; the same holds for a call in a
+        forked child process.
         """
         if self._is_closed or not self._members.runner.home.is_here:
             return

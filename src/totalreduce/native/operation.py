@@ -18,7 +18,7 @@ from totalreduce.runner.handle import Handle
 from totalreduce.tensors import dtypes
 from totalreduce.tensors.memory import Operands
 
-__all__ = ["NativeOperation", "prepare", "program_line"]
+__all__ = ["NativeOperation", "flattened", "prepare", "program_line"]
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _NOT_THE_PROGRAM = (_PACKAGE, str(Path(torch.__file__).resolve().parent), "<")
@@ -60,6 +60,12 @@ class NativeOperation:
     rows: list[int] = field(default_factory=list)
     error: BaseException | None = None
 
+    def begin(self) -> None:
+        """Make the copies that the operation needs. Called when its memory is claimed, by the thread that submits."""
+        self.operands.prepare()
+        if self.ready is not None:
+            self.ready.record(torch.cuda.current_stream(self.tensor.device))
+
     @property
     def returned(self) -> torch.Tensor | Callable[[], torch.Tensor | None]:
         """The result of ``Work.wait``: a tensor, or a function that is called when the operation has ended."""
@@ -70,7 +76,7 @@ def prepare(
     request: Request,
     tensor: torch.Tensor,
     outputs: Sequence[torch.Tensor] | None = None,
-    copied: Sequence[torch.Tensor] = (),
+    parts: Sequence[torch.Tensor] = (),
     *,
     writes: bool = False,
 ) -> NativeOperation:
@@ -80,10 +86,11 @@ def prepare(
         request: The description.
         tensor: The contribution of this rank.
         outputs: Tensors that take the result.
-        copied: The tensors from which the caller has copied ``tensor``. No operation in flight may write them.
+        parts: Tensors with which ``tensor`` is filled, one after the other, by ``NativeOperation.begin``.
         writes: Whether the result is written into ``tensor``.
 
     Raises:
+        ConfigurationError: The parts do not fill ``tensor``, or have another dtype.
         UnsupportedError: An output is sparse, nested or quantised.
     """
     operands = Operands(request.name)
@@ -91,18 +98,22 @@ def prepare(
     for output in outputs or ():
         dtypes.check_dense(output, request.name)
         operands.hold(output, writes=True)
-    for source in copied:
-        operands.read_now(source)
-    ready = None
-    if tensor.is_cuda:
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record(torch.cuda.current_stream(tensor.device))
+    if parts:
+        operands.fill(tensor, parts)
+    ready = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
     # The program may give its tensors other memory while the operation is in flight; the operation keeps the old one.
     kept = None if outputs is None else [output.detach() for output in outputs]
     returned = tensor if request.kind in _IN_PLACE else None
     if outputs and request.kind in _ONE_OUTPUT:
         returned = outputs[0]
     return NativeOperation(request, returned, tensor.detach(), operands, kept, ready)
+
+
+def flattened(tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """Return a tensor as one row, and the parts that fill it (see ``prepare``) if that row is a copy."""
+    if tensor.is_contiguous():
+        return tensor.view(-1), ()
+    return tensor.new_empty(tensor.numel()), [tensor]
 
 
 @dataclass(slots=True)

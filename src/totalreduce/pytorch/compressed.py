@@ -154,11 +154,11 @@ class CompressedReducer(GradientReducer):
         settings, state = self._settings, self._state
         updates = self.rounds.finish(settings.timeout_s)
         self.skipped = updates is None
-        if updates is None:
+        if updates is None and not state.joined:
             for member, accumulated in state.accumulated.items():
                 accumulated.fill_(math.nan)
                 self._install(member, accumulated)
-        else:
+        elif updates is not None:
             self._commit(updates, state.scale / settings.divisor(active))
         state.accumulated.clear()
         if settings.rank == 0 and _every(settings.feedback.report_every, self._round):

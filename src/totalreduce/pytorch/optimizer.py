@@ -71,7 +71,8 @@ class DistributedOptimizer(OptimizerWrapper):
         bucket_bytes: The size limit of a bucket, whose gradients travel as one operation. Default: 4 MiB. With a
             native library: 8 MiB, or the coordinator's ``fusion_bytes`` if that is smaller.
         overlap: ``"backward"``: communication runs during backward, and ``step()`` waits for it. ``"iterations"``:
-            ``step()`` returns at once, and the next forward pass of each module waits for its own parameters only.
+            ``step()`` without a closure returns at once, unless ``synchronize()`` was called before, or the torch
+            optimizer has hooks of its own; the next forward pass of each module waits for its own parameters only.
             It needs ``model``, and ``sync`` refuses it. ``DistributedOptimizer`` uses ``"backward"`` instead, without
             an error, if ``on_missing="error"``, if sparse gradients are gathered, or if the torch optimizer is LBFGS or
             SparseAdam.
@@ -83,7 +84,7 @@ class DistributedOptimizer(OptimizerWrapper):
         compression: The dtype in which dense gradients travel: ``"fp16"``, ``"bf16"``, or ``"none"``, which keeps their
             own dtype. It does not apply to sparse gradients that are gathered, nor to those that the sparse method
             (``sync``) sends.
-        gradient_predivide_factor: With ``AVG``, gradients are divided by this factor before the sum and by
+        gradient_predivide_factor: With ``AVG``, dense gradients are divided by this factor before the sum and by
             ``world_size / factor`` after it. Use it if float16 or bfloat16 gradients overflow or underflow.
         backward_passes_per_step: The number of backward passes whose gradients are accumulated before they are sent.
             If ``step()`` is called after fewer passes, it sends the gradients accumulated so far. The sum is not
@@ -100,7 +101,8 @@ class DistributedOptimizer(OptimizerWrapper):
             ``tr.Auto()``, which measures for each bucket whether compression is faster than dense reduction. ``None``:
             nothing is compressed. See docs/sparse.md.
         feedback: Settings of the residuals, in which a sparse method keeps the elements that it did not send.
-        grad_scaler: The ``GradScaler`` in use, if any. Residuals are divided by its loss scale before they are stored.
+        grad_scaler: The ``GradScaler`` in use, if any. Gradients are divided by its loss scale before they are added to
+            the residuals.
         name: Prefix of the operations' names; different for each optimizer that shares a group.
 
     Raises:
@@ -109,8 +111,8 @@ class DistributedOptimizer(OptimizerWrapper):
         PlanMismatchError: The ranks' models or settings differ. Every rank raises it.
 
     Attributes:
-        skipped_steps: The number of steps without an update, because some rank's gradients were not finite. Steps
-            are skipped only if ``sync`` is set; otherwise such gradients are applied.
+        skipped_steps: The number of steps without an update, because some rank's compressed gradients (``sync``) were
+            not finite. Other gradients that are not finite are applied.
     """
 
     def __init__(
@@ -164,11 +166,12 @@ class DistributedOptimizer(OptimizerWrapper):
         )
         self._group, self._name = group, name
         self._source = ParameterSource(optimizer, model, None if named_parameters is None else tuple(named_parameters))
-        self._compression = Compression(group, name, self._settings, grad_scaler)
+        self._compressed = Compression(group, name, self._settings, grad_scaler)
         self._hooks = HookHandles()
         self._no_sync_depth = 0
         self._planned = self._closed = False
-        #: A ``join`` that is under way or that a time-out has interrupted, or the loss of a closure that one has.
+        #: What a time-out has left unfinished: a ``join`` (also while it is under way); or a step with a closure, of
+        #: which the loss is kept: the closure has returned, but its gradients or its loss are not reduced yet.
         self._unfinished: Joining | ClosureLoss | None = None
         self.skipped_steps = 0
         self._plan_gradients()
@@ -220,8 +223,8 @@ class DistributedOptimizer(OptimizerWrapper):
         """Agree with the other ranks on a plan, and make its reducers and hooks. Collective."""
         group, name, source, settings = self._group, self._name, self._source, self._settings
         plan = agree_on_plan(group, name, source, settings)
-        uncompressed = self._compression.choose(plan.compressed)
-        if self._compression.choices:
+        uncompressed = self._compressed.choose(plan.compressed)
+        if self._compressed.choices:
             plan = agree_on_plan(group, name, source, settings, uncompressed)
         self._plan = plan
         arithmetic = Arithmetic.of(
@@ -259,7 +262,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def _make_reducers(self) -> list[GradientReducer]:
         """List the reducers, in the order in which they finish. A new kind of reducer is added here."""
-        plan, compressed = self._plan, self._compression.use(self._plan.compressed)
+        plan, compressed = self._plan, self._compressed.use(self._plan.compressed)
         divisor = functools.partial(self._settings.divisor, world_size=self._group.world_size)
         reducers: list[GradientReducer] = [
             self._dense,
@@ -283,8 +286,8 @@ class DistributedOptimizer(OptimizerWrapper):
         round_ = self._round
         if round_.phase is Phase.CLOSED or isinstance(self._unfinished, Joining):
             raise ConfigurationError(
-                "the last synchronisation (step(), synchronize() or join()) is unfinished. Its gradients, when they "
-                "arrive, would overwrite those of this backward pass: repeat that call before backward()"
+                "the last synchronisation (step(), synchronize() or join()) is unfinished. Its results, when they "
+                "arrive, would not be those of this backward pass: repeat that call before backward()"
             )
         if self._unfinished is not None:
             self.close()
@@ -297,6 +300,7 @@ class DistributedOptimizer(OptimizerWrapper):
             return
         round_.passes[index] += 1
         if round_.passes[index] % self._settings.backward_passes_per_step:
+            round_.forget_result()
             return
         if round_.phase is not Phase.OPEN:
             round_.open()
@@ -315,7 +319,11 @@ class DistributedOptimizer(OptimizerWrapper):
         self._synchronize()
 
     def _synchronize(self) -> None:
-        """Implement ``synchronize``. Subclasses override ``synchronize``, so this class calls ``_synchronize``."""
+        """Implement ``synchronize``.
+
+        This class calls this method, because Horovod's subclass overrides ``synchronize`` to note that the program has
+        called it.
+        """
         self._check_usable()
         self.flush()
         if self._round.phase is not Phase.SYNCHRONISED:
@@ -345,8 +353,9 @@ class DistributedOptimizer(OptimizerWrapper):
             ConfigurationError: The closure's loss has more than one element.
             MissingTensorError: With ``on_missing="error"``. Every rank raises it before the gradients are applied.
             PeerLost: A rank died.
-            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. The call may be repeated, except for
-                LBFGS. A closure that has returned is not called again then; pass one all the same.
+            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. The call may be repeated, except
+                with LBFGS. If the closure had returned before the time-out, the repeated call does not call it again,
+                but a closure must still be passed.
         """
         self._check_usable()
         if closure is None and isinstance(self._unfinished, ClosureLoss):
@@ -365,7 +374,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._synchronize()
             if not self._round.skipped:
                 result = self._inner.step()
-        if self._round.skipped and self._compression.grad_scaler is None and self.skipped_steps == 1:
+        if self._round.skipped and self._compressed.grad_scaler is None and self.skipped_steps == 1:
             warnings.warn(
                 "a step was skipped on all ranks, because some rank's gradients were not finite; parameters and "
                 "residuals have not changed. DistributedOptimizer.skipped_steps counts such steps.",
@@ -379,10 +388,12 @@ class DistributedOptimizer(OptimizerWrapper):
         """Return a closure that calls the given one, and reduces its gradients and its loss over the ranks."""
 
         def reduced_closure() -> Any:
-            unfinished, self._unfinished = self._unfinished, None  # the last call, if a time-out has interrupted it
+            # Left by an earlier ``step`` whose reduction timed out after the closure had returned.
+            unfinished, self._unfinished = self._unfinished, None
             if not isinstance(unfinished, ClosureLoss):
-                # After the closure's last call the round is synchronised. If this call makes no gradients, nothing
-                # resets that, and ``_synchronize`` below would do nothing while the other ranks wait.
+                # An optimizer such as LBFGS calls the closure several times per step. The previous call has left the
+                # round synchronised, and only a gradient opens another one: a rank whose present call computes no
+                # gradient would not take part in ``_synchronize`` below, while the other ranks wait.
                 self._round.forget_result()
                 with torch.enable_grad():
                     unfinished = ClosureLoss(closure())
@@ -478,9 +489,9 @@ class DistributedOptimizer(OptimizerWrapper):
                 self._remove_plan()
 
     def _check_usable(self, *, planned: bool = True, joining: bool = False) -> None:
-        """Raise an error if the optimizer is closed, ``join`` must be repeated, or the last ``replan`` has failed.
+        """Raise an error if the optimizer is closed, ``join`` must be repeated, or the last plan has failed.
 
-        ``planned=False``: a failed ``replan`` is no error. ``joining=True``: an interrupted ``join`` is no error.
+        ``planned=False``: a failed plan is no error. ``joining=True``: an interrupted ``join`` is no error.
         """
         if self._closed:
             raise ConfigurationError("this DistributedOptimizer was closed: build a new one")
@@ -488,12 +499,13 @@ class DistributedOptimizer(OptimizerWrapper):
             raise ConfigurationError("this rank has announced that it has no more data: repeat join() until it returns")
         if planned and not self._planned:
             raise ConfigurationError(
-                "the last replan() failed: correct the model, then call replan() again on every rank"
+                "the last plan failed: after PlanMismatchError or ConfigurationError correct the model and call "
+                "replan() on every rank; after a time-out close this optimizer"
             )
 
     @property
     def resubmissions(self) -> int:
-        """The number of buckets that were sent twice, because gradients changed after backward had ended."""
+        """The number of buckets sent twice since the last plan: a rank's gradients had changed after they had left."""
         return self._dense.resubmissions
 
     # -------------------- compressed gradients and their residuals
@@ -501,12 +513,12 @@ class DistributedOptimizer(OptimizerWrapper):
     @property
     def choices(self) -> list[Choice]:
         """The measurements and decisions of ``tr.Auto``, for each bucket that it could compress."""
-        return self._compression.choices
+        return self._compressed.choices
 
     @property
     def residuals(self) -> dict[str, torch.Tensor]:
         """The residuals of this rank by parameter: float32, in the parameter's shape. Read-only."""
-        return self._compression.shaped_residuals()
+        return self._compressed.shaped_residuals()
 
     def flush_residuals(self) -> None:
         """Have the next step send all gradients and residuals, so that no residual is left.
@@ -519,8 +531,8 @@ class DistributedOptimizer(OptimizerWrapper):
             raise ConfigurationError(
                 "gradients of this step have been sent already: call flush_residuals() before backward"
             )
-        if self._compression.reducer is not None:
-            self._compression.reducer.send_dense = True
+        if self._compressed.reducer is not None:
+            self._compressed.reducer.send_dense = True
 
     def residual_state_dict(self) -> dict[str, Any]:
         """Return the state of the sparse method on this rank.
@@ -533,7 +545,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         self._check_usable()
         self.flush()
-        return self._compression.state()
+        return self._compressed.state()
 
     def load_residual_state_dict(self, *states: Mapping[str, Any]) -> None:
         """Go on from states that ``residual_state_dict`` returned.
@@ -547,11 +559,11 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         self._check_usable()
         self.flush()
-        self._compression.load_state(states)
+        self._compressed.load_state(states)
 
     def residual_norm(self) -> float:
         """Return the norm of all residuals of this rank."""
-        return self._compression.residuals.norm()
+        return self._compressed.residuals.norm()
 
     @property
     def hidden_share(self) -> float | None:
@@ -560,13 +572,13 @@ class DistributedOptimizer(OptimizerWrapper):
         That is the part of the exchange before ``step()`` began to wait, divided by the time of the whole exchange.
         ``None`` if the last step had no sparse exchange.
         """
-        overlap = None if self._compression.reducer is None else self._compression.reducer.rounds.overlap
+        overlap = None if self._compressed.reducer is None else self._compressed.reducer.rounds.overlap
         return None if overlap is None or not overlap.exchange_s else overlap.hidden_s / overlap.exchange_s
 
     @property
     def reports(self) -> list[Report]:
         """The reports of the sparse method on the last step, by bucket."""
-        return [] if self._compression.reducer is None else self._compression.reducer.rounds.reports()
+        return [] if self._compressed.reducer is None else self._compressed.reducer.rounds.reports()
 
     # -------------------- parameter groups
 

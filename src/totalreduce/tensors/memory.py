@@ -7,11 +7,12 @@ group and its subgroups: two operations in flight never use the same memory, unl
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import threading
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -157,11 +158,24 @@ class Operands:
         (self.writes if writes else self.inputs).append(_strided_span(plain))
         self._holds.append(StorageHold(plain.untyped_storage()))
 
-    def read_now(self, tensor: torch.Tensor) -> None:
-        """Add a tensor that the caller has copied before it submits the operation."""
-        plain = tensor.detach()
-        if plain.numel() and plain.data_ptr():
-            self.first_reads.append(_strided_span(plain))
+    def fill(self, target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Have ``prepare`` copy tensors, one after the other, into a contiguous tensor.
+
+        Raises:
+            ConfigurationError: The parts have another dtype than the target, or another number of elements in all.
+        """
+        rest = target.detach().view(-1)
+        if any(part.dtype is not target.dtype for part in parts) or sum(map(torch.numel, parts)) != rest.numel():
+            raise ConfigurationError(
+                f"{self.name!r}: the parts are {[(part.numel(), part.dtype) for part in parts]}, but the tensor that "
+                f"they fill has {rest.numel()} elements of {target.dtype}"
+            )
+        for part in parts:
+            plain = part.detach()
+            place, rest = rest[: plain.numel()], rest[plain.numel() :]
+            if plain.numel() and plain.data_ptr():
+                self.first_reads.append(_strided_span(plain))
+                self._copies_in.append(functools.partial(place.view(plain.shape).copy_, plain))
 
     @property
     def in_flight(self) -> list[Span]:
