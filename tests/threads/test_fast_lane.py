@@ -91,7 +91,9 @@ def test_no_bit_of_an_allreduce_depends_on_the_lane(world_size: int) -> None:
             ops = [ReduceOp.SUM, ReduceOp.PRODUCT]
             ops += [ReduceOp.AVG] if dtype in FLOATS else [ReduceOp.MIN, ReduceOp.MAX]
             for size in (0, 1, 3, 1000, 50_000, 700_001):
-                for op in ops if size < 700_001 or dtype in FLOATS[:1] else ops[-1:]:
+                if size > 50_000 and (dtype is not torch.float32 and world_size > 4):
+                    continue
+                for op in ops if size <= 50_000 or dtype is torch.float32 else ops[-1:]:
                     for shared in (False, True):
                         tensor = values_of(group.rank, size, dtype)
                         if shared:
@@ -111,9 +113,13 @@ def blocks_of(group: Group, sizes: list[int], dtype: torch.dtype, memory: str) -
     return list(tensor.zero_().split(sizes))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("memory", ["apart", "together", "shared"])
-def test_no_bit_of_blocks_depends_on_the_lane(world_size: int, memory: str) -> None:
+WHERE = [(memory, size) for memory in ("apart", "together", "shared") for size in (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("memory", "world_size"), [*WHERE, ("apart", 1), ("together", 4), ("shared", 5), ("apart", 7), ("shared", 8)]
+)
+def test_no_bit_of_blocks_depends_on_the_lane(memory: str, world_size: int) -> None:
     """Equal, unequal and empty blocks; three times by one name, so that the third one repeats the words."""
 
     def results_of(group: Group) -> list[torch.Tensor]:
@@ -374,6 +380,7 @@ def test_an_announcement_that_no_correct_rank_makes_is_the_loss_of_its_rank(
                 carriage.words[exchange.TURNS] = carriage.words[exchange.COUNT] = 0
                 carriage.words[carriage.plan.peers[0] + exchange.PART_COUNT] = 0
                 lane.exchange(exchange.ADVANCE, carriage.address, 0, 0)
+                lane._wake(carriage)
                 lane.announce = lane.advance = lambda *_, **__: exchange.PENDING
                 return carriage
 
@@ -570,7 +577,7 @@ def test_the_end_of_a_rank_that_has_only_announced_is_no_result(collective: str)
     """Rank 1 closes its group at any instant: rank 0 gets all elements or an error."""
     count, chance = 200_000, random.Random(1)
     outcomes = set()
-    for _ in range(25):
+    for _ in range(15):
         groups = make_groups(2, transport="shm", hosts=[0, 0])
         begin = threading.Barrier(2)
         delays = [chance.random() * 1e-3 * chance.randrange(2) for _ in groups]
