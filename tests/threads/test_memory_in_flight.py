@@ -284,6 +284,21 @@ def test_waiting_for_memory_has_a_deadline(coordinated: bool) -> None:
 # --------------------------------------------------------------------------------------- with coordination, specially
 
 
+def test_coordinated_blocks_that_are_known_to_be_zero() -> None:
+    """Torch gives such tensors no memory; the library gets zeros in their place."""
+
+    def body(group: tr.Group) -> list[float]:
+        result = torch.full((3,), 5.0)
+        group.reduce_scatter(result, [torch._efficientzerotensor((3,)), torch.ones(3)]).wait()
+        return result.tolist()
+
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        assert run(2, body, coordinated=True) == [[0.0] * 3, [2.0] * 3]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_coordinated_operations_that_read_one_memory() -> None:
     """Contributions that are only read may be shared; a place for a result may not."""
 

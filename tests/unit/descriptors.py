@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The open files of this process, so that tests can see which ones they left behind."""
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class _Plan:
         ranks: The ranks of the operation.
         peers: For every rank the index of its first word.
         has_blocks: Whether the operation has a buffer for each rank.
-        is_read: Whether the other ranks read anything of this rank.
+        publishes: Whether the other ranks read anything of this rank.
         bytes_sent: The bytes that the other ranks read of this rank's memory.
         bytes_received: The bytes that this rank reads of theirs.
     """
@@ -85,9 +85,9 @@ class _Plan:
         "bytes_received",
         "bytes_sent",
         "has_blocks",
-        "is_read",
         "mode",
         "peers",
+        "publishes",
         "ranks",
     )
 
@@ -99,7 +99,7 @@ class _Plan:
         if signature.kind is OpKind.BROADCAST:
             blocks = tuple(count if index == signature.root else 0 for index in range(size))
         adds = self._adds = signature.kind not in _GATHERINGS
-        self.is_read = adds or blocks[me] > 0
+        self.publishes = adds or blocks[me] > 0
         gathers = signature.kind is not OpKind.REDUCE_SCATTER
         # A reduce-scatter's blocks lie one after the other where other ranks read them; a gathering's lie alone.
         offsets = list(itertools.accumulate(blocks[:-1], initial=0)) if adds else [0] * size
@@ -133,10 +133,10 @@ class _Plan:
         if not blocks:
             self.bytes_sent = others * everything if is_whole else 2 * others * everything // size
             self.bytes_received = self.bytes_sent
+        elif adds:
+            self.bytes_sent, self.bytes_received = everything - own, others * own
         else:
             self.bytes_sent, self.bytes_received = others * own, everything - own
-            if adds:
-                self.bytes_sent, self.bytes_received = self.bytes_received, self.bytes_sent
 
     def _fill_peers(self, boards: Boards, blocks: Sequence[int], offsets: Sequence[int]) -> None:
         block, memories = self.block, boards.memories()
@@ -158,7 +158,7 @@ class _Plan:
     def place(self, buffers: _Buffers, boards: Boards) -> _Place:
         """Return where the buffers of an operation are."""
         addresses = [_address_of(buffer) for buffer in buffers]
-        source = self._source(buffers, boards) if self.mode == exchange.PIECES and self.is_read else 0
+        source = self._source(buffers, boards) if self.mode == exchange.PIECES and self.publishes else 0
         return (0, source, addresses) if self.has_blocks else (addresses[0], source, ())
 
     def _source(self, buffers: _Buffers, boards: Boards) -> int:
@@ -175,7 +175,7 @@ class _Plan:
 
     def needs_stage(self, source: int) -> bool:
         """Return whether an operation needs a stage whose tensor is at ``source``."""
-        return self.mode != exchange.IN_ENTRY and source == 0 and self.is_read
+        return self.mode != exchange.IN_ENTRY and source == 0 and self.publishes
 
     def write(self, words: memoryview, place: _Place) -> None:
         """Write where the buffers of an operation are into its block."""
@@ -379,7 +379,11 @@ class FastLane:
             carriage.given_back = True
 
     def has_begun_after(self, carriage: Carriage) -> bool:
-        """Return whether all ranks have announced a later operation of the same name, which has one in flight."""
+        """Return whether all ranks have announced a later operation of the same name.
+
+        Without a second entry (``other``) the name may have several operations in flight, so that a later one shows
+        nothing of an earlier one: then the answer is no.
+        """
         name, iteration = carriage.operation.key[0], carriage.iteration
         return carriage.other is not None and any(
             user is not None

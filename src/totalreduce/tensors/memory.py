@@ -125,12 +125,8 @@ class Operands:
 
     def copy(self, source: torch.Tensor, target: memoryview) -> None:
         """Have ``prepare`` copy a tensor to bytes that ``add`` has returned. The tensor is not used afterwards."""
-        plain = source.detach()
-        if not plain.numel():
-            return
-        self.first_reads.append(_strided_span(plain))
-        place = torch.frombuffer(target, dtype=plain.dtype).view(plain.shape)
-        self._copies_in.append(lambda: place.copy_(plain))
+        if source.numel():
+            self._copy_in(source, torch.frombuffer(target, dtype=source.dtype))
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Have ``finish`` check that a tensor has the same memory. Its parts were added for writing."""
@@ -171,11 +167,9 @@ class Operands:
                 f"they fill has {rest.numel()} elements of {target.dtype}"
             )
         for part in parts:
-            plain = part.detach()
-            place, rest = rest[: plain.numel()], rest[plain.numel() :]
-            if plain.numel() and plain.data_ptr():
-                self.first_reads.append(_strided_span(plain))
-                self._copies_in.append(functools.partial(place.view(plain.shape).copy_, plain))
+            if part.numel():
+                self._copy_in(part, rest[: part.numel()])
+                rest = rest[part.numel() :]
 
     @property
     def in_flight(self) -> list[Span]:
@@ -219,6 +213,12 @@ class Operands:
             if tensor.data_ptr() != address or tensor.nbytes > num_bytes:
                 return True
         return False
+
+    def _copy_in(self, source: torch.Tensor, row: torch.Tensor) -> None:
+        plain = source.detach()
+        if plain.data_ptr():  # a tensor that is known to be zero has no memory
+            self.first_reads.append(_strided_span(plain))
+        self._copies_in.append(functools.partial(row.view(plain.shape).copy_, plain))
 
     def _bytes(self, tensor: torch.Tensor) -> memoryview:
         """Return the bytes of a contiguous tensor, without NumPy, which would cost an operation some 10 µs."""
