@@ -308,6 +308,38 @@ def test_goodbye_fails_only_what_still_needs_the_one_who_left() -> None:
     assert "closed the group" in str(pending.error)
 
 
+def test_an_operation_that_a_departure_fails_completes_after_its_last_addition() -> None:
+    """The group goes on, so the caller may use the tensor again when the operation completes."""
+    rack = Rack(3)
+    operation = rack.submit(0, "w", [1.0] * 30)
+    rack.submit(2, "w", [1.0] * 30)
+    while (computation := rack.begin_computing(0)) is None:
+        assert rack.move(2, 0) or rack.move(0, 2)
+    rack.engines[1].close(rack.now, tell=[0, 2])
+    while rack.move(1, 0):
+        pass
+    assert isinstance(operation.error, PeerLost)
+    assert rack.completed[0] == []
+    rack.end_computing(0, computation)
+    assert rack.completed[0] == [operation]
+
+
+def test_iterations_are_counted_beyond_32_bits() -> None:
+    rack = Rack(2)
+    for rank in range(2):
+        rack.submit(rank, "w", [0.0])
+    rack.run()
+    for engine in rack.engines:
+        next(iter(engine.table.names)).next_iteration = 0xFFFFFFFE
+    for turn in range(4):  # each rank is once a whole operation ahead: its message comes early
+        mine = rack.submit(turn % 2, "w", [1.0 + turn])
+        rack.run()
+        other = rack.submit(1 - turn % 2, "w", [10.0])
+        rack.run()
+        assert values_of(mine) == values_of(other) == [11.0 + turn]
+        assert mine.key[1] == (0xFFFFFFFE + turn) % (1 << 32)
+
+
 @pytest.mark.parametrize("asks", [False, True])
 def test_without_the_goodbye_of_a_departed_rank_the_end_of_its_connection_counts(asks: bool) -> None:
     """Rank 2 is told by rank 1 that rank 0 has departed, and gets no GOODBYE itself."""

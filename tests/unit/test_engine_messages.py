@@ -1,7 +1,7 @@
 """Messages between two ranks, receives from anybody, and collectives whose ranks know only their own blocks."""
 
 import pytest
-from rack import MESSAGE, Rack, values_of
+from rack import MESSAGE, Message, Rack, broadcast, drain, values_of
 
 from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.operation import Operation
@@ -454,3 +454,92 @@ def test_descriptions_travel_once_for_repeated_messages() -> None:
             rack.give(0, 1, message)
     assert described == 1
     assert MESSAGE.describe() == "send_recv of float64[]"
+
+
+def reported_departure(rack: Rack) -> list[Message]:
+    """Rank 0 sends to rank 2 and leaves; rank 1's report of that reaches rank 2 first. Returns rank 0's messages."""
+    rack.send(0, 2, [7.0])
+    messages = list(drain(rack, 0, 2))
+    assert messages[-1][0].frame is Frame.DATA
+    everyones = rack.submit(1, "w")
+    rack.engines[0].close(rack.now, tell=[1, 2])
+    while rack.move(0, 1) or rack.move(1, 2):
+        pass
+    assert isinstance(everyones.error, PeerLost)
+    return messages
+
+
+@pytest.mark.parametrize("from_any", [False, True])
+def test_a_message_is_received_although_the_report_of_its_senders_departure_was_faster(from_any: bool) -> None:
+    rack = Rack(3)
+    messages = reported_departure(rack)
+    receive = rack.receive_any(2, 1) if from_any else rack.receive(0, 2, 1)
+    for message in messages:
+        rack.give(0, 2, message)
+    rack.run()
+    got = received(rack, receive) if isinstance(receive, AnyReceive) else receive
+    assert got.error is None
+    assert values_of(got) == [7.0]
+    late = rack.receive(0, 2, 1)  # rank 0's GOODBYE has come
+    assert isinstance(late.error, PeerLost)
+    assert late.error.rank == 0
+
+
+def test_messages_of_a_rank_whose_departure_was_reported_are_awaited_for_a_limited_time() -> None:
+    rack = Rack(3)
+    header, _ = reported_departure(rack)[-1]
+    while rack.take(0, 2) is not None:  # its GOODBYE never arrives
+        pass
+    waiting = rack.receive(0, 2, 1, tag=3)
+    anybodys = AnyReceive({0: "0 to 2, tag 4"}, MESSAGE, memoryview(bytearray(8)), "", 0, owner=None)
+    rack.engines[2].receive_any(anybodys, rack.now)
+    delivery = rack.begin_receiving(0, 2, header)
+    rack.tick(100.0)
+    assert waiting.error is None, "a message of rank 0 is arriving"
+    rack.end_receiving(2, delivery, bytes(8))
+    rack.tick(101.0)
+    assert waiting.error is None
+    rack.tick(103.0)
+    assert [waiting.error.rank, anybodys.error.rank] == [0, 0]
+    with pytest.raises(PeerLost, match="rank 0"):
+        rack.engines[2].receive_any(anybodys, rack.now)
+    assert rack.engines[2].members.lost is None
+
+
+def test_an_operation_that_is_refused_because_a_rank_has_departed_has_used_its_iteration() -> None:
+    """So that the next operation without a name is the same one on all ranks that are left."""
+    rack = Rack(3)
+    early = [rack.submit(1, None), rack.submit(1, None, [4.0] * 2, broadcast(2, root=1))]
+    rack.engines[0].close(rack.now, tell=[1, 2])
+    for source, target in ((0, 1), (0, 2), (1, 2)):
+        while rack.move(source, target):
+            pass
+    assert isinstance(early[0].error, PeerLost)
+    with pytest.raises(PeerLost, match="rank 0"):
+        rack.submit(2, None)
+    assert len(rack.engines[2].reception.floating) == len(early[1:])
+    late = rack.submit(2, None, [0.0] * 2, broadcast(2, root=1))
+    rack.run()
+    assert late.key == early[1].key
+
+
+@pytest.mark.parametrize("submitted", [True, False])
+def test_the_memory_of_a_body_that_a_departed_rank_does_not_complete_is_released(submitted: bool) -> None:
+    rack = Rack(3, scratch_segments=1)
+    mine = [rack.submit(rank, "w", [1.0] * 3) for rank in range(2 if submitted else 1)]
+    message = rack.take_data(0, 1)
+    assert message is not None
+    rack.begin_receiving(0, 1, message[0])
+    reception = rack.engines[1].reception
+    assert reception.num_bodies == 1
+    rack.engines[1].members.depart_by_report(0, "it has closed the group", rack.now)
+    rack.engines[1].peer_lost(0, "its connection ended", rack.now)
+    rack.collect(1)
+    assert reception.num_bodies == 0
+    assert reception.scratch.available
+    assert not reception.arriving
+    assert all(isinstance(operation.error, PeerLost) for operation in mine[1:])
+    sent, got = rack.send(2, 1, [5.0]), rack.receive(2, 1, 1)
+    rack.run()
+    assert sent.error is None
+    assert values_of(got) == [5.0]

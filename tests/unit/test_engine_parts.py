@@ -180,7 +180,7 @@ def test_neighbours_are_told_a_new_signature_once() -> None:
         parts.signatures.submitted(operation, record)
         told = [[frame.frame for frame in parts.frames(peer)] for peer in (1, 2)]
         assert told == ([[Frame.DESCRIBE]] * 2 if turn == 0 else [[], []])
-        parts.table.end(operation, None, 0.0)
+        parts.table.end(operation, None, 0.0, group_goes_on=True)
 
 
 def test_a_difference_is_told_to_all_ranks() -> None:
@@ -226,7 +226,7 @@ def test_a_mismatch_completes_when_the_last_addition_has_ended() -> None:
     parts = Parts()
     operation = parts.submit()
     operation.computing = 1
-    parts.table.end(operation, MismatchError("w", (0, 1), ("a", "b")), 2.5)
+    parts.table.end(operation, MismatchError("w", (0, 1), ("a", "b")), 2.5, group_goes_on=True)
     assert (operation.state, parts.table.pop_completed(), parts.counters.active_s) == (State.FAILING, [], 2.5)
     operation.computing = 0
     parts.table.addition_ended(operation)
@@ -238,7 +238,7 @@ def test_after_a_loss_nothing_waits_for_additions() -> None:
     parts = Parts()
     operation = parts.submit()
     operation.computing = 1
-    parts.table.end(operation, PeerLost(1, "killed"), 0.0)
+    parts.table.end(operation, PeerLost(1, "killed"), 0.0, group_goes_on=False)
     assert parts.table.pop_completed() == [operation]
     parts.table.addition_ended(operation)
     assert parts.table.pop_completed() == []

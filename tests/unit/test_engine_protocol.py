@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from rack import SMALL, Rack, values_of
+from rack import SMALL, Rack, drain, values_of
 
 from totalreduce.engine.control import CONTROL_BYTES_MAX
 from totalreduce.engine.engine import Engine
@@ -133,12 +133,16 @@ def test_a_violation_found_at_submission_is_the_peers_fault() -> None:
 
 def test_another_epoch_is_dropped_and_counted() -> None:
     rack, header, body = message_to_rank_1()
-    rack.give(0, 1, (replace(header, epoch=1), body))
+    rack.give(0, 1, (replace(header, epoch=1, flags=Flag.EAGER), body))
     lost = json.dumps({"rank": 0}).encode()
     rack.give(0, 1, (Header(Frame.LOST, 1, body_bytes=len(lost)), lost))
     counters = rack.engines[1].counters
     assert (counters.dropped_messages, counters.dropped_bytes) == (2, len(body) + len(lost))
     assert rack.engines[1].members.lost is None
+    answers = list(drain(rack, 1, 0))
+    assert Frame.CREDIT not in {answer.frame for answer, _ in answers}, "rank 0 has used no allowance in this epoch"
+    for answer in answers:
+        rack.give(1, 0, answer)
     rack.give(0, 1, (header, body))
     rack.run()
     assert values_of(rack.completed[1][0]) == [2.0] * 20

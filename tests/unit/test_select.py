@@ -6,6 +6,7 @@ import random
 import pytest
 from rack import Rack, allreduce, values_of
 
+from totalreduce.engine.engine import Engine
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import Algorithm, OpKind
 from totalreduce.schedules import algorithms_of, program_for
@@ -197,3 +198,28 @@ def test_other_links_are_used_for_the_next_operations() -> None:
     [after] = chosen()
     assert before is not after
     assert after in (Algorithm.RING, Algorithm.HALVING_DOUBLING)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "doubled"), [(1.34e8, False), (2.7e8, True)])
+@pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 0, 1)])
+def test_segments_are_twice_as_long_on_fast_links_between_ranks_that_share_no_memory(
+    hosts: tuple[int, ...], bytes_per_s: float, doubled: bool
+) -> None:
+    rack = Rack(3)
+    rack.engines = [Engine(rank, 3, rack.config, hosts=hosts) for rank in range(3)]
+
+    def lengths(name: str) -> set[int]:
+        operations = [rack.submit(rank, name, [1.0] * 480) for rank in range(3)]
+        rack.run()
+        assert all(values_of(operation) == [3.0] * 480 for operation in operations)
+        layouts = [operation.layout for operation in operations]
+        lanes = [layout.regions(lane) for layout in layouts for lane in range(layout.num_lanes)]
+        return {region.body_bytes for lane in lanes for region in lane if region is not None}
+
+    assert lengths("before") == {64}
+    for engine in rack.engines:
+        engine.planner.use_links(LinkModel(bytes_per_s=bytes_per_s))
+    assert lengths("after") == ({128} if doubled and hosts == (0, 1, 2) else {64})
+    for engine in rack.engines:
+        engine.planner.use_links(LinkModel())
+    assert lengths("again") == {64}

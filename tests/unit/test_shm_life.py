@@ -256,6 +256,17 @@ def test_a_rank_that_goes_unused_is_no_loss_until_it_is_needed() -> None:
         assert host.desks[0].lost == [(2, "its connection ended (the connection was closed by the other end)")]
 
 
+def test_a_rank_on_which_operations_without_messages_rely_is_lost_when_it_goes() -> None:
+    with Host(3) as host:
+        host.ranks[0].boards.rely_on([0, 1])
+        host.close(1)
+        host.move()
+        [(peer, reason)] = host.desks[0].lost
+        assert peer == 1
+        assert "its connection ended" in reason
+        assert host.desks[2].lost == []
+
+
 def test_pieces_of_a_dead_reader_come_back() -> None:
     with Host(3) as host:
         host.desks[1].keeps = True

@@ -15,7 +15,7 @@ from totalreduce.transports import tcp
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.tcp import TcpTransport, listen
 
-CONFIG = TcpConfig(heartbeat_s=5.0, silence_s=60.0, notsent_lowat_bytes=64 * 1024)
+CONFIG = TcpConfig(heartbeat_s=20.0, silence_s=60.0, notsent_lowat_bytes=64 * 1024)
 
 
 class Message:
@@ -40,6 +40,7 @@ class Rank:
 
     def __init__(self, transport):
         self.transport, self.outbox, self.taken, self.inbox, self.lost = transport, deque(), [], [], []
+        self.sent = []
         self.receives, self._ready = True, set()
         transport.attach(self)
 
@@ -58,7 +59,7 @@ class Rank:
         return self.taken[-1]
 
     def message_sent(self, message):
-        pass
+        self.sent.append(message.number)
 
     def may_receive(self):
         return self.receives
@@ -97,6 +98,13 @@ def turn(ranks, until, *, timeout_s=20.0):
         for rank in ranks:
             if not rank.transport.progress():
                 rank.transport.wait(0.002)
+
+
+def only_wait(rank, *, timeout_s=20.0):
+    """Let a rank wait, and never make progress."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        rank.transport.wait(0.05)
 
 
 def fill(sender, receiver, message):
@@ -141,6 +149,49 @@ def test_the_last_messages_leave_although_their_peer_is_not_ready_any_more(ranks
     turn(ranks, lambda: len(second.inbox) == len(first.taken))
     assert second.inbox == list(range(len(first.taken)))
     assert first.transport.idle()
+
+
+def test_a_message_that_is_half_way_out_goes_on_while_its_rank_waits(ranks):
+    first, second = ranks
+    first.post(Message(0, 0))
+    turn(ranks, lambda: second.inbox == [0])
+    first.post(Message(1, 8 << 20))
+    first.transport.progress()
+    assert first.sent == [0], "it does not fit into the socket"
+    reading = threading.Thread(target=turn, args=([second], lambda: second.inbox == [0, 1]))
+    reading.start()
+    deadline = time.monotonic() + 20.0
+    while second.inbox != [0, 1] and time.monotonic() < deadline:
+        first.transport.wait(0.05)
+    reading.join()
+    assert second.inbox == [0, 1]
+    assert first.sent == [0], "only progress() tells the endpoint"
+    assert not first.transport.idle()
+    first.transport.progress()
+    assert first.sent == [0, 1]
+    assert first.transport.idle()
+
+
+def test_nothing_follows_a_message_in_which_ctrl_c_struck(ranks, monkeypatch):
+    """The bytes that were sent last may not have been counted, and would be sent twice."""
+    first, second = ranks
+    first.post(Message(0, 0))
+    turn(ranks, lambda: second.inbox == [0])
+    first.post(Message(1, 8 << 20))
+    first.transport.progress()
+    (connection,) = (c for c in first.transport._connections.values() if c.outgoing.is_half_way)
+
+    def struck(sent):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(connection.outgoing, "_consume", struck)
+    reading = threading.Thread(target=turn, args=([second], lambda: second.lost))
+    reading.start()
+    with pytest.raises(KeyboardInterrupt):
+        only_wait(first)
+    reading.join()
+    assert second.inbox == [0]
+    assert "ended" in second.lost[0]
 
 
 def test_what_is_urgent_overtakes_everything_that_has_not_begun_to_leave(ranks):

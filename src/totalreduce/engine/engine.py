@@ -6,12 +6,12 @@ to do next:
 * for the application, the runner calls ``submit``, ``receive_any``, ``promote`` and ``close``, and collects ended
   operations with ``table.pop_completed()``;
 * a transport gets messages to send from ``next_message`` and reports them with ``message_sent``; it asks ``accept``
-  where to store a received body and reports a complete body with ``delivered``; it reports a peer that it cannot reach
-  any more with ``peer_lost``;
+  where to store a received body and reports a complete body with ``delivered``; it reports with ``peer_lost`` a peer
+  that it cannot reach any more, or for whose message ``accept`` or ``delivered`` has raised ``ProtocolError``;
 * a thread takes an addition or a copy with ``computations.take()``, carries it out with
   ``runner.endpoint.carry_out``, and reports its end with ``computed``;
-* the runner calls ``tick`` from time to time; its endpoint calls ``begin_again``, ``adopt``, ``carried`` and
-  ``take_back`` for operations in the fast lane.
+* the runner calls ``tick`` from time to time; its endpoint calls ``begin_again``, ``adopt``, ``carried``,
+  ``count_carried`` and ``take_back`` for operations in the fast lane.
 
 This file implements the life cycle of an operation. The engine's parts, one file each, do the rest. Names in italics
 in this table are those of the Total Reduce paper:
@@ -36,13 +36,13 @@ in this table are those of the Total Reduce paper:
 ``stall``, ``reports`` the search for ranks that keep other ranks waiting
 =====================  ================================================================================================
 
-Words: the *key* of an operation is its id (the hash of its name, and of a scope that
-differs between groups) and its iteration. A rank is *lost* if it
-fails without notice or violates the protocol; then the group can no longer be used. A rank has *departed* if it has
-closed the group with a GOODBYE frame. After a departure, an operation fails if any of its ranks still has a message to
-exchange with the departed rank. It then fails on every rank where it has not ended yet. This rank counts a peer as
-having *posted* an operation once a data message or a POSTED frame shows that the peer has submitted it;
-``Operation.posted_by`` is the set of these peers.
+Words: the *key* of an operation is its id and its iteration. The id is a hash of the operation's scope and name; the
+scope keeps the names of subgroups and of point-to-point messages apart, which share this engine. The iteration is the
+number of earlier operations with the same id. A rank is *lost* if it fails without notice or violates the protocol;
+then the group can no longer be used. A rank has *departed* if it has closed the group with a GOODBYE frame. After a
+departure, an operation fails if any of its ranks still has a message to exchange with the departed rank. It then fails
+on every rank where it has not ended yet. This rank counts a peer as having *posted* an operation once a data message or
+a POSTED frame shows that the peer has submitted it; ``Operation.posted_by`` is the set of these peers.
 
 Invariants (``validate`` checks the parts of them that can be seen in the engine's attributes):
 
@@ -75,7 +75,7 @@ from totalreduce.engine.early import NO_FRAMES, EarlyRecord
 from totalreduce.engine.floating import FloatingMessage
 from totalreduce.engine.layout import OperationLayout
 from totalreduce.engine.members import Members
-from totalreduce.engine.names import NameRecord
+from totalreduce.engine.names import NameRecord, following
 from totalreduce.engine.operation import Arrival, Carriage, Lane, Operation, State
 from totalreduce.engine.outbox import NO_KEY, Outbox, OutgoingMessage, QueuedMessage
 from totalreduce.engine.planner import Planner
@@ -112,7 +112,8 @@ class Engine:
             makes no offer if something about the operation has arrived already, or if any rank has departed. ``None``:
             all operations use messages.
 
-    The other attributes are the parts that the module's table lists.
+    The other attributes are parts that the module's table lists. Their names are those of the table, but for ``stalls``
+    and for parts that only the engine uses (``_rendezvous``). ``names`` and ``early`` are attributes of ``table``.
     """
 
     def __init__(
@@ -175,11 +176,12 @@ class Engine:
 
         Raises:
             ConfigurationError: The name is in flight already, is too long, or its hash is that of another name; or
-                there are too many names.
+                there are too many names; or the schedule that was asked for does not exist.
             PeerLost: A rank of the group is lost; or a rank of the operation has departed, and the operation's kind is
-                not in ``ENDS_EARLY``. These are the kinds that can end on one rank before the others have submitted the
-                operation, such as a broadcast. For them a departed rank raises no error: the operation that is
-                returned has failed if it needs a message from or to that rank.
+                not in ``ENDS_EARLY``. An operation of a kind in ``ENDS_EARLY``, such as a broadcast, can end on one
+                rank before the others have submitted it, and is accepted. If it needs a message from or to the departed
+                rank, it fails: at once, if all messages of that rank have arrived; if only another rank has reported
+                the departure, when the GOODBYE comes, the connection ends, or ``members.overdue`` names the rank.
             GroupClosed: This rank has closed the group.
         """
         name, signature, buffers, ranks, scope, repeats, priority = submission
@@ -192,13 +194,17 @@ class Engine:
             for peer, reason in members.departed.items():
                 if peer in ranks:
                     members.tell_of_loss(LossNotice(peer, reason), ranks, key)
+                    # The other ranks have used this iteration, or will.
+                    record.next_iteration = following(key[1])
+                    table.early.claim(key)
+                    self.reception.drop(self.reception.floating.claim(key))
                     raise PeerLost(peer, reason)
         if name is not None and not repeats and key[1] and (key[0], key[1] - 1) in table.active:
             raise ConfigurationError(
                 f"an operation named {name!r} is already in flight on rank {self.rank}; wait for it or use another name"
             )
         layout = self.planner.layout(record, signature, ranks, buffers)
-        record.next_iteration = (key[1] + 1) & 0xFFFFFFFF
+        record.next_iteration = following(key[1])
         operation = self._operation(submission, record, key, layout, now, owner)
         table.add(operation, now)
         for observer in self.observers:
@@ -207,17 +213,18 @@ class Engine:
         if early.failure is not None:
             self.reception.drop(self.reception.floating.claim(key))
             self._end(operation, now, early.failure)
-            return operation
-        carrier = self.carrier
-        if carrier is not None and early is NO_FRAMES and not members.departed and key not in self.reception.floating:
-            operation.carriage = carrier.offer(operation)
-        if operation.carriage is None:
-            self._start(operation, record, early, now)
-        # If this operation is a receive from ``ranks[0]``, it has used up one iteration of the name. The sender's next
-        # message may have arrived already, and a waiting ``AnyReceive`` can take it now. (In a send, ``ranks[0]`` is
-        # this rank, from which no ``AnyReceive`` receives.) With ``becoming`` this is not necessary:
-        # ``_match_any_receives`` looks for the next message itself, and when ``receive_any`` takes a message at once,
-        # no other receive waits for messages of that sender.
+        else:
+            is_new = early is NO_FRAMES and not members.departed and key not in self.reception.floating
+            if is_new and self.carrier is not None:
+                operation.carriage = self.carrier.offer(operation)
+            if operation.carriage is None:
+                self._start(operation, record, early, now)
+        # Only point-to-point messages set ``repeats``, and their ``ranks`` are (source, target). A receive has used up
+        # one iteration of its name. The source's next message of this name may have arrived already, and a waiting
+        # ``AnyReceive`` can take it now. (In a send, ``ranks[0]`` is this rank, from which no ``AnyReceive`` receives.)
+        # ``_become`` has two callers, and with ``becoming`` neither needs this: ``_match_any_receives`` goes on to the
+        # next iteration by itself; and when ``receive_any`` finds a message that was announced earlier, no other
+        # ``AnyReceive`` waits for that name, because it would have taken that message.
         if repeats and not becoming:
             self._match_any_receives(ranks[0], (record.op_id, record.next_iteration), now)
         return operation
@@ -225,10 +232,10 @@ class Engine:
     def begin_again(self, layout: OperationLayout, op_id: int) -> _Key | None:
         """Reserve the next iteration of a name for an operation that only the carrier knows; return its key.
 
-        The operation is counted, but it is not in ``table``. Unless it has ended, the caller must call ``adopt`` before
-        it calls ``submit``, ``close`` or a method for transports. Until then the engine would discard the operation's
-        messages, as those of an operation that has ended, and would not fail it. Returns ``None``, and nothing has
-        changed, if the operation must be submitted.
+        The operation is counted, but it is not in ``table``. So the engine would discard messages about it, as those of
+        an operation that has ended, and could not fail it. If the operation has not ended, the caller must therefore
+        call ``adopt`` before it calls ``submit``, ``receive_any``, ``close`` or a method for transports. Returns
+        ``None``, and nothing has changed, if the operation must be submitted.
         """
         record = self.table.names.get(op_id)
         assert record is not None
@@ -244,7 +251,7 @@ class Engine:
             or key in self.reception.floating
         ):
             return None
-        record.next_iteration = (key[1] + 1) & 0xFFFFFFFF
+        record.next_iteration = following(key[1])
         self.counters.operations += 1
         self.counters.payload_bytes += layout.num_bytes
         return key
@@ -308,7 +315,8 @@ class Engine:
         sender is known, the receive is submitted as an operation with the same ``owner``.
 
         Raises:
-            PeerLost: A rank is lost; or all candidates have departed, and no message of theirs has begun to arrive.
+            PeerLost: A rank is lost; or all candidates have departed, and none of them has sent a message that this
+                operation could still receive.
             GroupClosed: This rank has closed the group.
         """
         self.members.check_usable()
@@ -317,7 +325,7 @@ class Engine:
             self._become(receive, sender, now)
             return
         departed = self.members.departed
-        if receive.candidates.keys() <= departed.keys():
+        if receive.candidates.keys() <= self.members.silent():
             peer = next(iter(receive.candidates))
             raise PeerLost(peer, departed[peer])
         self._any_receives.add(receive)
@@ -400,14 +408,20 @@ class Engine:
     # -------------------------------------------------------------------------------------------------- receiving
 
     def accept(self, peer: int, header: Header, now: float, lease: Lease | None = None) -> Delivery:
-        """Return the memory into which the body of an arriving message is received.
+        """Decide into which memory the body of an arriving message is received, and act on the message's header.
+
+        The header may show that the operation must be taken back from the carrier, that it is urgent, that the peer has
+        posted it, or that its signature differs, so that it fails.
+
+        ``lease``: memory of the transport in which the body lies. The lease of the delivery that is returned says
+        whether this memory is used.
 
         Raises:
             ProtocolError: The message violates the protocol.
         """
         reception = self.reception
         if header.epoch != self.outbox.epoch:
-            return reception.sink(peer, header)
+            return reception.sink(peer, header, of_this_epoch=False)
         if header.frame is not Frame.DATA:
             return reception.control(peer, header)
         operation = self.table.active.get((header.operation, header.iteration))
@@ -423,8 +437,8 @@ class Engine:
         if header.flags & Flag.URGENT:
             self.promote(operation, now)
         if peer not in operation.posted_by:
-            # The peer has submitted the operation, so ``rendezvous`` queues the operation's messages that it held back
-            # for this peer. In each lane they leave before those that ``delivered`` queues later.
+            # ``rendezvous`` queues the operation's messages that it held back for this peer. It must do so before
+            # ``delivered`` queues later messages of the same lanes.
             self._rendezvous.posted(operation, peer)
         delivery = reception.receive(peer, header, operation, lease)
         if operation.state is State.WAITING:
@@ -432,7 +446,11 @@ class Engine:
         return delivery
 
     def delivered(self, delivery: Delivery, now: float) -> None:
-        """Record that the body of an accepted message has arrived."""
+        """Record that the body of an accepted message has arrived.
+
+        Raises:
+            ProtocolError: The message is a control frame that no correct peer sends.
+        """
         self.reception.arriving.discard(delivery)
         header, peer = delivery.header, delivery.peer
         self.counters.bytes_received += HEADER_BYTES + header.body_bytes
@@ -486,11 +504,12 @@ class Engine:
         if members.lost is not None or members.closed:
             return
         if first_hand and peer in members.departed:
-            # The pending operations are checked again, for two reasons: if another rank has reported the departure, the
-            # GOODBYE that triggers the check may never come; and messages that the transport had begun to send are now
-            # missing.
+            # Check the pending operations now. If only another rank has reported the departure, they have not been
+            # checked, and the GOODBYE may never come. If they have been checked, messages that the transport had taken
+            # counted as sent; those that it has not sent completely never will be.
             if peer not in members.unreachable:
                 members.unreachable.add(peer)
+                self.reception.forget(peer)
                 self.peer_departed(peer, members.departed[peer], now)
             return
         members.lost = PeerLost(peer, reason)
@@ -508,33 +527,36 @@ class Engine:
 
         Receives from any rank fail if all their candidates have departed; the channels are told.
         """
-        departed = self.members.departed
-        departed.setdefault(peer, reason)  # another rank may already have reported this departure
+        self.members.depart(peer, reason)
         for operation in self.table.select():
             self._fail_if_needed(operation, peer, now)
-        # A rank does not describe an operation (DESCRIBE frame) whose name had the same signature before. So the
-        # departed rank may have been the only one that got a description which shows that signatures differ. This rank
-        # now describes to its neighbours all pending operations in which the departed rank takes part and that it has
-        # not described yet; the other ranks do the same when they learn of the departure.
+        # Ranks with different signatures may have described theirs (DESCRIBE frame) to the departed rank only. It alone
+        # would have found the difference, and it is gone. So this rank now describes to its neighbours every pending
+        # operation that messages carry out, that includes the departed rank, and that it has not described yet. Each of
+        # the other ranks does the same when it marks the rank as departed.
         self._signatures.describe_late(self.table.select(lambda operation: peer in operation.ranks))
-        for receive in self._any_receives.take_all(lambda waiting: waiting.candidates.keys() <= departed.keys()):
+        silent = self.members.silent()
+        for receive in self._any_receives.take_all(lambda waiting: waiting.candidates.keys() <= silent):
             self.table.end_receive(receive, PeerLost(peer, reason))
         self.channels.depart(peer, reason, now)
 
     # --------------------------------------------------------------------------------------------------- watching
 
     def tick(self, now: float) -> None:
-        """Advance the stall watch and the channels. Called a few times a second, and at ``channels.next_due()``."""
+        """Advance the stall watch and the channels, and give up waiting for messages of ranks that have departed.
+
+        Called a few times a second, and at ``channels.next_due()``.
+        """
         self.channels.tick(now)
         self.stalls.tick(now)
+        for peer in self.members.overdue(now, {delivery.peer for delivery in self.reception.arriving}):
+            self.peer_departed(peer, self.members.departed[peer], now)
 
     def validate(self) -> None:
         """Check the invariants. Only tests call this: the simulator after most events, and the tests of the engine."""
-        active, done = self.table.active, State.DONE
-        was_submitted = self.table.names.was_submitted
-        for key, operation in active.items():
+        done = State.DONE
+        for key, operation in self.table.active.items():
             assert operation.key == key
-            assert was_submitted(key)
             assert operation.state < done
             assert operation.lanes_left or operation.unsent, f"{operation.name} is done but active"
             for lane in operation.lanes:
@@ -566,8 +588,9 @@ class Engine:
         """Queue the first messages of an operation, and give it those that have arrived."""
         operation.begin_lanes()
         if self.carrier is not None and self.carrier.may_take(operation):
-            # A peer takes an operation back from its carrier when it gets a message about it. In some schedules this
-            # rank sends no message until it has received one, so such a peer would wait for ever without POSTED.
+            # A peer may have given the operation to its carrier. It takes the operation back when a message about it
+            # arrives. In some schedules this rank sends nothing before it has received a message, so it sends POSTED:
+            # otherwise both ranks would wait for ever.
             for peer in operation.ranks:
                 if peer != self.rank and peer not in self.members.departed:
                     self.outbox.control(peer, Frame.POSTED, key=operation.key)
@@ -581,7 +604,7 @@ class Engine:
         if not operation.finished:
             for lane in operation.lanes:
                 self._advance(operation, lane, now)
-        for peer in self.members.departed:
+        for peer in self.members.silent():
             self._fail_if_needed(operation, peer, now)
 
     def _first_byte(self, operation: Operation, now: float) -> None:
@@ -618,14 +641,16 @@ class Engine:
     def _end(self, operation: Operation, now: float, error: BaseException | None) -> None:
         """End an operation, successfully or with an error.
 
-        Afterwards nothing accesses the tensor, with two exceptions if the operation has failed: messages that the
-        transport has taken still leave, and another thread may be in the midst of an addition, of receiving a message,
-        or of a round of the fast lane.
+        After a success nothing accesses the tensor. After a failure three things may still do so: a message that the
+        transport has taken; a thread that is receiving a message, or is in a round of the fast lane; and a thread that
+        is carrying out an addition or a copy. In the last case the operation completes when the computation has ended
+        (``State.FAILING``), unless the group is over: then it completes at once.
         """
         if operation.carriage is not None:
             assert self.carrier is not None
             self.carrier.ended(operation)
-        self.table.end(operation, error, now)
+        group_goes_on = self.members.lost is None and not self.members.closed
+        self.table.end(operation, error, now, group_goes_on=group_goes_on)
         self.stalls.forget(operation.key)
         if error is None:
             self._signatures.ended_well(operation)
@@ -759,8 +784,10 @@ class Engine:
                 notice = LossNotice.decode(body, peer, self.members.world_size)
                 if key == NO_KEY:
                     self.peer_lost(notice.rank, notice.reason, now, first_hand=False)
-                else:  # The rank has departed. It may have sent all that other operations need, so only this one fails.
-                    self.members.departed.setdefault(notice.rank, notice.reason)
+                else:
+                    # The rank has departed. Its last messages may still be on their way to this rank, so that other
+                    # operations do not fail yet.
+                    self.members.depart_by_report(notice.rank, notice.reason, now)
                     self._fail(peer, key, PeerLost(notice.rank, notice.reason), now)
             case Frame.STATUS_REQUEST:
                 self.stalls.on_request(peer, key, StatusRequest.decode(body, peer), now)
@@ -795,7 +822,7 @@ class Engine:
         """
         while (receive := self._any_receives.take(peer, key)) is not None:
             self._become(receive, peer, now)
-            key = (key[0], key[1] + 1)
+            key = (key[0], following(key[1]))
 
     def _become(self, receive: AnyReceive, peer: int, now: float) -> None:
         submission = Submission(

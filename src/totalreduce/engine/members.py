@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 from totalreduce.engine.control import LossNotice
 from totalreduce.engine.outbox import NO_KEY, Outbox
@@ -11,6 +12,9 @@ from totalreduce.foundation.header import Frame
 
 __all__ = ["Members"]
 
+#: How long the last messages of a rank are awaited whose departure another rank has reported, in seconds.
+_LAST_MESSAGES_S = 2.0
+
 
 class Members:
     """Ranks that are gone.
@@ -18,12 +22,13 @@ class Members:
     Attributes:
         everybody: All ranks of the group.
         lost: The first rank that was lost, with the reason. It ends the group.
-        departed: By rank: why it has closed the group in good order. Operations that do not need it go on.
+        departed: By rank: why it has closed the group in good order. Operations that do not need it go on. Messages of
+            some of these ranks may still arrive (see ``silent``).
         unreachable: The departed ranks whose connections have ended: nothing reaches them, and nothing comes.
         closed: Whether this rank has closed the group.
     """
 
-    __slots__ = ("_outbox", "_rank", "closed", "departed", "everybody", "lost", "unreachable")
+    __slots__ = ("_outbox", "_rank", "_reported", "closed", "departed", "everybody", "lost", "unreachable")
 
     def __init__(self, rank: int, world_size: int, outbox: Outbox) -> None:
         """Begin with every rank present."""
@@ -31,6 +36,8 @@ class Members:
         self.everybody = tuple(range(world_size))
         self.lost: PeerLost | None = None
         self.departed: dict[int, str] = {}
+        #: Departed ranks of which only another rank's report is known: the time until which their messages are awaited.
+        self._reported: dict[int, float] = {}
         self.unreachable: set[int] = set()
         self.closed = False
 
@@ -50,6 +57,34 @@ class Members:
             raise GroupClosed(f"rank {self._rank} has closed the group; make a new one with init()")
         if self.lost is not None:
             raise PeerLost(self.lost.rank, self.lost.reason)
+
+    def depart(self, peer: int, reason: str) -> None:
+        """Note that a rank has departed and that all its messages have arrived."""
+        self.departed.setdefault(peer, reason)  # another rank may already have reported this departure
+        self._reported.pop(peer, None)
+
+    def depart_by_report(self, peer: int, reason: str, now: float) -> None:
+        """Note that a rank has departed, as another rank says.
+
+        Messages and the GOODBYE of the departed rank may still be on their way to this rank. They are awaited for a
+        limited time, because a departed rank sends no GOODBYE to ranks to which it has no connection.
+        """
+        if peer not in self.departed:
+            self.departed[peer] = reason
+            self._reported[peer] = now + _LAST_MESSAGES_S
+
+    def silent(self) -> AbstractSet[int]:
+        """Return the departed ranks from which no message comes any more."""
+        return self.departed.keys() - self._reported.keys() if self._reported else self.departed.keys()
+
+    def overdue(self, now: float, arriving: AbstractSet[int]) -> list[int]:
+        """Return the departed ranks whose last messages were awaited long enough.
+
+        ``arriving``: ranks of which a message is being received: these are awaited further.
+        """
+        for peer in arriving & self._reported.keys():
+            self._reported[peer] = now + _LAST_MESSAGES_S
+        return [peer for peer, until in self._reported.items() if now >= until]
 
     def tell_of_loss(self, notice: LossNotice, ranks: Sequence[int], key: tuple[int, int] = NO_KEY) -> None:
         """Tell ranks that a rank is lost: to one operation, if there is a key, else to the group.

@@ -10,11 +10,23 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import operation_id
 
-__all__ = ["UNNAMED", "NameRecord", "NameTable"]
+__all__ = ["UNNAMED", "NameRecord", "NameTable", "following", "is_later"]
 
 #: Different names of one engine, at most.
 _NAMES_MAX = 1_000_000
 UNNAMED = "unnamed"
+#: Iterations are counted modulo this number, which is what a header has room for.
+_ITERATIONS = 1 << 32
+
+
+def following(iteration: int) -> int:
+    """Return the iteration after this one; after the last one comes 0."""
+    return (iteration + 1) % _ITERATIONS
+
+
+def is_later(iteration: int, other: int) -> bool:
+    """Return whether an iteration comes after another one, by the shorter way round (as RFC 1982 compares numbers)."""
+    return 0 < (iteration - other) % _ITERATIONS < _ITERATIONS // 2
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +37,7 @@ class NameRecord:
         name: The name for people.
         text: The scope and the name, of which the id is the hash.
         op_id: The id.
-        next_iteration: How often the name was submitted here.
+        next_iteration: How often the name was submitted here, modulo 2**32.
         layout: The layout of the last operation of the name.
         described: The layout that was described to the peers last; ``None``: the next one is described in any case.
         known_to: Peers that were told the name since the last mismatch.
@@ -88,4 +100,4 @@ class NameTable:
     def was_submitted(self, key: tuple[int, int]) -> bool:
         """Return whether the operation was submitted here. It has ended if it is not active."""
         record = self._by_id.get(key[0])
-        return record is not None and key[1] < record.next_iteration
+        return record is not None and is_later(record.next_iteration, key[1])

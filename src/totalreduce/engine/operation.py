@@ -36,7 +36,7 @@ class State(enum.IntEnum):
     FAILING = 3
     """It has failed, and an addition to its tensor is still being carried out."""
     FAILED = 4
-    """It has failed, and nothing touches its tensor."""
+    """It has failed, and has completed."""
 
 
 #: The states that may follow each state, by its number: indexing a tuple is faster than hashing a member.

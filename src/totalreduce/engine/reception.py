@@ -94,8 +94,10 @@ class Reception:
             raise ProtocolError(f"a control frame of {header.body_bytes} bytes from rank {peer}")
         return self._begin(Delivery(peer, header, memoryview(bytearray(header.body_bytes))))
 
-    def sink(self, peer: int, header: Header) -> Delivery:
+    def sink(self, peer: int, header: Header, *, of_this_epoch: bool = True) -> Delivery:
         """Read a body and forget it: its epoch is over, or its operation has failed.
+
+        The allowance that a message of this epoch has used is given back to its sender.
 
         Raises:
             ProtocolError: It is too long.
@@ -106,7 +108,7 @@ class Reception:
             )
         self._counters.dropped_messages += 1
         self._counters.dropped_bytes += header.body_bytes
-        if header.flags & Flag.EAGER and header.frame is Frame.DATA:
+        if of_this_epoch and header.flags & Flag.EAGER and header.frame is Frame.DATA:
             self.floating.owe(peer, floating_cost(header.body_bytes))
         return self._begin(Delivery(peer, header, memoryview(bytearray(header.body_bytes))))
 
@@ -192,6 +194,15 @@ class Reception:
                 if not arrival.computing:
                     arrival.release()
             lane.arrivals.clear()
+
+    def forget(self, peer: int) -> None:
+        """Release the memory of bodies that a peer whose connection has ended will not complete."""
+        for delivery in [delivery for delivery in self.arriving if delivery.peer == peer]:
+            self.arriving.discard(delivery)
+            if delivery.floating is not None:
+                delivery.floating.release()
+            elif delivery.arrival is not None:
+                delivery.arrival.release()
 
     def validate(self) -> None:
         """Check that the memory is within its bounds."""

@@ -9,7 +9,7 @@ from totalreduce.engine.counters import Counters
 from totalreduce.engine.early import EarlyFrames
 from totalreduce.engine.names import NameTable
 from totalreduce.engine.operation import Operation, State
-from totalreduce.foundation.errors import MismatchError, TotalReduceError
+from totalreduce.foundation.errors import TotalReduceError
 
 __all__ = ["OperationTable"]
 
@@ -58,22 +58,25 @@ class OperationTable:
 
     def adopt(self, operation: Operation, now: float) -> None:
         """Take in an operation that was begun and counted before."""
+        key = operation.key
+        assert self.names.was_submitted(key)
+        assert key not in self.active
         if not self.active:
             self._active_since = now
-        self.active[operation.key] = operation
+        self.active[key] = operation
 
-    def end(self, operation: Operation, error: BaseException | None, now: float) -> None:
+    def end(self, operation: Operation, error: BaseException | None, now: float, *, group_goes_on: bool) -> None:
         """Take out an operation that has ended, well or with an error.
 
-        After a mismatch the group goes on and the caller may use the tensor again at once. So an operation that fails
-        in this way completes only when no addition to its tensor is being carried out.
+        If the group goes on after an error (a mismatch, or the departure of a rank), the caller may use the tensor
+        again at once. So the operation then completes only when no addition to its tensor is being carried out.
         """
         operation.error = error
         del self.active[operation.key]
         if not self.active and self._active_since is not None:
             self._counters.active_s += now - self._active_since
             self._active_since = None
-        if operation.computing and isinstance(error, MismatchError):
+        if operation.computing and group_goes_on:
             operation.enter(State.FAILING)
             self._failing.append(operation)
         else:

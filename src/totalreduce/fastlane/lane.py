@@ -16,6 +16,7 @@ from typing import Final, final
 import numpy as np
 
 from totalreduce.engine.layout import OperationLayout
+from totalreduce.engine.names import is_later
 from totalreduce.engine.operation import Operation
 from totalreduce.engine.signatures import ENDS_EARLY
 from totalreduce.fastlane.board import BOARD_BYTES, ENTRIES, STAGES, BoardLayout
@@ -389,7 +390,7 @@ class FastLane:
             user is not None
             and user.operation.key[0] == name
             and user.ranks == carriage.ranks
-            and user.iteration > iteration
+            and is_later(user.iteration, iteration)
             and user.has_begun
             for user in self._entries
         )
@@ -497,6 +498,7 @@ class FastLane:
                 return None
             if any(rank not in self.boards.memories() for rank in layout.ranks):
                 return None  # the ranks have not met yet
+            self.boards.rely_on(layout.ranks)
             plan = layout.carried_by = _Plan(layout, self._rank, self.boards, self._board)
         return plan or None
 

@@ -7,9 +7,20 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import re
 from dataclasses import dataclass
 
-__all__ = ["PAIRWISE", "Algorithm", "DType", "OpKind", "ReduceOp", "Signature", "operation_id"]
+__all__ = [
+    "PAIRWISE",
+    "Algorithm",
+    "DType",
+    "OpKind",
+    "ReduceOp",
+    "Signature",
+    "operation_id",
+    "root_number",
+    "successor_name",
+]
 
 
 class OpKind(enum.IntEnum):
@@ -178,3 +189,20 @@ def operation_id(name: str) -> int:
     A collision of two names of one group (probability n**2 / 2**65) is noticed at submission and refused.
     """
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def successor_name(name: str, num_earlier: int) -> str:
+    """Return the name of an object that is made after ``num_earlier`` objects of the same name, for its operations."""
+    return f"{name} ({num_earlier + 1})" if num_earlier else name
+
+
+def root_number(name: str) -> int:
+    """Return the number by which the engine chooses the root of an operation, where the choice is its own.
+
+    Objects that follow each other with one name get equal numbers, although their operations have different ids. So
+    results have the same bits, however many such objects a program has made before.
+    """
+    return operation_id(_SUCCESSOR.sub("", name))
+
+
+_SUCCESSOR = re.compile(r" \(\d+\)")

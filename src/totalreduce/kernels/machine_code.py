@@ -150,10 +150,18 @@ def _only_one(path: Path) -> Iterator[None]:
 
 
 def _compile(module: str) -> bytes:
-    """Return the object file of the function of a module."""
+    """Return the object file of the function of a module.
+
+    Raises:
+        RuntimeError: The function refers to symbols that ``SYMBOLS`` does not have. A process that calls it could end.
+    """
     assembly, name = importlib.import_module(module).assembly()
     _initialize()
     named = binding.parse_assembly(assembly.replace(f'@"{name}"', f"@{_SYMBOL}").replace(f"@{name}(", f"@{_SYMBOL}("))
+    needed = {symbol.name for symbol in (*named.functions, *named.global_variables) if symbol.is_declaration}
+    unknown = sorted(name for name in needed if not name.startswith("llvm.") and name not in SYMBOLS)
+    if unknown:
+        raise RuntimeError(f"{module} refers to symbols that are not in machine_code.SYMBOLS: {', '.join(unknown)}")
     code: bytes = _machine().emit_object(named)
     return code
 

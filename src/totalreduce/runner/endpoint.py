@@ -250,5 +250,7 @@ class EngineEndpoint:
         """Note that a peer is lost. What it has left in shared memory still counts."""
         self.move_carried()
         with self.lock:
-            self.engine.peer_lost(peer, reason, time.monotonic())
+            now = time.monotonic()
+            self.adopt(now)
+            self.engine.peer_lost(peer, reason, now)
         self.complete_ended()

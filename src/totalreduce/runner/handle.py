@@ -8,7 +8,17 @@ from typing import Self, final
 
 from totalreduce.engine.operation import Operation
 
-__all__ = ["Handle"]
+__all__ = ["Handle", "call_all"]
+
+
+def call_all(callbacks: list[Callable[[], None]]) -> None:
+    """Call callbacks in order and take them out of the list, from which another thread may take some, too."""
+    while True:
+        try:
+            callback = callbacks.pop(0)
+        except IndexError:
+            return
+        callback()
 
 
 @final
@@ -54,8 +64,7 @@ class Handle:
         self.error = error
         self.done = True
         self._gate.release()
-        while self._callbacks:
-            self._callbacks.pop(0)()
+        call_all(self._callbacks)
 
     def __enter__(self) -> Self:
         """Begin to submit the operation."""

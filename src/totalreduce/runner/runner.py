@@ -157,6 +157,7 @@ class Runner:
         with self._lock:
             self._check_alive()
             now = time.monotonic()
+            self._endpoint.adopt(now)
             self.engine.receive_any(receive, now)
             wake = self._wakes_after_submission()
         self._endpoint.complete_ended()

@@ -119,7 +119,7 @@ class ScheduleSpec:
         seconds: Instead of ``cost`` and ``route``, for schedules to which hosts make a difference.
         congestion: Factor on the time that bytes take: above 1 where a schedule cannot keep its links busy.
         by_hosts: Whether the program depends on the hosts of the ranks.
-        spreads_roots: Whether the root is the engine's choice; it chooses by the operation's id, so that many
+        spreads_roots: Whether the root is the engine's choice; it chooses by the operation's name, so that many
             operations spread over all ranks.
     """
 

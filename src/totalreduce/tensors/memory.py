@@ -294,12 +294,14 @@ class MemoryInFlight:
         #: Written tensors that do not use all bytes of their spans. They are rare, so they are compared one by one.
         self._strided: list[tuple[Span, Operands]] = []
 
-    def claim(self, operands: Operands, *, wait_s: float | None = None) -> None:
+    def claim(self, operands: Operands, *, wait_s: float | None = None, beside: Sequence[Operands] = ()) -> None:
         """Note that an operation uses this memory until ``release``.
 
         Args:
             operands: The tensors of the operation.
             wait_s: Seconds to wait for the end of operations that use the same memory. ``None``: raise an error.
+            beside: Operations that begin together with this one, and have claimed their memory. They end only after
+                this one has begun, so there is no wait for them.
 
         Raises:
             ConfigurationError: An operation in flight uses the same memory, and one of the two writes it; or tensors of
@@ -310,6 +312,11 @@ class MemoryInFlight:
         with self._lock:
             other = self._conflict(operands)
             if other is not None:
+                if any(other is each for each in beside):
+                    raise ConfigurationError(
+                        f"tensor {operands.name!r} shares memory with {other.name!r}, which begins together with it: "
+                        "use a copy"
+                    )
                 if wait_s is None:
                     raise ConfigurationError(
                         f"tensor {operands.name!r} shares memory with {other.name!r}, which is in flight on this rank: "

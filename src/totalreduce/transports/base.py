@@ -107,6 +107,9 @@ class Boards(Protocol):
     def memories(self) -> Mapping[int, memoryview]:
         """Return the whole memory of this rank, and of every rank of the host that is connected, by rank."""
 
+    def rely_on(self, peers: Collection[int]) -> None:
+        """Note that operations need these ranks, although no message may ever be exchanged: their end is a loss."""
+
     def offset_of(self, body: memoryview) -> int:
         """Return where in this rank's memory a tensor's bytes lie; 0 if they do not lie there."""
 
@@ -170,6 +173,8 @@ class Transport(ABC):
     @abstractmethod
     def wait(self, timeout_s: float, *, eager: bool = False) -> None:
         """Wait until ``progress`` may have something to do, at most ``timeout_s``. Any thread, at any time.
+
+        A transport may go on with messages that are half-way out meanwhile.
 
         ``eager``: this process has nothing else to do, so processor time may be spent to end the wait sooner.
         """

@@ -27,8 +27,8 @@ __all__ = ["Connection"]
 _STAGING_BYTES = 8 * 1024
 #: How much may be received in one go before other work gets its turn.
 _READ_QUANTUM_BYTES = 1 << 20
-#: ``SO_RCVLOWAT`` while a large body arrives.
-_WAKE_BYTES, _WAKE_BYTES_MIN = 512 * 1024, 32 * 1024
+#: ``SO_RCVLOWAT`` while a large body arrives: at most a segment (``engine.planner`` has the longest ones).
+_WAKE_BYTES, _WAKE_BYTES_MIN = 1024 * 1024, 32 * 1024
 #: Small messages are gathered into one system call up to this.
 _GATHER_BYTES = 32 * 1024
 _GATHER_MESSAGES = 16
@@ -54,8 +54,13 @@ class _SendingHalf:
 
     @property
     def busy(self) -> bool:
-        """Whether a part of a message has left and the rest has not."""
-        return bool(self._views) or bool(self._raw)
+        """Whether messages were taken that have not been reported as sent."""
+        return bool(self._messages) or bool(self._raw)
+
+    @property
+    def is_half_way(self) -> bool:
+        """Whether the messages that were taken need nothing but room in the socket."""
+        return bool(self._views) and not self._raw
 
     def send_raw(self, data: bytes = b"") -> bool:
         """Send bytes of the handshake, or a heartbeat, only between messages; returns whether all such bytes have left.
@@ -82,21 +87,30 @@ class _SendingHalf:
         if self._raw:
             self.send_raw()
         while self.writable and not self._raw:
-            if not self._views and not self._load(peer, endpoint):
+            if not self._messages and not self._load(peer, endpoint):
                 break
+            if self.write_on(now):
+                messages, self._messages = self._messages, []
+                for message in messages:
+                    endpoint.message_sent(message)
+
+    def write_on(self, now: float) -> bool:
+        """Send what the socket takes of the messages that were taken; returns whether they have left.
+
+        Raises:
+            OSError: The connection ended.
+        """
+        if self._views:
             try:
                 sent = self._send(self._views)
             except BlockingIOError:
                 self.writable = False
-                break
+                return False
             self._pulse.spoke_at = now
             self._consume(sent)
             if self._views:
                 self.writable = not self._counts_tell  # the epoll object says when there is room again
-            else:
-                messages, self._messages = self._messages, []
-                for message in messages:
-                    endpoint.message_sent(message)
+        return not self._views
 
     def _load(self, peer: int, endpoint: Endpoint) -> bool:
         """Take the next message, and small ones after it as long as they stay small together."""

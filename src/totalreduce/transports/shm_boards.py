@@ -49,6 +49,12 @@ class ShmBoards:
         """Return the memories by rank."""
         return self._memories
 
+    def rely_on(self, peers: Collection[int]) -> None:
+        """Count the connections to these ranks as used."""
+        for peer in peers:
+            if peer in self._connections:
+                self._connections[peer].relied_on = True
+
     def ring(self, peer: int) -> None:
         """Wake a rank if it sleeps. Any thread."""
         self._connections[peer].bell.ring(ASLEEP)

@@ -27,6 +27,7 @@ class ShmConnection:
         outgoing: The ring to the peer.
         incoming: The ring from the peer.
         pulse: When the peer's heartbeat was last seen to move.
+        relied_on: Whether operations need the peer that are carried out without messages (``Boards.rely_on``).
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ShmConnection:
         """
         self.peer, self.sock = peer, sock
         self.ended: str | None = None
+        self.relied_on = False
         self.pulse = Pulse(now)
         self.mapping, self._words = mapping, mapping.words
         self.bell = Doorbell(bell_fd, self._words, outbox.fences)
@@ -56,8 +58,8 @@ class ShmConnection:
 
     @property
     def used(self) -> bool:
-        """Whether a message was ever exchanged."""
-        return self.outgoing.published > 0 or self.incoming.consumed > 0
+        """Whether a message was ever exchanged, or operations need the peer."""
+        return self.relied_on or self.outgoing.published > 0 or self.incoming.consumed > 0
 
     @property
     def wants_room(self) -> bool:
