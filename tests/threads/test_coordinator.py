@@ -21,6 +21,7 @@ from totalreduce import ReduceOp
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.foundation.types import OpKind
 from totalreduce.groups.engine_collectives import EngineCollectives
+from totalreduce.native import agreement, failures
 from totalreduce.native.coordinator import Coordinator
 from totalreduce.native.describing import Describer
 from totalreduce.testing import run_ranks
@@ -381,6 +382,100 @@ def test_blocks_that_no_rank_can_use_are_refused_at_once(kind: str) -> None:
     together(3, body)
 
 
+def test_outputs_of_another_number_than_there_are_results_are_refused_at_once() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator, rows = group.coordinate(), torch.ones(3)
+        beside = coordinator.allgather(rows, name="beside")
+        for count in (0, 1, 2, 4):
+            outputs = [torch.empty(3) for _ in range(count)]
+            for begin in (coordinator.allgather, coordinator.alltoall):
+                with pytest.raises(tr.ConfigurationError, match=f"outputs has {count} tensors.* need 3 tensors, one"):
+                    begin(rows, outputs=outputs, name="w")
+            if count != 1:
+                with pytest.raises(tr.ConfigurationError, match=f"outputs has {count} tensors.* need one tensor"):
+                    coordinator.reduce_scatter(rows, outputs=outputs, name="w")
+        assert beside.wait().tolist() == [1.0] * 9
+        for count in (0, 2):  # blocks of no elements, too: the root lacks outputs, and the others pass none
+            work = coordinator.gather(torch.empty(count), outputs=[], name="w")
+            with pytest.raises(tr.MismatchError, match=rf"no block for rank 0.*a tensor of {count} elements"):
+                work.wait()
+        outputs = [torch.empty(2) for _ in range(3)] if group.rank == 0 else []
+        coordinator.gather(torch.full((2,), group.rank + 1.0), outputs=outputs, name="w").wait()
+        assert [output.tolist() for output in outputs] == ([[1.0] * 2, [2.0] * 2, [3.0] * 2] if outputs else [])
+
+    together(3, body)
+
+
+def test_an_output_of_the_wrong_size_is_an_error_that_names_the_ranks() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        short = group.rank == 2  # has an output that is too small for the part of rank 1
+        places = [torch.empty(4), torch.empty(3 if short else 4), torch.empty(4)]
+        work = coordinator.allgather(torch.ones(4), outputs=places, name="gather")
+        scattered = coordinator.reduce_scatter(torch.ones(6), outputs=[torch.empty(1 if short else 2)], name="scatter")
+        if not short:
+            work.wait()
+            scattered.wait()
+            return
+        with pytest.raises(tr.MismatchError, match=r"rank 1 submitted 4 elements; rank 2 submitted a place for 3") as e:
+            work.wait()
+        assert e.value.ranks == (1, 2)
+        with pytest.raises(tr.MismatchError, match=r"rank 2 submitted 2 elements; rank 2 submitted a place for 1"):
+            scattered.wait()
+
+    together(3, body)
+
+
+@pytest.mark.parametrize("keeps_order", [False, True])
+def test_operations_that_begin_together_do_not_wait_for_each_other(*, keeps_order: bool) -> None:
+    def body(group: tr.Group) -> list[float]:
+        if keeps_order:
+            group.keep_order()
+        coordinator, tensor = group.coordinate(), torch.ones(4)
+        with pytest.raises(
+            tr.ConfigurationError, match=r"'g\.1of2' shares memory with 'g\.0of2', which begins together"
+        ):
+            coordinator.grouped_allreduce([tensor[:3], tensor[2:]], name="g", timeout_s=5.0)
+        works = coordinator.grouped_allreduce([tensor[:2], tensor[2:]], name="g", timeout_s=5.0)
+        return [value for work in works for value in work.wait().tolist()]
+
+    begin = time.monotonic()
+    assert together(2, body) == [[2.0] * 4] * 2
+    assert time.monotonic() - begin < 3.0
+
+
+def test_a_reduction_that_the_library_refuses_changes_no_tensor() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        tensors = [torch.full((3,), 4.0), torch.full((2, 2), 6.0)]
+        works = [coordinator.allreduce(tensors[0], op=ReduceOp.BAND, prescale=0.5, name="alone")]
+        works += coordinator.grouped_allreduce(tensors[1:], op=ReduceOp.BOR, prescale=0.5, name="one")
+        for work in works:
+            with pytest.raises(tr.ConfigurationError, match="not defined"):
+                work.wait()
+        assert [tensor.unique().tolist() for tensor in tensors] == [[4.0], [6.0]]
+        assert coordinator.allreduce(tensors[0], prescale=0.5, name="alone").wait().tolist() == [4.0] * 3
+
+    together(2, body)
+
+
+def test_parts_are_not_copied_into_a_tensor_in_flight() -> None:
+    def body(group: tr.Group) -> list[float]:
+        coordinator, tensor = group.coordinate(), torch.zeros(2)
+        if group.rank:
+            group.barrier()
+        work = coordinator.allgather(tensor, parts=[torch.full((2,), group.rank + 1.0)], name="x")
+        if group.rank == 0:
+            with pytest.raises(tr.ConfigurationError, match=r"'y' shares memory with 'x', which is in flight"):
+                coordinator.allgather(tensor, parts=[torch.full((2,), 7.0)], name="y")
+            with pytest.raises(tr.ConfigurationError, match=r"'y' shares memory with 'x', which is in flight"):
+                coordinator.allgather(tensor, name="y")
+            group.barrier()
+        return work.wait().tolist()
+
+    assert together(2, body) == [[1.0, 1.0, 2.0, 2.0]] * 2
+
+
 def test_close_waits_for_the_threads_of_coordinators() -> None:
     """A thread in a function of torch when the interpreter ends aborts the process."""
 
@@ -596,6 +691,53 @@ def test_a_barrier_that_somebody_misses_runs_out_of_time() -> None:
     together(3, body)
 
 
+@pytest.mark.parametrize("of_group", [True, False])
+def test_a_barrier_that_is_repeated_has_its_own_deadline(of_group: bool) -> None:
+    """A refused repetition does not lose the barrier that is still pending."""
+    late = threading.Event()
+
+    def body(group: tr.Group) -> None:
+        barrier = group.barrier if of_group else group.coordinate().barrier
+        if group.rank:
+            late.wait(10.0)
+        else:
+            with pytest.raises(tr.DeadlineExceededError, match="barrier"):
+                barrier(timeout_s=0.05)
+            with pytest.raises(tr.ConfigurationError, match="timeout_s"):
+                barrier(timeout_s=-1.0)
+            threading.Timer(0.3, late.set).start()
+        barrier()  # by the group's time-out
+        barrier()
+
+    together(2, body)
+
+
+def test_a_barrier_that_has_run_out_of_time_is_waited_for_again() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        if group.rank:
+            for _ in range(2):
+                with pytest.raises(tr.DeadlineExceededError, match="barrier"):
+                    coordinator.barrier(timeout_s=0.05)
+        group.barrier()
+        coordinator.barrier(timeout_s=2.0)
+        if group.rank == 1:
+            with pytest.raises(tr.DeadlineExceededError, match="barrier"):
+                coordinator.barrier(timeout_s=0.05)
+        group.barrier()
+        if group.rank != 1:
+            coordinator.barrier(timeout_s=2.0)
+        assert coordinator.join(timeout_s=2.0) in range(3)  # rank 1 waits for the barrier here
+        if group.rank == 0:
+            time.sleep(0.1)
+        arrived[group.rank] = True
+        coordinator.barrier(timeout_s=5.0)
+        assert all(arrived)
+
+    arrived = [False] * 3
+    together(3, body)
+
+
 # ------------------------------------------------------------------------------------------------------------- join
 
 
@@ -751,6 +893,41 @@ def test_a_join_that_runs_out_of_time_goes_on() -> None:
     assert last in (1, 2)
 
 
+def test_threads_of_one_rank_that_join_start_the_numbers_over_once() -> None:
+    """Both wait for one join. The second thread may wake after the first one has submitted other operations."""
+    other_has_submitted = threading.Event()
+
+    def body(group: tr.Group) -> list[float]:
+        coordinator = group.coordinate()
+        coordinator.allreduce(torch.ones(1)).wait()
+        if group.rank == 0:
+            wait = coordinator._agreement.wait
+            late = threading.Event()
+
+            def wait_long(handle: Any, timeout_s: float) -> None:
+                wait(handle, timeout_s)
+                if threading.current_thread().name == "late":
+                    late.set()
+                    assert other_has_submitted.wait(5.0)
+
+            coordinator._agreement.wait = wait_long  # type: ignore[method-assign]
+            second = threading.Thread(target=coordinator.join, name="late")
+            second.start()
+            coordinator.join()
+            assert late.wait(5.0)
+        else:
+            coordinator.join()
+        first = coordinator.allreduce(torch.full((1,), 1.0))
+        if group.rank == 0:
+            other_has_submitted.set()
+            second.join(5.0)
+        results = [first.wait(5.0).item()]
+        results += [coordinator.allreduce(torch.full((1,), number)).wait(5.0).item() for number in (2.0, 3.0)]
+        return results
+
+    assert together(2, body) == [[2.0, 4.0, 6.0]] * 2
+
+
 # ----------------------------------------------------------------------------------------------------------- errors
 
 
@@ -897,10 +1074,15 @@ def test_what_is_refused_at_once() -> None:
                     coordinator.alltoall(torch.ones(2), splits, name="s")
             with pytest.raises(tr.ConfigurationError, match="pass splits"):
                 coordinator.alltoall(torch.ones(3), name="s")
-            with pytest.raises(tr.ConfigurationError):
-                coordinator.alltoall(torch.tensor(1.0), name="s")
+            for splits in (None, [0, 0]):
+                with pytest.raises(tr.ConfigurationError, match="'s': a scalar has no rows"):
+                    coordinator.alltoall(torch.tensor(1.0), splits, name="s")
             with pytest.raises(tr.ConfigurationError, match="NONE"):
                 coordinator.allreduce(torch.ones(2), op=ReduceOp.NONE)
+            for begin in (coordinator.allreduce, coordinator.reduce, coordinator.reduce_scatter):
+                for op in ("sum", None, 99, [ReduceOp.SUM]):
+                    with pytest.raises(tr.ConfigurationError, match="is no reduction; there are ReduceOp's SUM, AVG"):
+                        begin(torch.ones(2), op=op)  # type: ignore[operator]
             with pytest.raises(tr.UnsupportedError, match="sparse"):
                 coordinator.allreduce(torch.eye(2).to_sparse(), name="s")
             quantised = torch.quantize_per_tensor(torch.ones(2), 0.5, 3, torch.qint8)
@@ -1137,6 +1319,161 @@ def test_closing_ends_what_is_pending_here() -> None:
         group.barrier()
 
     together(2, body)
+
+
+def test_what_was_agreed_gets_memory_while_the_group_is_closed() -> None:
+    """Scaled tensors travel in buffers of the group."""
+
+    def body(group: tr.Group) -> list[list[float]]:
+        natives = EngineCollectives(group.control.subgroup(range(2), name="natives").operations)
+        coordinator = group.use(_Slow(natives, 0.02), CoordinationConfig(fusion_bytes=1, stall_warning_s=0.0))
+        tensors = [torch.full((count,), group.rank + 1.0) for count in range(1, 7)]
+        works = coordinator.grouped_allreduce(tensors, name="w", op=ReduceOp.SUM, prescale=2.0)
+        works[0].wait()
+        if group.rank:
+            group.close()
+        return [work.wait(timeout_s=5.0).tolist() for work in works]
+
+    for results in together(2, body):
+        assert results == [[6.0] * count for count in range(1, 7)]
+
+
+@pytest.mark.parametrize("timeout_s", [5.0, 0.0])
+def test_a_rank_that_closes_carries_out_what_was_agreed_or_its_operations_fail_everywhere(timeout_s: float) -> None:
+    """All operations are agreed on in one cycle; the closing rank has waited for the first one."""
+    names = [f"{number}" for number in range(8)]
+
+    def body(group: tr.Group) -> list[Any]:
+        natives = EngineCollectives(group.control.subgroup(range(2), name="natives").operations)
+        config = CoordinationConfig(fusion_bytes=1, cycle_s=1.0, stall_warning_s=0.0)
+        coordinator = Coordinator(group.operations, _Slow(natives, 0.02), config, scope="mine")
+        works = coordinator.grouped_allreduce([torch.full((2,), group.rank + 1.0) for _ in names], name="w")
+        first = works[0].wait().tolist()
+        if group.rank == 1:
+            begin = time.monotonic()
+            coordinator.close(timeout_s)
+            assert time.monotonic() - begin < 1.0
+            with pytest.raises(tr.GroupClosed):
+                coordinator.allreduce(torch.ones(2), name="later")
+        results: list[Any] = [first]
+        begin = time.monotonic()
+        for work in works[1:]:
+            try:
+                results.append(work.wait(timeout_s=5.0).tolist())
+            except (tr.PeerLost, tr.GroupClosed) as error:
+                results.append(error)
+        assert time.monotonic() - begin < 2.0
+        group.barrier()
+        return results
+
+    results = together(2, body)
+    if timeout_s:
+        assert results == [[[3.0, 3.0]] * 8] * 2
+    for rank, kind in enumerate((tr.PeerLost, tr.GroupClosed)):
+        failed = [result for result in results[rank] if not isinstance(result, list)]
+        assert bool(failed) != bool(timeout_s)
+        assert all(isinstance(error, kind) for error in failed)
+        assert all(error.rank == 1 and "has closed" in error.reason for error in failed if rank == 0)
+
+
+def test_the_library_is_not_released_while_it_is_in_use() -> None:
+    events: list[str] = []
+
+    class Busy:
+        """A library whose allreduces block until they are let go."""
+
+        def __init__(self, natives: EngineCollectives) -> None:
+            self._natives, self.begun, self.let_go = natives, threading.Event(), threading.Event()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._natives, name)
+
+        def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Any:
+            self.begun.set()
+            assert self.let_go.wait(5.0)
+            events.append("used")
+            return self._natives.allreduce(tensor, op)
+
+        def close(self) -> None:
+            events.append("released")
+
+    def body(group: tr.Group) -> None:
+        natives = Busy(EngineCollectives(group.control.subgroup(range(1), name="natives").operations))
+        coordinator = Coordinator(group.operations, natives, CoordinationConfig(cycle_s=0.0), scope="mine")
+        coordinator.allreduce(torch.ones(2), name="w")
+        assert natives.begun.wait(5.0)
+        coordinator.close(timeout_s=0.0)
+        natives.let_go.set()
+        coordinator._agreement._executor.thread.join(5.0)
+        assert events == ["used", "released"]
+
+    together(1, body)
+
+
+def test_reductions_of_a_plan_end_when_a_rank_has_closed_its_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "GRACE_S", 0.2)
+
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        planned = coordinator.planned(["a", "b"])
+        planned.begin()
+        submit = functools.partial(planned.submit, op=ReduceOp.SUM, priority=0)
+        assert submit(0, torch.ones(2)).wait().tolist() == [2.0, 2.0]
+        if group.rank == 1:
+            coordinator.close()
+        else:
+            with pytest.raises(tr.PeerLost, match="rank 1 is lost: it has closed the group"):
+                submit(1, torch.ones(2)).wait(timeout_s=5.0)
+            assert coordinator.ended is None
+        group.barrier()
+
+    together(2, body)
+
+
+@pytest.mark.parametrize("when", ["begin", "wait"])
+def test_a_rank_that_cannot_carry_an_operation_out_ends_the_agreement_everywhere(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "GRACE_S", 0.1)
+
+    class Exhausted:
+        """A library that has no memory for an allreduce of seven elements."""
+
+        def __init__(self, natives: Any) -> None:
+            self._natives = natives
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._natives, name)
+
+        def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> Any:
+            if tensor.numel() != 7:
+                return self._natives.allreduce(tensor, op)
+            if when == "begin":
+                raise MemoryError("seven")
+            return self
+
+        def wait(self, timeout_s: float) -> bool:
+            raise MemoryError("seven")
+
+    def body(group: tr.Group) -> str:
+        natives: Any = EngineCollectives(group.control.subgroup(range(3), name="natives").operations)
+        if group.rank == 1:
+            natives = Exhausted(natives)
+        coordinator = Coordinator(group.operations, natives, CoordinationConfig(), scope="mine")
+        assert coordinator.allreduce(torch.ones(2), name="fine").wait().tolist() == [3.0, 3.0]
+        kind = MemoryError if group.rank == 1 else tr.PeerLost
+        begin = time.monotonic()
+        with pytest.raises(kind, match="seven"):
+            coordinator.allreduce(torch.ones(7), name="w").wait(timeout_s=5.0)
+        with pytest.raises(tr.TotalReduceError, match="seven"):
+            coordinator.allreduce(torch.ones(2), name="fine")
+        assert time.monotonic() - begin < 2.0
+        group.barrier()
+        return str(coordinator.ended)
+
+    reason = "it could not carry an operation out: MemoryError('seven')"
+    lost = f"rank 1 is lost: {reason}"
+    assert together(3, body) == [lost, f"rank 1: the coordinator has ended, because {reason}", lost]
 
 
 def test_no_thread_is_left_when_the_group_has_ended() -> None:

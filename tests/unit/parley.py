@@ -102,8 +102,10 @@ class Parley:
         self.ranks[rank].join(self.now)
         self.collect(rank)
 
-    def leave(self, rank: int, reason: str) -> None:
-        self.ranks[rank].leave(GroupClosed("closed"), reason)
+    def leave(self, rank: int, reason: str, *, undone: int = 0) -> None:
+        """A rank leaves that has not carried out the last operations that it has agreed on."""
+        negotiator = self.ranks[rank]
+        negotiator.leave(GroupClosed("closed"), reason, negotiator.cycles.agreed - undone)
         self.collect(rank)
 
     def hurry(self, rank: int) -> None:

@@ -21,6 +21,7 @@ from totalreduce.foundation.errors import (
     PeerLost,
     ProtocolError,
     StallError,
+    TotalReduceError,
     UnsupportedError,
 )
 from totalreduce.foundation.types import OpKind
@@ -574,14 +575,71 @@ def test_leaving_ends_it_for_those_who_need_the_rank(world_size: int) -> None:
     assert parley.counts()[gone][Kind.LEAVE] == world_size - 1
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_operations_that_a_rank_has_not_carried_out_when_it_leaves_end_the_agreement(world_size: int) -> None:
+    for gone in range(world_size):
+        for undone in range(3):
+            parley = Parley(world_size)
+            parley.submit_all(ask("a"), ask("b"))
+            parley.take()
+            assert [negotiator.cycles.agreed for negotiator in parley.ranks] == [2] * world_size
+            parley.leave(gone, "gone", undone=undone)
+            parley.settle()
+            survivors = [rank for rank in range(world_size) if rank != gone]
+            assert [lost(parley)[rank] for rank in survivors] == [gone if undone else None] * len(survivors)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_what_the_others_agree_on_after_a_rank_has_left_in_the_middle_of_a_cycle_fails(world_size: int) -> None:
+    """The rank that has left has carried out all that it knows to be agreed on, but not this cycle's operation."""
+    cut_short = moves = 0
+    while True:
+        for gone in range(world_size):
+            parley = Parley(world_size)
+            parley.submit_all(ask("a"))
+            for _ in range(moves):
+                pair = next((pair for pair, wire in parley.wires.items() if wire), None)
+                if pair is None:
+                    assert cut_short
+                    return
+                parley.move(*pair)
+            knows = bool(parley.responses(gone))
+            parley.leave(gone, "gone")
+            parley.settle()
+            for rank in set(range(world_size)) - {gone}:
+                if not knows:
+                    assert lost(parley)[rank] == gone
+                    cut_short += bool(parley.responses(rank))
+        moves += 1
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_rank_that_can_carry_nothing_out_ends_the_agreement_on_all_ranks(*, own: bool) -> None:
+    parley = Parley(3)
+    parley.submit_all(ask("a"))
+    parley.take()
+    error = TotalReduceError("no memory") if own else PeerLost(2, "silent")
+    for _ in range(2):
+        parley.ranks[1].abort(error, "no memory" * 100)
+        parley.collect(1)
+    parley.run()
+    assert parley.ranks[1].ended is error
+    for rank in (0, 2):
+        ended = parley.ranks[rank].ended
+        assert isinstance(ended, PeerLost)
+        assert (ended.rank, ended.reason) == ((1, ("no memory" * 100)[:500]) if own else (2, "silent"))
+    assert parley.counts()[1][Kind.ABORT] == 2
+
+
 def test_a_rank_that_leaves_is_named_as_the_job_names_it() -> None:
     negotiator = Negotiator(0, 2, CoordinationConfig(), ranks=(5, 3))
     negotiator.submit([ask("a")], 0.0)
-    negotiator.receive(1, encode(Kind.LEAVE, 7, value="x" * 1000), 0.0)
+    negotiator.receive(1, encode(Kind.LEAVE, 7, value=["x" * 1000, 0]), 0.0)
     assert isinstance(negotiator.ended, PeerLost)
     assert (negotiator.ended.rank, negotiator.ended.reason) == (3, "x" * 500)
-    with pytest.raises(ProtocolError, match="rank 1 leaves as no correct peer does"):
-        Negotiator(0, 2, CoordinationConfig()).receive(1, encode(Kind.LEAVE, 0, value=[1]), 0.0)
+    for value in ([1], "gone", ["gone"], ["gone", "0"], ["gone", 0, 0], None):
+        with pytest.raises(ProtocolError, match="rank 1 leaves as no correct peer does"):
+            Negotiator(0, 2, CoordinationConfig()).receive(1, encode(Kind.LEAVE, 0, value=value), 0.0)
 
 
 def lost(parley: Parley) -> list[object]:

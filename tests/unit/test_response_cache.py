@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from parley import CHANGES, ask, changed
 
 from totalreduce.coordination.cache import Lookup, ResponseCache, bits_of
-from totalreduce.coordination.requests import Disagreement, Response, respond
+from totalreduce.coordination.requests import Disagreement, Request, Response, respond
 from totalreduce.foundation.types import OpKind
 
 USUAL = ask("w", 3, 4, reduction="avg", prescale=0.5)
@@ -31,6 +31,17 @@ def test_what_has_changed_is_invalid(change: str) -> None:
     before = cache.snapshot()
     assert cache.classify(changed(USUAL, **CHANGES[change])) == (Lookup.INVALID, 1)
     assert cache.snapshot() == before, "looking something up must not change the order"
+
+
+def test_factors_that_are_nan_are_equal() -> None:
+    """As float("nan") is not: NaN is a factor like others."""
+    requests = [ask("w", prescale=float("nan"), postscale=-float("nan")) for _ in range(2)]
+    received = Request.from_wire(requests[1].to_wire())
+    assert requests[0] == requests[1] == received
+    assert respond({0: requests[0], 1: received}, 2, ()).error is None
+    cache = ResponseCache(4)
+    cache.put(Response(requests[0]), requests[0])
+    assert cache.classify(received) == (Lookup.HIT, 0)
 
 
 @pytest.mark.parametrize("change", [{"root": 1}, {"shape": (5,)}, {"dtype": "uint8"}])

@@ -78,6 +78,7 @@ class Cycles:
     Attributes:
         inbox: Messages of cycles that have arrived, and the number of the cycle.
         table: On rank 0: the requests that wait for other ranks.
+        agreed: The number of operations on which the ranks have agreed so far. Equal on all ranks between cycles.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Cycles:
         self.table = RequestTable(topology.world_size)
         self._cycle: _Cycle | None = None
         self._responses = _NONE
+        self.agreed = 0
 
     def pop_responses(self) -> list[Response]:
         """Return the new responses, in the order in which all ranks carry them out; not to be changed."""
@@ -282,4 +284,5 @@ class Cycles:
     def _respond(self, responses: list[Response]) -> None:
         """Hand responses over; the list itself if no other responses wait, because ``fuse`` recognises it."""
         self._submissions.agree(responses)
+        self.agreed += len(responses)
         self._responses = self._responses + responses if self._responses else responses

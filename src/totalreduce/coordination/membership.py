@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import NamedTuple, final
 
-__all__ = ["Membership"]
+__all__ = ["Departure", "Membership"]
+
+
+class Departure(NamedTuple):
+    """What one rank knows of a rank that has left.
+
+    Attributes:
+        reason: The reason for which it has left.
+        at: The time when this rank learned of it, in seconds.
+        carried_out: How many of the operations on which the ranks have agreed it has carried out, from the first one;
+            ``None``: it has not said so.
+    """
+
+    reason: str
+    at: float
+    carried_out: int | None = None
 
 
 @final
@@ -17,14 +32,14 @@ class Membership:
         last_joined: The rank that joined last, once all ranks have joined; ``None`` again after the next ``join`` of
             this rank.
         is_joining: Whether this rank has joined, and some rank has not.
-        departed: The reason of each rank that has left.
+        departed: The ranks that have left.
     """
 
     def __init__(self) -> None:
         self.joined: tuple[int, ...] = ()
         self.last_joined: int | None = None
         self.is_joining = False
-        self.departed: dict[int, str] = {}
+        self.departed: dict[int, Departure] = {}
         self._is_announced = False
 
     @property

@@ -20,7 +20,7 @@ from typing import Any, final
 from totalreduce.coordination.cache import ResponseCache
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.coordination.cycle import Cycles
-from totalreduce.coordination.membership import Membership
+from totalreduce.coordination.membership import Departure, Membership
 from totalreduce.coordination.messages import MALFORMED, Kind, decode_json, encode, split
 from totalreduce.coordination.requests import Request
 from totalreduce.coordination.sender import Sender
@@ -91,16 +91,30 @@ class Negotiator:
         self.timer.require_cycle()
         self._run(now)
 
-    def leave(self, error: TotalReduceError, reason: str) -> None:
+    def leave(self, error: TotalReduceError, reason: str, carried_out: int) -> None:
         """End the agreement on this rank in good order, and tell the others (see ``depart``).
 
         Args:
             error: The error of the pending operations on this rank.
             reason: The reason that ``PeerLost`` gives on the other ranks.
+            carried_out: How many of the operations on which the ranks have agreed this rank has carried out, from the
+                first one. It carries no others out, so they fail on the other ranks.
         """
         if self.ended is None:
-            self._sender.send_to_all(encode(Kind.LEAVE, self.cycles.inbox.number, value=reason[:_REASON_MAX]))
+            value = [reason[:_REASON_MAX], carried_out]
+            self._sender.send_to_all(encode(Kind.LEAVE, self.cycles.inbox.number, value=value))
             self.fail(error)
+
+    def abort(self, error: TotalReduceError, reason: str) -> None:
+        """End the agreement on all ranks, because this rank can carry no more operations out.
+
+        Args:
+            error: The error of the pending operations on this rank; on all ranks, if it is a ``PeerLost``.
+            reason: The reason of the ``PeerLost`` that names this rank on the other ranks.
+        """
+        if self.ended is None:
+            own = PeerLost(self._shown_ranks[self.rank], reason[:_REASON_MAX])
+            self._abort(error if isinstance(error, PeerLost) else own, here=error)
 
     def hurry(self, now: float) -> None:
         """A caller waits for an operation, so the next cycle begins at once."""
@@ -119,9 +133,13 @@ class Negotiator:
             self.submissions.clear()
             self.cycles.clear()
 
-    def depart(self, peer: int, reason: str, now: float) -> None:
-        """Note that a rank has left in good order. Operations that do not need it go on."""
-        self.membership.departed.setdefault(peer, reason)
+    def depart(self, peer: int, reason: str, now: float, carried_out: int | None = None) -> None:
+        """Note that a rank has left in good order. Operations that do not need it go on.
+
+        The agreement ends if the ranks have agreed on more operations than the rank has ``carried_out``: a library
+        cannot finish the others. ``None``: the rank has not said how many it has carried out.
+        """
+        self.membership.departed.setdefault(peer, Departure(reason, now, carried_out))
         if not self.cycles.inbox.is_idle and self.ended is None:
             # The lost rank would have drawn others into this cycle. A rank that waits for their votes must begin it.
             self._sender.send_to_all(encode(Kind.BEGIN, self.cycles.inbox.number))
@@ -183,10 +201,11 @@ class Negotiator:
             case Kind.ABORT:
                 self.fail(_error_from_wire(decode_json(body)))
             case Kind.LEAVE:
-                reason = decode_json(body)
-                if not isinstance(reason, str):
-                    raise ProtocolError(f"rank {peer} leaves as no correct peer does")
-                self.depart(peer, reason[:_REASON_MAX], now)
+                match decode_json(body):
+                    case [str(reason), int(carried_out)]:
+                        self.depart(peer, reason[:_REASON_MAX], now, carried_out)
+                    case _:
+                        raise ProtocolError(f"rank {peer} leaves as no correct peer does")
             case _:
                 self.cycles.inbox.add(peer, kind, cycle, round_, body)
                 self._run(now)
@@ -196,18 +215,21 @@ class Negotiator:
         if self.ended is not None:
             return
         self.cycles.run(now)
-        departed = self.membership.departed
-        needed = next((peer for peer in self.cycles.awaited_ranks() if peer in departed), None) if departed else None
-        if needed is not None:
-            self._abort(PeerLost(self._shown_ranks[needed], departed[needed]))
+        if not self.membership.departed:
+            return
+        awaited, agreed = self.cycles.awaited_ranks(), self.cycles.agreed
+        for peer, departure in self.membership.departed.items():
+            if peer in awaited or (departure.carried_out is not None and departure.carried_out < agreed):
+                self._abort(PeerLost(self._shown_ranks[peer], departure.reason))
+                return
 
     def _report_stalls(self, now: float) -> None:
         self._reports += self._stalls.take_reports(self.submissions.waiting, now, self.membership.joined)
 
-    def _abort(self, error: StallError | PeerLost) -> None:
-        """End the agreement on all ranks, with the same error."""
+    def _abort(self, error: StallError | PeerLost, *, here: TotalReduceError | None = None) -> None:
+        """End the agreement on all ranks, with the same error, or with the error ``here`` on this rank."""
         self._sender.send_to_all(encode(Kind.ABORT, self.cycles.inbox.number, value=_error_to_wire(error)))
-        self.fail(error)
+        self.fail(here or error)
 
 
 def _error_to_wire(error: StallError | PeerLost) -> list[Any]:

@@ -73,6 +73,12 @@ class Request:
     cached: bool = True
     priority: int = field(default=0, compare=False)
 
+    def __post_init__(self) -> None:
+        """Have all factors that are NaN be one object: then requests with them are equal and have one hash."""
+        for factor in ("prescale", "postscale"):
+            if math.isnan(getattr(self, factor)):
+                object.__setattr__(self, factor, math.nan)
+
     @property
     def num_elements(self) -> int:
         """Number of elements of this rank's tensor."""
@@ -310,9 +316,10 @@ def _compare_blocks(requests: Mapping[int, Request], root: int) -> Disagreement 
     """Compare the sizes of the root's blocks in a gather or scatter with the sizes of the ranks' tensors."""
     sizes = requests[root].splits
     for rank in sorted(requests):
-        size, rows = sizes[rank] if rank < len(sizes) else 0, requests[rank].shape[0]
+        size, rows = sizes[rank] if rank < len(sizes) else None, requests[rank].shape[0]
         if size != rows:
-            values = f"a block of {size} elements for rank {rank}", f"a tensor of {rows} elements"
+            block = "no block" if size is None else f"a block of {size} elements"
+            values = f"{block} for rank {rank}", f"a tensor of {rows} elements"
             return Disagreement(requests[root].name, ((root,), (rank,)), values)
     return None
 

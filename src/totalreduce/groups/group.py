@@ -13,6 +13,7 @@ import torch
 
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.foundation import checks
+from totalreduce.foundation.errors import GroupClosed
 from totalreduce.foundation.observer import Observer
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups import agreement, objects
@@ -117,10 +118,13 @@ class Group(Collectives):
 
         Raises:
             ConfigurationError: These are not ranks of this group, or this rank is not among them.
+            DeadlineExceededError: A native library carries the collectives out, and some member has not called it in
+                time.
         """
         group = Group(self._runner, operations=self.operations.subgroup(ranks, name))
         if self.coordinator is not None:
             members = [self.ranks.index(rank) for rank in group.ranks]
+            group.barrier()  # MPI moves nothing else while it makes a communicator, so all members come first
             natives = self.coordinator.natives.split(members, self.operations.patience(None))
             group.use(natives, self.coordinator.config)
         return group
@@ -252,6 +256,8 @@ class Group(Collectives):
         Raises:
             GroupClosed: This rank has closed the group.
         """
+        if self.operations.closed:
+            raise GroupClosed(f"group {self.operations.name!r} is closed")
         return self.operations.empty(*shape, dtype=dtype)
 
     def statistics(self) -> Statistics:
@@ -277,8 +283,9 @@ class Group(Collectives):
     def close(self, timeout_s: float = 5.0, *, reason: str = "") -> None:
         """Call the callbacks of ``on_quiesce``, inform the other ranks, and end threads and connections.
 
-        Pending operations fail with ``GroupClosed``. This is not collective: the other ranks get an error with the
-        ``reason`` when they need this rank. Closing a subgroup ends no threads and connections, which belong to the
+        Pending operations fail with ``GroupClosed``; a native library first carries out those on which the ranks have
+        agreed, for at most ``timeout_s``. This is not collective: the other ranks get an error with the ``reason`` when
+        they need this rank. Closing a subgroup ends no threads and connections, which belong to the
         group of all ranks. A second call does nothing; the same holds for a call in a forked child process.
 
         All callbacks of ``on_quiesce`` and ``at_close`` are called, also after an exception. Then the first exception

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -54,6 +54,7 @@ class Operations:
         waits_for_memory: Whether an operation waits for those in flight that use the same memory, instead of raising
             an error. Subgroups that are made afterwards do the same.
         closed: Whether the group takes no more operations.
+        num_made: By name: how many objects were made that choose the names of their operations themselves.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class Operations:
         self._memory = MemoryInFlight() if memory is None else memory
         self._inner: dict[str, Operations] = {}
         self._subgroups: Counter[tuple[int, ...]] = Counter()
+        self.num_made: Counter[str] = Counter()
         self._barriers = itertools.count()
-        self._late_barrier: Work | None = None
+        self._late_barriers: deque[Work] = deque()
 
     def submit(
         self,
@@ -148,32 +150,34 @@ class Operations:
 
     def barrier(self, timeout_s: float | None) -> Work:
         """Return when every rank has called it (see ``Group.barrier``)."""
-        # A barrier that has exceeded its deadline is still pending: the next call waits for it, not for another one.
-        work, self._late_barrier = self._late_barrier, None
-        if work is None:
+        patience_s = self.patience(timeout_s)
+        try:  # A barrier that has exceeded its deadline is still pending: the next call waits for it, not for another.
+            work = self._late_barriers.popleft()
+        except IndexError:
             # The barriers of a job share a few names, because the engine never forgets a name.
             name = f"barrier#{next(self._barriers) % _BARRIER_NAMES}"
-            work = self.submit(checked.barrier(), name, -1, timeout_s, scope=_BARRIERS)
+            work = self.submit(checked.barrier(), name, -1, patience_s, scope=_BARRIERS)
         try:
-            work.wait(timeout_s)
+            work.wait(patience_s)
         except DeadlineExceededError:
-            self._late_barrier = work
+            self._late_barriers.append(work)
             raise
         return work
 
-    def claim(self, operands: Operands, patience_s: float) -> Callable[[], None]:
+    def claim(self, operands: Operands, patience_s: float, beside: Sequence[Operands] = ()) -> Callable[[], None]:
         """Claim the memory of an operation; return the function that releases it.
 
         Args:
             operands: The operation's tensors.
             patience_s: Seconds to wait for operations that use the same memory, with ``waits_for_memory``.
+            beside: Operations that begin together with this one, and have claimed their memory.
 
         Raises:
             ConfigurationError: An operation in flight uses the same memory (see ``MemoryInFlight.claim``).
             DeadlineExceededError: With ``waits_for_memory``: such an operation has not ended in time.
         """
         memory = self._memory
-        memory.claim(operands, wait_s=patience_s if self.waits_for_memory else None)
+        memory.claim(operands, wait_s=patience_s if self.waits_for_memory else None, beside=beside)
         return lambda: memory.release(operands)
 
     def patience(self, timeout_s: float | None) -> float:
@@ -181,9 +185,10 @@ class Operations:
         return self.runner.engine.config.timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Make a tensor in memory that the other ranks of this host can read (see ``Group.empty``)."""
-        if self.closed:
-            raise GroupClosed(f"group {self.name!r} is closed")
+        """Make a tensor in memory that the other ranks of this host can read (see ``Group.empty``).
+
+        Also while the group is being closed: a native library still carries operations out, and needs memory for them.
+        """
         self.runner.home.check()
         num_bytes = math.prod(shape) * dtype.itemsize
         memory = self.runner.transport.allocate(num_bytes) if num_bytes else None

@@ -7,6 +7,7 @@ engine, and passes operations that are ready on all ranks to the ``Executor``.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol, final
@@ -15,15 +16,17 @@ import torch
 
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.coordination.negotiator import Negotiator
-from totalreduce.foundation.errors import ConfigurationError, GroupClosed, ProtocolError, TotalReduceError
+from totalreduce.foundation.errors import ConfigurationError, GroupClosed, PeerLost, ProtocolError, TotalReduceError
 from totalreduce.foundation.types import operation_id
 from totalreduce.native.executor import Executor
+from totalreduce.native.failures import GRACE_S
 from totalreduce.native.operation import NativeOperation, program_line
 from totalreduce.native.packing import Batch, Packer
 from totalreduce.runner.handle import Handle
 from totalreduce.runner.runner import Runner
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.memory import Operands
+from totalreduce.tensors.work import Work
 
 __all__ = ["Agreement", "Members"]
 
@@ -37,7 +40,7 @@ class Members(Protocol):
     name: str
     runner: Runner
 
-    def claim(self, operands: Operands, patience_s: float) -> Callable[[], None]:
+    def claim(self, operands: Operands, patience_s: float, beside: Sequence[Operands] = ()) -> Callable[[], None]:
         """Claim the memory of an operation; return the function that releases it."""
 
     def patience(self, timeout_s: float | None) -> float:
@@ -45,6 +48,9 @@ class Members(Protocol):
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Make a tensor on the CPU, if possible in memory that the other ranks of the host can read."""
+
+    def barrier(self, timeout_s: float | None) -> Work:
+        """Return when every rank has called it; the engine carries it out."""
 
 
 @final
@@ -59,6 +65,7 @@ class Agreement:
         config: Settings, equal on all ranks.
         packer: Starts operations in the library.
         report: A function that is called with each batch that has ended.
+        joined: A function that is called once when all ranks have joined, before ``join`` returns.
         scope: A name that no other agreement of the job has.
 
     Attributes:
@@ -72,6 +79,7 @@ class Agreement:
         config: CoordinationConfig,
         packer: Packer,
         report: Callable[[Batch], None],
+        joined: Callable[[], None],
         scope: str,
     ) -> None:
         self._members, self._runner = members, members.runner
@@ -85,7 +93,9 @@ class Agreement:
         self._joining: Handle | None = None  #: The join that is under way; it ends when all ranks have joined.
         self._join: Handle | None = None  #: The same, until a call of ``join`` has returned.
         self._last_joined: int | None = None
+        self._report_joined = joined
         self._has_ended = False
+        self._closed: GroupClosed | None = None  #: Set when this rank begins to close the agreement.
         self._executor = Executor(
             members.rank,
             packer,
@@ -93,6 +103,7 @@ class Agreement:
             complete=self._complete,
             report=report,
             lost=lambda: self.negotiator.ended,
+            failed=self._break_off,
         )
 
         def begin(now: float) -> bool:
@@ -138,9 +149,11 @@ class Agreement:
             return self._take_output(now) or not news
 
         releases: list[Callable[[], None]] = []
+        claimed: list[Operands] = []
         try:
             for operation in operations:
-                releases.append(self._members.claim(operation.operands, patience_s))
+                releases.append(self._members.claim(operation.operands, patience_s, claimed))
+                claimed.append(operation.operands)
                 operation.handle = Handle(operation.operands.finish, releases[-1])
             for operation in operations:
                 operation.begin()
@@ -193,20 +206,44 @@ class Agreement:
         self._runner.act(hurry)
         self._runner.wait(handle, timeout_s, explain=lambda now: self._explain(handle, now))
 
-    def close(self, timeout_s: float, reason: str) -> None:
-        """Leave the agreement (see ``Coordinator.close``)."""
+    def close(self, timeout_s: float, reason: str, release: Callable[[], None]) -> None:
+        """Carry out what the ranks have agreed on, and leave the agreement (see ``Coordinator.close``).
+
+        ``release`` is called when this rank does not use the library any more.
+        """
+        deadline = time.monotonic() + timeout_s
         name = f"the group {self._members.name!r}"
+        error = self._closed = GroupClosed(f"rank {self._members.rank} has closed {name}")
 
         def leave(now: float) -> bool:
-            error = GroupClosed(f"rank {self._members.rank} has closed {name}")
-            self.negotiator.leave(error, f"it has closed {name}" + (f" after {reason}" if reason else ""))
+            said = f"it has closed {name}" + (f" after {reason}" if reason else "")
+            self.negotiator.leave(error, said, self._executor.carried_out)
             has_messages = self._take_output(now)
             self._runner.engine.channels.close(self.number)
             return has_messages
 
-        with suppress(GroupClosed):  # the engine is closed, and has informed the other ranks and this channel
-            self._runner.act(leave)
-        self._executor.close(timeout_s)
+        try:
+            self._executor.drain(timeout_s)
+        finally:  # also after Ctrl-C: without this message, the other ranks would wait for this one
+            try:
+                with suppress(GroupClosed):  # the engine is closed, and has informed the other ranks and this channel
+                    self._runner.act(leave)
+            finally:
+                self._executor.close(max(0.0, deadline - time.monotonic()), release)
+
+    def lost(self) -> TotalReduceError | None:
+        """Return the reason why reductions of a plan that are pending cannot end; ``None`` if there is none.
+
+        The ranks do not say which of these reductions they have carried out. So a rank that has left the agreement
+        counts as lost only ``GRACE_S`` seconds later: what it has carried out has ended on the other ranks by then.
+        """
+        if self.negotiator.ended is not None:
+            return self.negotiator.ended
+        late = time.monotonic() - GRACE_S
+        for index, departure in list(self.negotiator.membership.departed.items()):
+            if departure.at < late:
+                return PeerLost(self._members.ranks[index], departure.reason)
+        return None
 
     # -------------------------------------------------------------------------- the channel: under the engine's lock
 
@@ -233,7 +270,7 @@ class Agreement:
         self._take_output(now)
 
     def _check_alive(self) -> None:
-        error = self.negotiator.ended
+        error = self.negotiator.ended or self._closed
         if error is not None:
             raise error.with_traceback(None)
 
@@ -270,7 +307,13 @@ class Agreement:
 
     def _end_join(self, handle: Handle, error: BaseException | None) -> None:
         self._joining = None
-        self._executor.finish(lambda: self._runner.complete([handle], error))
+
+        def finish() -> None:
+            if error is None:
+                self._report_joined()
+            self._runner.complete([handle], error)
+
+        self._executor.finish(finish)
 
     def _explain(self, handle: Handle, now: float) -> tuple[str, str]:
         for name, operation in self._in_flight.items():
@@ -285,3 +328,19 @@ class Agreement:
             for operation in operations:
                 self._in_flight.pop(operation.request.name, None)
         self._runner.complete([operation.handle for operation in operations], error)
+
+    def _break_off(self, failure: BaseException) -> None:
+        """End the agreement on all ranks, because of an error in this rank's executor."""
+        reason = f"it could not carry an operation out: {failure!r}"
+        if isinstance(failure, TotalReduceError):
+            error = failure
+        else:
+            error = TotalReduceError(f"rank {self._members.rank}: the coordinator has ended, because {reason}")
+            error.__cause__ = failure
+
+        def abort(now: float) -> bool:
+            self.negotiator.abort(error, reason)
+            return self._take_output(now)
+
+        with suppress(TotalReduceError):  # the engine has ended, and has informed the other ranks and this channel
+            self._runner.act(abort)

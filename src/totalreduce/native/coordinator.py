@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import final
@@ -11,7 +13,8 @@ import torch
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.coordination.requests import Request
 from totalreduce.coordination.sender import NegotiationCounters
-from totalreduce.foundation.errors import TotalReduceError
+from totalreduce.foundation import checks
+from totalreduce.foundation.errors import DeadlineExceededError, TotalReduceError
 from totalreduce.foundation.types import OpKind, ReduceOp
 from totalreduce.native import tuning
 from totalreduce.native.agreement import Agreement, Members
@@ -42,6 +45,14 @@ class Coordinator:
     To agree, each rank describes its operations to rank 0. The *response cache*, which is equal on all ranks, keeps the
     descriptions of named operations: a rank announces a repeated operation by one bit instead of a description.
 
+    Submitting an operation raises ``ConfigurationError`` if an operation in flight uses the same memory and at least
+    one of the two writes it. In a group on which ``keep_order`` was called, the submission waits for the other
+    operation instead, for at most ``timeout_s``, and then raises ``DeadlineExceededError``. Within one call, a tensor
+    that is written may not share memory with another tensor that is written.
+
+    The methods that submit operations have the errors of ``allreduce``, beside those that they list themselves. If
+    ranks submit different operations under one name, ``Work.wait`` raises ``MismatchError`` on all of them.
+
     Args:
         members: The ranks of the group, and the resources (runner, record of memory in use, time-outs) that the
             group's operations share. The group's engine carries the messages by which the ranks agree.
@@ -58,14 +69,15 @@ class Coordinator:
         self.config, self.natives = config, natives
         self._members, self._describer = members, Describer(members.rank, members.world_size)
         self._reports = Reports(members.runner)
-        self._is_closed = False
+        self._closing = threading.Lock()  #: Held from the first call of ``close`` on.
+        self._late_barriers: deque[Work] = deque()  #: Barriers that have exceeded their deadlines, and are pending.
         packer = Packer(
             members.rank,
             natives,
             divide_by_active=config.join_divisor == "active",
             empty=lambda count, dtype: members.empty(count, dtype=dtype),
         )
-        self._agreement = Agreement(members, config, packer, self._reports.batch, scope)
+        self._agreement = Agreement(members, config, packer, self._reports.batch, self._start_over, scope)
 
     # -------------------------------------------------------------------------------------------------- collectives
 
@@ -91,20 +103,26 @@ class Coordinator:
             prescale: Factor before the reduction. Integers are multiplied in float64, and truncated towards zero.
             postscale: Factor after the reduction.
             priority: A signed number of 32 bits. Of operations that become ready at the same time, the one with the
-                smaller number goes first; a less urgent one may be fused with it and so go before others. If ranks pass
-                different priorities, that of the lowest rank that has not joined is used. While a name is in the
-                response cache, it keeps the priority that was agreed first.
+                smaller number goes first. A less urgent operation may be fused into the batch of a more urgent one, and
+                then runs before operations that are more urgent than itself. If ranks pass different priorities, that
+                of the lowest rank that has not joined applies. The response cache keeps the priority of a named
+                operation's first submission, and other priorities in later calls are ignored, until it drops the name.
             timeout_s: Default time-out in seconds of ``Work.wait`` for this operation.
 
         Raises:
-            ValueError: ``priority`` is not a signed number of 32 bits.
             ConfigurationError: ``name`` is not a valid name, or an operation in flight has it; ``op`` is not a
-                reduction; more than 32,768 operations of this rank wait for the other ranks; or another
-                operation in flight uses the tensor's memory.
-            UnsupportedError: The tensor is sparse, nested or quantised.
-            PeerLost: A rank is lost, or has closed its coordinator.
+                reduction; ``priority`` is not a signed number of 32 bits; 32,768 operations of this rank, or 40 MiB of
+                their descriptions, wait for the other ranks already; or an operation in flight uses the memory (see
+                the class). A reduction or an element type that the library lacks is a ``ConfigurationError`` of
+                ``Work.wait``, and the tensor has not changed.
+            UnsupportedError: The tensor is sparse, nested, quantised or expanded, or has no memory.
+            DeadlineExceededError: After ``keep_order``: an operation in flight has not released the memory in time.
+            GroupClosed: This rank has closed the coordinator or the group.
+            PeerLost: A rank is lost or could not carry an operation out; or a rank has closed its coordinator, and an
+                operation needed it.
             StallError: The coordinator has ended, because some ranks did not submit an operation that others had
                 submitted.
+            TotalReduceError: The coordinator has ended, because this rank could not carry an operation out.
         """
         return self.grouped_allreduce(
             [tensor], name=name, op=op, prescale=prescale, postscale=postscale, priority=priority, timeout_s=timeout_s
@@ -123,9 +141,15 @@ class Coordinator:
     ) -> list[Work]:
         """Reduce several tensors: none is reduced before all ranks have submitted all of them.
 
-        If the ranks disagree about one of them, all of them fail on every rank.
+        All ranks pass the same number of tensors; otherwise the operations wait until the coordinator ends with
+        ``StallError``. If the ranks disagree about one of the tensors, all of them fail on every rank. ``prescale``,
+        ``priority`` and the other arguments are those of ``allreduce``.
 
-        Args and Raises as for ``allreduce``.
+        Returns:
+            One handle for each tensor, in their order.
+
+        Raises:
+            ConfigurationError: Two of the tensors share memory.
         """
         with self._describer.label(name, OpKind.ALLREDUCE, priority) as label:
             requests = self._describer.allreduces(tensors, Scaling(op, prescale, postscale), label)
@@ -143,7 +167,7 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Copy the root's tensor into the tensors of all ranks; return at once.
+        """Copy the root's tensor into the tensors of all ranks, which have its shape and dtype; return at once.
 
         Raises:
             ConfigurationError: ``root`` is not a rank of the group.
@@ -162,7 +186,11 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Reduce a tensor over all ranks into the root's tensor. The tensors of the other ranks do not change."""
+        """Reduce a tensor over all ranks into the root's tensor. The tensors of the other ranks do not change.
+
+        Raises:
+            ConfigurationError: ``root`` is not a rank of the group.
+        """
         with self._describer.label(name, OpKind.REDUCE, priority) as label:
             request = self._describer.reduce(tensor, root, op, label)
             return self._submit([prepare(request, tensor, writes=self._members.rank == root)], timeout_s)[0]
@@ -179,14 +207,19 @@ class Coordinator:
     ) -> Work:
         """Copy every rank's tensor into the root's ``outputs``, one per rank. The other ranks pass ``None``.
 
+        The tensors of the ranks may differ in size. If the root passes too few outputs, or an output of another size
+        than the tensor of its rank, ``Work.wait`` raises ``MismatchError`` on every rank. Otherwise it returns an empty
+        tensor, on the root too.
+
         Raises:
-            ConfigurationError: This rank passes more outputs than there are ranks, or passes outputs and is not the
-                root; or an output has another dtype or device than the tensor.
+            ConfigurationError: ``root`` is not a rank of the group; this rank passes more outputs than there are ranks,
+                or passes outputs and is not the root; or an output has another dtype or device than the tensor.
         """
         with self._describer.label(name, OpKind.GATHER, priority) as label:
             request = self._describer.blocks(OpKind.GATHER, tensor, outputs, root, label)
             flat, parts = flattened(tensor)
-            return self._submit([prepare(request, flat, outputs, parts)], timeout_s)[0]
+            # An empty list means ``None``. On the root, the agreement finds that blocks are missing.
+            return self._submit([prepare(request, flat, outputs or None, parts)], timeout_s)[0]
 
     def scatter(
         self,
@@ -200,9 +233,12 @@ class Coordinator:
     ) -> Work:
         """Copy the root's ``inputs``, one per rank, into the ranks' tensors. The other ranks pass ``None``.
 
+        The tensors of the ranks may differ in size. If the root passes too few inputs, or an input of another size than
+        the tensor of its rank, ``Work.wait`` raises ``MismatchError`` on every rank. Otherwise it returns ``tensor``.
+
         Raises:
-            ConfigurationError: This rank passes more inputs than there are ranks, or passes inputs and is not the root;
-                or an input has another dtype or device than the tensor.
+            ConfigurationError: ``root`` is not a rank of the group; this rank passes more inputs than there are ranks,
+                or passes inputs and is not the root; or an input has another dtype or device than the tensor.
         """
         with self._describer.label(name, OpKind.SCATTER, priority) as label:
             request = self._describer.blocks(OpKind.SCATTER, tensor, inputs, root, label)
@@ -222,16 +258,26 @@ class Coordinator:
     ) -> Work:
         """Collect the tensors of all ranks on every rank. Only the first dimension may differ between ranks.
 
-        Without ``outputs``, ``Work.wait`` returns one tensor with the rows of all ranks. ``outputs`` has one
-        tensor per rank: if it is given, the rows of rank r are written to ``outputs[r]``. If ``parts`` are given, the
-        call copies them into ``tensor``, one after the other, before the operation begins. If an operation in flight
-        writes to one of them, the call raises ``ConfigurationError``; in a group on which ``keep_order`` was called, it
-        waits for that operation first.
+        Args:
+            tensor: The rows of this rank. A scalar counts as one row.
+            outputs: One tensor per rank: the rows of rank r are written to ``outputs[r]``, which has as many elements,
+                and ``Work.wait`` returns an empty tensor. An output of another size is a ``MismatchError`` of
+                ``Work.wait`` on this rank. ``None``: ``Work.wait`` returns one tensor with the rows of all ranks.
+            parts: Tensors that the call copies into ``tensor``, one after the other, before it returns. ``tensor`` must
+                then be contiguous and have as many elements as all parts together; it counts as written while the
+                operation is in flight. The parts may be changed as soon as the call has returned.
+            name: As for ``allreduce``.
+            priority: As for ``allreduce``.
+            timeout_s: As for ``allreduce``.
+
+        Raises:
+            ConfigurationError: ``outputs`` does not have one tensor per rank; or the parts have another dtype than
+                ``tensor``, or another number of elements.
         """
         with self._describer.label(name, OpKind.ALLGATHER, priority) as label:
             dtypes.check_dense(tensor, label.name)
             rows = tensor if tensor.dim() else tensor.view(1)
-            request = self._describer.allgather(rows, label)
+            request = self._describer.allgather(rows, outputs, label)
             return self._submit([prepare(request, rows, outputs, parts)], timeout_s)[0]
 
     def alltoall(
@@ -248,16 +294,17 @@ class Coordinator:
     ) -> Work:
         """Send rows of the tensor to each rank: the first ``splits[0]`` rows to rank 0, the next ones to rank 1.
 
-        Without ``splits`` each rank gets the same number of rows. ``outputs``, ``parts`` and the result as for
-        ``allgather``. If the caller passes a list as ``received``, it holds the number of rows from each rank once the
-        operation has ended.
+        Without ``splits`` each rank gets the same number of rows, so the number of rows is a multiple of the number of
+        ranks. ``outputs``, ``parts`` and the result as for ``allgather``. If the caller passes a list as ``received``,
+        it holds the number of rows from each rank once the operation has ended.
 
         Raises:
-            ConfigurationError: ``splits`` does not have exactly one number per rank, or its sum differs from the number
-                of rows.
+            ConfigurationError: ``splits`` does not have exactly one number per rank, has a negative number, or its sum
+                differs from the number of rows; without ``splits``: the rows do not divide evenly among the ranks; or
+                the tensor is a scalar; or ``outputs`` or ``parts`` are wrong as for ``allgather``.
         """
         with self._describer.label(name, OpKind.ALLTOALL, priority) as label:
-            request = self._describer.alltoall(tensor, splits, label)
+            request = self._describer.alltoall(tensor, splits, outputs, label)
             operation = prepare(request, tensor, outputs, parts)
             if received is not None:
                 operation.rows = received
@@ -276,26 +323,40 @@ class Coordinator:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Work:
-        """Reduce a tensor over all ranks; each rank gets its share of the rows.
+        """Reduce a tensor over all ranks; each rank gets its share of the rows. ``Work.wait`` returns these rows.
 
         If the rows do not divide evenly, the first ranks get one row more. If ``outputs`` is given, it has one tensor,
-        to which the rows of this rank are written; otherwise ``Work.wait`` returns them. ``parts`` as for
-        ``allgather``.
+        to which the rows of this rank are written, and which ``Work.wait`` returns. ``parts`` as for ``allgather``.
+
+        Raises:
+            ConfigurationError: The tensor is a scalar; ``outputs`` does not have exactly one tensor; or the ``parts``
+                are wrong as for ``allgather``.
         """
         with self._describer.label(name, OpKind.REDUCE_SCATTER, priority) as label:
-            request = self._describer.reduce_scatter(tensor, Scaling(op, prescale, postscale), label)
+            request = self._describer.reduce_scatter(tensor, Scaling(op, prescale, postscale), outputs, label)
             return self._submit([prepare(request, tensor, outputs, parts)], timeout_s)[0]
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called ``barrier`` or ``join``.
 
         Raises:
-            DeadlineExceededError: A rank is late. The message names the late ranks as far as this rank knows them.
+            DeadlineExceededError: A rank is late. The message names the late ranks; it names all other ranks if the
+                deadline has passed before this rank has asked them, which it does after ``config.stall_warning_s``
+                seconds. The next call waits for the same barrier.
+            TotalReduceError: The coordinator has ended, or ends meanwhile, with the error of ``ended``.
         """
-        with self._describer.label(None, OpKind.BARRIER) as label:
-            request = Request(label.name, OpKind.BARRIER, cached=label.cached)
-            work = self._submit([prepare(request, torch.empty(0))], timeout_s)[0]
-        work.wait()
+        patience_s = self._members.patience(timeout_s)
+        try:
+            work = self._late_barriers.popleft()
+        except IndexError:
+            with self._describer.label(None, OpKind.BARRIER) as label:
+                request = Request(label.name, OpKind.BARRIER, cached=label.cached)
+                work = self._submit([prepare(request, torch.empty(0))], patience_s)[0]
+        try:
+            work.wait(patience_s)
+        except DeadlineExceededError:
+            self._late_barriers.append(work)
+            raise
 
     def join(self, *, timeout_s: float | None = None) -> int:
         """Announce that this rank has no more data, and wait until all ranks have joined.
@@ -310,26 +371,32 @@ class Coordinator:
 
         Raises:
             DeadlineExceededError: An operation of this rank has not ended in time; then this rank has not joined. Or
-                some rank has not joined in time; then this rank has, the other ranks go on, and this rank must call
-                ``join`` again before it submits other operations.
+                another rank has not joined in time. In this case this rank has joined nevertheless, and the other ranks
+                go on. Before this rank submits other operations, it must call ``join`` again, which waits for the same
+                join.
+            TotalReduceError: The coordinator has ended, or ends meanwhile, with the error of ``ended``.
         """
-        last = self._agreement.join(self._members.patience(timeout_s))
-        # A rank that joined early has counted fewer unnamed operations than the others, so all ranks reset their
-        # counters.
-        self._describer.count_from_zero()
-        return last
+        return self._agreement.join(self._members.patience(timeout_s))
 
     def planned(self, names: Sequence[str]) -> NativeStream:
         """Return an object that runs reductions in the fixed order of ``names``. Collective.
 
         All ranks pass the same ``names`` in the same order. The object has a communicator of its own, and the ranks
-        exchange no messages to agree on an order. ``NativeStream`` is not a CUDA stream.
+        exchange no messages to agree on an order. The caller closes the object; ``close`` of the coordinator does not.
+        When a rank has closed its coordinator, reductions of the object that have not ended fail: with ``GroupClosed``
+        on that rank, and with ``PeerLost`` on the others, three seconds later. ``NativeStream`` is not a CUDA stream.
+
+        Raises:
+            DeadlineExceededError: Some rank has not called it in time.
+            RendezvousError: Some rank has not made its communicator in time.
         """
         patience_s = self._members.patience(None)
+        # MPI moves nothing else while it makes a communicator, not even the engine's messages. So all ranks come first.
+        self._members.barrier(patience_s)
         return NativeStream(
             self.natives.split(range(self._members.world_size), patience_s),
             names,
-            lost=lambda: self.ended,
+            lost=self._agreement.lost,
             patience_s=patience_s,
             reported=self._reports.planned,
         )
@@ -343,7 +410,12 @@ class Coordinator:
 
     @property
     def ended(self) -> TotalReduceError | None:
-        """The error that later submissions raise (a lost rank, a stall, a closed coordinator), or ``None``."""
+        """The error with which the coordinator has ended, and which later submissions raise; ``None`` before.
+
+        It is ``PeerLost``, ``StallError``, ``GroupClosed`` on the rank that has closed, or a ``TotalReduceError`` on a
+        rank that could not carry an operation out. If another rank has closed its coordinator, the coordinator of this
+        rank ends when an operation needs that rank, and not before.
+        """
         return self._agreement.negotiator.ended
 
     @property
@@ -370,19 +442,37 @@ class Coordinator:
             return self._agreement.negotiator.cache.snapshot()
 
     def close(self, timeout_s: float = 5.0, *, reason: str = "") -> None:
-        """End the coordinator on this rank. Its pending operations fail, unless the library is about to finish them.
+        """Carry out the operations on which the ranks have agreed, and end the coordinator on this rank.
 
-        The call is not collective: this rank tells the other ranks. On the other ranks, operations submitted later fail
-        with ``PeerLost``. Pending ones fail too, unless all ranks had already agreed on them and the library can finish
-        them. The error names this rank and the ``reason``. ``timeout_s`` limits the wait for the end of the thread in
-        which totalreduce calls the library. A second call does nothing; the same holds for a call in a
-        forked child process.
+        On this rank, submissions raise ``GroupClosed`` from the beginning of the call. Operations on which the ranks
+        had agreed by then fail with ``GroupClosed`` if they have not ended after ``timeout_s`` seconds. Operations on
+        which the ranks agree after that may fail with ``GroupClosed`` at once, and those on which they have not agreed
+        always fail with it. If a callback of an operation calls this method, the method does not wait, and operations
+        that have not ended fail at once.
+
+        The call is not collective: this rank tells the other ranks at the end. Their coordinators end with
+        ``PeerLost``, which names this rank and the ``reason``, when an operation needs this rank. That is any operation
+        on which the ranks have not agreed, any later one, and any agreed one that this rank has not carried out. Then
+        all operations that are pending there fail.
+
+        The library is released when this rank does not use it any more: after the return of this method, if a call of
+        the library is still under way after ``timeout_s``. A second call of this method does nothing; the same holds
+        for a call in a forked child process.
+
+        Raises:
+            ConfigurationError: ``timeout_s`` is negative, not finite, or no number. Nothing has changed.
         """
-        if self._is_closed or not self._members.runner.home.is_here:
+        timeout_s = checks.seconds("timeout_s", timeout_s, or_zero=True)
+        if not self._members.runner.home.is_here or not self._closing.acquire(blocking=False):
             return
-        self._is_closed = True
-        self._agreement.close(timeout_s, reason)
-        self.natives.close()
+        self._agreement.close(timeout_s, reason, self.natives.close)
+
+    def _start_over(self) -> None:
+        """Note that all ranks have joined."""
+        # A rank that joined early has counted fewer unnamed operations than the others, so all ranks reset their
+        # counters.
+        self._describer.count_from_zero()
+        self._late_barriers.clear()  # they have ended: a rank waits for its operations before it joins
 
     def _submit(self, operations: Sequence[NativeOperation], timeout_s: float | None) -> list[Work]:
         patience_s = self._members.patience(timeout_s)

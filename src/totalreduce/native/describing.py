@@ -51,7 +51,12 @@ class Scaling(NamedTuple):
 
     def check(self) -> None:
         """Raise ``ConfigurationError`` if ``op`` is no reduction."""
-        if self.op is ReduceOp.NONE:
+        try:
+            op = ReduceOp(self.op)
+        except ValueError:
+            known = ", ".join(op.name for op in _REDUCTIONS if op is not ReduceOp.NONE)
+            raise ConfigurationError(f"op {self.op!r} is no reduction; there are ReduceOp's {known}") from None
+        if op is ReduceOp.NONE:
             raise ConfigurationError("op NONE reduces nothing")
 
 
@@ -122,9 +127,12 @@ class Describer:
             requests.append(request)
         return requests
 
-    def reduce_scatter(self, tensor: torch.Tensor, scaling: Scaling, label: Label) -> Request:
+    def reduce_scatter(
+        self, tensor: torch.Tensor, scaling: Scaling, outputs: Sequence[torch.Tensor] | None, label: Label
+    ) -> Request:
         """Describe a reduce-scatter of rows."""
         scaling.check()
+        _check_outputs(outputs, 1, label)
         dtypes.check_dense(tensor, label.name)
         if not tensor.dim():
             raise ConfigurationError(f"{label.name!r}: a scalar has no rows to scatter")
@@ -166,17 +174,27 @@ class Describer:
         sizes = tuple(block.numel() for block in blocks or ())
         return _request(kind, tensor, label, root=root, shape=(tensor.numel(),), splits=sizes)
 
-    def allgather(self, tensor: torch.Tensor, label: Label) -> Request:
+    def allgather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, label: Label) -> Request:
         """Describe an allgather of rows."""
+        _check_outputs(outputs, self._world_size, label)
         return _request(OpKind.ALLGATHER, tensor, label)
 
-    def alltoall(self, tensor: torch.Tensor, splits: Sequence[int] | None, label: Label) -> Request:
+    def alltoall(
+        self,
+        tensor: torch.Tensor,
+        splits: Sequence[int] | None,
+        outputs: Sequence[torch.Tensor] | None,
+        label: Label,
+    ) -> Request:
         """Describe an alltoall that sends ``splits[r]`` rows to rank r; without splits equally many to each rank."""
+        _check_outputs(outputs, self._world_size, label)
         size, name = self._world_size, label.name
         dtypes.check_dense(tensor, name)
-        rows = len(tensor) if tensor.dim() else 0
+        if not tensor.dim():
+            raise ConfigurationError(f"{name!r}: a scalar has no rows to send to {size} ranks; pass a tensor of rows")
+        rows = len(tensor)
         if splits is None:
-            if rows % size or not tensor.dim():
+            if rows % size:
                 raise ConfigurationError(f"{name!r}: {rows} rows do not divide among {size} ranks; pass splits")
             splits = [rows // size] * size
         splits = tuple(int(split) for split in splits)
@@ -188,6 +206,14 @@ class Describer:
 
     def _root(self, root: int) -> int:
         return checks.rank_in("root", root, self._world_size)
+
+
+def _check_outputs(outputs: Sequence[torch.Tensor] | None, count: int, label: Label) -> None:
+    if outputs is not None and len(outputs) != count:
+        wanted = "one tensor, for the rows of this rank" if count == 1 else f"{count} tensors, one for each rank"
+        raise ConfigurationError(
+            f"{label.name!r}: outputs has {len(outputs)} tensors, but the results need {wanted}; or pass None"
+        )
 
 
 def _reduction(kind: OpKind, tensor: torch.Tensor, scaling: Scaling, label: Label, **fields: Any) -> Request:

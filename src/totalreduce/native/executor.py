@@ -39,9 +39,12 @@ class Executor:
         complete: A function that is called with operations that have ended, in the executor's thread.
         report: A function that is called with each batch that has ended.
         lost: A function that returns the loss of a rank, or ``None``.
+        failed: A function that is called with the error because of which no more operations can be carried out, in the
+            executor's thread.
 
     Attributes:
         thread: The thread. It ends after ``end``.
+        carried_out: How many of the operations on which the ranks have agreed have ended in the library.
     """
 
     def __init__(
@@ -53,14 +56,17 @@ class Executor:
         complete: Callable[[Sequence[NativeOperation], BaseException | None], None],
         report: Callable[[Batch], None],
         lost: Callable[[], TotalReduceError | None],
+        failed: Callable[[BaseException], None],
     ) -> None:
         self._packer, self._fusion_bytes = packer, fusion_bytes
-        self._complete, self._report, self._lost = complete, report, lost
+        self._complete, self._report, self._lost, self._failed = complete, report, lost, failed
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._under_way: deque[Batch] = deque()
-        self._number = 0
+        self._number = self.carried_out = 0
         self._last_fused: tuple[list[Response], list[list[Response]]] = ([], [])
         self._failure: BaseException | None = None
+        self._has_ended = threading.Event()
+        self._releases: deque[Callable[[], None]] = deque()  #: To be called once, when the thread has ended.
         self.thread = threading.Thread(target=self._run, name=f"totalreduce-{rank}-native", daemon=True)
         self.thread.start()
 
@@ -80,15 +86,52 @@ class Executor:
         """End the thread when it has carried out all that was put before. Nothing is put afterwards."""
         self._inbox.put(None)
 
-    def close(self, timeout_s: float) -> None:
-        """End the thread, and wait for its end at most ``timeout_s`` seconds."""
+    def drain(self, timeout_s: float) -> None:
+        """Wait until all that was put before is carried out, for at most ``timeout_s`` seconds."""
+        if threading.current_thread() is self.thread:  # in a callback of an operation
+            return
+        drained, deadline = threading.Event(), time.monotonic() + timeout_s
+
+        def settle() -> None:
+            while self._under_way:
+                self._finish_oldest()
+            drained.set()
+
+        self._inbox.put(settle)
+        while self.thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
+            if drained.wait(min(left_s, LOOK_S)):
+                return
+
+    def close(self, timeout_s: float, release: Callable[[], None]) -> None:
+        """End the thread, and wait for its end at most ``timeout_s`` seconds.
+
+        ``release`` is called when no collective is under way any more: by this method, or later by the thread.
+        """
         self.end()
-        self.thread.join(timeout_s)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(timeout_s)
+        self._releases.append(release)
+        if self._has_ended.is_set():
+            self._release()
 
     # ------------------------------------------------------------------------------------------------------ thread
 
-    @torch.no_grad()
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._has_ended.set()
+            self._release()
+
+    def _release(self) -> None:
+        try:
+            release = self._releases.popleft()
+        except IndexError:  # another thread may have taken it
+            return
+        release()
+
+    @torch.no_grad()
+    def _work(self) -> None:
         while True:
             try:
                 item = self._inbox.get_nowait() if self._under_way else self._inbox.get()
@@ -118,7 +161,7 @@ class Executor:
         first = responses[0]
         if first.error is not None:
             batch.error = first.error.error()
-        elif self._failed() is not None:
+        elif self._find_failure() is not None:
             batch.error = self._failure
         else:
             try:
@@ -126,7 +169,8 @@ class Executor:
             except ConfigurationError as error:
                 batch.error = error  # the library cannot do this, which is so on every rank
             except Exception as error:
-                batch.error = self._failure = error
+                batch.error = error
+                self._fail(error)
         batch.packed = time.monotonic()
         self._under_way.append(batch)
 
@@ -135,6 +179,8 @@ class Executor:
         if batch.error is None and batch.work is not None:
             batch.error = self._wait(batch.work)
         batch.ended = time.monotonic()
+        if self._failure is None:
+            self.carried_out += len(batch.responses)
         if batch.error is None:
             try:
                 batch.finish()
@@ -153,13 +199,18 @@ class Executor:
         """Wait for the library, but not for a rank that is lost; return the reason if it failed."""
         try:
             while not work.wait(LOOK_S):
-                if self._failed() is not None:
+                if self._find_failure() is not None:
                     return self._failure
-        except TotalReduceError as error:
-            self._failure = find_lost_rank(error, self._lost)
+        except Exception as error:
+            self._fail(find_lost_rank(error, self._lost))
         return self._failure
 
-    def _failed(self) -> BaseException | None:
+    def _find_failure(self) -> BaseException | None:
         if self._failure is None:
             self._failure = self._lost()
         return self._failure
+
+    def _fail(self, error: BaseException) -> None:
+        """Carry out nothing any more: the other ranks call the library for operations that this rank cannot do."""
+        self._failure = error
+        self._failed(error)

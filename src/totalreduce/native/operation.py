@@ -94,7 +94,7 @@ def prepare(
         UnsupportedError: An output is sparse, nested or quantised.
     """
     operands = Operands(request.name)
-    operands.hold(tensor, writes=writes)
+    operands.hold(tensor, writes=writes or bool(parts))  # ``begin`` writes the parts into it
     for output in outputs or ():
         dtypes.check_dense(output, request.name)
         operands.hold(output, writes=True)

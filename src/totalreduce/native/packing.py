@@ -164,9 +164,9 @@ class Packer:
         dtype: torch.dtype = getattr(torch, request.dtype)
         scale, unscale = self._scales(request, first.joined)
         only = batch.operations[0]
-        if len(batch.operations) == 1 and only is not None and is_plain(only.tensor):
+        # The library may refuse the reduction, and must not find the tensor changed. So a factor is applied to a copy.
+        if len(batch.operations) == 1 and only is not None and is_plain(only.tensor) and request.prescale == 1.0:
             tensor = only.tensor.detach()
-            scale(tensor)
             batch.work = self._natives.allreduce(tensor.view(-1), _native_op(request.reduction))
             batch.finish = lambda: unscale(tensor)
             return
@@ -282,9 +282,10 @@ class Packer:
         batch.work = self._natives.alltoall(output.view(-1), tensor.view(-1), counts, [rows * width for rows in sent])
         operation.rows[:] = received
         pieces = torch.split_with_sizes(output.view(-1), counts)
+        source = None
         if response.request.kind is OpKind.SCATTER:
-            pieces = pieces[root : root + 1]
-        batch.finish = lambda: self._deliver(operation, pieces, tuple(output.shape))
+            pieces, source = pieces[root : root + 1], root
+        batch.finish = lambda: self._deliver(operation, pieces, tuple(output.shape), source)
 
     def _reduce_scatter(self, batch: Batch, response: Response, operation: NativeOperation) -> None:
         """Reduce blocks of equal length: the blocks of the last ranks are padded if the rows do not divide evenly."""
@@ -306,20 +307,33 @@ class Packer:
         def finish() -> None:
             unscale(output)
             mine = output[: rows[self._rank] * width]
-            self._deliver(operation, [mine], (rows[self._rank], *tensor.shape[1:]))
+            self._deliver(operation, [mine], (rows[self._rank], *tensor.shape[1:]), self._rank)
 
         batch.finish = finish
 
-    @staticmethod
-    def _deliver(operation: NativeOperation, pieces: Sequence[torch.Tensor], shape: tuple[int, ...]) -> None:
-        """Copy the parts to the outputs, or make one tensor of them."""
+    def _deliver(
+        self,
+        operation: NativeOperation,
+        pieces: Sequence[torch.Tensor],
+        shape: tuple[int, ...],
+        source: int | None = None,
+    ) -> None:
+        """Copy the parts to the outputs, or make one tensor of them.
+
+        Args:
+            operation: The operation.
+            pieces: The parts of the result.
+            shape: The shape of the one tensor.
+            source: The rank from which the only part comes; ``None``: the parts come from all ranks.
+        """
         if operation.outputs is None:
             operation.result = torch.cat(list(pieces)).view(shape) if len(pieces) > 1 else pieces[0].clone().view(shape)
             return
-        for output, piece in zip(operation.outputs, pieces, strict=True):
+        for rank, (output, piece) in enumerate(zip(operation.outputs, pieces, strict=True)):
             if output.numel() != piece.numel():  # an error of this operation, and not of those fused with it
+                ranks = rank if source is None else source, self._rank
                 values = f"{piece.numel()} elements", f"a place for {output.numel()}"
-                operation.error = MismatchError(operation.request.name, (0, 1), values)
+                operation.error = MismatchError(operation.request.name, ranks, values)
                 return
             output.detach().copy_(piece.view(output.shape))
 

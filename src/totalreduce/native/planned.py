@@ -14,6 +14,7 @@ from totalreduce.foundation.forking import HomeProcess
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.native.collectives import NativeCollectives, NativeWork
 from totalreduce.native.failures import LOOK_S, find_lost_rank
+from totalreduce.runner.handle import call_all
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
@@ -74,8 +75,7 @@ class PlannedReduction:
 
     def call_back(self) -> None:
         """Call the callbacks of ``on_done``."""
-        while self._callbacks:
-            self._callbacks.pop(0)()
+        call_all(self._callbacks)
 
 
 @final
