@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import OPTIMIZERS, Branches, Net, all_equal, batches, flat, loss_of, shard, wrap
+from optimizer_cases import OPTIMIZERS, Branches, Net, all_equal, batches, flat, loss_of, shard, train_alone, wrap
 
-from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
+from totalreduce.foundation.errors import ConfigurationError, PeerLost, UnsupportedError
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.pytorch.order import ForwardOrder
@@ -310,6 +310,39 @@ def test_an_optimizer_out_of_scope_still_owes_its_last_update() -> None:
     assert (results[0] - after_one_step()).abs().max() <= 1e-12
 
 
+def test_a_survivor_of_a_lost_rank_can_close_and_save() -> None:
+    stepped, gone = threading.Event(), threading.Event()
+
+    def body(group: Group) -> list[int]:
+        model = Net()
+        optimizer = wrap_deferred(model, group)
+        one_step(model, optimizer, group)
+        optimizer.flush()
+        before = flat(model)
+        optimizer.zero_grad()
+        loss_of(model, shard(batches(1)[0], group)).backward()
+        if group.rank == 1:
+            assert stepped.wait(20)
+            group.close()  # without step(), so the last bucket never comes
+            gone.set()
+            return []
+        optimizer.step()
+        assert optimizer._deferred.pending
+        stepped.set()
+        assert gone.wait(20)
+        with pytest.raises(PeerLost):
+            model.state_dict()
+        with pytest.raises(PeerLost):
+            optimizer.close()
+        optimizer.close()
+        assert torch.equal(flat(model), before)
+        assert torch.equal(torch.cat([each.flatten() for each in model.state_dict().values()]), before)
+        assert len(optimizer.state_dict()["param_groups"]) == 1
+        return [len(each._post_accumulate_grad_hooks or {}) for each in model.parameters()]
+
+    assert run_ranks(2, body) == [[0] * 8, []]
+
+
 def test_parameters_read_by_a_parent_module_are_updated_in_time() -> None:
     """``nn.MultiheadAttention`` reads ``out_proj.weight`` without calling ``out_proj``."""
 
@@ -364,6 +397,125 @@ def test_a_forward_that_bypasses_its_module_is_an_error_not_a_stale_gradient() -
         optimizer.flush()
 
     run_ranks(2, body)
+
+
+class BypassingFirst(Net):
+    """Reads the parameters of its first layer without calling it, and calls the layers after it."""
+
+    bypass = False
+    before_bypass: Any = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.bypass:
+            return super().forward(inputs)
+        if self.before_bypass is not None:
+            self.before_bypass()
+        hidden = torch.tanh(torch.nn.functional.linear(inputs, self.first.weight, self.first.bias))
+        return self.head(torch.tanh(self.third(torch.tanh(self.second(hidden)))))
+
+
+@pytest.mark.parametrize("between", ["nothing", "no_grad"])
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20], ids=["bucket_each", "one_bucket"])
+def test_an_update_between_a_bypassing_forward_and_its_backward_is_noticed(bucket_bytes: int, between: str) -> None:
+    """A later layer, a pass without gradients or its gradient's hook applies the update of the bypassed layer."""
+
+    def body(group: Group) -> torch.Tensor:
+        model = BypassingFirst()
+        optimizer = wrap_deferred(model, group, bucket_bytes=bucket_bytes)
+        one_step(model, optimizer, group)
+        model.bypass = True
+        loss = loss_of(model, shard(batches(2)[1], group))
+        if between == "no_grad":
+            with torch.no_grad():
+                model.third(torch.zeros(1, 12, dtype=torch.float64))
+        with pytest.raises(ConfigurationError, match=r"'first\..*' was used before its deferred update.*flush"):
+            loss.backward()
+        optimizer.flush()
+        return flat(model)
+
+    results = run_ranks(2, body)
+    assert (results[0] - after_one_step()).abs().max() <= 1e-12
+    assert all_equal(results)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20], ids=["bucket_each", "one_bucket"])
+def test_a_flush_before_a_bypassed_module_makes_its_gradients_good(bucket_bytes: int) -> None:
+    def body(group: Group) -> torch.Tensor:
+        model = BypassingFirst()
+        optimizer = wrap_deferred(model, group, bucket_bytes=bucket_bytes)
+        one_step(model, optimizer, group)
+        model.bypass, model.before_bypass = True, optimizer.flush
+        one_step(model, optimizer, group, 1)
+        optimizer.close()
+        return flat(model)
+
+    results = run_ranks(2, body)
+    assert (results[0] - train_alone(OPTIMIZERS["sgd"], 2)).abs().max() <= 1e-12
+    assert all_equal(results)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20], ids=["bucket_each", "one_bucket"])
+def test_a_module_that_runs_in_the_second_pass_of_a_step_has_good_gradients(bucket_bytes: int) -> None:
+    """The backward pass before it has applied its update."""
+
+    def train(
+        model: Branches, optimizer: torch.optim.Optimizer, parts: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        for inputs, targets in parts:
+            optimizer.zero_grad()
+            for branch in ("left", "right"):
+                torch.nn.functional.mse_loss(model(inputs, branch), targets).backward()
+            optimizer.step()
+
+    def body(group: Group) -> torch.Tensor:
+        model = Branches()
+        optimizer = wrap_deferred(model, group, bucket_bytes=bucket_bytes)
+        train(model, optimizer, [shard(batch, group) for batch in batches(4)])
+        optimizer.close()
+        return flat(model)
+
+    results = run_ranks(2, body)
+    model = Branches()
+    train(model, OPTIMIZERS["sgd"](list(model.parameters())), batches(4))
+    assert (results[0] - flat(model)).abs().max() <= 1e-12
+    assert all_equal(results)
+
+
+def test_a_hook_in_a_second_thread_waits_for_the_updates_that_another_hook_applies() -> None:
+    """As where parameters are on the CPU and on a GPU. A new round would overwrite the gradients of the updates."""
+
+    def body(group: Group) -> list[str]:
+        model = Net()
+        optimizer = wrap_deferred(model, group, bucket_bytes=1 << 20)
+        one_step(model, optimizer, group)
+        calls: list[str] = []
+        stepping = threading.Event()
+        inner, begin = optimizer.wrapped, optimizer._dense.begin
+        step = inner.step
+
+        def slow_step() -> None:
+            stepping.set()
+            second.join(0.2)
+            step()
+            calls.append("updated")
+
+        def noted_begin(*, joined: bool = False) -> None:
+            calls.append("begun")
+            begin(joined=joined)
+
+        def hook() -> None:
+            if stepping.wait(20):
+                optimizer._on_gradient(1, True, optimizer._dense.parameters[1])
+
+        inner.step, optimizer._dense.begin = slow_step, noted_begin
+        second = threading.Thread(target=hook)
+        second.start()
+        optimizer._on_gradient(0, True, optimizer._dense.parameters[0])
+        second.join(20)
+        optimizer.close()
+        return calls
+
+    assert run_ranks(1, body) == [["updated", "begun"]]
 
 
 def test_backward_through_an_old_graph_applies_the_update_first() -> None:

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from optimizer_cases import OPTIMIZERS, Net, all_equal, batches, flat, loss_of, outcome, train_alone, wrap
+from optimizer_cases import OPTIMIZERS, Net, all_equal, batches, flat, loss_of, outcome, shard, train_alone, wrap
 
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import (
@@ -20,9 +20,11 @@ from totalreduce.foundation.errors import (
 )
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
+from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.testing import run_ranks
 
 IMPATIENT = EngineConfig(timeout_s=1.0, stall_warning_s=0)
+HASTY = EngineConfig(timeout_s=0.3, stall_warning_s=0)
 
 
 class Rows(torch.nn.Module):
@@ -87,10 +89,13 @@ def test_a_step_with_a_closure_goes_on_after_a_time_out(late: str) -> None:
                 wrapped.step(closure)
             with pytest.raises(ConfigurationError, match="repeat it"):
                 wrapped.step()
-            with pytest.raises(ConfigurationError, match="repeat it"):
-                wrapped.join()
+            calls_that_would_lose_it = [wrapped.join, wrapped.zero_grad, wrapped.replan]
+            calls_that_would_lose_it.append(lambda: wrapped.add_param_group({"params": []}))
+            for call in calls_that_would_lose_it:
+                with pytest.raises(ConfigurationError, match="repeat it"):
+                    call()
             if late == "gradients":
-                with pytest.raises(ConfigurationError, match="repeat that call"):
+                with pytest.raises(ConfigurationError, match="Repeat that call"):
                     loss_of(model, batches(2)[1]).backward()
             first.set()
         elif late == "gradients":
@@ -194,6 +199,28 @@ def test_losses_keep_their_type_and_their_digits() -> None:
     assert run_ranks(2, body) == [[1.0 + 0.5e-12, None, 0.5]] * 2
 
 
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
+def test_a_closure_without_gradients_does_not_sum_them_again(op: ReduceOp) -> None:
+    def body(group: Group) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        wrapped = DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), group=group, op=op)
+        values = []
+        for resets in (False, True):
+            weight.grad = None
+            (weight * 1.0).sum().backward()
+            wrapped.synchronize()
+            if op is ReduceOp.SUM and not resets:
+                with pytest.raises(ConfigurationError, match="reduced already"):
+                    wrapped.step(lambda: 1.0)
+                wrapped.step()
+            else:
+                wrapped.step(weight.grad.zero_ if resets else lambda: 1.0)
+            values.append(-weight.item())
+        return values
+
+    assert run_ranks(2, body) == [[2.0, 2.0] if op is ReduceOp.SUM else [1.0, 1.0]] * 2
+
+
 def test_a_join_goes_on_after_time_outs() -> None:
     first, second = threading.Event(), threading.Event()
 
@@ -241,7 +268,7 @@ def test_backward_after_a_step_that_ran_out_of_time_is_refused() -> None:
         if group.rank == 0:
             with pytest.raises(DeadlineExceededError):
                 wrapped.step()
-            with pytest.raises(ConfigurationError, match=r"repeat that call before backward"):
+            with pytest.raises(ConfigurationError, match=r"Repeat that call until it returns, then"):
                 loss_of(model, batches(2)[1]).backward()
             late.set()
         else:
@@ -252,6 +279,32 @@ def test_backward_after_a_step_that_ran_out_of_time_is_refused() -> None:
     results = run_ranks(2, body, engine=IMPATIENT)
     assert (results[0] - train_alone(OPTIMIZERS["sgd"], 1)).abs().max() <= 1e-12
     assert all_equal(results)
+
+
+def test_a_missing_gradient_is_reported_after_a_time_out() -> None:
+    """All buckets have arrived, and the other rank has not said yet whether it is the one without a gradient."""
+    late = threading.Event()
+
+    def body(group: Group) -> tuple[list[str], torch.Tensor]:
+        model = Net()
+        wrapped = wrap(model, group, on_missing="error")
+        if group.rank == 0:
+            loss_of(model, batches(1)[0]).backward()
+            with pytest.raises(DeadlineExceededError):
+                wrapped.step()
+            late.set()
+        else:
+            wrapped._close_round()
+            assert late.wait(20)
+        said = [outcome(wrapped.step)]
+        wrapped.zero_grad()
+        loss_of(model, shard(batches(1)[0], group)).backward()
+        said.append(outcome(wrapped.step))
+        return said, flat(model)
+
+    results = run_ranks(2, body, engine=IMPATIENT)
+    assert [said for said, _ in results] == [["missed (1,)", "done"]] * 2
+    assert (results[0][1] - train_alone(OPTIMIZERS["sgd"], 1)).abs().max() <= 1e-12
 
 
 def test_a_joined_rank_does_not_gather_where_the_others_miss_gradients() -> None:
@@ -313,6 +366,40 @@ def test_gathered_rows_arrive_once_after_time_outs(again: int) -> None:
         wrapped.step()
 
     run_ranks(2, body, engine=IMPATIENT)
+
+
+@pytest.mark.parametrize("then", ["again", "replan"])
+def test_rows_that_ran_out_of_time_are_those_of_their_round(then: str) -> None:
+    """The dense gradients have arrived, and the rows have not. Gradients stay local until all have arrived."""
+    late = threading.Event()
+
+    def body(group: Group) -> tuple[list[float], float]:
+        model = Rows()
+        with torch.no_grad():
+            model.rows.weight.fill_(1.0)
+            model.out.weight.fill_(0.25)
+            model.out.bias.fill_(0.0)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        wrapped = DistributedOptimizer(inner, model, group=group, op=ReduceOp.SUM, sparse="gather")
+        model.out(model.rows(torch.tensor([2 + group.rank]))).sum().backward()
+        if group.rank == 0:
+            with pytest.raises(DeadlineExceededError):
+                wrapped.synchronize()
+            assert model.out.bias.grad.item() == 1.0
+            if then == "again":
+                with pytest.raises(ConfigurationError, match="Repeat that call"):
+                    model.rows(torch.tensor([5])).sum().backward()
+                wrapped.zero_grad()
+            late.set()
+        else:
+            wrapped._close_round()
+            assert late.wait(20)
+        if then == "replan":
+            wrapped.replan()
+        wrapped.step()
+        return (1.0 - model.rows.weight[:, 0]).tolist(), -model.out.bias.item()
+
+    assert run_ranks(2, body, engine=HASTY) == [([0.0, 0.0, 0.25, 0.25, 0.0, 0.0, 0.0, 0.0], 2.0)] * 2
 
 
 def test_close_after_a_failed_replan_gives_nothing_back_twice() -> None:

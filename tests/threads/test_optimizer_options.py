@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -26,6 +27,7 @@ from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.error_feedback import ErrorFeedback
 from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.pytorch.round import Phase
 from totalreduce.sparse.oktopk import OkTopk
 from totalreduce.testing import run_ranks
 
@@ -478,3 +480,79 @@ def test_a_pass_after_synchronize_is_reduced_where_passes_are_accumulated() -> N
         return flat(model)
 
     assert all_equal(run_ranks(2, body))
+
+
+@pytest.mark.parametrize("skips", ["synchronize", "optimizer.zero_grad"])
+def test_a_step_left_out_after_fewer_passes_does_not_shorten_the_next_one(skips: str) -> None:
+    """Whether the gradients of the remainder were synchronised, or dropped."""
+
+    def body(group: Group) -> list[bool]:
+        model = Net()
+        wrapped = wrap(model, group, backward_passes_per_step=3)
+        for _ in range(2):
+            loss_of(model, shard(batches(1)[0], group)).backward()
+        if skips == "synchronize":
+            wrapped.synchronize()
+            model.zero_grad()
+        else:
+            wrapped.zero_grad()
+        sent = []
+        for _ in range(3):
+            loss_of(model, shard(batches(1)[0], group)).backward()
+            sent.append(wrapped._round.in_flight)
+        wrapped.step()
+        assert wrapped.resubmissions == 0
+        return sent
+
+    assert run_ranks(2, body) == [[False, False, True]] * 2
+
+
+def table_with_gathered_rows(group: Group, **settings: object) -> tuple[torch.nn.Embedding, DistributedOptimizer]:
+    """A table of ones, whose gradients are gathered: after a step of SGD, 1 - weight is the reduced gradient."""
+    table = torch.nn.Embedding(4, 1, sparse=True, dtype=torch.float64)
+    torch.nn.init.ones_(table.weight)
+    inner = torch.optim.SGD(table.parameters(), lr=1.0)
+    return table, DistributedOptimizer(inner, table, group=group, sparse="gather", **settings)
+
+
+@pytest.mark.parametrize("between", ["nothing", "model.zero_grad", "no_sync"])
+def test_a_second_pass_over_gathered_gradients_is_reduced_too(between: str) -> None:
+    """The first result is superseded: by a pass that adds to it, or because its step was skipped."""
+
+    def body(group: Group) -> list[float]:
+        table, wrapped = table_with_gathered_rows(group)
+        table(torch.tensor([0])).sum().backward()
+        wrapped.synchronize()
+        if between == "model.zero_grad":
+            table.zero_grad()
+        context = wrapped.no_sync() if between == "no_sync" else contextlib.nullcontext()
+        with context:
+            table(torch.tensor([1 + group.rank])).sum().backward()
+        wrapped.step()
+        return (1 - table.weight).flatten().tolist()
+
+    first = 0.0 if between == "model.zero_grad" else 1.0
+    assert run_ranks(2, body) == [[first, 0.5, 0.5, 0.0]] * 2
+
+
+def test_reading_the_groups_synchronises_gathered_gradients() -> None:
+    def body(group: Group) -> list[float]:
+        table, wrapped = table_with_gathered_rows(group)
+        table(torch.tensor([group.rank])).sum().backward()
+        (parameter,) = wrapped.param_groups[0]["params"]
+        return parameter.grad.to_dense().flatten().tolist()
+
+    assert run_ranks(2, body) == [[0.5, 0.5, 0.0, 0.0]] * 2
+
+
+def test_passes_over_gathered_gradients_are_counted() -> None:
+    def body(group: Group) -> list[Phase]:
+        table, wrapped = table_with_gathered_rows(group, backward_passes_per_step=2)
+        phases = []
+        for _ in range(2):
+            table(torch.tensor([group.rank])).sum().backward()
+            phases.append(wrapped._round.phase)
+        wrapped.step()
+        return phases
+
+    assert run_ranks(2, body) == [[Phase.LOCAL, Phase.OPEN]] * 2

@@ -485,6 +485,29 @@ def test_ranks_without_data_join(world_size: int) -> None:
     assert all_equal([parameters for _, parameters in results])
 
 
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_round_in_which_all_ranks_have_joined_takes_nothing_from_the_residuals(
+    world_size: int, *, flushed: bool
+) -> None:
+    def body(group: Group) -> None:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, OkTopk(density=0.05))
+        for batch in batches(2, dtype=FLOAT):
+            optimizer.zero_grad()
+            loss_of(model, shard(batch, group)).backward()
+            optimizer.step()
+        before, parameters = total_residual(optimizer, model, group), flat(model)
+        assert before.abs().max() > 1e-3
+        if flushed:
+            optimizer.flush_residuals()
+        optimizer.join()
+        assert torch.equal(flat(model), parameters)
+        assert torch.allclose(total_residual(optimizer, model, group), before, rtol=1e-5, atol=1e-7)
+
+    run_ranks(world_size, body)
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("begun", [False, True])
 def test_residuals_outlive_a_new_plan(world_size: int, begun: bool) -> None:
@@ -680,13 +703,36 @@ def test_a_flush_sends_all_that_was_kept_back(world_size: int) -> None:
         assert {report.method for report in optimizer.reports} == {"dense"}
         step(optimizer, model, third)
         assert {report.method for report in optimizer.reports} == {"oktopk"}
+        state = optimizer.residual_state_dict()
         loss_of(model, first).backward()
-        with pytest.raises(ConfigurationError, match="before backward"):
-            optimizer.flush_residuals()
+        calls = [optimizer.flush_residuals, optimizer.residual_state_dict]
+        for call in [*calls, lambda: optimizer.load_residual_state_dict(state)]:
+            with pytest.raises(ConfigurationError, match=r"before backward\(\), or after step"):
+                call()
         optimizer.step()
         return flat(model)
 
     assert all_equal(run_ranks(world_size, body))
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_flush_outlives_a_new_plan(begun: bool) -> None:
+    """Also if the round that was to send everything has begun, on one of the ranks."""
+
+    def body(group: Group) -> torch.Tensor:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, OkTopk(density=0.05))
+        first, second = (shard(batch, group) for batch in batches(2, dtype=FLOAT))
+        step(optimizer, model, first)
+        optimizer.flush_residuals()
+        if begun and group.rank == 0:
+            loss_of(model, second).backward()
+        optimizer.replan()
+        step(optimizer, model, second)
+        assert not bool(total_residual(optimizer, model, group).any())
+        return flat(model)
+
+    assert all_equal(run_ranks(2, body))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

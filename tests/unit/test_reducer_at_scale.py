@@ -64,7 +64,7 @@ class World:
 
     def allreduce(self, tensor, *, name, op, priority):
         """Of who lacks a gradient: as if the other ranks had all they should."""
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(wait=lambda: tensor)
 
 
 def memory(tensor):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -32,6 +34,9 @@ class Recorder(GradientReducer):
         if self.error is not None:
             raise self.error
         return active if self.active is None else self.active
+
+    def install(self) -> None:
+        self.calls.append((self.name, "install"))
 
     def abandon(self) -> None:
         self.calls.append((self.name, "abandon"))
@@ -65,7 +70,33 @@ def test_a_round_from_begin_to_end() -> None:
         ("a", "finish", 4),
         ("b", "finish", 3),
         ("c", "finish", 3),
+        *((name, "install") for name in "abc"),
     ]
+
+
+def test_two_threads_open_one_round() -> None:
+    """As autograd does where parameters are on the CPU and on a GPU: the second comes while the first opens."""
+    round_, reducers, calls = make()
+    begun = threading.Event()
+    begin = reducers[0].begin
+
+    def slow_begin(*, joined: bool = False) -> None:
+        begin(joined=joined)
+        if not begun.is_set():
+            begun.set()
+            second.join(0.1)
+
+    def open_and_be_ready() -> None:
+        if begun.wait(20):
+            round_.open()
+            round_.ready(0)
+
+    reducers[0].begin = slow_begin
+    second = threading.Thread(target=open_and_be_ready)
+    second.start()
+    round_.open()
+    second.join(20)
+    assert calls == [*((name, "begin", False) for name in "abc"), ("a", "ready", 0)]
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -81,16 +112,19 @@ def test_a_missing_gradient_ends_the_round_on_every_rank(joined: bool) -> None:
 
 
 def test_after_a_deadline_the_round_can_be_finished_again() -> None:
-    round_, reducers, _ = make()
+    round_, reducers, calls = make()
     round_.open()
     round_.close()
     reducers[1].error = DeadlineExceededError("late")
+    calls.clear()
     with pytest.raises(DeadlineExceededError):
         round_.finish()
     assert round_.phase is Phase.CLOSED
     reducers[1].error = None
     round_.finish()
     assert round_.phase is Phase.SYNCHRONISED
+    finished = [("a", "finish", 4), ("b", "finish", 4), ("b", "finish", 4), ("c", "finish", 4)]
+    assert calls == [*finished, *((name, "install") for name in "abc")]
 
 
 def test_a_round_is_abandoned_on_ranks_where_none_is_open_too() -> None:

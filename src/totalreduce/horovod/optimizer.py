@@ -80,12 +80,14 @@ class GradientOptimizer(plain.DistributedOptimizer):
             ConfigurationError: The number is less than one.
         """
         self._settings = dataclasses.replace(self._settings, backward_passes_per_step=_checked_passes(passes))
-        self._round.passes = [0] * len(self._round.passes)
+        self._round.restart_passes()
 
     def close(self) -> None:
         """Close the optimizer; ``join`` does not take part in its steps any more."""
-        super().close()
-        context.forget(self)
+        try:
+            super().close()
+        finally:
+            context.forget(self)
 
 
 class AdasumOptimizer(adasum.AdasumOptimizer):

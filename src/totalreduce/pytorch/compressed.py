@@ -150,7 +150,10 @@ class CompressedReducer(GradientReducer):
                 self._send(index, clip)
 
     def finish(self, active: int) -> int:
-        """Wait for a closed round and install its results. May be called again after it raised."""
+        """Wait for a closed round. May be called again after it raised.
+
+        The results are installed here already, with the residuals: no reducer after this one waits for anything.
+        """
         settings, state = self._settings, self._state
         updates = self.rounds.finish(settings.timeout_s)
         self.skipped = updates is None
@@ -158,8 +161,10 @@ class CompressedReducer(GradientReducer):
             for member, accumulated in state.accumulated.items():
                 accumulated.fill_(math.nan)
                 self._install(member, accumulated)
-        elif updates is not None:
+        elif updates is not None and active:
             self._commit(updates, state.scale / settings.divisor(active))
+        elif updates is not None:  # all ranks have joined, so no rank applies anything
+            self._take_back(updates)
         state.accumulated.clear()
         if settings.rank == 0 and _every(settings.feedback.report_every, self._round):
             for index, report in enumerate(self.rounds.reports()):
@@ -169,19 +174,17 @@ class CompressedReducer(GradientReducer):
     def abandon(self) -> None:
         """End an open round without a result. Elements that were sent go back to the residuals.
 
-        Gradients whose buckets have not left stay.
+        Gradients whose buckets have not left stay. If the round was to send everything, the next one is.
         """
         state = self._state
+        self.send_dense = state.dense
         state.joined = state.closed = True
         for index in range(len(self._plan.buckets)):
             if index not in state.left:
                 self._send(index, 1.0)
         updates = self.rounds.finish(self._settings.timeout_s)
         if updates is not None:
-            self._commit(updates, 1.0)
-            for index, update in enumerate(updates):
-                # Every rank takes back its share of the sum that all have applied.
-                update.add_to(self._target(index, self._residuals.kept), 1.0 / self._settings.world_size)
+            self._take_back(updates)
         state.accumulated.clear()
 
     def end(self) -> None:
@@ -255,6 +258,12 @@ class CompressedReducer(GradientReducer):
                 parameter.grad = None
                 if member in wanted:
                     self._install(member, results[parameter])
+
+    def _take_back(self, updates: Sequence[Update]) -> None:
+        """Make everything that was accumulated the residuals: each rank takes its share of the updates back."""
+        self._commit(updates, 1.0)
+        for index, update in enumerate(updates):
+            update.add_to(self._target(index, self._residuals.kept), 1.0 / self._settings.world_size)
 
     def _target(self, index: int, flats: Mapping[torch.nn.Parameter, torch.Tensor]) -> Accumulator:
         """Return the accumulator of a bucket over flat tensors, by parameter."""

@@ -64,6 +64,7 @@ class Compression:
 
     def use(self, plan: CompressedPlan) -> CompressedReducer | None:
         """Make the reducer of a plan; ``None`` if the plan compresses nothing."""
+        send_dense = self.reducer is not None and self.reducer.send_dense
         self._plan, self.reducer = plan, None
         settings, scaler, group = self._settings, self.grad_scaler, self._group
         if settings.sync is None or not plan.buckets:
@@ -89,6 +90,7 @@ class Compression:
                 divisor=functools.partial(settings.divisor, world_size=group.world_size),
             ),
         )
+        self.reducer.send_dense = send_dense
         return self.reducer
 
     def shaped_residuals(self) -> dict[str, torch.Tensor]:

@@ -3,10 +3,16 @@
 The parameters of each bucket are updated once, by the torch optimizer itself: for this call its parameter groups hold
 only these parameters, and the hyper-parameters as they were at ``step()``. That is exact for every optimizer that
 updates each parameter by itself, which is all of ``torch.optim`` except LBFGS.
+
+A module may read parameters of another module without calling that one. If their update is then applied between the
+forward pass and the backward pass, their gradients are those of old weights. So an update that is applied for another
+reason than that a module reads the parameter makes the parameter *doubtful* until a module runs that reads it, or the
+program calls ``flush()``. A gradient of a doubtful parameter is refused.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
@@ -29,14 +35,20 @@ class DeferredUpdates:
 
     Attributes:
         pending: The indices of the buckets whose updates are deferred.
+        guards_hooks: Whether the hook of a gradient must call ``before_gradient`` first.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, reducer: Reducer, order: ForwardOrder, group: Group) -> None:
         self._optimizer, self._reducer, self._order, self._group = optimizer, reducer, order, group
         self._model: torch.nn.Module | None = None
-        self._waits: dict[int, list[int]] | None = None
+        #: The buckets for which each module waits, and the parameters that it may read, by ``id(module)``.
+        self._needs: dict[int, tuple[list[int], set[torch.Tensor]]] = {}
         self._hooks = HookHandles()
         self.pending: set[int] = set()
+        self.guards_hooks = False
+        self._doubtful: set[torch.Tensor] = set()
+        #: Held while updates are applied: hooks of parameters on the CPU and on a GPU run in two threads.
+        self._applying = threading.RLock()
         #: Whether a module of the model ran since ``step()``: from then on the weights of pending buckets are outdated.
         self._forward_seen = False
         self._settings: list[dict[str, Any]] = []
@@ -71,35 +83,51 @@ class DeferredUpdates:
             for position, parameter in enumerate(group["params"])
         }
         self.pending = set(range(len(self._reducer.buckets)))
-        self._forward_seen = False
+        self.guards_hooks, self._forward_seen = True, False
+        self._doubtful.clear()
         self._forget = self._group.on_quiesce(flush)
 
     def flush(self, *_: object) -> None:
-        """Apply all updates."""
-        if self.pending:
-            self._apply_all(self._reducer.by_urgency)
+        """Apply all updates. Gradients that come afterwards count as those of a forward pass after this call."""
+        if self.guards_hooks:
+            with self._applying:
+                self._apply(self._reducer.by_urgency)
+                self._doubtful.clear()
+                self._guard()
 
     def end(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and drop the updates whose gradients have not arrived."""
         self._hooks.remove()
+        self.pending.clear()
+        self._doubtful.clear()
+        self.guards_hooks = False
+        self._release()
 
-    def check_fresh(self, parameter: torch.Tensor) -> None:
-        """Refuse a gradient that was computed with an outdated parameter.
+    def before_gradient(self, parameter: torch.Tensor) -> None:
+        """Apply all updates before the first gradient of another round. Called by the parameter's hook.
 
         Raises:
-            ConfigurationError: The forward pass used the parameter before its deferred update was applied.
+            ConfigurationError: The gradient was computed with an outdated parameter: the forward pass used it before
+                its deferred update was applied.
         """
-        if not self._forward_seen:
-            return
-        for index in self.pending:
-            bucket = self._reducer.buckets[index]
-            for position, member in enumerate(bucket.parameters):
-                if member is parameter:
-                    raise ConfigurationError(
-                        f"parameter {bucket.specs[position].name!r} was used before its deferred update was applied, "
-                        "because its module was not called as in the first step. Call optimizer.flush() before such a "
-                        'forward pass, or use overlap="backward".'
-                    )
+        with self._applying:
+            if self._forward_seen:
+                for index in self.pending:
+                    self._doubtful.update(self._reducer.buckets[index].parameters)
+            if parameter in self._doubtful:
+                name = next(
+                    spec.name
+                    for bucket in self._reducer.buckets
+                    for spec, member in zip(bucket.specs, bucket.parameters, strict=True)
+                    if member is parameter
+                )
+                raise ConfigurationError(
+                    f"parameter {name!r} was used before its deferred update was applied, because its module was not "
+                    "called as in the first step. Call optimizer.flush() before such a forward pass, or use "
+                    'overlap="backward".'
+                )
+            self._apply(self._reducer.by_urgency)
+            self._guard()
 
     def keep_contributions(self) -> None:
         """Give parameters other gradients, of zeros, where a pending bucket may need the present ones again."""
@@ -113,31 +141,56 @@ class DeferredUpdates:
 
     def _before_forward(self, module: torch.nn.Module, *_: object) -> None:
         self._order.record(module)
-        if not self.pending:
+        if not self.guards_hooks:
             return
-        if not torch.is_grad_enabled() or (module is self._model and not module.training):
-            self.flush()
-            return
-        self._forward_seen = True
-        if self._waits is None:
-            self._waits = self._order.waits(self._reducer.buckets_members)
-        self._apply_all(self._waits[id(module)])
+        with self._applying:
+            if not torch.is_grad_enabled() or (module is self._model and not module.training):
+                applied = self._apply(self._reducer.by_urgency)
+            else:
+                self._forward_seen = True
+                if not self._needs:
+                    self._note_needs()
+                applied = self._apply(self._needs[id(module)][0])
+            if self._forward_seen:
+                for index in applied:
+                    self._doubtful.update(self._reducer.buckets[index].parameters)
+                self._doubtful -= self._needs[id(module)][1]
+            self._guard()
 
-    def _apply_all(self, buckets: Iterable[int]) -> None:
+    def _note_needs(self) -> None:
+        """Remember which modules read which parameters, as far as the forward passes until now tell."""
+        parameters, reads = self._reducer.parameters, self._order.reads()
+        for module, buckets in self._order.waits(self._reducer.buckets_members).items():
+            self._needs[module] = buckets, {parameters[index] for index in reads[module]}
+
+    def _guard(self) -> None:
+        """Have hooks call ``before_gradient`` as long as an update is pending or a parameter is doubtful."""
+        self.guards_hooks = bool(self.pending or self._doubtful)
+
+    def _apply(self, buckets: Iterable[int]) -> list[int]:
+        """Apply those updates that are pending, and return their buckets."""
+        applied = []
         try:
             for index in buckets:
                 if index in self.pending:
-                    self._apply(index)
+                    self._apply_bucket(index)
+                    applied.append(index)
         except ConfigurationError:
             self.pending.clear()  # every later flush would raise the error again, and hide what comes after
             raise
         finally:
-            if not self.pending and self._forget is not None:
-                self._forget()
-                self._forget = None
+            if not self.pending:
+                self._release()
+        return applied
+
+    def _release(self) -> None:
+        """Have the group forget this object."""
+        if self._forget is not None:
+            self._forget()
+            self._forget = None
 
     @torch.no_grad()
-    def _apply(self, index: int) -> None:
+    def _apply_bucket(self, index: int) -> None:
         """Wait for one bucket and update its parameters."""
         self._reducer.wait(index)
         self.pending.discard(index)

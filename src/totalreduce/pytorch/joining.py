@@ -1,12 +1,13 @@
-"""The rounds of a rank that has no more data, and the losses of closures, which the ranks with data reduce.
+"""Calls of ``DistributedOptimizer`` that are unfinished after a time-out; the rounds of joined ranks; closures' losses.
 
 ``DistributedOptimizer.join`` makes a ``Joining``; ``DistributedOptimizer.step`` makes a ``ClosureLoss`` for each call
-of its closure. Both can go on after a time-out where it struck.
+of its closure, and the ranks with data reduce these losses. Both can go on after a time-out where it struck.
+``DistributedOptimizer.replan`` and ``add_param_group`` make an ``EndingPlan`` or a ``ComparingPlans`` at a time-out.
 """
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 
@@ -16,16 +17,45 @@ from totalreduce.groups.group import Group
 from totalreduce.pytorch.round import Round
 from totalreduce.tensors.work import Work
 
-__all__ = ["ClosureLoss", "Joining"]
+__all__ = ["ClosureLoss", "ComparingPlans", "EndingPlan", "Joining", "Unfinished"]
+
+
+class Unfinished:
+    """A call that a time-out has interrupted.
+
+    Attributes:
+        advice: The text of the error of other calls as long as this one is unfinished.
+    """
+
+    advice: ClassVar[str]
 
 
 @final
-class ClosureLoss:
+class EndingPlan(Unfinished):
+    """``replan()`` or ``add_param_group()`` while it ends the round, in which buckets have left without gradients."""
+
+    advice = (
+        "the last replan() or add_param_group() ran out of time and is unfinished: repeat replan() or "
+        "add_param_group() until it returns"
+    )
+
+
+@final
+class ComparingPlans(Unfinished):
+    """A comparison of plans, which no call can complete: its operations are not kept."""
+
+    advice = "the ranks did not compare their plans in time: close this DistributedOptimizer"
+
+
+@final
+class ClosureLoss(Unfinished):
     """The loss that one call of a closure has returned on this rank.
 
     The sum of the losses travels as one float64 element. Only the ranks that had data in the round of the closure's
     gradients take part, because a rank that has joined does not know whether the other ranks use closures.
     """
+
+    advice = "the last step(closure) ran out of time and is unfinished: repeat it until it returns, with a closure"
 
     def __init__(self, loss: Any) -> None:
         """``loss``: a number, a tensor of one element, or ``None``, which counts as 0 and is returned as ``None``.
@@ -58,12 +88,14 @@ class ClosureLoss:
 
 
 @final
-class Joining:
+class Joining(Unfinished):
     """The part of one rank in rounds for which it has no gradients, from its ``join`` until all ranks have joined.
 
     Attributes:
         skipped_steps: The number of these rounds whose gradients were not finite on some rank.
     """
+
+    advice = "this rank has announced that it has no more data: repeat join() until it returns"
 
     def __init__(self, group: Group, name: str, rounds: Round) -> None:
         """``rounds``: none is in flight, and the first of its reducers has at least one bucket of dense gradients."""

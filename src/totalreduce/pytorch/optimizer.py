@@ -1,17 +1,22 @@
 """``DistributedOptimizer``: a torch optimizer that steps with the gradients of all ranks.
 
-It wraps a torch optimizer (``wrapper``), and synchronises the gradients of each step in a *round* (``round``): gradient
-hooks, or ``step()``, open the round; ``step()`` closes it and waits for the gradients of all ranks. A round has several
-*reducers*, each of which synchronises some of the parameters:
+It wraps a torch optimizer (``wrapper``), and synchronises the gradients of each step in a *round* (``round``). Gradient
+hooks open the round, or ``step()`` or ``synchronize()`` does if no gradient has come. ``step()`` or ``synchronize()``
+closes it, and waits for the gradients of all ranks unless the updates are deferred. A round has several *reducers*,
+each of which synchronises some of the parameters:
 
 * ``reducer.Reducer``: dense gradients, in buckets;
 * ``sparse_gradients.SparseReducer``: the rows of sparse gradients;
-* ``compressed``: gradients that the sparse method (argument ``sync``) compresses. The residuals, which are the elements
-  that this method has not sent yet, are in the module ``error_feedback``;
+* ``compressed.CompressedReducer``: gradients that the sparse method (argument ``sync``) compresses;
 * ``sparse_gradients.SparseResults``: no communication. It converts reduced gradients for ``SparseAdam``.
 
-``planning`` decides which reducer has which parameters, and the ranks compare their plans. ``deferred`` has the updates
-that happen in the next forward pass, with ``overlap="iterations"``; ``joining`` has the rounds of a rank without data.
+``planning`` decides which reducer has which parameters, and the ranks compare their plans. Every plan has reducers of
+its own. The residuals, which are the elements that the sparse method has not sent yet, outlive plans: a
+``compression.Compression`` holds them (an ``error_feedback.Residuals``) and the present plan's ``CompressedReducer``.
+The argument ``compression`` is another thing: the dtype in which dense gradients travel. ``deferred`` has the updates
+that happen in the next forward pass, with ``overlap="iterations"``. ``joining`` has the rounds of a rank without data,
+the losses of closures, and a record of the call that a time-out has interrupted, with the error that other methods
+raise until it is repeated.
 """
 
 from __future__ import annotations
@@ -25,13 +30,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PlanMismatchError
-from totalreduce.foundation.types import ReduceOp
+from totalreduce.foundation.types import ReduceOp, successor_name
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.compression import Compression, refuse_unfit
 from totalreduce.pytorch.deferred import DeferredUpdates
 from totalreduce.pytorch.error_feedback import ErrorFeedback
 from totalreduce.pytorch.hooks import HookHandles, WeakHook, in_backward
-from totalreduce.pytorch.joining import ClosureLoss, Joining
+from totalreduce.pytorch.joining import ClosureLoss, ComparingPlans, EndingPlan, Joining, Unfinished
 from totalreduce.pytorch.order import ForwardOrder
 from totalreduce.pytorch.planning import ParameterSource, PlanSettings, agree_on_plan
 from totalreduce.pytorch.reducer import Arithmetic, Reducer
@@ -56,11 +61,24 @@ class _SkippedStepError(Exception):
         self.loss = loss
 
 
+def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Return the optimizer's parameters that have gradients, the gradients, and their versions."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [(each, each.grad, each.grad._version) for each in parameters if each.grad is not None]
+
+
+def _unchanged(gradients: list[tuple[torch.Tensor, torch.Tensor, int]]) -> bool:
+    """Whether all parameters still have the gradients that ``_gradients`` returned, not changed in place."""
+    return all(each.grad is grad and grad._version == version for each, grad, version in gradients)
+
+
 class DistributedOptimizer(OptimizerWrapper):
     """Wraps a torch optimizer so that ``step()`` uses the gradients of all ranks.
 
-    Every rank must call ``step()`` (or ``synchronize()``) equally often. Which parameters have gradients, and in which
-    order they come, may differ from rank to rank. See ``docs/optimizer.md``.
+    Every rank must take part in the same rounds. Each ``step()`` is one round, and a ``synchronize()`` before it
+    belongs to that round. With a closure, each evaluation of the closure is a round of its own. Which parameters have
+    gradients, and in which order they come, may differ from rank to rank. The constructor is collective, too: it
+    compares the ranks' plans. See ``docs/optimizer.md``.
 
     Args:
         optimizer: Any ``torch.optim`` optimizer. Do not call its ``step()``; ``DistributedOptimizer.step()`` calls it.
@@ -71,29 +89,32 @@ class DistributedOptimizer(OptimizerWrapper):
         bucket_bytes: The size limit of a bucket, whose gradients travel as one operation. Default: 4 MiB. With a
             native library: 8 MiB, or the coordinator's ``fusion_bytes`` if that is smaller.
         overlap: ``"backward"``: communication runs during backward, and ``step()`` waits for it. ``"iterations"``:
-            ``step()`` without a closure returns at once, unless ``synchronize()`` was called before, or the torch
-            optimizer has hooks of its own; the next forward pass of each module waits for its own parameters only.
-            It needs ``model``, and ``sync`` refuses it. ``DistributedOptimizer`` uses ``"backward"`` instead, without
-            an error, if ``on_missing="error"``, if sparse gradients are gathered, or if the torch optimizer is LBFGS or
-            SparseAdam.
+            ``step()`` without a closure returns at once, and the next forward pass of each module waits for its own
+            parameters only. ``step()`` updates everything itself, as with ``"backward"``, if the gradients are
+            synchronised already (by ``synchronize()``, or because ``param_groups`` was read, as ``GradScaler`` does),
+            or if step hooks are registered on the torch optimizer or for all torch optimizers. ``"iterations"``
+            requires ``model`` and cannot be combined with ``sync``. ``DistributedOptimizer`` uses ``"backward"``
+            instead, without an error, if ``on_missing="error"``, if sparse gradients are gathered, or if the torch
+            optimizer is LBFGS or SparseAdam.
         on_missing: What to do if only some ranks have a gradient of a parameter. ``"zero"``: the others count as having
-            zeros. ``"error"``: every rank raises ``MissingTensorError``; sparse gradients that are gathered are exempt,
-            and ``sync`` refuses it.
+            zeros. ``"error"``: every rank raises ``MissingTensorError``. ``"error"`` does not apply to sparse gradients
+            that are gathered, and cannot be combined with ``sync``.
         named_parameters: Pairs of name and parameter, for use without ``model``; the names are equal on all ranks.
             Without model and names, a parameter is named by its index in ``optimizer.param_groups``.
         compression: The dtype in which dense gradients travel: ``"fp16"``, ``"bf16"``, or ``"none"``, which keeps their
             own dtype. It does not apply to sparse gradients that are gathered, nor to those that the sparse method
             (``sync``) sends.
         gradient_predivide_factor: With ``AVG``, dense gradients are divided by this factor before the sum and by
-            ``world_size / factor`` after it. Use it if float16 or bfloat16 gradients overflow or underflow.
+            ``world_size / factor`` after it. Use a factor above 1 if sums overflow in float16, and one below 1 if
+            gradients underflow.
         backward_passes_per_step: The number of backward passes whose gradients are accumulated before they are sent.
             If ``step()`` is called after fewer passes, it sends the gradients accumulated so far. The sum is not
             divided by this number.
         sparse: For gradients in torch's sparse layout, as modules with ``sparse=True`` make them. ``"dense"``: they are
             reduced as dense ones. ``"gather"``: each rank collects the gradient rows of all ranks, for the weights of
             ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True`` in ``model``, and for all parameters of
-            ``SparseAdam``. ``SparseAdam`` accepts only sparse gradients. With ``"dense"``, each reduced gradient is
-            therefore converted back to a sparse one that holds its non-zero rows.
+            ``SparseAdam``. ``SparseAdam`` accepts only sparse gradients, so with ``"dense"`` its reduced gradients
+            are converted back to sparse ones, which hold the rows that are not zero.
         join_divisor: The divisor of averages while some ranks have no more data (see ``join``): ``"world"``, all ranks,
             or ``"active"``, the ranks with data.
         sync: The sparse method. Of the gradients of large matrices it sends selected elements only; other gradients
@@ -103,15 +124,20 @@ class DistributedOptimizer(OptimizerWrapper):
         feedback: Settings of the residuals, in which a sparse method keeps the elements that it did not send.
         grad_scaler: The ``GradScaler`` in use, if any. Gradients are divided by its loss scale before they are added to
             the residuals.
-        name: Prefix of the operations' names; different for each optimizer that shares a group.
+        name: Prefix of the operations' names; different for each optimizer that shares a group. All ranks make as many
+            optimizers of a name, one after the other: later ones count them in their prefix.
 
     Raises:
         ConfigurationError: A setting is wrong, or model and optimizer do not fit together.
-        UnsupportedError: A parameter is complex, or is on a device that the group's transport cannot read.
-        PlanMismatchError: The ranks' models or settings differ. Every rank raises it.
+        UnsupportedError: A subclass of ``ConfigurationError``: a parameter is complex, or is on a device that the
+            group's transport cannot read.
+        PlanMismatchError: The ranks' models or settings differ, or another rank cannot make a plan. Every rank raises
+            it, except one that raises its own ``ConfigurationError``.
+        DeadlineExceededError: The ranks did not compare their plans within the group's ``timeout_s``.
+        PeerLost: A rank died.
 
     Attributes:
-        skipped_steps: The number of steps without an update, because some rank's compressed gradients (``sync``) were
+        skipped_steps: The number of rounds without an update, because some rank's compressed gradients (``sync``) were
             not finite. Other gradients that are not finite are applied.
     """
 
@@ -164,31 +190,50 @@ class DistributedOptimizer(OptimizerWrapper):
             sync=sync,
             feedback=feedback,
         )
-        self._group, self._name = group, name
+        # A closed optimizer of this name may have left operations that some ranks have submitted and others have not.
+        self._group, self._name = group, successor_name(name, group.operations.num_made[name])
         self._source = ParameterSource(optimizer, model, None if named_parameters is None else tuple(named_parameters))
-        self._compressed = Compression(group, name, self._settings, grad_scaler)
+        self._compressed = Compression(group, self._name, self._settings, grad_scaler)
         self._hooks = HookHandles()
         self._no_sync_depth = 0
         self._planned = self._closed = False
-        #: What a time-out has left unfinished: a ``join`` (also while it is under way); or a step with a closure, of
-        #: which the loss is kept: the closure has returned, but its gradients or its loss are not reduced yet.
-        self._unfinished: Joining | ClosureLoss | None = None
+        #: The interrupted call that must be repeated. ``Joining``: ``join()`` is running or was interrupted.
+        #: ``ClosureLoss``: ``step(closure)`` timed out after the closure had returned, before gradients and loss were
+        #: reduced. ``EndingPlan``: ``replan()`` or ``add_param_group()`` timed out while it ended the round.
+        #: ``ComparingPlans``: the comparison of plans timed out, and no call can be repeated.
+        self._unfinished: Unfinished | None = None
         self.skipped_steps = 0
         self._plan_gradients()
+        group.operations.num_made[name] += 1
 
     # -------------------- planning
 
     def replan(self) -> None:
         """Plan again after parameters were frozen or unfrozen, or the model changed its dtype. Collective.
 
-        Gradients that are not synchronised yet are kept, and the next ``step()`` reduces them.
+        Gradients that are not synchronised yet are kept, and the next ``step()`` reduces them. With ``sync``, gradients
+        that have already been sent return to the residuals. The ranks compare settings, names, shapes, dtypes and
+        buckets of the trainable parameters. They do not compare hyper-parameters, nor parameters that are frozen. Call
+        ``replan()`` on every rank after the same number of rounds: if ``step()`` timed out on this rank but succeeded
+        on others, repeat it before ``replan()``.
 
         Raises:
-            PlanMismatchError: The ranks' models differ. Every rank raises it. Correct them and call ``replan()`` again.
-            ConfigurationError: The gradients are sums over the ranks already (``op=SUM`` after ``synchronize()``), so
-                that the next ``step()`` would add them up again.
-            DeadlineExceededError: Gradients in flight did not arrive within the group's ``timeout_s``, and the call may
-                be repeated; or the ranks did not compare their plans in time, and the optimizer can only be closed.
+            PlanMismatchError: The ranks' models or settings differ, or another rank cannot make a plan. Every rank
+                raises it, except one that raises its own ``ConfigurationError``. Correct the models and call
+                ``replan()`` again.
+            ConfigurationError: The optimizer is closed; or another call ran out of time and must be repeated first; or
+                the gradients are reduced already (by ``synchronize()``), and the next ``step()`` would change them by
+                reducing them again: with ``op=SUM``, with ``sync``, or with ``join_divisor="world"`` where ranks have
+                joined. In these cases nothing has changed. Or this rank has no plan because none of its parameters is
+                trainable, or one is not in the model, not initialised, or synchronised by another
+                ``DistributedOptimizer``: correct that and call ``replan()`` again.
+            UnsupportedError: A subclass of ``ConfigurationError``: this rank has no plan because a parameter is
+                complex, or is on a device that the group's transport cannot read. Correct that and call ``replan()``
+                again.
+            DeadlineExceededError: A wait exceeded the group's ``timeout_s``. If gradients in flight did not arrive in
+                time, repeat the call: until it returns, calls that use gradients may raise ``ConfigurationError``. If
+                the ranks did not compare their plans in time, only ``close()`` is possible: other collective calls
+                raise ``ConfigurationError``.
             PeerLost: A rank died.
         """
         self._end_plan()
@@ -200,16 +245,22 @@ class DistributedOptimizer(OptimizerWrapper):
         Collective. A bucket completes only when all ranks have submitted it, and other ranks may already have submitted
         theirs. So every rank submits the buckets that it has not sent yet, marked as having no gradients.
         """
-        self._check_usable(planned=False)
+        self._check_usable(planned=False, completes=EndingPlan)
         if not self._planned:
-            return  # the last plan failed, on every rank
-        if self._round.phase is Phase.SYNCHRONISED and self._settings.op is ReduceOp.SUM:
+            return  # The last plan failed, on every rank, so no round or hooks are left to end.
+        repeatable = self._settings.repeatable(self._round.active, self._group.world_size)
+        if self._round.phase is Phase.SYNCHRONISED and not repeatable:
             raise ConfigurationError(
-                "the gradients are sums over the ranks already and would be summed again under the new plan: "
+                "the gradients are reduced already, and reducing them again under the new plan would change them: "
                 "call step() or zero_grad() first"
             )
         self.flush()
-        self._round.abandon()
+        try:
+            self._round.abandon()
+        except DeadlineExceededError:
+            self._unfinished = EndingPlan()
+            raise
+        self._unfinished = None
         self._planned = False
         self._remove_plan()
 
@@ -222,10 +273,14 @@ class DistributedOptimizer(OptimizerWrapper):
     def _plan_gradients(self) -> None:
         """Agree with the other ranks on a plan, and make its reducers and hooks. Collective."""
         group, name, source, settings = self._group, self._name, self._source, self._settings
-        plan = agree_on_plan(group, name, source, settings)
-        uncompressed = self._compressed.choose(plan.compressed)
-        if self._compressed.choices:
-            plan = agree_on_plan(group, name, source, settings, uncompressed)
+        try:
+            plan = agree_on_plan(group, name, source, settings)
+            uncompressed = self._compressed.choose(plan.compressed)
+            if self._compressed.choices:
+                plan = agree_on_plan(group, name, source, settings, uncompressed)
+        except DeadlineExceededError:
+            self._unfinished = ComparingPlans()
+            raise
         self._plan = plan
         arithmetic = Arithmetic.of(
             settings.op,
@@ -256,8 +311,9 @@ class DistributedOptimizer(OptimizerWrapper):
             self._deferred.watch(model)
         else:
             order.watch()
+        gathered = set(plan.sparse.values())
         for index, parameter in enumerate(hooked):
-            self._hooks.after_gradient(parameter, WeakHook(self._on_gradient, index))
+            self._hooks.after_gradient(parameter, WeakHook(self._on_gradient, index, parameter not in gathered))
         self._planned = True
 
     def _make_reducers(self) -> list[GradientReducer]:
@@ -276,18 +332,25 @@ class DistributedOptimizer(OptimizerWrapper):
 
     # -------------------- a step
 
-    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """Record that backward has added to the gradient of a parameter; called by the parameter's hook."""
-        if parameter.grad is not None and parameter.grad.is_sparse:
+    def _on_gradient(self, index: int, made_dense: bool, parameter: torch.Tensor) -> None:
+        """Record that backward has added to the gradient of a parameter; called by the parameter's hook.
+
+        Args:
+            index: The parameter's index in ``Round.hooked``.
+            made_dense: Whether a sparse gradient becomes a dense one. Otherwise its rows are gathered.
+            parameter: The parameter.
+        """
+        if made_dense and parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
-        if self._deferred.pending:
-            self._deferred.check_fresh(parameter)
-            self._deferred.flush()
+        if self._deferred.guards_hooks:
+            self._deferred.before_gradient(parameter)
         round_ = self._round
+        if isinstance(self._unfinished, EndingPlan):
+            raise ConfigurationError(self._unfinished.advice)
         if round_.phase is Phase.CLOSED or isinstance(self._unfinished, Joining):
             raise ConfigurationError(
-                "the last synchronisation (step(), synchronize() or join()) is unfinished. Its results, when they "
-                "arrive, would not be those of this backward pass: repeat that call before backward()"
+                "the last step(), synchronize() or join() was interrupted, and its round is still in flight. Repeat "
+                "that call until it returns, then call backward()"
             )
         if self._unfinished is not None:
             self.close()
@@ -309,20 +372,26 @@ class DistributedOptimizer(OptimizerWrapper):
     def synchronize(self) -> None:
         """Wait for the gradients of all ranks and install them as ``parameter.grad``. Collective.
 
-        Call it before clipping or inspecting gradients; the next ``step()`` then does not communicate again.
+        Call it before clipping or inspecting gradients; the next ``step()`` without a closure then does not communicate
+        again. If all ranks skip that ``step()``, call this optimizer's ``zero_grad()``, not only ``model.zero_grad()``.
+        Otherwise a rank without a gradient in the next backward pass still counts as synchronised: its next ``step()``
+        does not communicate, and the others raise ``DeadlineExceededError``.
 
         Raises:
+            ConfigurationError: The optimizer is closed; ``join()``, ``replan()`` or ``add_param_group()`` must be
+                repeated; or a parameter was unfrozen or converted since the last plan.
             MissingTensorError: With ``on_missing="error"``. Every rank raises it and keeps its local gradients.
             PeerLost: A rank died.
-            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. The call may be repeated.
+            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. The call may be repeated; until it
+                returns, dense and gathered gradients stay local.
         """
         self._synchronize()
 
     def _synchronize(self) -> None:
         """Implement ``synchronize``.
 
-        This class calls this method, because Horovod's subclass overrides ``synchronize`` to note that the program has
-        called it.
+        Within this class call this method, not ``synchronize()``: Horovod's subclass overrides ``synchronize()`` to
+        note that the program called it.
         """
         self._check_usable()
         self.flush()
@@ -350,16 +419,17 @@ class DistributedOptimizer(OptimizerWrapper):
             The closure's loss, reduced; ``None`` without a closure.
 
         Raises:
-            ConfigurationError: The closure's loss has more than one element.
+            ConfigurationError: As ``synchronize``; or the closure's loss has more than one element. Or, after
+                ``synchronize()``, the closure has computed no gradients, and reducing the present ones again would
+                change them: with ``op=SUM``, with ``sync``, or with ``join_divisor="world"`` where ranks have joined.
             MissingTensorError: With ``on_missing="error"``. Every rank raises it before the gradients are applied.
             PeerLost: A rank died.
-            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. The call may be repeated, except
-                with LBFGS. If the closure had returned before the time-out, the repeated call does not call it again,
-                but a closure must still be passed.
+            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. Without a closure, repeat the call. With
+                one, repeat it only if the closure had returned before the time-out: it is not called again, but must be
+                passed. Otherwise (the closure itself ran out of time, for example in ``synchronize()``), or with
+                LBFGS, close the optimizer and load a checkpoint.
         """
-        self._check_usable()
-        if closure is None and isinstance(self._unfinished, ClosureLoss):
-            raise ConfigurationError("the last step with a closure is unfinished: repeat it, with the closure")
+        self._check_usable(completes=None if closure is None else ClosureLoss)
         self.flush()
         result = None
         if closure is not None:
@@ -391,12 +461,25 @@ class DistributedOptimizer(OptimizerWrapper):
             # Left by an earlier ``step`` whose reduction timed out after the closure had returned.
             unfinished, self._unfinished = self._unfinished, None
             if not isinstance(unfinished, ClosureLoss):
+                # If the present gradients are reduced already and another reduction would change them (see
+                # ``repeatable``), ``before`` has them, and they are refused below if the closure has left them as they
+                # are. Otherwise ``before`` is empty.
+                repeatable = self._settings.repeatable(self._round.active, self._group.world_size)
+                reduced = self._round.phase is Phase.SYNCHRONISED
+                before = _gradients(self._inner) if reduced and not repeatable else []
                 # An optimizer such as LBFGS calls the closure several times per step. The previous call has left the
                 # round synchronised, and only a gradient opens another one: a rank whose present call computes no
                 # gradient would not take part in ``_synchronize`` below, while the other ranks wait.
                 self._round.forget_result()
                 with torch.enable_grad():
                     unfinished = ClosureLoss(closure())
+                if before and self._round.phase is Phase.LOCAL and _unchanged(before):
+                    self._round.phase = Phase.SYNCHRONISED
+                    raise ConfigurationError(
+                        "the closure has neither computed nor reset gradients, and those of the last synchronize() are "
+                        "reduced already: reducing them again would change them. Call step() without a closure, or "
+                        "zero_grad() and backward() in the closure"
+                    )
             try:
                 self._synchronize()
                 ranks = self._dense.active_ranks
@@ -424,35 +507,35 @@ class DistributedOptimizer(OptimizerWrapper):
     def join(self) -> int:
         """Announce that this rank has no more data, and take part in rounds until all ranks have joined. Collective.
 
-        A rank that has joined contributes no gradients, and the other ranks divide averages as ``join_divisor`` says.
-        The parameters of this rank are not updated meanwhile: broadcast them afterwards from the rank that is returned.
-        With ``sync`` it contributes its residuals. After ``DeadlineExceededError`` repeat ``join()``: it goes on.
+        A rank that has joined contributes no gradients; with ``sync`` it still contributes its residuals. The other
+        ranks divide averages as ``join_divisor`` says. Neither the parameters nor the optimizer's state of this rank
+        are updated meanwhile: broadcast both afterwards from the rank that is returned, with ``broadcast_parameters``
+        and ``broadcast_optimizer_state``. After ``DeadlineExceededError`` repeat ``join()``: it goes on.
 
         Returns:
             The rank that joined last, equal on all ranks.
 
         Raises:
             ConfigurationError: The torch optimizer is LBFGS, or no gradient is reduced in a dense bucket: all of them
-                are gathered as sparse ones, or compressed by ``sync``; or the last step with a closure is unfinished.
+                are gathered as sparse ones, or compressed by ``sync``; or another call ran out of time and must be
+                repeated.
             MissingTensorError: With ``on_missing="error"``. ``join()`` first finishes the round that an earlier
                 ``backward()`` has opened. If gradients are missing in that round, this rank has not joined.
             DeadlineExceededError: A wait exceeded the group's ``timeout_s``. The call may be repeated.
             PeerLost: A rank died.
         """
-        self._check_usable(joining=True)
+        self._check_usable(completes=Joining)
         if isinstance(self._inner, torch.optim.LBFGS) or not self._plan.buckets:
             raise ConfigurationError(
                 "join() does not support LBFGS, and needs at least one parameter with dense gradients that sync= does "
                 "not compress"
             )
-        if isinstance(self._unfinished, ClosureLoss):
-            raise ConfigurationError("the last step with a closure is unfinished: repeat it before join()")
-        if self._unfinished is None:
+        joining = self._unfinished
+        if not isinstance(joining, Joining):
             self.flush()
             if self._round.phase is not Phase.LOCAL:
                 self._synchronize()
-            self._unfinished = Joining(self._group, self._name, self._round)
-        joining = self._unfinished
+            self._unfinished = joining = Joining(self._group, self._name, self._round)
         last = joining.finish()
         self.skipped_steps += joining.skipped_steps
         self._unfinished = None
@@ -461,7 +544,13 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally in this context. The next backward pass after it, or ``step()``, sends them."""
+        """Accumulate gradients locally in this context. The next backward pass that sends, or ``step()``, sends them.
+
+        Backward passes in this context do not count for ``backward_passes_per_step``: with 2, the second pass after the
+        context sends. With ``sync``, use the context
+        only for passes before the one that sends: gradients of later passes are added to the residuals, and sent in a
+        later round.
+        """
         self._no_sync_depth += 1
         try:
             yield
@@ -469,11 +558,20 @@ class DistributedOptimizer(OptimizerWrapper):
             self._no_sync_depth -= 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as torch does. Updates that ``step()`` has deferred are still applied."""
+        """Reset the gradients, as torch does. Updates that ``step()`` has deferred are still applied.
+
+        With ``sync``, gradients that have already been sent are not recalled: the next ``step()`` applies them.
+
+        Raises:
+            ConfigurationError: A ``step(closure)`` ran out of time and must be repeated. It needs the gradients.
+        """
+        if isinstance(self._unfinished, ClosureLoss):
+            raise ConfigurationError(self._unfinished.advice)
         if not set_to_none:
             self._deferred.keep_contributions()
         self._inner.zero_grad(set_to_none)
         self._round.forget_result()
+        self._round.restart_passes()
 
     def close(self) -> None:
         """Apply deferred updates and remove every hook; the torch optimizer may then be used on its own.
@@ -481,26 +579,50 @@ class DistributedOptimizer(OptimizerWrapper):
         Gradients that ``step()`` has not synchronised are not waited for, and those that were not sent yet are not
         sent. Call ``close()`` on every rank after the same ``step()``: a rank that goes on raises
         ``DeadlineExceededError`` in its next step.
+
+        The optimizer is closed also if this raises an error. Updates that could not be applied are then dropped: some
+        parameters are those before the last step and others those after it. ``state_dict()`` of model and optimizer
+        then works, even if it raised this error before.
+
+        Raises:
+            PeerLost: A rank died before its gradients for the deferred updates had arrived.
+            DeadlineExceededError: These gradients did not arrive within the group's ``timeout_s``. To wait longer,
+                repeat ``flush()`` before ``close()``.
+            ConfigurationError: A deferred update is impossible, see docs/optimizer.md.
         """
-        if not self._closed:
+        if self._closed:
+            return
+        try:
             self.flush()
+        finally:
             self._closed = True
             if self._planned:
                 self._remove_plan()
 
-    def _check_usable(self, *, planned: bool = True, joining: bool = False) -> None:
-        """Raise an error if the optimizer is closed, ``join`` must be repeated, or the last plan has failed.
+    def _check_usable(
+        self,
+        *,
+        planned: bool = True,
+        between_rounds: bool = False,
+        completes: type[Unfinished] | None = ClosureLoss,
+    ) -> None:
+        """Raise an error if the optimizer is closed, a call must be repeated first, or the last plan has failed.
 
-        ``planned=False``: a failed plan is no error. ``joining=True``: an interrupted ``join`` is no error.
+        Args:
+            planned: Whether a failed plan is an error.
+            between_rounds: Whether an open round is an error.
+            completes: The kind of interrupted call that is no error, because the present call resumes it, or may run
+                in between.
         """
         if self._closed:
             raise ConfigurationError("this DistributedOptimizer was closed: build a new one")
-        if isinstance(self._unfinished, Joining) and not joining:
-            raise ConfigurationError("this rank has announced that it has no more data: repeat join() until it returns")
+        if self._unfinished is not None and (completes is None or not isinstance(self._unfinished, completes)):
+            raise ConfigurationError(self._unfinished.advice)
         if planned and not self._planned:
+            raise ConfigurationError("the last plan failed: correct the model and call replan() on every rank")
+        if between_rounds and self._round.in_flight:
             raise ConfigurationError(
-                "the last plan failed: after PlanMismatchError or ConfigurationError correct the model and call "
-                "replan() on every rank; after a time-out close this optimizer"
+                "gradients of this step are in flight: call this before backward(), or after step()"
             )
 
     @property
@@ -517,20 +639,25 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @property
     def residuals(self) -> dict[str, torch.Tensor]:
-        """The residuals of this rank by parameter: float32, in the parameter's shape. Read-only."""
+        """The residuals of this rank by the parameter's name: float32, in the parameter's shape. Read-only.
+
+        They are views, valid until the next round ends (in ``step()``, in ``synchronize()``, or when ``param_groups``
+        is read): clone what you keep.
+        """
         return self._compressed.shaped_residuals()
 
     def flush_residuals(self) -> None:
-        """Have the next step send all gradients and residuals, so that no residual is left.
+        """Have the next round send all gradients and residuals, so that no residual is left.
 
         If you want to evaluate the model after a step, or to discard the residuals, call this on every rank before
-        ``backward()`` of that step. Otherwise the model lacks what is still in the residuals.
+        ``backward()`` of that step. Otherwise the model lacks what is still in the residuals. If that round is skipped
+        (see ``skipped_steps``), call it again. Do not call it while a rank is in ``join()``: that rank goes on with the
+        sparse method, and the exchange fails.
+
+        Raises:
+            ConfigurationError: Gradients are in flight: it was called between ``backward()`` and ``step()``.
         """
-        self._check_usable()
-        if self._round.in_flight:
-            raise ConfigurationError(
-                "gradients of this step have been sent already: call flush_residuals() before backward"
-            )
+        self._check_usable(between_rounds=True)
         if self._compressed.reducer is not None:
             self._compressed.reducer.send_dense = True
 
@@ -540,10 +667,13 @@ class DistributedOptimizer(OptimizerWrapper):
         Save it together with ``state_dict()``. Training that is resumed from both has the same results, bit by bit, as
         training that was not interrupted.
 
-        Every rank has a state of its own. To resume with a different number of ranks, or with another method, pass the
-        states of all ranks to ``load_residual_state_dict``.
+        A request of ``flush_residuals`` is not part of the state. Every rank has a state of its own. To resume with a
+        different number of ranks, pass the states of all ranks to ``load_residual_state_dict``.
+
+        Raises:
+            ConfigurationError: Gradients are in flight: it was called between ``backward()`` and ``step()``.
         """
-        self._check_usable()
+        self._check_usable(between_rounds=True)
         self.flush()
         return self._compressed.state()
 
@@ -551,13 +681,14 @@ class DistributedOptimizer(OptimizerWrapper):
         """Go on from states that ``residual_state_dict`` returned.
 
         Args:
-            states: This rank's state. If the number of ranks or the method has changed: the states of all previous
-                ranks, which are distributed over the ranks so that the sum of all residuals stays the same.
+            states: This rank's state. If the number of ranks has changed: the states of all previous ranks, which are
+                distributed over the ranks so that the sum of all residuals stays the same.
 
         Raises:
-            ConfigurationError: States are missing, or of another model.
+            ConfigurationError: States are missing, or of another model. Or gradients are in flight: it was called
+                between ``backward()`` and ``step()``.
         """
-        self._check_usable()
+        self._check_usable(between_rounds=True)
         self.flush()
         self._compressed.load_state(states)
 
@@ -584,10 +715,20 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The torch optimizer's groups of parameters. Reading them waits for the gradients in flight first.
+        """The torch optimizer's groups of parameters. Reading them synchronises gradients that are in flight.
 
         So ``GradScaler`` and clipping code that loop over the groups see the gradients of all ranks. Exception: in
-        backward and in ``no_sync()`` reading does not wait.
+        backward and in ``no_sync()`` reading does not synchronise.
+
+        Reading does not synchronise either if no round is open on this rank: it has had no gradient since the last
+        step, or only in ``no_sync()`` or in fewer than ``backward_passes_per_step`` passes. It could not: reading is
+        not collective, so one rank may read hyper-parameters between steps while the others do not. Where this may
+        happen, call ``synchronize()`` on every rank before you clip or unscale. Otherwise the ranks with an open round
+        clip the reduced gradients. This one clips at most its own, and its ``step()`` applies the reduced gradients
+        unclipped.
+
+        Raises:
+            ConfigurationError, MissingTensorError, PeerLost, DeadlineExceededError: As ``synchronize``.
         """
         if self._round.in_flight and not in_backward() and not self._no_sync_depth:
             self._synchronize()
@@ -597,23 +738,30 @@ class DistributedOptimizer(OptimizerWrapper):
         """Add a group of the model's parameters and plan again. Collective.
 
         The group is not added if this raises ``ConfigurationError`` or ``PlanMismatchError``, or the torch optimizer's
-        error.
+        error. The ranks then plan without it, and the optimizer can be used on; but if some rank has no plan without
+        the group either, ``replan()`` must be called first. The ranks compare what ``replan`` compares: they do not
+        notice groups with other hyper-parameters, or other frozen parameters.
 
         Raises:
-            ConfigurationError: A parameter is not in the model; or the gradients are sums already (see ``replan``).
-            PlanMismatchError: The ranks added different groups, or some rank's torch optimizer has refused its group.
-                A rank whose torch optimizer refused the group raises that optimizer's error; all other ranks raise
+            ConfigurationError: As ``replan``; above all, a parameter is not in the model.
+            UnsupportedError: As ``replan``.
+            PlanMismatchError: The ranks added different groups, or some rank's torch optimizer has refused a group with
+                trainable parameters. A rank whose torch optimizer refused the group raises that optimizer's error, or
+                its own ``ConfigurationError`` if it has no plan without the group; all other ranks raise
                 ``PlanMismatchError``.
-            DeadlineExceededError: Gradients in flight did not arrive within the group's ``timeout_s``.
+            DeadlineExceededError: As ``replan``. If gradients in flight did not arrive in time, the group was not
+                added.
             PeerLost: A rank died.
         """
         self._end_plan()
         try:
             self._inner.add_param_group(param_group)
         except Exception:
-            with suppress(PlanMismatchError):
-                # If another rank has accepted the group, this first comparison fails on every rank, and all ranks plan
-                # once more. If every rank has refused it, the comparison succeeds, and one plan is enough.
+            with suppress(ConfigurationError, PlanMismatchError):
+                # This comparison meets that of ranks whose optimizer took the group (below). If there is such a rank,
+                # and the group has trainable parameters, or if a rank cannot make a plan, it fails on every rank, the
+                # ranks that have added the group remove it, and all ranks compare once more. If every rank has refused
+                # its group, the comparison succeeds, and the plan is made.
                 self._plan_gradients()
             if not self._planned:
                 self._plan_gradients()

@@ -83,19 +83,26 @@ class ForwardOrder:
         ranking = sorted(range(len(members)), key=first_use.__getitem__)
         return {bucket: priority for priority, bucket in enumerate(ranking)}
 
+    def reads(self) -> dict[int, set[int]]:
+        """Return the indices of the parameters that each module may read, by ``id(module)``.
+
+        A parameter that no module is known to read may be read by every module.
+        """
+        reads: dict[int, set[int]] = {id(module): set() for module in self.relevant}
+        for index in self._owners:
+            for module in self.readers(index) or self.relevant:
+                reads[id(module)].add(index)
+        return reads
+
     def waits(self, members: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """Return the indices of the buckets that each module needs before it runs, by ``id(module)``.
 
         Every module waits for a bucket that has a parameter which no module is known to read.
         """
-        waits: dict[int, list[int]] = {id(module): [] for module in self.relevant}
-        for bucket, parameters in enumerate(members):
-            readers = [self.readers(index) for index in parameters]
-            reading = {id(module) for modules in readers for module in modules}
-            for module, buckets in waits.items():
-                if module in reading or not all(readers):
-                    buckets.append(bucket)
-        return waits
+        return {
+            module: [bucket for bucket, parameters in enumerate(members) if not indices.isdisjoint(parameters)]
+            for module, indices in self.reads().items()
+        }
 
 
 def _ancestry(path: str) -> list[str]:

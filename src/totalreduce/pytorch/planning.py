@@ -53,6 +53,14 @@ class PlanSettings:
             return 1
         return active if self.join_divisor == "active" and active else world_size
 
+    def repeatable(self, active: int, world_size: int) -> bool:
+        """Whether gradients that ``active`` of ``world_size`` ranks have reduced stay what they are if reduced again.
+
+        The average of equal gradients is that gradient, unless ranks that have joined add zeros to it. A sparse method
+        would add residuals, and select some of the elements once more.
+        """
+        return self.op is ReduceOp.AVG and self.sync is None and self.divisor(active, world_size) == active
+
     def __post_init__(self) -> None:
         if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
             raise ConfigurationError(f"gradients are reduced by SUM or AVG, not {self.op!r}")

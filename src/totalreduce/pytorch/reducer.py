@@ -26,6 +26,7 @@ from totalreduce.groups.group import Group
 from totalreduce.pytorch.buckets import Bucket, BucketSpec, ParameterSpec, WireFormat
 from totalreduce.pytorch.round import BucketReadiness, GradientReducer
 from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.work import Work
 
 __all__ = ["Arithmetic", "Reducer"]
 
@@ -131,6 +132,8 @@ class Reducer(GradientReducer):
         self.active_ranks = tuple(range(group.world_size))
         self._postscale = 1.0
         self.round = self.resubmissions = 0
+        #: In a round with a missing gradient: the exchange of the ranks that miss it.
+        self._missing: Work | None = None
 
     def set_priorities(self, priorities: Mapping[int, int]) -> None:
         """Set the priorities of buckets.
@@ -158,6 +161,7 @@ class Reducer(GradientReducer):
         self._joined = joined
         self._stream.begin()
         self._closed = self._agreed = False
+        self._missing = None
         for bucket in self.buckets:
             bucket.begin()
         self._readiness.begin()
@@ -206,23 +210,25 @@ class Reducer(GradientReducer):
             bucket.release()
 
     def finish(self, active: int) -> int:
-        """Wait for every bucket of a closed round, and install the reduced gradients."""
+        """Wait for every bucket of a closed round."""
         for index in self.by_urgency:
             self.wait(index)
         try:
             for index in range(len(self.buckets)):
                 self._check_missing(index)
-            if not self._joined:
-                for bucket in self.buckets:
-                    for parameter, gradient in zip(bucket.parameters, bucket.reduced(), strict=True):
-                        parameter.grad = gradient
         except MissingTensorError:
             for bucket in self.buckets:
                 bucket.release()
             raise
-        for bucket in self.buckets:
-            bucket.release()
         return len(self.active_ranks) if self.buckets else active
+
+    def install(self) -> None:
+        """Replace the gradients by the reduced ones, unless this rank has joined."""
+        for bucket in self.buckets:
+            if not self._joined:
+                for parameter, gradient in zip(bucket.parameters, bucket.reduced(), strict=True):
+                    parameter.grad = gradient
+            bucket.release()
 
     def end(self) -> None:
         """Give the stream of planned reductions back."""
@@ -280,11 +286,12 @@ class Reducer(GradientReducer):
         for position, missing in enumerate(bucket.tail.missing()):
             if not missing:
                 continue
-            missing_here = torch.zeros(self._group.world_size, dtype=torch.uint8)
-            missing_here[self._group.rank] = bucket.local[position] is None and not self._joined
-            name = f"{self.names[index]}/missing"
-            self._group.control.allreduce(missing_here, name=name, op=ReduceOp.SUM, priority=0).wait()
-            ranks = tuple(missing_here.nonzero().flatten().tolist())
+            if self._missing is None:  # otherwise an earlier call ran out of time here
+                missing_here = torch.zeros(self._group.world_size, dtype=torch.uint8)
+                missing_here[self._group.rank] = bucket.local[position] is None and not self._joined
+                name = f"{self.names[index]}/missing"
+                self._missing = self._group.control.allreduce(missing_here, name=name, op=ReduceOp.SUM, priority=0)
+            ranks = tuple(self._missing.wait().nonzero().flatten().tolist())
             raise MissingTensorError(bucket.specs[position].name, ranks, self.round)
 
 

@@ -10,6 +10,7 @@ methods that it needs, and add an object of it to the list that ``DistributedOpt
 from __future__ import annotations
 
 import enum
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import final
@@ -25,12 +26,14 @@ __all__ = ["BucketReadiness", "GradientReducer", "Phase", "Round"]
 class GradientReducer(ABC):
     """Synchronises the gradients of some parameters, one round after the other.
 
-    In every round each rank calls ``begin``, ``ready`` for gradients in the order in which they come, ``close`` and
-    ``finish``; or ``begin`` and ``abandon``. ``close``, ``finish`` and ``abandon`` are collective.
+    In every round each rank calls ``begin``, ``ready`` for gradients in the order in which they come, ``close``,
+    ``finish`` and ``install``. Instead of ``install`` it may call ``abandon``, also before ``finish`` has returned or
+    before ``close``. ``close``, ``finish`` and ``abandon`` are collective.
 
     Attributes:
         parameters: The parameters. The optimizer calls ``ready`` for those of a reducer with ``hooked``.
-        hooked: Whether the reducer is told when a gradient is ready.
+        hooked: Whether a gradient of these parameters opens a round, and the reducer is told when it is ready. Each
+            parameter belongs to one such reducer.
         skipped: Whether the last round ended without a result, so that the optimizer must not step.
     """
 
@@ -54,7 +57,7 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def finish(self, active: int) -> int:
-        """Wait for a closed round, and install its gradients unless this rank has joined.
+        """Wait for a closed round. The gradients of this rank stay until ``install``.
 
         May be called again after it raised.
 
@@ -70,8 +73,16 @@ class GradientReducer(ABC):
             DeadlineExceededError: It takes longer than the group's ``timeout_s``.
         """
 
+    def install(self) -> None:  # noqa: B027
+        """Replace the gradients by the reduced ones, unless this rank has joined. Every reducer has finished."""
+
     def abandon(self) -> None:  # noqa: B027
-        """End an open round without a result. The gradients of this rank stay."""
+        """End an open or closed round without a result. The gradients of this rank stay.
+
+        Raises:
+            PeerLost: A rank is lost.
+            DeadlineExceededError: It takes longer than the group's ``timeout_s``; may be called again.
+        """
 
     def end(self) -> None:  # noqa: B027
         """Give back threads and operations. No round is open."""
@@ -155,7 +166,8 @@ class Round:
         phase: The phase of the round.
         order: Gives buckets their priorities when it has seen a forward pass, and is then set to ``None``.
         active: The number of ranks with data in the last round that was finished.
-        passes: The number of backward passes that each hooked parameter was in since the last step.
+        passes: The number of backward passes that each hooked parameter was in since the last round ended, or
+            ``restart_passes`` was called.
     """
 
     def __init__(self, reducers: Sequence[GradientReducer], world_size: int) -> None:
@@ -172,6 +184,7 @@ class Round:
             for member in range(len(reducer.parameters))
         ]
         self.passes = [0] * len(self._targets)
+        self._opening = threading.Lock()
 
     @property
     def in_flight(self) -> bool:
@@ -189,15 +202,21 @@ class Round:
         return any(reducer.skipped for reducer in self.reducers)
 
     def open(self, *, joined: bool = False) -> None:
-        """Open a round."""
-        if self.order is not None and self.order.seen:
-            self.order.unwatch()
-            self._use_order(self.order)
-            self.order = None
-        for reducer in self.reducers:
-            reducer.begin(joined=joined)
-        self._num_finished, self._active_now = 0, self._world_size
-        self.phase = Phase.OPEN
+        """Open a round, unless one is open already.
+
+        Autograd calls the hooks of parameters on the CPU and on a GPU in two threads, and both may call this.
+        """
+        with self._opening:
+            if self.phase is Phase.OPEN:
+                return
+            if self.order is not None and self.order.seen:
+                self.order.unwatch()
+                self._use_order(self.order)
+                self.order = None
+            for reducer in self.reducers:
+                reducer.begin(joined=joined)
+            self._num_finished, self._active_now = 0, self._world_size
+            self.phase = Phase.OPEN
 
     def _use_order(self, order: ForwardOrder) -> None:
         """Have gradients leave in the order in which forward needs the parameters."""
@@ -233,8 +252,12 @@ class Round:
         except MissingTensorError:
             self.phase = Phase.LOCAL
             raise
+        # Only now, so that after a time-out no gradient is installed and not all but some.
+        for reducer in self.reducers:
+            reducer.install()
         self.active = self._active_now
         self.phase = Phase.SYNCHRONISED
+        self.restart_passes()
 
     def abandon(self) -> None:
         """End the round without a result. If none is open, open one first, because other ranks may have one."""
@@ -252,6 +275,10 @@ class Round:
     def end_step(self) -> None:
         """Note that the optimizer has stepped: the next gradients are those of another round."""
         self.phase = Phase.LOCAL
+        self.restart_passes()
+
+    def restart_passes(self) -> None:
+        """Count the backward passes from zero: the next one is the first of those that are accumulated."""
         self.passes = [0] * len(self.passes)
 
     def end(self) -> None:

@@ -26,9 +26,11 @@ _NO_GRADIENT = -1
 
 @never_compiled
 class SparseReducer(GradientReducer):
-    """The parameters of one plan whose gradients are sparse. They are exchanged in ``finish``, by three allgathers."""
+    """The parameters of one plan whose gradients are sparse. They are exchanged in ``finish``, by three allgathers.
 
-    hooked = False
+    No rows leave during backward. But the hooks of the parameters tell the optimizer that their gradients have changed,
+    so that the next ``step()`` synchronises them.
+    """
 
     def __init__(
         self,
@@ -41,33 +43,56 @@ class SparseReducer(GradientReducer):
         self._group, self._name, self.parameters, self._names = group.control, name, parameters, names
         self._divisor = divisor
         self._joined = False
-        #: What was begun in this round, by name: after a time-out, ``finish`` is called again.
+        #: This rank's gradients when the round was closed.
+        self._local: list[torch.Tensor | None] = []
+        #: What was begun in this round, by name: after a time-out, ``finish`` or ``abandon`` goes on with it.
         self._begun: dict[str, tuple[list[Work], list[torch.Tensor]]] = {}
+        self._reduced: list[torch.Tensor | None] | None = None
 
     def begin(self, *, joined: bool = False) -> None:
         """Open a round."""
         self._joined = joined
+        self._local = []
         self._begun.clear()
+        self._reduced = None
+
+    def close(self) -> None:
+        """Remember the gradients; ``finish`` sends them, and not those of a later backward pass."""
+        if not self._local and not self._joined:
+            # Later passes give ``parameter.grad`` other memory for its rows, which a detached tensor does not share.
+            self._local = [None if each.grad is None else each.grad.detach() for each in self.parameters]
 
     def finish(self, active: int) -> int:
-        """Gather the rows of all ranks, and install their sums or averages.
+        """Gather the rows of all ranks, and add or average them.
 
         Raises:
             ConfigurationError: A gradient is not sparse here, or of another shape than its parameter.
             PeerLost: A rank is lost.
+            DeadlineExceededError: It takes longer than the group's ``timeout_s``.
         """
-        if self.parameters and active:
-            reduced = self._reduce(self._divisor(active), joined=self._joined)
-            if not self._joined:
-                for parameter, gradient in zip(self.parameters, reduced, strict=True):
-                    parameter.grad = gradient
-            self._begun.clear()
+        if self.parameters and active and self._reduced is None:
+            self._reduced = self._reduce(self._divisor(active))
         return active
 
-    def _reduce(self, divisor: int, *, joined: bool) -> list[torch.Tensor | None]:
+    def install(self) -> None:
+        """Replace the gradients by the reduced ones, unless this rank has joined."""
+        if not self._joined and self._reduced is not None:
+            for parameter, gradient in zip(self.parameters, self._reduced, strict=True):
+                parameter.grad = gradient
+        self._local, self._reduced = [], None
+        self._begun.clear()
+
+    def abandon(self) -> None:
+        """End the exchange, which other ranks may have begun. Ranks that have not begun it send no rows."""
+        if self.parameters and self._reduced is None:
+            if not self._begun:
+                self._local = []
+            self._reduced = self._reduce(1)
+
+    def _reduce(self, divisor: int) -> list[torch.Tensor | None]:
         """Return the reduced gradient of each parameter; ``None`` where no rank has one. Collective."""
         group = self._group
-        own = [None if joined else self._own(index) for index in range(len(self.parameters))]
+        own = [self._own(index) for index in range(len(self.parameters))]
         name = f"{self._name}.sparse/rows"
 
         def count() -> tuple[list[Work], list[torch.Tensor]]:
@@ -98,7 +123,7 @@ class SparseReducer(GradientReducer):
 
     def _own(self, index: int) -> torch.Tensor | None:
         parameter = self.parameters[index]
-        grad = parameter.grad
+        grad = self._local[index] if self._local else None
         if grad is None:
             return None
         if not grad.is_sparse or grad.shape != parameter.shape or grad.sparse_dim() != 1:
@@ -106,7 +131,7 @@ class SparseReducer(GradientReducer):
                 f"parameter {self._names[index]!r} was planned with sparse gradients (one sparse dimension), but its "
                 f"gradient is {grad.layout}{list(grad.shape)}. Use sparse='dense' where modules differ."
             )
-        return grad.detach().coalesce()
+        return grad.coalesce()
 
     def _gathered(
         self, index: int, grad: torch.Tensor | None, parameter: torch.nn.Parameter, rows: Sequence[int]
@@ -147,9 +172,11 @@ class SparseResults(GradientReducer):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
 
-    def finish(self, active: int) -> int:
-        """Make the reduced gradients sparse: they have the rows that are not zero."""
+    def finish(self, active: int) -> int:  # noqa: D102
+        return active
+
+    def install(self) -> None:
+        """Make the gradients that the other reducers have installed sparse: they have the rows that are not zero."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to_sparse(1)
-        return active
