@@ -7,22 +7,15 @@ import pytest
 
 HERE = Path(__file__).parents[1] / "torch_suite"
 
+#: Hooks and ``no_sync``, complex and coalesced tensors, objects, time-outs, receives from any rank, sparse tensors.
+#: Each of these tests starts two processes, so that a few must do here.
 SOME = [
     "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
     "test_all_gather_coalesced_complex",
     "test_all_gather_object_default_pg",
-    "test_all_reduce_coalesced_sum",
     "test_barrier_timeout_full_group",
-    "test_broadcast_full_group",
-    "test_DistributedDataParallelCPU",
-    "test_gather_checks",
-    "test_get_backend",
-    "test_monitored_barrier_gloo",
-    "test_reduce_full_group_max",
-    "test_scatter_object_list",
     "test_send_recv_any_source_torch_profiler",
     "test_sparse_all_reduce_sum",
-    "test_static_graph_api_cpu",
 ]
 
 
