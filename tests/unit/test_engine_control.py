@@ -7,12 +7,11 @@ import pytest
 from totalreduce.engine.control import (
     CONTROL_BYTES_MAX,
     Description,
+    Farewell,
     LossNotice,
     StatusReply,
     StatusRequest,
-    decode_farewell,
     decode_mismatch,
-    encode_farewell,
     encode_mismatch,
 )
 from totalreduce.foundation.errors import MismatchError, PeerLost, ProtocolError
@@ -26,8 +25,17 @@ def test_what_is_encoded_comes_back() -> None:
     assert LossNotice.decode(notice.encode(), 1, 3) == (2, "its connection ended (reported by rank 1)")
     error = decode_mismatch(encode_mismatch(MismatchError("w", (0, 1), ("a", "b"))), 1)
     assert (error.tensor, error.ranks, error.values) == ("w", (0, 1), ("a", "b"))
-    assert decode_farewell(encode_farewell(""), 1) == "it has closed the group"
-    assert decode_farewell(encode_farewell("ValueError: 3"), 1) == "it has closed the group after ValueError: 3"
+    assert Farewell().encode() == b""
+    assert Farewell.decode(b"", 1, 3) == ("it has closed the group", None)
+    assert Farewell.decode(Farewell("ValueError: 3").encode(), 1, 3) == (
+        "it has closed the group after ValueError: 3",
+        None,
+    )
+    after = Farewell("", LossNotice(2, "it has closed the group"))
+    assert Farewell.decode(after.encode(), 1, 3) == (
+        "it has closed the group",
+        (2, "it has closed the group (reported by rank 1)"),
+    )
 
 
 def test_texts_are_cut_so_that_every_frame_is_accepted() -> None:
@@ -36,7 +44,7 @@ def test_texts_are_cut_so_that_every_frame_is_accepted() -> None:
     for body in (
         Description("w" * 1024, long).encode(),
         LossNotice(1, long).encode(),
-        encode_farewell(long),
+        Farewell(long, LossNotice(1, long)).encode(),
         encode_mismatch(error),
     ):
         assert len(body) <= CONTROL_BYTES_MAX

@@ -543,3 +543,24 @@ def test_the_memory_of_a_body_that_a_departed_rank_does_not_complete_is_released
     rack.run()
     assert sent.error is None
     assert values_of(got) == [5.0]
+
+
+@pytest.mark.parametrize("submitted", [True, False])
+def test_the_error_names_the_rank_that_left_first_if_the_goodbye_of_a_later_one_is_faster(submitted: bool) -> None:
+    """Rank 1 leaves because rank 2 has left; rank 0 hears it from rank 1, before anything of rank 2 has arrived."""
+    rack = Rack(3)
+    mine = [rack.submit(0, "w", [1.0] * 3)] if submitted else []
+    rack.engines[2].close(rack.now, tell=[0, 1])
+    while rack.move(2, 1):
+        pass
+    rack.engines[1].close(rack.now, tell=[0])
+    while rack.move(1, 0):
+        pass
+    if submitted:
+        assert isinstance(mine[0].error, PeerLost)
+        assert (mine[0].error.rank, mine[0].error.reason) == (2, "it has closed the group (reported by rank 1)")
+    with pytest.raises(PeerLost, match="rank 2"):
+        rack.submit(0, "x", [1.0] * 3)
+    while rack.move(2, 0):
+        pass
+    assert list(rack.engines[0].members.departed) == [2, 1]

@@ -18,12 +18,11 @@ from totalreduce.foundation.errors import MismatchError, PeerLost, ProtocolError
 __all__ = [
     "CONTROL_BYTES_MAX",
     "Description",
+    "Farewell",
     "LossNotice",
     "StatusReply",
     "StatusRequest",
-    "decode_farewell",
     "decode_mismatch",
-    "encode_farewell",
     "encode_mismatch",
 ]
 
@@ -68,16 +67,55 @@ class LossNotice(NamedTuple):
 
     def encode(self) -> bytes:
         """Return the body."""
-        return json.dumps({"rank": self.rank, "reason": self.reason[:_REASON_CHARACTERS_MAX]}).encode()
+        return json.dumps(self.fields()).encode()
 
     @classmethod
     def decode(cls, body: bytes, peer: int, world_size: int) -> LossNotice:
         """Read a body that rank ``peer`` has sent. The reason names ``peer`` as its source."""
-        document = _decode(body, peer)
+        return cls.read(_decode(body, peer), peer, world_size)
+
+    def fields(self) -> dict[str, int | str]:
+        """Return the fields of the body."""
+        return {"rank": self.rank, "reason": self.reason[:_REASON_CHARACTERS_MAX]}
+
+    @classmethod
+    def read(cls, document: dict[str, Any], peer: int, world_size: int) -> LossNotice:
+        """Read the fields of a body, which may be a part of another body."""
         lost = document.get("rank")
         if not isinstance(lost, int) or not 0 <= lost < world_size:
             raise ProtocolError(f"rank {peer} reports the loss of {lost!r}, which is no rank")
         return cls(lost, f"{_text(document, 'reason', _REASON_CHARACTERS_MAX)} (reported by rank {peer})")
+
+
+class Farewell(NamedTuple):
+    """GOODBYE: the sender has closed the group. The body is empty if there is nothing to say.
+
+    Attributes:
+        reason: Why, in words; may be empty.
+        first: The rank that departed before all others, if the sender knows of one. The sender may have closed the group
+            because of it, and the receiver may not know of it yet.
+    """
+
+    reason: str = ""
+    first: LossNotice | None = None
+
+    def encode(self) -> bytes:
+        """Return the body."""
+        document: dict[str, Any] = {"reason": self.reason[:_REASON_CHARACTERS_MAX]} if self.reason else {}
+        if self.first is not None:
+            document["first"] = self.first.fields()
+        return json.dumps(document).encode() if document else b""
+
+    @classmethod
+    def decode(cls, body: bytes, peer: int, world_size: int) -> Farewell:
+        """Read a body that rank ``peer`` has sent. The reason becomes the words that ``PeerLost`` shows."""
+        document = _decode(body, peer) if body else {}
+        first = document.get("first")
+        if first is not None and not isinstance(first, dict):
+            raise ProtocolError(f"a GOODBYE frame of rank {peer} that names {first!r} as a departed rank")
+        after = f" after {_text(document, 'reason', _REASON_CHARACTERS_MAX)}" if "reason" in document else ""
+        notice = None if first is None else LossNotice.read(first, peer, world_size)
+        return cls(f"it has closed the group{after}", notice)
 
 
 class StatusRequest(NamedTuple):
@@ -136,17 +174,6 @@ def decode_mismatch(body: bytes, peer: int) -> MismatchError:
         return MismatchError(str(document["tensor"])[:NAME_BYTES_MAX], ranks, values)
     except (KeyError, OverflowError, TypeError, ValueError) as cause:
         raise ProtocolError("a MISMATCH frame that cannot be read") from cause
-
-
-def encode_farewell(reason: str) -> bytes:
-    """Return the body of a GOODBYE frame: empty if there is no reason to give."""
-    return json.dumps({"reason": reason[:_REASON_CHARACTERS_MAX]}).encode() if reason else b""
-
-
-def decode_farewell(body: bytes, peer: int) -> str:
-    """Read the body of a GOODBYE frame that rank ``peer`` has sent; returns the words that ``PeerLost`` shows."""
-    after = f" after {_text(_decode(body, peer), 'reason', _REASON_CHARACTERS_MAX)}" if body else ""
-    return f"it has closed the group{after}"
 
 
 def _decode(body: bytes, peer: int) -> dict[str, Any]:

@@ -63,12 +63,11 @@ from totalreduce.engine.channels import Channels
 from totalreduce.engine.computations import Computation, ComputationList
 from totalreduce.engine.control import (
     Description,
+    Farewell,
     LossNotice,
     StatusReply,
     StatusRequest,
-    decode_farewell,
     decode_mismatch,
-    encode_farewell,
 )
 from totalreduce.engine.counters import Counters
 from totalreduce.engine.early import NO_FRAMES, EarlyRecord
@@ -348,14 +347,16 @@ class Engine:
         for receive in self._any_receives.take_all():
             self.table.end_receive(receive, GroupClosed("the group was closed with a receive pending"))
         self.channels.fail(GroupClosed("the group was closed"), now)
+        # A peer that got only this rank's GOODBYE would report this rank as the cause, and not one that departed before.
+        first = next((LossNotice(*departure) for departure in members.departed.items()), None)
+        farewell = Farewell(reason, first).encode()
         for peer in tell:
             if peer in members.departed:
                 continue
             self.outbox.write_answers(peer)
             if members.lost is not None and members.lost.rank != peer:
-                # A peer that got only the GOODBYE would report this rank, and not the lost one, as the cause.
                 self.outbox.control(peer, Frame.LOST, body=LossNotice.of(members.lost).encode())
-            self.outbox.control(peer, Frame.GOODBYE, body=encode_farewell(reason))
+            self.outbox.control(peer, Frame.GOODBYE, body=farewell)
 
     # ---------------------------------------------------------------------------------------------------- sending
 
@@ -662,11 +663,16 @@ class Engine:
             observer.done(operation.name, operation.key[1], now, error=error)
 
     def _fail_if_needed(self, operation: Operation, peer: int, now: float) -> None:
-        """Fail an operation that still has to exchange a message with a departed rank."""
+        """Fail an operation that still has to exchange a message with a departed rank.
+
+        The error names the rank that departed first among those with which messages are still to be exchanged.
+        """
         if not operation.finished and self._needs(operation, peer):
-            reason = self.members.departed[peer]
-            self.members.tell_of_loss(LossNotice(peer, reason), operation.ranks, operation.key)
-            self._end(operation, now, PeerLost(peer, reason))
+            departed = self.members.departed
+            first = next(other for other in departed if self._needs(operation, other))
+            notice = LossNotice(first, departed[first])
+            self.members.tell_of_loss(notice, operation.ranks, operation.key)
+            self._end(operation, now, PeerLost(*notice))
 
     def _needs(self, operation: Operation, peer: int) -> bool:
         if operation.carriage is None:
@@ -797,7 +803,10 @@ class Engine:
                 self.outbox.check_reads(peer)
                 self.channels.arrived(peer, header.operation, body, last=bool(header.step), now=now)
             case Frame.GOODBYE:
-                self.peer_departed(peer, decode_farewell(body, peer), now)
+                farewell = Farewell.decode(body, peer, self.members.world_size)
+                if farewell.first is not None and farewell.first.rank not in (peer, self.rank):
+                    self.members.depart_by_report(*farewell.first, now)
+                self.peer_departed(peer, farewell.reason, now)
             case _:
                 raise ProtocolError(
                     f"rank {peer} sent a {header.frame.name} frame to the engine; it is for the transport only"
