@@ -476,6 +476,26 @@ def test_parts_are_not_copied_into_a_tensor_in_flight() -> None:
     assert together(2, body) == [[1.0, 1.0, 2.0, 2.0]] * 2
 
 
+def test_parts_need_a_contiguous_tensor() -> None:
+    def body(group: tr.Group) -> list[list[float]]:
+        coordinator = group.coordinate()
+        kinds = (coordinator.allgather, coordinator.alltoall, coordinator.reduce_scatter)
+        part = torch.full((6,), group.rank + 1.0)
+        if group.rank == 0:
+            turned = torch.zeros(3, 2).T
+            for begin in kinds:
+                for name in ("w", None):  # a refused operation without a name does not count
+                    with pytest.raises(
+                        tr.ConfigurationError, match=r"not contiguous \(shape \(2, 3\), strides \(1, 2\)"
+                    ):
+                        begin(turned, parts=[part], name=name)
+            assert not turned.any()
+        works = [begin(torch.empty(2, 3), parts=[part]) for begin in kinds]
+        return [work.wait(timeout_s=5.0).flatten().tolist() for work in works]
+
+    assert together(2, body) == [[[1.0] * 6 + [2.0] * 6, [1.0] * 3 + [2.0] * 3, [3.0] * 3]] * 2
+
+
 def test_close_waits_for_the_threads_of_coordinators() -> None:
     """A thread in a function of torch when the interpreter ends aborts the process."""
 
@@ -736,6 +756,58 @@ def test_a_barrier_that_has_run_out_of_time_is_waited_for_again() -> None:
 
     arrived = [False] * 3
     together(3, body)
+
+
+@pytest.mark.parametrize("when", ["pending", "ended"])
+@pytest.mark.parametrize("of_group", [True, False])
+def test_a_barrier_that_was_interrupted_is_waited_for_again(
+    of_group: bool, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is interrupted once. The other rank calls the barrier once meanwhile, so the ranks must not be shifted."""
+    arrived = [False] * 2
+
+    def body(group: tr.Group) -> None:
+        coordinator = None if of_group else group.coordinate()
+        barrier = group.barrier if coordinator is None else coordinator.barrier
+        if group.rank == 0:
+            waiter: Any = group._runner if coordinator is None else coordinator._agreement
+            wait = waiter.wait
+
+            def interrupted(handle: Any, timeout_s: float) -> None:
+                if when == "ended":
+                    wait(handle, timeout_s)
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch:
+                patch.setattr(waiter, "wait", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    barrier(timeout_s=5.0)
+        barrier(timeout_s=2.0)
+        if group.rank == 0:
+            time.sleep(0.1)
+        arrived[group.rank] = True
+        barrier(timeout_s=2.0)
+        assert all(arrived)
+
+    together(2, body)
+
+
+@pytest.mark.parametrize("of_group", [True, False])
+def test_a_barrier_that_has_failed_is_not_waited_for_again(of_group: bool) -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = None if of_group else group.coordinate()
+        barrier = group.barrier if coordinator is None else coordinator.barrier
+        if group.rank == 0:
+            for _ in range(2):
+                with pytest.raises(tr.PeerLost, match="rank 1 is lost"):
+                    barrier(timeout_s=5.0)
+            late = group.operations._late_barriers if coordinator is None else coordinator._late_barriers
+            assert not late
+        else:
+            time.sleep(0.05)
+            group.close()
+
+    together(2, body)
 
 
 # ------------------------------------------------------------------------------------------------------------- join
@@ -1430,6 +1502,26 @@ def test_reductions_of_a_plan_end_when_a_rank_has_closed_its_coordinator(monkeyp
     together(2, body)
 
 
+def test_a_coordinator_that_has_ended_plans_no_reductions() -> None:
+    def body(group: tr.Group) -> None:
+        closed = group.coordinate()
+        closed.close()
+        with pytest.raises(tr.GroupClosed, match=f"rank {group.rank} has closed the group"):
+            closed.planned(["a"])
+        stalled = group.coordinate(config=CoordinationConfig(stall_warning_s=0.1, stall_abort_s=0.3))
+        if group.rank:
+            with pytest.raises(tr.StallError):
+                stalled.allreduce(torch.ones(2), name="late").wait(timeout_s=5.0)
+        while stalled.ended is None:
+            time.sleep(0.01)
+        with pytest.raises(tr.StallError, match="late") as caught:
+            stalled.planned(["a"])
+        assert caught.value is stalled.ended
+        group.barrier(timeout_s=5.0)  # no rank has begun the barrier of ``planned``
+
+    together(2, body)
+
+
 @pytest.mark.parametrize("when", ["begin", "wait"])
 def test_a_rank_that_cannot_carry_an_operation_out_ends_the_agreement_everywhere(
     when: str, monkeypatch: pytest.MonkeyPatch
@@ -1798,6 +1890,22 @@ def test_many_threads_of_one_rank() -> None:
             list(pool.map(work, range(4)))
 
     together(3, body)
+
+
+def test_counters_that_were_read_do_not_change() -> None:
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        before = coordinator.counters
+        coordinator.allreduce(torch.ones(2), name="w").wait()
+        after = coordinator.counters
+        assert (before.cycles, before.messages, before.misses) == (0, 0, 0)
+        assert after.cycles >= 1
+        assert after.messages >= 1
+        assert after.misses == 1
+        after.misses = 1000
+        assert coordinator.counters.misses == 1, "a change of the copy does not change the coordinator's counters"
+
+    together(2, body)
 
 
 def test_observers_are_told() -> None:

@@ -72,6 +72,19 @@ def test_a_flood_is_bounded_and_refused(kind: str, monkeypatch: pytest.MonkeyPat
     assert engine.members.lost.rank == 0
 
 
+def test_allowance_is_given_back_to_a_peer_that_does_not_read_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is due when a floating message is released, where no caller can blame the peer for an error."""
+    monkeypatch.setattr(outbox, "_ANSWERS_MAX", 2)
+    rack = Rack(2)
+    engine = rack.engines[1]
+    for key in range(2):
+        engine.outbox.answer(0, Frame.POSTED, (key + 1, 0))
+    engine.outbox.answer(0, Frame.CREDIT, outbox.NO_KEY)
+    assert engine.outbox.num_answers(0) == 3
+    with pytest.raises(ProtocolError, match="rank 0 has asked for more than 2 answers"):
+        engine.outbox.answer(0, Frame.POSTED, (9, 0))
+
+
 def frames_that_repeat() -> Iterator[tuple[Header, bytes]]:
     for _ in range(3000):
         yield frame(Frame.STATUS_REQUEST, 7, {"waited_s": 1000.0, "name": LONG})

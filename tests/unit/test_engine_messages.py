@@ -5,7 +5,7 @@ from rack import MESSAGE, Message, Rack, broadcast, drain, values_of
 
 from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.operation import Operation
-from totalreduce.foundation.errors import GroupClosed, MismatchError, PeerLost
+from totalreduce.foundation.errors import ConfigurationError, GroupClosed, MismatchError, PeerLost
 from totalreduce.foundation.header import Frame
 from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
 
@@ -564,3 +564,15 @@ def test_the_error_names_the_rank_that_left_first_if_the_goodbye_of_a_later_one_
     while rack.move(2, 0):
         pass
     assert list(rack.engines[0].members.departed) == [2, 1]
+
+
+def test_a_name_in_flight_is_refused_as_such_although_a_rank_has_departed() -> None:
+    """Otherwise the refused operation used up an iteration, and the name could be submitted a second time."""
+    rack = Rack(3)  # the broadcast goes from 0 to 1 to 2, which does not need rank 0
+    rack.submit(2, "w", [0.0] * 2, broadcast(2, root=0))
+    rack.engines[0].close(rack.now, tell=[2])
+    while rack.move(0, 2):
+        pass
+    for signature in (None, None, broadcast(2, root=0)):
+        with pytest.raises(ConfigurationError, match="already in flight"):
+            rack.submit(2, "w", [0.0] * 2, signature)

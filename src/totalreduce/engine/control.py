@@ -92,8 +92,8 @@ class Farewell(NamedTuple):
 
     Attributes:
         reason: Why, in words; may be empty.
-        first: The rank that departed before all others, if the sender knows of one. The sender may have closed the group
-            because of it, and the receiver may not know of it yet.
+        first: The rank that departed before all others, if the sender knows of one. The sender may have closed the
+            group because of that departure, and the receiver may not know of it yet.
     """
 
     reason: str = ""

@@ -9,7 +9,7 @@ __all__ = ["Counters"]
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the group was made; bytes are body bytes of data messages plus all headers."""
+    """Totals since the group was made; bytes are those of all headers and bodies, of control frames too."""
 
     operations: int = 0
     payload_bytes: int = 0

@@ -3,8 +3,8 @@
 Callers report each event by calling a method, in most cases with the current time as ``now``, and ask the engine what
 to do next:
 
-* for the application, the runner calls ``submit``, ``receive_any``, ``promote`` and ``close``, and collects ended
-  operations with ``table.pop_completed()``;
+* for the application, the runner calls ``submit``, ``receive_any``, ``promote`` and ``close``, and collects
+  completed operations with ``table.pop_completed()``;
 * a transport gets messages to send from ``next_message`` and reports them with ``message_sent``; it asks ``accept``
   where to store a received body and reports a complete body with ``delivered``; it reports with ``peer_lost`` a peer
   that it cannot reach any more, or for whose message ``accept`` or ``delivered`` has raised ``ProtocolError``;
@@ -28,6 +28,7 @@ in this table are those of the Total Reduce paper:
 ``carrier``            optional: carries operations out in shared memory instead of by messages (``fastlane``)
 ``computations``       the additions and copies of received bytes that can be carried out (*computation list*)
 ``signatures``         the check that all ranks have submitted the same kind, element type, shape, reduction, root
+                       and schedule
 ``early``              control frames about operations that this rank has not submitted yet
 ``members``            the ranks that are lost or have departed
 ``control``            the bodies of control frames
@@ -36,12 +37,18 @@ in this table are those of the Total Reduce paper:
 ``stall``, ``reports`` the search for ranks that keep other ranks waiting
 =====================  ================================================================================================
 
-Words: the *key* of an operation is its id and its iteration. The id is a hash of the operation's scope and name; the
-scope keeps the names of subgroups and of point-to-point messages apart, which share this engine. The iteration is the
-number of earlier operations with the same id. A rank is *lost* if it fails without notice or violates the protocol;
-then the group can no longer be used. A rank has *departed* if it has closed the group with a GOODBYE frame. After a
+Words: the *key* of an operation is its id and its iteration. The id is a hash of the operation's scope and name.
+Subgroups and point-to-point messages use the same engine as the whole group; the scope prevents their names from
+colliding. The iteration is the number of earlier operations with the same id. An operation has *ended* when it leaves
+``table.active``, and has *completed* when its owner is told; the two differ only in ``State.FAILING``.
+
+A rank is *lost* if it fails without notice or violates the protocol; then the group can no longer be used. A rank has
+*departed* if it has closed the group with a GOODBYE frame, or if another rank has reported that it has. After a
 departure, an operation fails if any of its ranks still has a message to exchange with the departed rank. It then fails
-on every rank where it has not ended yet. This rank counts a peer as having *posted* an operation once a data message or
+on every rank where it has not ended yet. Departures also use the names of loss: such an operation fails with
+``PeerLost``, and a LOST frame with an operation's key reports a departure, while one without a key reports a loss.
+
+This rank counts a peer as having *posted* an operation once a data message or
 a POSTED frame shows that the peer has submitted it; ``Operation.posted_by`` is the set of these peers.
 
 Invariants (``validate`` checks the parts of them that can be seen in the engine's attributes):
@@ -74,7 +81,7 @@ from totalreduce.engine.early import NO_FRAMES, EarlyRecord
 from totalreduce.engine.floating import FloatingMessage
 from totalreduce.engine.layout import OperationLayout
 from totalreduce.engine.members import Members
-from totalreduce.engine.names import NameRecord, following
+from totalreduce.engine.names import NameRecord, following, preceding
 from totalreduce.engine.operation import Arrival, Carriage, Lane, Operation, State
 from totalreduce.engine.outbox import NO_KEY, Outbox, OutgoingMessage, QueuedMessage
 from totalreduce.engine.planner import Planner
@@ -95,8 +102,8 @@ from totalreduce.transports.base import Lease
 __all__ = ["Engine"]
 
 _Key = tuple[int, int]
-#: Frames that prove that their sender carries the operation out by messages: a peer that uses its carrier sends none.
-_OF_ENGINES = frozenset({Frame.POSTED, Frame.REQUEST, Frame.DESCRIBE})
+#: A peer sends these frames about an operation only if the operation is not in the peer's carrier.
+_SENT_WITHOUT_CARRIER = frozenset({Frame.POSTED, Frame.REQUEST, Frame.DESCRIBE})
 
 
 class Engine:
@@ -111,8 +118,9 @@ class Engine:
             makes no offer if something about the operation has arrived already, or if any rank has departed. ``None``:
             all operations use messages.
 
-    The other attributes are parts that the module's table lists. Their names are those of the table, but for ``stalls``
-    and for parts that only the engine uses (``_rendezvous``). ``names`` and ``early`` are attributes of ``table``.
+    Every other attribute is a part from the list in the module's docstring and has the name given there, except
+    ``stalls`` (listed as ``stall``). Parts that only the engine uses begin with an underscore. ``names`` and ``early``
+    are attributes of ``Engine.table``, ``floating`` and ``scratch`` of ``Engine.reception``. ``control`` is a module.
     """
 
     def __init__(
@@ -178,9 +186,10 @@ class Engine:
                 there are too many names; or the schedule that was asked for does not exist.
             PeerLost: A rank of the group is lost; or a rank of the operation has departed, and the operation's kind is
                 not in ``ENDS_EARLY``. An operation of a kind in ``ENDS_EARLY``, such as a broadcast, can end on one
-                rank before the others have submitted it, and is accepted. If it needs a message from or to the departed
-                rank, it fails: at once, if all messages of that rank have arrived; if only another rank has reported
-                the departure, when the GOODBYE comes, the connection ends, or ``members.overdue`` names the rank.
+                rank before the others have submitted it, and is accepted. It fails if it needs a message from or to the
+                departed rank: in this call, if the GOODBYE of that rank has arrived here; if only another rank has
+                reported the departure, when the GOODBYE arrives, when the connection ends, or when
+                ``members.overdue`` returns the rank.
             GroupClosed: This rank has closed the group.
         """
         name, signature, buffers, ranks, scope, repeats, priority = submission
@@ -189,19 +198,20 @@ class Engine:
         ranks = members.everybody if ranks is None else ranks
         record = table.names.record(scope, name)
         key = (record.op_id, record.next_iteration)
+        if name is not None and not repeats and (key[0], preceding(key[1])) in table.active:
+            raise ConfigurationError(
+                f"an operation named {name!r} is already in flight on rank {self.rank}; wait for it or use another name"
+            )
         if signature.kind not in ENDS_EARLY:
             for peer, reason in members.departed.items():
                 if peer in ranks:
                     members.tell_of_loss(LossNotice(peer, reason), ranks, key)
-                    # The other ranks have used this iteration, or will.
+                    # The other ranks count this failed submission as an iteration. It is counted here too, so that the
+                    # next operation of this name has the same key on all ranks.
                     record.next_iteration = following(key[1])
                     table.early.claim(key)
                     self.reception.drop(self.reception.floating.claim(key))
                     raise PeerLost(peer, reason)
-        if name is not None and not repeats and key[1] and (key[0], key[1] - 1) in table.active:
-            raise ConfigurationError(
-                f"an operation named {name!r} is already in flight on rank {self.rank}; wait for it or use another name"
-            )
         layout = self.planner.layout(record, signature, ranks, buffers)
         record.next_iteration = following(key[1])
         operation = self._operation(submission, record, key, layout, now, owner)
@@ -221,9 +231,10 @@ class Engine:
         # Only point-to-point messages set ``repeats``, and their ``ranks`` are (source, target). A receive has used up
         # one iteration of its name. The source's next message of this name may have arrived already, and a waiting
         # ``AnyReceive`` can take it now. (In a send, ``ranks[0]`` is this rank, from which no ``AnyReceive`` receives.)
-        # ``_become`` has two callers, and with ``becoming`` neither needs this: ``_match_any_receives`` goes on to the
-        # next iteration by itself; and when ``receive_any`` finds a message that was announced earlier, no other
-        # ``AnyReceive`` waits for that name, because it would have taken that message.
+        # With ``becoming``, ``_become`` has called ``submit``, and the search is not needed. If ``_match_any_receives``
+        # has called ``_become``, it looks at the next iteration in its own loop. If ``receive_any`` has called it, the
+        # message was announced before, and an older ``AnyReceive`` for this name would have taken the message. So none
+        # waits.
         if repeats and not becoming:
             self._match_any_receives(ranks[0], (record.op_id, record.next_iteration), now)
         return operation
@@ -231,10 +242,12 @@ class Engine:
     def begin_again(self, layout: OperationLayout, op_id: int) -> _Key | None:
         """Reserve the next iteration of a name for an operation that only the carrier knows; return its key.
 
-        The operation is counted, but it is not in ``table``. So the engine would discard messages about it, as those of
-        an operation that has ended, and could not fail it. If the operation has not ended, the caller must therefore
-        call ``adopt`` before it calls ``submit``, ``receive_any``, ``close`` or a method for transports. Returns
-        ``None``, and nothing has changed, if the operation must be submitted.
+        Until ``adopt`` is called, the engine counts the operation but has no record of it. It takes messages with this
+        key for messages of an operation that has ended, and discards them; and it cannot fail the operation when a rank
+        is lost. If the operation has not ended, the caller must therefore call ``adopt`` before it calls ``submit``,
+        ``receive_any``, ``close`` or a method for transports.
+
+        Returns ``None`` and changes nothing if the operation must be submitted.
         """
         record = self.table.names.get(op_id)
         assert record is not None
@@ -245,7 +258,7 @@ class Engine:
             or members.departed
             or self.observers
             or record.layout is not layout
-            or (key[0], key[1] - 1) in self.table.active
+            or (key[0], preceding(key[1])) in self.table.active
             or self.table.early.of(key) is not NO_FRAMES
             or key in self.reception.floating
         ):
@@ -314,8 +327,10 @@ class Engine:
         sender is known, the receive is submitted as an operation with the same ``owner``.
 
         Raises:
-            PeerLost: A rank is lost; or all candidates have departed, and none of them has sent a message that this
-                operation could still receive.
+            ConfigurationError: A candidate's name is too long, or its hash is that of another name; or there are too
+                many names.
+            PeerLost: A rank is lost; or no message can come any more from any candidate (``Members.silent``), and none
+                of them has sent a message that this operation could still receive.
             GroupClosed: This rank has closed the group.
         """
         self.members.check_usable()
@@ -347,7 +362,7 @@ class Engine:
         for receive in self._any_receives.take_all():
             self.table.end_receive(receive, GroupClosed("the group was closed with a receive pending"))
         self.channels.fail(GroupClosed("the group was closed"), now)
-        # A peer that got only this rank's GOODBYE would report this rank as the cause, and not one that departed before.
+        # A peer that got only this rank's GOODBYE would name this rank as the cause, and not one that departed before.
         first = next((LossNotice(*departure) for departure in members.departed.items()), None)
         farewell = Farewell(reason, first).encode()
         for peer in tell:
@@ -414,8 +429,9 @@ class Engine:
         The header may show that the operation must be taken back from the carrier, that it is urgent, that the peer has
         posted it, or that its signature differs, so that it fails.
 
-        ``lease``: memory of the transport in which the body lies. The lease of the delivery that is returned says
-        whether this memory is used.
+        ``lease``: memory of the transport that already contains the body. If the engine keeps the body there,
+        ``Delivery.lease`` of the returned delivery is this object. Otherwise it is ``None``, and the transport must
+        copy the body to ``Delivery.view``.
 
         Raises:
             ProtocolError: The message violates the protocol.
@@ -450,7 +466,8 @@ class Engine:
         """Record that the body of an accepted message has arrived.
 
         Raises:
-            ProtocolError: The message is a control frame that no correct peer sends.
+            ProtocolError: The message is a control frame that no correct peer sends; or the peer does not read the
+                answers to its questions.
         """
         self.reception.arriving.discard(delivery)
         header, peer = delivery.header, delivery.peer
@@ -497,17 +514,22 @@ class Engine:
 
         Does nothing if a rank is lost already, or if this rank has closed the group.
 
-        ``first_hand``: this rank has found the loss itself (a connection that has ended or was never made, silence, or
-        a violation of the protocol), and reports it to the other ranks. If the rank had departed before, the end of its
-        connection is no loss: the rank is then marked as unreachable, and only the operations that still need it fail.
+        Args:
+            peer: The rank that is lost.
+            reason: Why, in words.
+            now: The time in seconds.
+            first_hand: Whether this rank has detected the failure (a connection that has ended or was never made, no
+                heartbeats, or a violation of the protocol). Then it informs the other ranks; and if ``peer`` had
+                departed before, ``peer`` is only marked as unreachable, and only operations that still need it fail.
+                Otherwise another rank has reported the loss, and the group ends even if ``peer`` had departed.
         """
         members = self.members
         if members.lost is not None or members.closed:
             return
         if first_hand and peer in members.departed:
-            # Check the pending operations now. If only another rank has reported the departure, they have not been
-            # checked, and the GOODBYE may never come. If they have been checked, messages that the transport had taken
-            # counted as sent; those that it has not sent completely never will be.
+            # If only another rank has reported the departure, the pending operations have not been checked, and the
+            # GOODBYE may never come. If they have been checked, ``Operation.needs`` counted every message that the
+            # transport had taken as sent. A message that is not sent completely never will be. It is missing now.
             if peer not in members.unreachable:
                 members.unreachable.add(peer)
                 self.reception.forget(peer)
@@ -526,15 +548,17 @@ class Engine:
     def peer_departed(self, peer: int, reason: str, now: float) -> None:
         """Mark a rank as departed: fail the operations that still need a message to or from it.
 
-        Receives from any rank fail if all their candidates have departed; the channels are told.
+        A receive from any rank fails if no message can come any more from any of its candidates (``Members.silent``).
+        The channels are notified of the departure.
         """
         self.members.depart(peer, reason)
         for operation in self.table.select():
             self._fail_if_needed(operation, peer, now)
-        # Ranks with different signatures may have described theirs (DESCRIBE frame) to the departed rank only. It alone
-        # would have found the difference, and it is gone. So this rank now describes to its neighbours every pending
-        # operation that messages carry out, that includes the departed rank, and that it has not described yet. Each of
-        # the other ranks does the same when it marks the rank as departed.
+        # A rank sends DESCRIBE only if its signature differs from the one that it described last under the name. So a
+        # rank with a new signature may have described it to the departed rank alone, and a rank with the old signature
+        # has sent nothing: only the departed rank could have found the mismatch. Therefore this rank now describes to
+        # its neighbours every pending operation that messages carry out, that includes the departed rank, and that it
+        # has not described yet. Each remaining rank does the same.
         self._signatures.describe_late(self.table.select(lambda operation: peer in operation.ranks))
         silent = self.members.silent()
         for receive in self._any_receives.take_all(lambda waiting: waiting.candidates.keys() <= silent):
@@ -589,9 +613,9 @@ class Engine:
         """Queue the first messages of an operation, and give it those that have arrived."""
         operation.begin_lanes()
         if self.carrier is not None and self.carrier.may_take(operation):
-            # A peer may have given the operation to its carrier. It takes the operation back when a message about it
-            # arrives. In some schedules this rank sends nothing before it has received a message, so it sends POSTED:
-            # otherwise both ranks would wait for ever.
+            # A peer may have given this operation to its carrier. The peer takes the operation back when a message
+            # about it arrives from this rank. In some schedules this rank must receive before it sends, and both ranks
+            # would wait for ever. Therefore this rank sends POSTED to every rank of the operation.
             for peer in operation.ranks:
                 if peer != self.rank and peer not in self.members.departed:
                     self.outbox.control(peer, Frame.POSTED, key=operation.key)
@@ -625,7 +649,7 @@ class Engine:
                 self.outbox.push(QueuedMessage(operation, lane.index, action, region))
             else:
                 arrival = lane.arrivals.get(lane.position)
-                if arrival is None or arrival.computing:
+                if arrival is None:
                     return
                 if arrival.buffer is not None:
                     self.computations.append(operation, lane, action, region, arrival)
@@ -642,10 +666,11 @@ class Engine:
     def _end(self, operation: Operation, now: float, error: BaseException | None) -> None:
         """End an operation, successfully or with an error.
 
-        After a success nothing accesses the tensor. After a failure three things may still do so: a message that the
-        transport has taken; a thread that is receiving a message, or is in a round of the fast lane; and a thread that
-        is carrying out an addition or a copy. In the last case the operation completes when the computation has ended
-        (``State.FAILING``), unless the group is over: then it completes at once.
+        After a success nothing accesses the tensor. After a failure these may still do so: (a) the transport, with a
+        message that it is sending; (b) a thread that is receiving a body; (c) a thread that is moving the operation in
+        the carrier; (d) a thread that is carrying out an addition or a copy. In case (d) the operation is in
+        ``State.FAILING`` and completes when its last computation has ended. If a rank is lost or this rank has closed
+        the group, the operation completes at once.
         """
         if operation.carriage is not None:
             assert self.carrier is not None
@@ -768,7 +793,7 @@ class Engine:
 
     def _on_control(self, peer: int, header: Header, body: bytes, now: float) -> None:
         key = (header.operation, header.iteration)
-        if header.frame in _OF_ENGINES and key in self.table.active:
+        if header.frame in _SENT_WITHOUT_CARRIER and key in self.table.active:
             self.take_back(self.table.active[key], now)
         match header.frame:
             case Frame.POSTED:
@@ -791,8 +816,9 @@ class Engine:
                 if key == NO_KEY:
                     self.peer_lost(notice.rank, notice.reason, now, first_hand=False)
                 else:
-                    # The rank has departed. Its last messages may still be on their way to this rank, so that other
-                    # operations do not fail yet.
+                    # A LOST frame with a key reports that ``notice.rank`` has departed. Its last messages may still be
+                    # on their way to this rank. Therefore only the named operation fails now; the others are checked
+                    # when the GOODBYE arrives, when the connection ends, or when ``members.overdue`` returns the rank.
                     self.members.depart_by_report(notice.rank, notice.reason, now)
                     self._fail(peer, key, PeerLost(notice.rank, notice.reason), now)
             case Frame.STATUS_REQUEST:

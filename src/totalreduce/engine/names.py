@@ -10,7 +10,7 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import operation_id
 
-__all__ = ["UNNAMED", "NameRecord", "NameTable", "following", "is_later"]
+__all__ = ["UNNAMED", "NameRecord", "NameTable", "following", "is_later", "preceding"]
 
 #: Different names of one engine, at most.
 _NAMES_MAX = 1_000_000
@@ -22,6 +22,11 @@ _ITERATIONS = 1 << 32
 def following(iteration: int) -> int:
     """Return the iteration after this one; after the last one comes 0."""
     return (iteration + 1) % _ITERATIONS
+
+
+def preceding(iteration: int) -> int:
+    """Return the iteration before this one; before 0 comes the last one."""
+    return (iteration - 1) % _ITERATIONS
 
 
 def is_later(iteration: int, other: int) -> bool:

@@ -240,11 +240,12 @@ class Outbox:
         """Queue an answer to a frame of the peer. Equal answers leave once, and are written when they leave.
 
         Raises:
-            ProtocolError: The peer does not read its answers.
+            ProtocolError: The peer does not read its answers. An answer about no operation is queued in any case: it
+                may be due when no frame of the peer is being handled, and there is one for each kind of frame.
         """
         answers = self._answers.setdefault(peer, {})
         answers[frame, key] = None
-        if len(answers) > _ANSWERS_MAX:
+        if len(answers) > _ANSWERS_MAX and key != NO_KEY:
             raise ProtocolError(f"rank {peer} has asked for more than {_ANSWERS_MAX} answers and reads none of them")
         self.control_waits.add(peer)
         self.ready.add(peer)

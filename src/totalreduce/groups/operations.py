@@ -17,7 +17,7 @@ from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.names import UNNAMED
 from totalreduce.engine.submission import Submission
 from totalreduce.foundation import checks
-from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
+from totalreduce.foundation.errors import ConfigurationError, GroupClosed
 from totalreduce.groups import checked
 from totalreduce.groups.checked import CheckedOperation
 from totalreduce.runner.handle import Handle
@@ -151,7 +151,7 @@ class Operations:
     def barrier(self, timeout_s: float | None) -> Work:
         """Return when every rank has called it (see ``Group.barrier``)."""
         patience_s = self.patience(timeout_s)
-        try:  # A barrier that has exceeded its deadline is still pending: the next call waits for it, not for another.
+        try:  # If an earlier call has exceeded its time-out or was interrupted, this call waits for its barrier.
             work = self._late_barriers.popleft()
         except IndexError:
             # The barriers of a job share a few names, because the engine never forgets a name.
@@ -159,8 +159,9 @@ class Operations:
             work = self.submit(checked.barrier(), name, -1, patience_s, scope=_BARRIERS)
         try:
             work.wait(patience_s)
-        except DeadlineExceededError:
-            self._late_barriers.append(work)
+        except BaseException:  # also Ctrl-C: the other ranks count this barrier, so this rank must not submit another
+            if work.exception() is None:
+                self._late_barriers.append(work)
             raise
         return work
 

@@ -69,7 +69,8 @@ class Agreement:
         scope: A name that no other agreement of the job has.
 
     Attributes:
-        negotiator: The protocol; used under the engine's lock only.
+        negotiator: The protocol. It is changed under the engine's lock only. Without the lock, threads read ``ended``
+            and ``membership.joined``, whose values are never changed but replaced, and copy ``membership.departed``.
         number: The number of the channel.
     """
 
@@ -130,7 +131,7 @@ class Agreement:
         where, size = program_line(), sum(operation.request.num_bytes for operation in operations)
 
         def submit(now: float) -> bool:
-            self._check_alive()
+            self.check_alive()
             for operation in operations:
                 name = operation.request.name
                 if name in self._in_flight:
@@ -177,7 +178,7 @@ class Agreement:
         def begin(now: float) -> bool:
             nonlocal handle
             if self._join is None:  # else an earlier call ran out of time
-                self._check_alive()
+                self.check_alive()
                 self._join = self._joining = handle
                 self.negotiator.join(now)
             handle = self._join
@@ -231,6 +232,12 @@ class Agreement:
             finally:
                 self._executor.close(max(0.0, deadline - time.monotonic()), release)
 
+    def check_alive(self) -> None:
+        """Raise the error with which the agreement has ended, or ``GroupClosed`` once ``close`` was called here."""
+        error = self.negotiator.ended or self._closed
+        if error is not None:
+            raise error.with_traceback(None)
+
     def lost(self) -> TotalReduceError | None:
         """Return the reason why reductions of a plan that are pending cannot end; ``None`` if there is none.
 
@@ -268,11 +275,6 @@ class Agreement:
     def tick(self, now: float) -> None:
         self.negotiator.tick(now)
         self._take_output(now)
-
-    def _check_alive(self) -> None:
-        error = self.negotiator.ended or self._closed
-        if error is not None:
-            raise error.with_traceback(None)
 
     def _take_output(self, now: float) -> bool:
         """Send the negotiator's messages and carry out its decisions; return whether there was a message."""

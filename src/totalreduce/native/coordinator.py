@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -14,7 +15,7 @@ from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.coordination.requests import Request
 from totalreduce.coordination.sender import NegotiationCounters
 from totalreduce.foundation import checks
-from totalreduce.foundation.errors import DeadlineExceededError, TotalReduceError
+from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.foundation.types import OpKind, ReduceOp
 from totalreduce.native import tuning
 from totalreduce.native.agreement import Agreement, Members
@@ -50,8 +51,8 @@ class Coordinator:
     operation instead, for at most ``timeout_s``, and then raises ``DeadlineExceededError``. Within one call, a tensor
     that is written may not share memory with another tensor that is written.
 
-    The methods that submit operations have the errors of ``allreduce``, beside those that they list themselves. If
-    ranks submit different operations under one name, ``Work.wait`` raises ``MismatchError`` on all of them.
+    Every method that submits operations raises the errors listed under ``allreduce``, and those in its own list. If
+    ranks submit different operations under one name, ``Work.wait`` raises ``MismatchError`` on every rank.
 
     Args:
         members: The ranks of the group, and the resources (runner, record of memory in use, time-outs) that the
@@ -70,7 +71,9 @@ class Coordinator:
         self._members, self._describer = members, Describer(members.rank, members.world_size)
         self._reports = Reports(members.runner)
         self._closing = threading.Lock()  #: Held from the first call of ``close`` on.
-        self._late_barriers: deque[Work] = deque()  #: Barriers that have exceeded their deadlines, and are pending.
+        #: Barriers for which a call of ``barrier`` has exceeded its time-out or was interrupted. The next calls of
+        #: ``barrier`` wait for them. Some of them may have ended meanwhile.
+        self._late_barriers: deque[Work] = deque()
         packer = Packer(
             members.rank,
             natives,
@@ -96,25 +99,27 @@ class Coordinator:
 
         Args:
             tensor: A tensor of any shape on a device that the library knows; it need not be contiguous.
-            name: The name of the operation, equal on all ranks. ``None``: the n-th unnamed allreduce of a rank is
-                matched with the n-th unnamed allreduce of every other rank; each kind of collective counts its own.
-                Unnamed operations are not kept in the response cache, so each of them costs more messages.
+            name: The name of the operation, equal on all ranks. ``None``: the operation gets a number. Each rank counts
+                its unnamed operations of each kind (``allreduce`` and ``grouped_allreduce`` are one kind), from the
+                beginning or from the last ``join`` of all ranks. Calls that raise an error do not count. Operations of
+                one kind with equal numbers belong together. Unnamed operations are not kept in the response cache, so
+                each of them costs more messages.
             op: The reduction.
             prescale: Factor before the reduction. Integers are multiplied in float64, and truncated towards zero.
             postscale: Factor after the reduction.
             priority: A signed number of 32 bits. Of operations that become ready at the same time, the one with the
                 smaller number goes first. A less urgent operation may be fused into the batch of a more urgent one, and
-                then runs before operations that are more urgent than itself. If ranks pass different priorities, that
-                of the lowest rank that has not joined applies. The response cache keeps the priority of a named
-                operation's first submission, and other priorities in later calls are ignored, until it drops the name.
+                then runs before operations that are more urgent than itself. If the ranks pass different priorities,
+                the priority of the lowest rank that has not joined applies. The response cache stores this priority
+                with the name. As long as the cache has the name, the priorities of later calls have no effect.
             timeout_s: Default time-out in seconds of ``Work.wait`` for this operation.
 
         Raises:
             ConfigurationError: ``name`` is not a valid name, or an operation in flight has it; ``op`` is not a
                 reduction; ``priority`` is not a signed number of 32 bits; 32,768 operations of this rank, or 40 MiB of
                 their descriptions, wait for the other ranks already; or an operation in flight uses the memory (see
-                the class). A reduction or an element type that the library lacks is a ``ConfigurationError`` of
-                ``Work.wait``, and the tensor has not changed.
+                the class). If the library lacks the reduction or the element type, the submission succeeds,
+                ``Work.wait`` raises ``ConfigurationError``, and the tensor is unchanged.
             UnsupportedError: The tensor is sparse, nested, quantised or expanded, or has no memory.
             DeadlineExceededError: After ``keep_order``: an operation in flight has not released the memory in time.
             GroupClosed: This rank has closed the coordinator or the group.
@@ -141,9 +146,10 @@ class Coordinator:
     ) -> list[Work]:
         """Reduce several tensors: none is reduced before all ranks have submitted all of them.
 
-        All ranks pass the same number of tensors; otherwise the operations wait until the coordinator ends with
-        ``StallError``. If the ranks disagree about one of the tensors, all of them fail on every rank. ``prescale``,
-        ``priority`` and the other arguments are those of ``allreduce``.
+        All ranks pass the same number of tensors; otherwise the operations are never ready, and the coordinator ends
+        with ``StallError`` after ``config.stall_abort_s`` seconds (never, if that is 0). If the ranks disagree about
+        one of the tensors, all operations of this call fail, on every rank. ``prescale``, ``priority`` and the other
+        arguments are those of ``allreduce``.
 
         Returns:
             One handle for each tensor, in their order.
@@ -218,7 +224,8 @@ class Coordinator:
         with self._describer.label(name, OpKind.GATHER, priority) as label:
             request = self._describer.blocks(OpKind.GATHER, tensor, outputs, root, label)
             flat, parts = flattened(tensor)
-            # An empty list means ``None``. On the root, the agreement finds that blocks are missing.
+            # An empty list is treated like ``None``. On the root this is an error, but it is not raised here: rank 0
+            # finds it when it compares the requests, so that every rank gets a ``MismatchError``.
             return self._submit([prepare(request, flat, outputs or None, parts)], timeout_s)[0]
 
     def scatter(
@@ -261,24 +268,25 @@ class Coordinator:
         Args:
             tensor: The rows of this rank. A scalar counts as one row.
             outputs: One tensor per rank: the rows of rank r are written to ``outputs[r]``, which has as many elements,
-                and ``Work.wait`` returns an empty tensor. An output of another size is a ``MismatchError`` of
-                ``Work.wait`` on this rank. ``None``: ``Work.wait`` returns one tensor with the rows of all ranks.
-            parts: Tensors that the call copies into ``tensor``, one after the other, before it returns. ``tensor`` must
-                then be contiguous and have as many elements as all parts together; it counts as written while the
-                operation is in flight. The parts may be changed as soon as the call has returned.
+                and ``Work.wait`` returns an empty tensor. If an output has another size, ``Work.wait`` raises
+                ``MismatchError`` on this rank. ``None``: ``Work.wait`` returns one tensor with the rows of all ranks.
+            parts: Tensors that the call copies into ``tensor``, one after the other, before it returns. They may be
+                changed as soon as it has returned. With ``parts``, ``tensor`` is a staging buffer: it must be
+                contiguous and have as many elements as all parts together. For the check of shared memory (see the
+                class), the operation writes ``tensor``.
             name: As for ``allreduce``.
             priority: As for ``allreduce``.
             timeout_s: As for ``allreduce``.
 
         Raises:
-            ConfigurationError: ``outputs`` does not have one tensor per rank; or the parts have another dtype than
-                ``tensor``, or another number of elements.
+            ConfigurationError: ``outputs`` does not have one tensor per rank; the parts have another dtype than
+                ``tensor``, or another number of elements; or there are parts, and ``tensor`` is not contiguous.
         """
         with self._describer.label(name, OpKind.ALLGATHER, priority) as label:
             dtypes.check_dense(tensor, label.name)
             rows = tensor if tensor.dim() else tensor.view(1)
             request = self._describer.allgather(rows, outputs, label)
-            return self._submit([prepare(request, rows, outputs, parts)], timeout_s)[0]
+            return self._submit([_prepare_staged(request, rows, outputs, parts)], timeout_s)[0]
 
     def alltoall(
         self,
@@ -295,17 +303,19 @@ class Coordinator:
         """Send rows of the tensor to each rank: the first ``splits[0]`` rows to rank 0, the next ones to rank 1.
 
         Without ``splits`` each rank gets the same number of rows, so the number of rows is a multiple of the number of
-        ranks. ``outputs``, ``parts`` and the result as for ``allgather``. If the caller passes a list as ``received``,
-        it holds the number of rows from each rank once the operation has ended.
+        ranks. The rows that rank r sends to this rank are written to ``outputs[r]``; ``outputs`` and ``parts``
+        otherwise have the meaning that they have in ``allgather``, and ``Work.wait`` returns the same kind of result.
+        If the caller passes a list as ``received``, it holds the number of rows from each rank once the operation has
+        ended.
 
         Raises:
             ConfigurationError: ``splits`` does not have exactly one number per rank, has a negative number, or its sum
                 differs from the number of rows; without ``splits``: the rows do not divide evenly among the ranks; or
-                the tensor is a scalar; or ``outputs`` or ``parts`` are wrong as for ``allgather``.
+                the tensor is a scalar; or ``outputs`` or ``parts`` violate a condition that ``allgather`` lists.
         """
         with self._describer.label(name, OpKind.ALLTOALL, priority) as label:
             request = self._describer.alltoall(tensor, splits, outputs, label)
-            operation = prepare(request, tensor, outputs, parts)
+            operation = _prepare_staged(request, tensor, outputs, parts)
             if received is not None:
                 operation.rows = received
             return self._submit([operation], timeout_s)[0]
@@ -326,24 +336,31 @@ class Coordinator:
         """Reduce a tensor over all ranks; each rank gets its share of the rows. ``Work.wait`` returns these rows.
 
         If the rows do not divide evenly, the first ranks get one row more. If ``outputs`` is given, it has one tensor,
-        to which the rows of this rank are written, and which ``Work.wait`` returns. ``parts`` as for ``allgather``.
+        to which this rank's share of the reduced rows is written, and which ``Work.wait`` returns. If this tensor has
+        another number of elements than the share, ``Work.wait`` raises ``MismatchError`` on this rank. ``parts`` has
+        the meaning that it has in ``allgather``.
 
         Raises:
-            ConfigurationError: The tensor is a scalar; ``outputs`` does not have exactly one tensor; or the ``parts``
-                are wrong as for ``allgather``.
+            ConfigurationError: The tensor is a scalar; ``outputs`` does not have exactly one tensor; or ``parts``
+                violates a condition that ``allgather`` lists.
         """
         with self._describer.label(name, OpKind.REDUCE_SCATTER, priority) as label:
             request = self._describer.reduce_scatter(tensor, Scaling(op, prescale, postscale), outputs, label)
-            return self._submit([prepare(request, tensor, outputs, parts)], timeout_s)[0]
+            return self._submit([_prepare_staged(request, tensor, outputs, parts)], timeout_s)[0]
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called ``barrier`` or ``join``.
 
+        If a call has exceeded its time-out or was interrupted (by Ctrl-C), the next call waits for the same barrier.
+
         Raises:
-            DeadlineExceededError: A rank is late. The message names the late ranks; it names all other ranks if the
-                deadline has passed before this rank has asked them, which it does after ``config.stall_warning_s``
-                seconds. The next call waits for the same barrier.
-            TotalReduceError: The coordinator has ended, or ends meanwhile, with the error of ``ended``.
+            DeadlineExceededError: The barrier has not ended in time. Once a barrier has waited for
+                ``config.stall_warning_s`` seconds (never, if that is 0), this rank asks the other ranks whether they
+                have submitted it, and the message then names the ranks that have not, and those that have not answered.
+                Before the answers arrive, it names all other ranks that have not joined. If all ranks have called
+                ``barrier`` and earlier operations are still being carried out, the message says so.
+            TotalReduceError: The coordinator has ended or ends during the call. The error raised is the value of the
+                attribute ``ended``, or its ``__cause__`` if this rank could not carry an operation out.
         """
         patience_s = self._members.patience(timeout_s)
         try:
@@ -354,8 +371,9 @@ class Coordinator:
                 work = self._submit([prepare(request, torch.empty(0))], patience_s)[0]
         try:
             work.wait(patience_s)
-        except DeadlineExceededError:
-            self._late_barriers.append(work)
+        except BaseException:  # also Ctrl-C: the other ranks count this barrier, so this rank must not submit another
+            if work.exception() is None:
+                self._late_barriers.append(work)
             raise
 
     def join(self, *, timeout_s: float | None = None) -> int:
@@ -374,7 +392,8 @@ class Coordinator:
                 another rank has not joined in time. In this case this rank has joined nevertheless, and the other ranks
                 go on. Before this rank submits other operations, it must call ``join`` again, which waits for the same
                 join.
-            TotalReduceError: The coordinator has ended, or ends meanwhile, with the error of ``ended``.
+            TotalReduceError: The coordinator has ended or ends during the call. The error raised is the value of the
+                attribute ``ended``.
         """
         return self._agreement.join(self._members.patience(timeout_s))
 
@@ -383,15 +402,21 @@ class Coordinator:
 
         All ranks pass the same ``names`` in the same order. The object has a communicator of its own, and the ranks
         exchange no messages to agree on an order. The caller closes the object; ``close`` of the coordinator does not.
-        When a rank has closed its coordinator, reductions of the object that have not ended fail: with ``GroupClosed``
-        on that rank, and with ``PeerLost`` on the others, three seconds later. ``NativeStream`` is not a CUDA stream.
+        When a rank has closed its coordinator, reductions of the object that have not ended fail: on that rank with
+        ``GroupClosed``, as soon as the coordinator has ended; on the other ranks with ``PeerLost``, at the latest about
+        three seconds after they learn of it. ``NativeStream`` is not a CUDA stream.
 
         Raises:
-            DeadlineExceededError: Some rank has not called it in time.
+            DeadlineExceededError: Some rank has not called ``planned`` in time.
             RendezvousError: Some rank has not made its communicator in time.
+            GroupClosed: This rank has closed the coordinator or the group.
+            TotalReduceError: The coordinator has ended. The error raised is the value of the attribute ``ended``.
         """
         patience_s = self._members.patience(None)
-        # MPI moves nothing else while it makes a communicator, not even the engine's messages. So all ranks come first.
+        self._agreement.check_alive()
+        # While MPI creates a communicator, the engine's messages do not move on this rank. The other ranks may need
+        # such messages before they call ``planned``. So all ranks meet in a barrier of the engine before any of them
+        # creates the communicator.
         self._members.barrier(patience_s)
         return NativeStream(
             self.natives.split(range(self._members.world_size), patience_s),
@@ -412,16 +437,18 @@ class Coordinator:
     def ended(self) -> TotalReduceError | None:
         """The error with which the coordinator has ended, and which later submissions raise; ``None`` before.
 
-        It is ``PeerLost``, ``StallError``, ``GroupClosed`` on the rank that has closed, or a ``TotalReduceError`` on a
-        rank that could not carry an operation out. If another rank has closed its coordinator, the coordinator of this
-        rank ends when an operation needs that rank, and not before.
+        It is one of: ``PeerLost``; ``StallError``; ``GroupClosed``, if this rank has closed the coordinator or the
+        group, or cannot move messages any more; another ``TotalReduceError``, if this rank could not carry an operation
+        out. If another rank has closed its coordinator, the coordinator of this rank ends when an operation needs that
+        rank (see ``close``), and not before.
         """
         return self._agreement.negotiator.ended
 
     @property
     def counters(self) -> NegotiationCounters:
-        """The number of cycles and messages so far, and of hits and misses of the response cache."""
-        return self._agreement.negotiator.counters
+        """A copy of the counters: cycles and messages so far, hits and misses of the response cache."""
+        with self._members.runner.locked():
+            return replace(self._agreement.negotiator.counters)
 
     def store(self, path: str | Path) -> None:
         """Write the settings to a file, for ``tr.init(coordination=path)`` in later runs.
@@ -444,20 +471,25 @@ class Coordinator:
     def close(self, timeout_s: float = 5.0, *, reason: str = "") -> None:
         """Carry out the operations on which the ranks have agreed, and end the coordinator on this rank.
 
-        On this rank, submissions raise ``GroupClosed`` from the beginning of the call. Operations on which the ranks
-        had agreed by then fail with ``GroupClosed`` if they have not ended after ``timeout_s`` seconds. Operations on
-        which the ranks agree after that may fail with ``GroupClosed`` at once, and those on which they have not agreed
-        always fail with it. If a callback of an operation calls this method, the method does not wait, and operations
-        that have not ended fail at once.
+        On this rank, submissions raise ``GroupClosed`` from the beginning of the call, or the error of ``ended`` if the
+        coordinator had ended before. This method distinguishes three kinds of operations. (1) The ranks had agreed on
+        the operation when the call began: it is carried out, and fails with ``GroupClosed`` if it has not ended after
+        ``timeout_s`` seconds. (2) The ranks agree on it during the call: it may be carried out, or fail with
+        ``GroupClosed`` when the coordinator ends. (3) The ranks have not agreed on it when the coordinator ends: it
+        fails with ``GroupClosed``. If this method is called in the thread that carries out the coordinator's operations
+        (by a callback of ``Work.on_done`` that runs there), the method does not wait, and operations that the library
+        does not end at once fail.
 
         The call is not collective: this rank tells the other ranks at the end. Their coordinators end with
-        ``PeerLost``, which names this rank and the ``reason``, when an operation needs this rank. That is any operation
-        on which the ranks have not agreed, any later one, and any agreed one that this rank has not carried out. Then
-        all operations that are pending there fail.
+        ``PeerLost``, which names this rank and the ``reason``, when an operation needs this rank. An operation needs
+        this rank if the ranks have not agreed on it, if it is submitted later, or if the ranks have agreed on it and
+        this rank has not carried it out. A ``join`` that has not ended needs this rank, too. When the coordinator of
+        another rank ends, all its pending operations fail.
 
-        The library is released when this rank does not use it any more: after the return of this method, if a call of
-        the library is still under way after ``timeout_s``. A second call of this method does nothing; the same holds
-        for a call in a forked child process.
+        This method releases the library before it returns. But if the thread that carries out the operations has not
+        ended after ``timeout_s`` (a call of the library is still under way), or calls this method itself, this thread
+        releases the library later. A second call of this method does nothing; the same holds for a call in a forked
+        child process.
 
         Raises:
             ConfigurationError: ``timeout_s`` is negative, not finite, or no number. Nothing has changed.
@@ -472,7 +504,7 @@ class Coordinator:
         # A rank that joined early has counted fewer unnamed operations than the others, so all ranks reset their
         # counters.
         self._describer.count_from_zero()
-        self._late_barriers.clear()  # they have ended: a rank waits for its operations before it joins
+        self._late_barriers.clear()  # all of them have ended: a rank waits for its operations before it joins
 
     def _submit(self, operations: Sequence[NativeOperation], timeout_s: float | None) -> list[Work]:
         patience_s = self._members.patience(timeout_s)
@@ -481,3 +513,15 @@ class Coordinator:
             Work(self._agreement, operation.handle, operation.returned, operation.request.name, patience_s)
             for operation in operations
         ]
+
+
+def _prepare_staged(
+    request: Request, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, parts: Sequence[torch.Tensor]
+) -> NativeOperation:
+    """Make an operation; check that its tensor can be filled with ``parts``, if there are any (see ``prepare``)."""
+    if parts and not tensor.is_contiguous():
+        raise ConfigurationError(
+            f"{request.name!r}: parts are copied into the tensor, which must be contiguous, and is not contiguous "
+            f"(shape {tuple(tensor.shape)}, strides {tensor.stride()}). Pass a new one, made by torch.empty"
+        )
+    return prepare(request, tensor, outputs, parts)
