@@ -184,3 +184,55 @@ def test_an_optimizer_does_not_meet_what_a_closed_one_of_its_name_has_sent(sync:
 
     for reduced, whole in run_ranks(2, body):
         assert torch.allclose(reduced, whole, rtol=1e-5, atol=1e-7)
+
+
+def test_an_optimizer_whose_comparison_ran_out_of_time_counts_on_every_rank() -> None:
+    """The late rank finds the other's part of the comparison, and succeeds. Both give it up, and make another one."""
+    late = threading.Event()
+
+    def body(group: Group) -> torch.Tensor:
+        model = Net()
+        if group.rank == 0:
+            with pytest.raises(DeadlineExceededError):
+                wrap(model, group)
+            late.set()
+        else:
+            assert late.wait(20)
+            wrap(model, group).close()
+        optimizer = wrap(model, group)
+        loss_of(model, batches(1)[0]).backward()
+        optimizer.step()
+        return flat(model)
+
+    results = run_ranks(2, body, engine=IMPATIENT)
+    assert (results[0] - train_alone(OPTIMIZERS["sgd"], 1)).abs().max() <= 1e-12
+    assert all_equal(results)
+
+
+@pytest.mark.parametrize("with_closure", [True, False])
+def test_the_torch_optimizer_of_a_closed_one_can_be_used_after_a_time_out(with_closure: bool) -> None:
+    late = threading.Event()
+
+    def body(group: Group) -> None:
+        model = Net()
+        optimizer = wrap(model, group)
+        loss = loss_of(model, batches(1)[0])
+
+        def closure() -> torch.Tensor:
+            loss.backward()
+            return loss
+
+        if not with_closure:
+            closure()
+        if group.rank == 0:
+            with pytest.raises(DeadlineExceededError):
+                optimizer.step(closure if with_closure else None)
+            late.set()
+        else:
+            assert late.wait(20)
+        optimizer.close()
+        assert len(optimizer.param_groups) == 1
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    run_ranks(2, body, engine=IMPATIENT)

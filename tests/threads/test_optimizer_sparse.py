@@ -234,6 +234,21 @@ def test_a_skipped_step_leaves_the_gradients_of_a_joined_rank() -> None:
     assert run_ranks(2, body) == [True, False]
 
 
+def test_a_skipped_step_warns_although_an_earlier_skip_was_noticed_by_synchronize() -> None:
+    def body(group: Group) -> None:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group)
+        for batch in batches(2, dtype=FLOAT):
+            optimizer.zero_grad()
+            (loss_of(model, batch) + model.first.weight[1, 1] * math.nan).backward()
+            optimizer.synchronize()
+        with pytest.warns(RuntimeWarning, match="a step was skipped on all ranks"):
+            optimizer.step()
+        assert optimizer.skipped_steps == 2
+
+    run_ranks(1, body)
+
+
 @pytest.mark.filterwarnings("ignore:a step was skipped:RuntimeWarning")
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_step_with_a_closure_is_skipped_too(world_size: int) -> None:

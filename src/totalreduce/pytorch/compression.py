@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -46,6 +47,18 @@ class Compression:
         self.choices: list[Choice] = []
         self.reducer: CompressedReducer | None = None
         self._plan = CompressedPlan((), (), ())
+        self._has_warned = False
+
+    def warn_of_skip(self) -> None:
+        """Warn once that ``DistributedOptimizer.step`` has skipped a step; with a ``GradScaler`` that is usual."""
+        if self.grad_scaler is None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "a step was skipped on all ranks, because some rank's gradients were not finite; parameters and "
+                "residuals have not changed. DistributedOptimizer.skipped_steps counts such steps.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def choose(self, plan: CompressedPlan) -> Collection[str]:
         """Measure, with ``tr.Auto``, which buckets are worth compressing; return the other buckets' parameters.

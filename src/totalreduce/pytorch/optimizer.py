@@ -1,9 +1,10 @@
 """``DistributedOptimizer``: a torch optimizer that steps with the gradients of all ranks.
 
-It wraps a torch optimizer (``wrapper``), and synchronises the gradients of each step in a *round* (``round``). Gradient
-hooks open the round, or ``step()`` or ``synchronize()`` does if no gradient has come. ``step()`` or ``synchronize()``
-closes it, and waits for the gradients of all ranks unless the updates are deferred. A round has several *reducers*,
-each of which synchronises some of the parameters:
+It wraps a torch optimizer (``wrapper``), and synchronises the gradients of each step in a *round* (``round``). The
+first gradient hook of a step opens the round. If no hook has run, the call that closes the round opens it first.
+``step()``, ``synchronize()``, ``join()``, and reading ``param_groups`` while gradients are in flight close the round,
+and wait for the gradients of all ranks unless the updates are deferred. ``replan()`` and ``add_param_group()`` abandon
+it. A round has several *reducers*, each of which synchronises some of the parameters:
 
 * ``reducer.Reducer``: dense gradients, in buckets;
 * ``sparse_gradients.SparseReducer``: the rows of sparse gradients;
@@ -11,18 +12,18 @@ each of which synchronises some of the parameters:
 * ``sparse_gradients.SparseResults``: no communication. It converts reduced gradients for ``SparseAdam``.
 
 ``planning`` decides which reducer has which parameters, and the ranks compare their plans. Every plan has reducers of
-its own. The residuals, which are the elements that the sparse method has not sent yet, outlive plans: a
-``compression.Compression`` holds them (an ``error_feedback.Residuals``) and the present plan's ``CompressedReducer``.
-The argument ``compression`` is another thing: the dtype in which dense gradients travel. ``deferred`` has the updates
-that happen in the next forward pass, with ``overlap="iterations"``. ``joining`` has the rounds of a rank without data,
-the losses of closures, and a record of the call that a time-out has interrupted, with the error that other methods
-raise until it is repeated.
+its own. The residuals, which are the elements that the sparse method has not sent yet, outlive plans:
+``compression.Compression`` owns the residuals (``error_feedback.Residuals``) and the ``CompressedReducer`` of the
+current plan. The constructor's argument ``compression`` is unrelated: it is the dtype in which dense gradients are
+sent. ``deferred`` has the updates that happen in the next forward pass, with ``overlap="iterations"``. ``joining`` has
+the rounds of a rank without data, the losses of closures, and the classes ``Unfinished``, which record a call that a
+time-out interrupted. While one is recorded, methods that cannot resume that call raise ``ConfigurationError`` with its
+``advice``.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
@@ -89,13 +90,13 @@ class DistributedOptimizer(OptimizerWrapper):
         bucket_bytes: The size limit of a bucket, whose gradients travel as one operation. Default: 4 MiB. With a
             native library: 8 MiB, or the coordinator's ``fusion_bytes`` if that is smaller.
         overlap: ``"backward"``: communication runs during backward, and ``step()`` waits for it. ``"iterations"``:
-            ``step()`` without a closure returns at once, and the next forward pass of each module waits for its own
-            parameters only. ``step()`` updates everything itself, as with ``"backward"``, if the gradients are
-            synchronised already (by ``synchronize()``, or because ``param_groups`` was read, as ``GradScaler`` does),
-            or if step hooks are registered on the torch optimizer or for all torch optimizers. ``"iterations"``
-            requires ``model`` and cannot be combined with ``sync``. ``DistributedOptimizer`` uses ``"backward"``
-            instead, without an error, if ``on_missing="error"``, if sparse gradients are gathered, or if the torch
-            optimizer is LBFGS or SparseAdam.
+            ``step()`` without a closure returns at once. Before its next forward pass, each module waits only for the
+            gradients of its own parameters. ``step()`` waits and updates all parameters, as with ``"backward"``, if
+            the gradients are already synchronised (by ``synchronize()``, or because ``param_groups`` was read, as
+            ``GradScaler`` does); if a step hook is registered on the torch optimizer or for all torch optimizers; or if
+            no module of ``model`` has run since the plan was made. ``"iterations"`` requires ``model`` and cannot be
+            combined with ``sync``. ``DistributedOptimizer`` uses ``"backward"`` instead, without an error, if
+            ``on_missing="error"``, if sparse gradients are gathered, or if the torch optimizer is LBFGS or SparseAdam.
         on_missing: What to do if only some ranks have a gradient of a parameter. ``"zero"``: the others count as having
             zeros. ``"error"``: every rank raises ``MissingTensorError``. ``"error"`` does not apply to sparse gradients
             that are gathered, and cannot be combined with ``sync``.
@@ -124,8 +125,9 @@ class DistributedOptimizer(OptimizerWrapper):
         feedback: Settings of the residuals, in which a sparse method keeps the elements that it did not send.
         grad_scaler: The ``GradScaler`` in use, if any. Gradients are divided by its loss scale before they are added to
             the residuals.
-        name: Prefix of the operations' names; different for each optimizer that shares a group. All ranks make as many
-            optimizers of a name, one after the other: later ones count them in their prefix.
+        name: Prefix of the operations' names. Optimizers that are in use at the same time have different names. If a
+            name is used again in a group, the n-th optimizer gets the prefix ``name (n)``. So all ranks construct the
+            same number of optimizers with each name, in the same order.
 
     Raises:
         ConfigurationError: A setting is wrong, or model and optimizer do not fit together.
@@ -133,12 +135,13 @@ class DistributedOptimizer(OptimizerWrapper):
             group's transport cannot read.
         PlanMismatchError: The ranks' models or settings differ, or another rank cannot make a plan. Every rank raises
             it, except one that raises its own ``ConfigurationError``.
-        DeadlineExceededError: The ranks did not compare their plans within the group's ``timeout_s``.
+        DeadlineExceededError: The ranks did not compare their plans within the group's ``timeout_s``, for instance
+            because another rank has refused its arguments before the comparison.
         PeerLost: A rank died.
 
     Attributes:
-        skipped_steps: The number of rounds without an update, because some rank's compressed gradients (``sync``) were
-            not finite. Other gradients that are not finite are applied.
+        skipped_steps: The number of rounds without an update. All ranks skip a round if a gradient that ``sync``
+            compresses is not finite on some rank. Other gradients that are not finite skip no round.
     """
 
     def __init__(
@@ -190,21 +193,24 @@ class DistributedOptimizer(OptimizerWrapper):
             sync=sync,
             feedback=feedback,
         )
-        # A closed optimizer of this name may have left operations that some ranks have submitted and others have not.
+        # An earlier optimizer of this name may have been closed while only some ranks had submitted an operation. The
+        # number in the prefix keeps the operations of this optimizer from being matched with such an operation. An
+        # optimizer counts also if the comparison below fails: a rank that has run out of time had submitted its part.
         self._group, self._name = group, successor_name(name, group.operations.num_made[name])
+        group.operations.num_made[name] += 1
         self._source = ParameterSource(optimizer, model, None if named_parameters is None else tuple(named_parameters))
         self._compressed = Compression(group, self._name, self._settings, grad_scaler)
         self._hooks = HookHandles()
         self._no_sync_depth = 0
         self._planned = self._closed = False
-        #: The interrupted call that must be repeated. ``Joining``: ``join()`` is running or was interrupted.
+        #: The call that a time-out interrupted, if any. The first three can be resumed by repeating the call; after the
+        #: last one only ``close()`` is possible. ``Joining``: ``join()`` is running or was interrupted.
         #: ``ClosureLoss``: ``step(closure)`` timed out after the closure had returned, before gradients and loss were
         #: reduced. ``EndingPlan``: ``replan()`` or ``add_param_group()`` timed out while it ended the round.
-        #: ``ComparingPlans``: the comparison of plans timed out, and no call can be repeated.
+        #: ``ComparingPlans``: the comparison of plans timed out.
         self._unfinished: Unfinished | None = None
         self.skipped_steps = 0
         self._plan_gradients()
-        group.operations.num_made[name] += 1
 
     # -------------------- planning
 
@@ -221,12 +227,12 @@ class DistributedOptimizer(OptimizerWrapper):
             PlanMismatchError: The ranks' models or settings differ, or another rank cannot make a plan. Every rank
                 raises it, except one that raises its own ``ConfigurationError``. Correct the models and call
                 ``replan()`` again.
-            ConfigurationError: The optimizer is closed; or another call ran out of time and must be repeated first; or
-                the gradients are reduced already (by ``synchronize()``), and the next ``step()`` would change them by
-                reducing them again: with ``op=SUM``, with ``sync``, or with ``join_divisor="world"`` where ranks have
-                joined. In these cases nothing has changed. Or this rank has no plan because none of its parameters is
-                trainable, or one is not in the model, not initialised, or synchronised by another
-                ``DistributedOptimizer``: correct that and call ``replan()`` again.
+            ConfigurationError: Raised before anything has changed: the optimizer is closed; another call ran out of
+                time and must be repeated; or the gradients are reduced already (by ``synchronize()``), and reducing
+                them again in the next ``step()`` would change them: with ``op=SUM``, with ``sync``, or with
+                ``join_divisor="world"`` where ranks have joined. Raised after the old plan was removed (correct the
+                cause and call ``replan()`` again): no parameter is trainable; or a parameter is not in the model, not
+                initialised, or synchronised by another ``DistributedOptimizer``.
             UnsupportedError: A subclass of ``ConfigurationError``: this rank has no plan because a parameter is
                 complex, or is on a device that the group's transport cannot read. Correct that and call ``replan()``
                 again.
@@ -382,8 +388,8 @@ class DistributedOptimizer(OptimizerWrapper):
                 repeated; or a parameter was unfrozen or converted since the last plan.
             MissingTensorError: With ``on_missing="error"``. Every rank raises it and keeps its local gradients.
             PeerLost: A rank died.
-            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. The call may be repeated; until it
-                returns, dense and gathered gradients stay local.
+            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. The call may be repeated. Until it
+                returns, ``parameter.grad`` still holds the gradient of this rank, if it is dense or gathered.
         """
         self._synchronize()
 
@@ -422,12 +428,13 @@ class DistributedOptimizer(OptimizerWrapper):
             ConfigurationError: As ``synchronize``; or the closure's loss has more than one element. Or, after
                 ``synchronize()``, the closure has computed no gradients, and reducing the present ones again would
                 change them: with ``op=SUM``, with ``sync``, or with ``join_divisor="world"`` where ranks have joined.
-            MissingTensorError: With ``on_missing="error"``. Every rank raises it before the gradients are applied.
+            MissingTensorError: With ``on_missing="error"``. Every rank raises it before the gradients of the round are
+                applied.
             PeerLost: A rank died.
-            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. Without a closure, repeat the call. With
-                one, repeat it only if the closure had returned before the time-out: it is not called again, but must be
-                passed. Otherwise (the closure itself ran out of time, for example in ``synchronize()``), or with
-                LBFGS, close the optimizer and load a checkpoint.
+            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. Repeat ``step()``. Repeat
+                ``step(closure)`` if the closure had not been called yet, or had returned: a closure that had returned
+                is not called a second time. If the time-out occurred in the closure, or with LBFGS, close the
+                optimizer and load a checkpoint.
         """
         self._check_usable(completes=None if closure is None else ClosureLoss)
         self.flush()
@@ -444,13 +451,8 @@ class DistributedOptimizer(OptimizerWrapper):
             self._synchronize()
             if not self._round.skipped:
                 result = self._inner.step()
-        if self._round.skipped and self._compressed.grad_scaler is None and self.skipped_steps == 1:
-            warnings.warn(
-                "a step was skipped on all ranks, because some rank's gradients were not finite; parameters and "
-                "residuals have not changed. DistributedOptimizer.skipped_steps counts such steps.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        if self._round.skipped:
+            self._compressed.warn_of_skip()
         self._round.end_step()
         return result
 
@@ -458,7 +460,8 @@ class DistributedOptimizer(OptimizerWrapper):
         """Return a closure that calls the given one, and reduces its gradients and its loss over the ranks."""
 
         def reduced_closure() -> Any:
-            # Left by an earlier ``step`` whose reduction timed out after the closure had returned.
+            # ``unfinished`` is a ``ClosureLoss`` if an earlier ``step(closure)`` timed out after the closure had
+            # returned.
             unfinished, self._unfinished = self._unfinished, None
             if not isinstance(unfinished, ClosureLoss):
                 # If the present gradients are reduced already and another reduction would change them (see
@@ -544,12 +547,12 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally in this context. The next backward pass that sends, or ``step()``, sends them.
+        """Accumulate gradients locally in this context.
 
-        Backward passes in this context do not count for ``backward_passes_per_step``: with 2, the second pass after the
-        context sends. With ``sync``, use the context
-        only for passes before the one that sends: gradients of later passes are added to the residuals, and sent in a
-        later round.
+        They are sent with the next backward pass outside the context that completes ``backward_passes_per_step``, or by
+        ``step()``. Passes in the context do not count: with 2, the second pass after the context sends. With ``sync``,
+        use the context only for passes before the one that sends: gradients of later passes are added to the residuals,
+        and sent in a later round.
         """
         self._no_sync_depth += 1
         try:
@@ -595,7 +598,7 @@ class DistributedOptimizer(OptimizerWrapper):
         try:
             self.flush()
         finally:
-            self._closed = True
+            self._closed, self._unfinished = True, None
             if self._planned:
                 self._remove_plan()
 
@@ -611,8 +614,8 @@ class DistributedOptimizer(OptimizerWrapper):
         Args:
             planned: Whether a failed plan is an error.
             between_rounds: Whether an open round is an error.
-            completes: The kind of interrupted call that is no error, because the present call resumes it, or may run
-                in between.
+            completes: The kind of interrupted call that the calling method tolerates: the method resumes that call, or
+                may run before the call is repeated. ``None``: an interrupted call of any kind is an error.
         """
         if self._closed:
             raise ConfigurationError("this DistributedOptimizer was closed: build a new one")
@@ -622,7 +625,8 @@ class DistributedOptimizer(OptimizerWrapper):
             raise ConfigurationError("the last plan failed: correct the model and call replan() on every rank")
         if between_rounds and self._round.in_flight:
             raise ConfigurationError(
-                "gradients of this step are in flight: call this before backward(), or after step()"
+                "gradients of this step are in flight: call flush_residuals(), residual_state_dict() or "
+                "load_residual_state_dict() before backward(), or after step()"
             )
 
     @property
@@ -641,13 +645,15 @@ class DistributedOptimizer(OptimizerWrapper):
     def residuals(self) -> dict[str, torch.Tensor]:
         """The residuals of this rank by the parameter's name: float32, in the parameter's shape. Read-only.
 
-        They are views, valid until the next round ends (in ``step()``, in ``synchronize()``, or when ``param_groups``
-        is read): clone what you keep.
+        They are views, valid until a round ends (in ``step()``, ``synchronize()`` or ``join()``, or when
+        ``param_groups`` is read), the plan changes, or residuals are loaded: clone what you keep.
         """
         return self._compressed.shaped_residuals()
 
     def flush_residuals(self) -> None:
-        """Have the next round send all gradients and residuals, so that no residual is left.
+        """Have the next round send all gradients and residuals of the plan, so that no residual of it is left.
+
+        Residuals of parameters that ``tr.Auto`` no longer compresses after a ``replan()`` stay (``residual_norm``).
 
         If you want to evaluate the model after a step, or to discard the residuals, call this on every rank before
         ``backward()`` of that step. Otherwise the model lacks what is still in the residuals. If that round is skipped
@@ -674,7 +680,6 @@ class DistributedOptimizer(OptimizerWrapper):
             ConfigurationError: Gradients are in flight: it was called between ``backward()`` and ``step()``.
         """
         self._check_usable(between_rounds=True)
-        self.flush()
         return self._compressed.state()
 
     def load_residual_state_dict(self, *states: Mapping[str, Any]) -> None:
@@ -689,7 +694,6 @@ class DistributedOptimizer(OptimizerWrapper):
                 between ``backward()`` and ``step()``.
         """
         self._check_usable(between_rounds=True)
-        self.flush()
         self._compressed.load_state(states)
 
     def residual_norm(self) -> float:
@@ -721,16 +725,16 @@ class DistributedOptimizer(OptimizerWrapper):
         backward and in ``no_sync()`` reading does not synchronise.
 
         Reading does not synchronise either if no round is open on this rank: it has had no gradient since the last
-        step, or only in ``no_sync()`` or in fewer than ``backward_passes_per_step`` passes. It could not: reading is
-        not collective, so one rank may read hyper-parameters between steps while the others do not. Where this may
-        happen, call ``synchronize()`` on every rank before you clip or unscale. Otherwise the ranks with an open round
-        clip the reduced gradients. This one clips at most its own, and its ``step()`` applies the reduced gradients
-        unclipped.
+        step, or only in ``no_sync()`` or in fewer than ``backward_passes_per_step`` passes. Synchronising is
+        collective, and one rank may read hyper-parameters between steps while the others do not. Where ranks may differ
+        in this, call ``synchronize()`` on every rank before you clip or unscale. Otherwise ranks with an open round
+        clip the reduced gradients, while a rank without one clips only its local gradients, and its ``step()`` applies
+        the reduced gradients unclipped. After ``close()`` reading never synchronises.
 
         Raises:
             ConfigurationError, MissingTensorError, PeerLost, DeadlineExceededError: As ``synchronize``.
         """
-        if self._round.in_flight and not in_backward() and not self._no_sync_depth:
+        if self._round.in_flight and not in_backward() and not self._no_sync_depth and not self._closed:
             self._synchronize()
         return self._inner.param_groups
 
@@ -738,17 +742,17 @@ class DistributedOptimizer(OptimizerWrapper):
         """Add a group of the model's parameters and plan again. Collective.
 
         The group is not added if this raises ``ConfigurationError`` or ``PlanMismatchError``, or the torch optimizer's
-        error. The ranks then plan without it, and the optimizer can be used on; but if some rank has no plan without
-        the group either, ``replan()`` must be called first. The ranks compare what ``replan`` compares: they do not
-        notice groups with other hyper-parameters, or other frozen parameters.
+        error. All ranks then make a plan without the new group, and training can go on. If a rank cannot make that
+        plan, every rank is left without a plan, and ``replan()`` must be called on every rank. The ranks compare what
+        ``replan`` compares: they do not notice groups with other hyper-parameters, or other frozen parameters.
 
         Raises:
             ConfigurationError: As ``replan``; above all, a parameter is not in the model.
             UnsupportedError: As ``replan``.
             PlanMismatchError: The ranks added different groups, or some rank's torch optimizer has refused a group with
-                trainable parameters. A rank whose torch optimizer refused the group raises that optimizer's error, or
-                its own ``ConfigurationError`` if it has no plan without the group; all other ranks raise
-                ``PlanMismatchError``.
+                trainable parameters. A rank whose torch optimizer refused the group raises that optimizer's error, and
+                the other ranks raise ``PlanMismatchError``. If a rank cannot make the plan without the group, it raises
+                its own ``ConfigurationError`` instead, and a rank that refused the group ``PlanMismatchError``.
             DeadlineExceededError: As ``replan``. If gradients in flight did not arrive in time, the group was not
                 added.
             PeerLost: A rank died.
@@ -758,10 +762,11 @@ class DistributedOptimizer(OptimizerWrapper):
             self._inner.add_param_group(param_group)
         except Exception:
             with suppress(ConfigurationError, PlanMismatchError):
-                # This comparison meets that of ranks whose optimizer took the group (below). If there is such a rank,
-                # and the group has trainable parameters, or if a rank cannot make a plan, it fails on every rank, the
-                # ranks that have added the group remove it, and all ranks compare once more. If every rank has refused
-                # its group, the comparison succeeds, and the plan is made.
+                # Ranks whose torch optimizer accepted the group are in the second ``try`` block; this is the same
+                # collective comparison as theirs. If a rank accepted a group with trainable parameters, the plans
+                # differ, and the comparison fails on every rank; it also does if a rank cannot make a plan. Then the
+                # accepting ranks remove the group, and all ranks compare a second time. If every rank refused its
+                # group, the first comparison succeeds.
                 self._plan_gradients()
             if not self._planned:
                 self._plan_gradients()
