@@ -39,11 +39,11 @@ def launch(*ranks):
 
 def test_the_slowest_rank_of_a_block_counts_and_ratios_are_taken_launch_by_launch():
     old = [
-        launch(([1.0, 5.0, 2.0], 3.0, 10, 5), ([3.0, 1.0, 4.0], 1.0, 10, 5)),  # the slowest: 3, 5, 4; 4 s for 20
+        launch(([1.0, 5.0, 2.0], 3.0, 10, 5), ([3.0, 1.0, 4.0], 1.0, 10, 5)),  # the slowest: 3, 5, 4; CPU: 4 s for 5
         launch(([2.0, 2.0, 2.0], 2.0, 10, 5), ([1.0, 1.0, 1.0], 2.0, 10, 5)),
     ]
     new = [
-        launch(([2.0, 2.0, 2.0], 1.0, 20, 5), ([1.0, 1.0, 1.0], 1.0, 20, 5)),  # 2 s for 40 messages
+        launch(([2.0, 2.0, 2.0], 1.0, 20, 5), ([1.0, 1.0, 1.0], 1.0, 20, 5)),  # 2 s for 5 operations
         launch(([8.0, 8.0, 8.0], 3.0, 10, 5), ([1.0, 1.0, 1.0], 3.0, 10, 5)),
     ]
     (figure,) = summarise(Job("allreduce", 2, "tcp"), {"old": old, "new": new})
@@ -51,8 +51,8 @@ def test_the_slowest_rank_of_a_block_counts_and_ratios_are_taken_launch_by_launc
     assert (figure.old_s.low, figure.old_s.high) == (2.0, 4.0)
     assert (figure.new_s.low, figure.new_s.high) == (2.0, 8.0)
     assert (figure.speed.low, figure.speed.high) == (0.25, 2.0)  # 4 / 2, 2 / 8
-    assert (figure.old_cpu_s.low, figure.new_cpu_s.low, figure.new_cpu_s.high) == (0.2, 0.05, 0.3)
-    assert (figure.cpu.low, figure.cpu.high) == pytest.approx((0.25, 1.5))
+    assert (figure.old_cpu_s.low, figure.new_cpu_s.low, figure.new_cpu_s.high) == (0.8, 0.4, 1.2)
+    assert (figure.cpu.low, figure.cpu.high) == pytest.approx((0.5, 1.5))
     assert (figure.old_messages, figure.new_messages) == (2.0, 3.0)
 
 

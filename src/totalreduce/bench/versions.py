@@ -105,7 +105,7 @@ class VersionsFigure:
         old_s: Time of one operation or step on the slowest rank: median of a launch, estimated over launches.
         new_s: The same for the new version.
         speed: ``old_s / new_s``, launch by launch: above 1, the new version is faster.
-        old_cpu_s: Processor time of all ranks per message that they sent.
+        old_cpu_s: Processor time of all ranks for one operation or step.
         new_cpu_s: The same for the new version.
         cpu: ``new_cpu_s / old_cpu_s``, launch by launch: below 1, the new version needs less.
         old_messages: Messages that a rank sent for one operation or step, mean over ranks.
@@ -147,7 +147,7 @@ def bench_versions(
     """Compare two versions of this package: allreduce, training steps, and Ok-Topk.
 
     In every round each version is launched anew, in turns, and the ratios are taken launch by launch. Beside the times
-    stands the processor time per message. The measuring program uses the public interface only.
+    stands the processor time per operation. The measuring program uses the public interface only.
     """
     versions = [find_version("old", old), find_version("new", new)]
     counts = [_parse_ranks(word) for word in ranks.split(",")]
@@ -188,7 +188,10 @@ def summarise(job: Job, launches: dict[str, list[list[RankSamples]]]) -> list[Ve
     for index, case in enumerate(launches["old"][0][0].cases):
         old, new = ([[rank.cases[index] for rank in ranks] for ranks in launches[label]] for label in ("old", "new"))
         old_s, new_s = [_seconds(ranks) for ranks in old], [_seconds(ranks) for ranks in new]
-        old_cpu_s, new_cpu_s = [_cpu_per_message(ranks) for ranks in old], [_cpu_per_message(ranks) for ranks in new]
+        old_cpu_s, new_cpu_s = (
+            [_cpu_per_operation(ranks) for ranks in old],
+            [_cpu_per_operation(ranks) for ranks in new],
+        )
         what = {"step": "step of an MLP", "sparse": "step with Ok-Topk"}.get(job.what)
         figures.append(
             VersionsFigure(
@@ -213,8 +216,8 @@ def _seconds(ranks: list[Case]) -> float:
     return median(slowest([rank.seconds for rank in ranks]))
 
 
-def _cpu_per_message(ranks: list[Case]) -> float:
-    return sum(rank.cpu_s for rank in ranks) / max(1, sum(rank.messages for rank in ranks))
+def _cpu_per_operation(ranks: list[Case]) -> float:
+    return sum(rank.cpu_s for rank in ranks) / fmean(rank.operations for rank in ranks)
 
 
 def _messages_per_operation(launches: list[list[Case]]) -> float:
@@ -268,11 +271,11 @@ def _table(versions: Sequence[Version], rounds: int, figures: list[VersionsFigur
             ("new (95 %)", lambda figure: duration(figure.new_s)),
             ("new faster by", lambda figure: times(figure.speed)),
             ("messages", lambda figure: f"{figure.old_messages:.4g}, {figure.new_messages:.4g}"),
-            ("CPU per message: old", lambda figure: duration(figure.old_cpu_s)),
+            ("CPU: old", lambda figure: duration(figure.old_cpu_s)),
             ("new", lambda figure: duration(figure.new_cpu_s)),
             ("new / old", lambda figure: times(figure.cpu)),
         ],
         figures,
-        f"Slowest rank, median of a launch, median of {rounds} launches, all results checked. CPU: of all ranks. "
-        "Messages: of an operation, old and new, by the average rank.",
+        f"Slowest rank, median of a launch, median of {rounds} launches, all results checked. CPU: of all ranks, for "
+        "one operation. Messages: of an operation, old and new, by the average rank.",
     )
