@@ -236,3 +236,49 @@ def test_the_torch_optimizer_of_a_closed_one_can_be_used_after_a_time_out(with_c
         assert all(parameter.grad is None for parameter in model.parameters())
 
     run_ranks(2, body, engine=IMPATIENT)
+
+
+def test_an_optimizer_whose_settings_one_rank_refuses_counts_on_every_rank() -> None:
+    """The other rank waits for the comparison of plans, and runs out of time. Then both ranks make another one."""
+    late = threading.Event()
+
+    def body(group: Group) -> torch.Tensor:
+        model = Net()
+        if group.rank == 0:
+            with pytest.raises(ConfigurationError, match="compression is one of"):
+                wrap(model, group, compression="fp8")
+            assert late.wait(20)
+        else:
+            with pytest.raises(DeadlineExceededError):
+                wrap(model, group)
+            late.set()
+        optimizer = wrap(model, group)
+        loss_of(model, shard(batches(1)[0], group)).backward()
+        optimizer.step()
+        return flat(model)
+
+    results = run_ranks(2, body, engine=IMPATIENT)
+    assert (results[0] - train_alone(OPTIMIZERS["sgd"], 1)).abs().max() <= 1e-12
+    assert all_equal(results)
+
+
+def test_a_rank_without_a_plan_has_its_own_error_and_all_others_hear_of_it() -> None:
+    """Torch refuses the group of rank 0. Rank 1 accepts it, and rank 2 has no trainable parameter without it."""
+
+    def body(group: Group) -> tuple[str, torch.Tensor]:
+        model = Net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.first.parameters(), lr=0.1), model, group=group)
+        model.first.requires_grad_(group.rank != 2)
+        added = model.first if group.rank == 0 else model.head
+        with pytest.raises((ConfigurationError, PlanMismatchError, ValueError)) as caught:
+            optimizer.add_param_group({"params": list(added.parameters())})
+        assert len(optimizer.param_groups) == 1
+        model.first.requires_grad_(True)
+        optimizer.replan()
+        loss_of(model, shard(batches(1)[0], group)).backward()
+        optimizer.step()
+        return type(caught.value).__name__, flat(model)
+
+    results = run_ranks(3, body, engine=IMPATIENT)
+    assert [error for error, _ in results] == ["PlanMismatchError", "PlanMismatchError", "ConfigurationError"]
+    assert all_equal([parameters for _, parameters in results])

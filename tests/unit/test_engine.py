@@ -366,7 +366,8 @@ def test_without_the_goodbye_of_a_departed_rank_the_end_of_its_connection_counts
     assert rack.take(2, 0) is None or not asks
 
 
-def test_a_message_that_was_half_way_out_to_a_departed_rank_is_missing() -> None:
+@pytest.mark.parametrize("promoted", [False, True])
+def test_a_message_that_was_half_way_out_to_a_departed_rank_is_missing(promoted: bool) -> None:
     rack = Rack(2, eager_bytes=4096)
     sent = rack.send(0, 1, [4.0])
     begun = rack.begin_sending(0, 1)
@@ -374,6 +375,8 @@ def test_a_message_that_was_half_way_out_to_a_departed_rank_is_missing() -> None
         rack.end_sending(0, begun)
         begun = rack.begin_sending(0, 1)
     assert begun is not None
+    if promoted:
+        rack.engines[0].promote(sent, rack.now)
     rack.engines[1].close(rack.now, tell=[0])
     while rack.move(1, 0):
         pass

@@ -186,10 +186,9 @@ class Engine:
                 there are too many names; or the schedule that was asked for does not exist.
             PeerLost: A rank of the group is lost; or a rank of the operation has departed, and the operation's kind is
                 not in ``ENDS_EARLY``. An operation of a kind in ``ENDS_EARLY``, such as a broadcast, can end on one
-                rank before the others have submitted it, and is accepted. It fails if it needs a message from or to the
-                departed rank: in this call, if the GOODBYE of that rank has arrived here; if only another rank has
-                reported the departure, when the GOODBYE arrives, when the connection ends, or when
-                ``members.overdue`` returns the rank.
+                rank before the others have submitted it, and is accepted. If it needs a message from or to the departed
+                rank, the returned operation fails as soon as no message of that rank can come any more
+                (``Members.silent``).
             GroupClosed: This rank has closed the group.
         """
         name, signature, buffers, ranks, scope, repeats, priority = submission
@@ -206,8 +205,8 @@ class Engine:
             for peer, reason in members.departed.items():
                 if peer in ranks:
                     members.tell_of_loss(LossNotice(peer, reason), ranks, key)
-                    # The other ranks count this failed submission as an iteration. It is counted here too, so that the
-                    # next operation of this name has the same key on all ranks.
+                    # The other ranks have submitted this operation, or will, and count an iteration. It is counted here
+                    # although it failed, so that the next operation of this name has the same key on all ranks.
                     record.next_iteration = following(key[1])
                     table.early.claim(key)
                     self.reception.drop(self.reception.floating.claim(key))
@@ -231,10 +230,9 @@ class Engine:
         # Only point-to-point messages set ``repeats``, and their ``ranks`` are (source, target). A receive has used up
         # one iteration of its name. The source's next message of this name may have arrived already, and a waiting
         # ``AnyReceive`` can take it now. (In a send, ``ranks[0]`` is this rank, from which no ``AnyReceive`` receives.)
-        # With ``becoming``, ``_become`` has called ``submit``, and the search is not needed. If ``_match_any_receives``
-        # has called ``_become``, it looks at the next iteration in its own loop. If ``receive_any`` has called it, the
-        # message was announced before, and an older ``AnyReceive`` for this name would have taken the message. So none
-        # waits.
+        # With ``becoming``, the caller is ``_become``, and no search is needed: ``_match_any_receives`` goes on to the
+        # next iteration by itself; and if ``receive_any`` finds an announced message, no older ``AnyReceive`` waits for
+        # this name, because it would have taken that message when it was announced.
         if repeats and not becoming:
             self._match_any_receives(ranks[0], (record.op_id, record.next_iteration), now)
         return operation
@@ -528,8 +526,9 @@ class Engine:
             return
         if first_hand and peer in members.departed:
             # If only another rank has reported the departure, the pending operations have not been checked, and the
-            # GOODBYE may never come. If they have been checked, ``Operation.needs`` counted every message that the
-            # transport had taken as sent. A message that is not sent completely never will be. It is missing now.
+            # GOODBYE may never come. If they were checked when the GOODBYE arrived, ``Operation.needs`` counted a
+            # message as sent as soon as the transport had taken it. A message that was not sent completely is missing
+            # now.
             if peer not in members.unreachable:
                 members.unreachable.add(peer)
                 self.reception.forget(peer)

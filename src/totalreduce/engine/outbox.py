@@ -288,7 +288,7 @@ class Outbox:
     def promote(self, operation: Operation) -> None:
         """Give the queued messages of an operation that was promoted a better position."""
         for peer, messages in operation.queued.items():
-            messages[:] = [message for message in messages if not message.taken]
+            messages[:] = [message for message in messages if not message.sent]
             for message in messages:
                 self.queues[peer].rerank(message)
 

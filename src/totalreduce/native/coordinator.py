@@ -101,9 +101,10 @@ class Coordinator:
             tensor: A tensor of any shape on a device that the library knows; it need not be contiguous.
             name: The name of the operation, equal on all ranks. ``None``: the operation gets a number. Each rank counts
                 its unnamed operations of each kind (``allreduce`` and ``grouped_allreduce`` are one kind), from the
-                beginning or from the last ``join`` of all ranks. Calls that raise an error do not count. Operations of
-                one kind with equal numbers belong together. Unnamed operations are not kept in the response cache, so
-                each of them costs more messages.
+                beginning or from the last ``join`` of all ranks. Calls that raise an error do not count, unless another
+                thread has submitted an unnamed operation of the kind meanwhile: use names if several threads submit.
+                Operations of one kind with equal numbers belong together. Unnamed operations are not kept in the
+                response cache, so each of them costs more messages.
             op: The reduction.
             prescale: Factor before the reduction. Integers are multiplied in float64, and truncated towards zero.
             postscale: Factor after the reduction.
@@ -351,7 +352,8 @@ class Coordinator:
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called ``barrier`` or ``join``.
 
-        If a call has exceeded its time-out or was interrupted (by Ctrl-C), the next call waits for the same barrier.
+        If a call has exceeded its time-out, the next call waits for the same barrier. The same holds after Ctrl-C,
+        unless the thread was moving messages and Ctrl-C has ended the group.
 
         Raises:
             DeadlineExceededError: The barrier has not ended in time. Once a barrier has waited for
@@ -360,7 +362,8 @@ class Coordinator:
                 Before the answers arrive, it names all other ranks that have not joined. If all ranks have called
                 ``barrier`` and earlier operations are still being carried out, the message says so.
             TotalReduceError: The coordinator has ended or ends during the call. The error raised is the value of the
-                attribute ``ended``, or its ``__cause__`` if this rank could not carry an operation out.
+                attribute ``ended``.
+            Exception: This rank could not carry an operation out: the original error (``ended.__cause__``).
         """
         patience_s = self._members.patience(timeout_s)
         try:
@@ -477,8 +480,8 @@ class Coordinator:
         ``timeout_s`` seconds. (2) The ranks agree on it during the call: it may be carried out, or fail with
         ``GroupClosed`` when the coordinator ends. (3) The ranks have not agreed on it when the coordinator ends: it
         fails with ``GroupClosed``. If this method is called in the thread that carries out the coordinator's operations
-        (by a callback of ``Work.on_done`` that runs there), the method does not wait, and operations that the library
-        does not end at once fail.
+        (by a callback of ``Work.on_done`` that runs there), the method does not wait. Operations that the library has
+        not finished by then fail.
 
         The call is not collective: this rank tells the other ranks at the end. Their coordinators end with
         ``PeerLost``, which names this rank and the ``reason``, when an operation needs this rank. An operation needs

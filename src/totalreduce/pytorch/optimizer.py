@@ -17,8 +17,8 @@ its own. The residuals, which are the elements that the sparse method has not se
 current plan. The constructor's argument ``compression`` is unrelated: it is the dtype in which dense gradients are
 sent. ``deferred`` has the updates that happen in the next forward pass, with ``overlap="iterations"``. ``joining`` has
 the rounds of a rank without data, the losses of closures, and the classes ``Unfinished``, which record a call that a
-time-out interrupted. While one is recorded, methods that cannot resume that call raise ``ConfigurationError`` with its
-``advice``.
+time-out interrupted. While one is recorded, methods that would disturb that call raise ``ConfigurationError`` with its
+``advice`` (see ``_check_usable``).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class DistributedOptimizer(OptimizerWrapper):
             the residuals.
         name: Prefix of the operations' names. Optimizers that are in use at the same time have different names. If a
             name is used again in a group, the n-th optimizer gets the prefix ``name (n)``. So all ranks construct the
-            same number of optimizers with each name, in the same order.
+            same number of optimizers with each name, in the same order. Calls that raise an error count, too.
 
     Raises:
         ConfigurationError: A setting is wrong, or model and optimizer do not fit together.
@@ -165,6 +165,12 @@ class DistributedOptimizer(OptimizerWrapper):
         grad_scaler: torch.amp.GradScaler | None = None,
         name: str = "model",
     ) -> None:
+        # An earlier optimizer of this name may have been closed while only some ranks had submitted an operation. The
+        # number in the prefix keeps the operations of this optimizer from being matched with such an operation. Every
+        # call counts, also one that raises an error: if a rank refuses its arguments below and the others run out of
+        # time in the comparison of plans, all ranks have the same number afterwards.
+        num_earlier = group.operations.num_made[name]
+        group.operations.num_made[name] += 1
         if isinstance(optimizer, DistributedOptimizer):
             raise ConfigurationError("the optimizer is a DistributedOptimizer already: pass the torch optimizer")
         if model is None and overlap == "iterations":
@@ -193,21 +199,17 @@ class DistributedOptimizer(OptimizerWrapper):
             sync=sync,
             feedback=feedback,
         )
-        # An earlier optimizer of this name may have been closed while only some ranks had submitted an operation. The
-        # number in the prefix keeps the operations of this optimizer from being matched with such an operation. An
-        # optimizer counts also if the comparison below fails: a rank that has run out of time had submitted its part.
-        self._group, self._name = group, successor_name(name, group.operations.num_made[name])
-        group.operations.num_made[name] += 1
+        self._group, self._name = group, successor_name(name, num_earlier)
         self._source = ParameterSource(optimizer, model, None if named_parameters is None else tuple(named_parameters))
         self._compressed = Compression(group, self._name, self._settings, grad_scaler)
         self._hooks = HookHandles()
         self._no_sync_depth = 0
         self._planned = self._closed = False
-        #: The call that a time-out interrupted, if any. The first three can be resumed by repeating the call; after the
-        #: last one only ``close()`` is possible. ``Joining``: ``join()`` is running or was interrupted.
+        #: The call that a time-out interrupted, if any. ``Joining``: ``join()`` is running or was interrupted.
         #: ``ClosureLoss``: ``step(closure)`` timed out after the closure had returned, before gradients and loss were
         #: reduced. ``EndingPlan``: ``replan()`` or ``add_param_group()`` timed out while it ended the round.
-        #: ``ComparingPlans``: the comparison of plans timed out.
+        #: ``ComparingPlans``: the comparison of plans timed out. Repeating the call resumes it, except with
+        #: ``ComparingPlans``: then only ``close()`` is possible.
         self._unfinished: Unfinished | None = None
         self.skipped_steps = 0
         self._plan_gradients()
@@ -355,7 +357,7 @@ class DistributedOptimizer(OptimizerWrapper):
             raise ConfigurationError(self._unfinished.advice)
         if round_.phase is Phase.CLOSED or isinstance(self._unfinished, Joining):
             raise ConfigurationError(
-                "the last step(), synchronize() or join() was interrupted, and its round is still in flight. Repeat "
+                "the last step(), synchronize() or join() was interrupted and is unfinished. Repeat "
                 "that call until it returns, then call backward()"
             )
         if self._unfinished is not None:
@@ -653,7 +655,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def flush_residuals(self) -> None:
         """Have the next round send all gradients and residuals of the plan, so that no residual of it is left.
 
-        Residuals of parameters that ``tr.Auto`` no longer compresses after a ``replan()`` stay (``residual_norm``).
+        If ``tr.Auto`` stops compressing a parameter after a ``replan()``, its residual is not sent. It stays, and
+        ``residual_norm()`` still counts it.
 
         If you want to evaluate the model after a step, or to discard the residuals, call this on every rank before
         ``backward()`` of that step. Otherwise the model lacks what is still in the residuals. If that round is skipped
@@ -751,8 +754,9 @@ class DistributedOptimizer(OptimizerWrapper):
             UnsupportedError: As ``replan``.
             PlanMismatchError: The ranks added different groups, or some rank's torch optimizer has refused a group with
                 trainable parameters. A rank whose torch optimizer refused the group raises that optimizer's error, and
-                the other ranks raise ``PlanMismatchError``. If a rank cannot make the plan without the group, it raises
-                its own ``ConfigurationError`` instead, and a rank that refused the group ``PlanMismatchError``.
+                the other ranks raise ``PlanMismatchError``. If the second plan, without the group, fails too, then a
+                rank that cannot make it raises its own ``ConfigurationError``, and all others raise
+                ``PlanMismatchError``.
             DeadlineExceededError: As ``replan``. If gradients in flight did not arrive in time, the group was not
                 added.
             PeerLost: A rank died.
