@@ -801,7 +801,7 @@ def test_a_barrier_that_has_failed_is_not_waited_for_again(of_group: bool) -> No
             for _ in range(2):
                 with pytest.raises(tr.PeerLost, match="rank 1 is lost"):
                     barrier(timeout_s=5.0)
-            late = group.operations._late_barriers if coordinator is None else coordinator._late_barriers
+            late = (group.operations if coordinator is None else coordinator)._barriers._late
             assert not late
         else:
             time.sleep(0.05)

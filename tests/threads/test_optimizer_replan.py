@@ -30,6 +30,18 @@ from totalreduce.testing import run_ranks
 IMPATIENT = EngineConfig(timeout_s=1.0, stall_warning_s=0)
 
 
+def step_once(model: torch.nn.Module, optimizer: DistributedOptimizer, group: Group) -> torch.Tensor:
+    """Return the parameters after one step with this rank's part of the first batch."""
+    loss_of(model, shard(batches(1)[0], group)).backward()
+    optimizer.step()
+    return flat(model)
+
+
+def assert_stepped_once(results: list[torch.Tensor]) -> None:
+    assert (results[0] - train_alone(OPTIMIZERS["sgd"], 1)).abs().max() <= 1e-12
+    assert all_equal(results)
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_while_a_new_plan_is_unfinished_nothing_uses_the_round_that_it_ends(begun: bool) -> None:
     """Its buckets have left without gradients: installed, they would be zeros."""
@@ -56,13 +68,9 @@ def test_while_a_new_plan_is_unfinished_nothing_uses_the_round_that_it_ends(begu
             assert late.wait(20)
         optimizer.replan()
         optimizer.zero_grad()
-        loss_of(model, shard(batches(1)[0], group)).backward()
-        optimizer.step()
-        return flat(model)
+        return step_once(model, optimizer, group)
 
-    results = run_ranks(2, body, engine=IMPATIENT)
-    assert (results[0] - train_alone(OPTIMIZERS["sgd"], 1)).abs().max() <= 1e-12
-    assert all_equal(results)
+    assert_stepped_once(run_ranks(2, body, engine=IMPATIENT))
 
 
 def test_after_a_comparison_of_plans_that_ran_out_of_time_only_close_is_allowed() -> None:
@@ -200,13 +208,9 @@ def test_an_optimizer_whose_comparison_ran_out_of_time_counts_on_every_rank() ->
             assert late.wait(20)
             wrap(model, group).close()
         optimizer = wrap(model, group)
-        loss_of(model, batches(1)[0]).backward()
-        optimizer.step()
-        return flat(model)
+        return step_once(model, optimizer, group)
 
-    results = run_ranks(2, body, engine=IMPATIENT)
-    assert (results[0] - train_alone(OPTIMIZERS["sgd"], 1)).abs().max() <= 1e-12
-    assert all_equal(results)
+    assert_stepped_once(run_ranks(2, body, engine=IMPATIENT))
 
 
 @pytest.mark.parametrize("with_closure", [True, False])
@@ -253,13 +257,9 @@ def test_an_optimizer_whose_settings_one_rank_refuses_counts_on_every_rank() -> 
                 wrap(model, group)
             late.set()
         optimizer = wrap(model, group)
-        loss_of(model, shard(batches(1)[0], group)).backward()
-        optimizer.step()
-        return flat(model)
+        return step_once(model, optimizer, group)
 
-    results = run_ranks(2, body, engine=IMPATIENT)
-    assert (results[0] - train_alone(OPTIMIZERS["sgd"], 1)).abs().max() <= 1e-12
-    assert all_equal(results)
+    assert_stepped_once(run_ranks(2, body, engine=IMPATIENT))
 
 
 def test_a_rank_without_a_plan_has_its_own_error_and_all_others_hear_of_it() -> None:

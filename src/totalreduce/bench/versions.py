@@ -188,10 +188,8 @@ def summarise(job: Job, launches: dict[str, list[list[RankSamples]]]) -> list[Ve
     for index, case in enumerate(launches["old"][0][0].cases):
         old, new = ([[rank.cases[index] for rank in ranks] for ranks in launches[label]] for label in ("old", "new"))
         old_s, new_s = [_seconds(ranks) for ranks in old], [_seconds(ranks) for ranks in new]
-        old_cpu_s, new_cpu_s = (
-            [_cpu_per_operation(ranks) for ranks in old],
-            [_cpu_per_operation(ranks) for ranks in new],
-        )
+        old_cpu_s = [_cpu_per_operation(ranks) for ranks in old]
+        new_cpu_s = [_cpu_per_operation(ranks) for ranks in new]
         what = {"step": "step of an MLP", "sparse": "step with Ok-Topk"}.get(job.what)
         figures.append(
             VersionsFigure(

@@ -48,8 +48,8 @@ departure, an operation fails if any of its ranks still has a message to exchang
 on every rank where it has not ended yet. Departures also use the names of loss: such an operation fails with
 ``PeerLost``, and a LOST frame with an operation's key reports a departure, while one without a key reports a loss.
 
-This rank counts a peer as having *posted* an operation once a data message or
-a POSTED frame shows that the peer has submitted it; ``Operation.posted_by`` is the set of these peers.
+This rank counts a peer as having *posted* an operation once a data message or a POSTED frame shows that the peer has
+submitted it; ``Operation.posted_by`` is the set of these peers.
 
 Invariants (``validate`` checks the parts of them that can be seen in the engine's attributes):
 

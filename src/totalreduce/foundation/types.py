@@ -191,6 +191,10 @@ def operation_id(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
+#: What ``successor_name`` adds.
+_SUCCESSOR = re.compile(r" \(\d+\)")
+
+
 def successor_name(name: str, num_earlier: int) -> str:
     """Return the name of an object that is made after ``num_earlier`` objects of the same name, for its operations."""
     return f"{name} ({num_earlier + 1})" if num_earlier else name
@@ -203,6 +207,3 @@ def root_number(name: str) -> int:
     results have the same bits, however many such objects a program has made before.
     """
     return operation_id(_SUCCESSOR.sub("", name))
-
-
-_SUCCESSOR = re.compile(r" \(\d+\)")

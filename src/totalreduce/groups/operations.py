@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -18,10 +18,12 @@ from totalreduce.engine.names import UNNAMED
 from totalreduce.engine.submission import Submission
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, GroupClosed
+from totalreduce.foundation.types import successor_name
 from totalreduce.groups import checked
 from totalreduce.groups.checked import CheckedOperation
 from totalreduce.runner.handle import Handle
 from totalreduce.runner.runner import Runner
+from totalreduce.tensors.barriers import Barriers
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.memory import MemoryInFlight, Operands
 from totalreduce.tensors.work import Work
@@ -54,7 +56,6 @@ class Operations:
         waits_for_memory: Whether an operation waits for those in flight that use the same memory, instead of raising
             an error. Subgroups that are made afterwards do the same.
         closed: Whether the group takes no more operations.
-        num_made: By name: how many objects were made that choose the names of their operations themselves.
     """
 
     def __init__(
@@ -73,9 +74,9 @@ class Operations:
         self._memory = MemoryInFlight() if memory is None else memory
         self._inner: dict[str, Operations] = {}
         self._subgroups: Counter[tuple[int, ...]] = Counter()
-        self.num_made: Counter[str] = Counter()
-        self._barriers = itertools.count()
-        self._late_barriers: deque[Work] = deque()
+        self._num_made: Counter[str] = Counter()  #: By name: how often ``own_name`` was called.
+        self._barrier_numbers = itertools.count()
+        self._barriers = Barriers()
 
     def submit(
         self,
@@ -151,19 +152,13 @@ class Operations:
     def barrier(self, timeout_s: float | None) -> Work:
         """Return when every rank has called it (see ``Group.barrier``)."""
         patience_s = self.patience(timeout_s)
-        try:  # If an earlier call has exceeded its time-out or was interrupted, this call waits for its barrier.
-            work = self._late_barriers.popleft()
-        except IndexError:
+
+        def submit() -> Work:
             # The barriers of a job share a few names, because the engine never forgets a name.
-            name = f"barrier#{next(self._barriers) % _BARRIER_NAMES}"
-            work = self.submit(checked.barrier(), name, -1, patience_s, scope=_BARRIERS)
-        try:
-            work.wait(patience_s)
-        except BaseException:  # also Ctrl-C: the other ranks count this barrier, so this rank must not submit another
-            if work.exception() is None:
-                self._late_barriers.append(work)
-            raise
-        return work
+            name = f"barrier#{next(self._barrier_numbers) % _BARRIER_NAMES}"
+            return self.submit(checked.barrier(), name, -1, patience_s, scope=_BARRIERS)
+
+        return self._barriers.wait(submit, patience_s)
 
     def claim(self, operands: Operands, patience_s: float, beside: Sequence[Operands] = ()) -> Callable[[], None]:
         """Claim the memory of an operation; return the function that releases it.
@@ -180,6 +175,11 @@ class Operations:
         memory = self._memory
         memory.claim(operands, wait_s=patience_s if self.waits_for_memory else None, beside=beside)
         return lambda: memory.release(operands)
+
+    def own_name(self, name: str) -> str:
+        """Return a name for the operations of an object: with a number, if the name was asked for before."""
+        self._num_made[name] += 1
+        return successor_name(name, self._num_made[name] - 1)
 
     def patience(self, timeout_s: float | None) -> float:
         """Return the time-out in seconds: ``timeout_s``, or that of the group if it is ``None``."""

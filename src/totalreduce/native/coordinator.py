@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from totalreduce.native.packing import Packer
 from totalreduce.native.planned import NativeStream
 from totalreduce.native.reports import Reports
 from totalreduce.tensors import dtypes
+from totalreduce.tensors.barriers import Barriers
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
@@ -71,9 +71,7 @@ class Coordinator:
         self._members, self._describer = members, Describer(members.rank, members.world_size)
         self._reports = Reports(members.runner)
         self._closing = threading.Lock()  #: Held from the first call of ``close`` on.
-        #: Barriers for which a call of ``barrier`` has exceeded its time-out or was interrupted. The next calls of
-        #: ``barrier`` wait for them. Some of them may have ended meanwhile.
-        self._late_barriers: deque[Work] = deque()
+        self._barriers = Barriers()
         packer = Packer(
             members.rank,
             natives,
@@ -366,18 +364,13 @@ class Coordinator:
             Exception: This rank could not carry an operation out: the original error (``ended.__cause__``).
         """
         patience_s = self._members.patience(timeout_s)
-        try:
-            work = self._late_barriers.popleft()
-        except IndexError:
+
+        def submit() -> Work:
             with self._describer.label(None, OpKind.BARRIER) as label:
                 request = Request(label.name, OpKind.BARRIER, cached=label.cached)
-                work = self._submit([prepare(request, torch.empty(0))], patience_s)[0]
-        try:
-            work.wait(patience_s)
-        except BaseException:  # also Ctrl-C: the other ranks count this barrier, so this rank must not submit another
-            if work.exception() is None:
-                self._late_barriers.append(work)
-            raise
+                return self._submit([prepare(request, torch.empty(0))], patience_s)[0]
+
+        self._barriers.wait(submit, patience_s)
 
     def join(self, *, timeout_s: float | None = None) -> int:
         """Announce that this rank has no more data, and wait until all ranks have joined.
@@ -507,7 +500,7 @@ class Coordinator:
         # A rank that joined early has counted fewer unnamed operations than the others, so all ranks reset their
         # counters.
         self._describer.count_from_zero()
-        self._late_barriers.clear()  # all of them have ended: a rank waits for its operations before it joins
+        self._barriers.clear()  # all of them have ended: a rank waits for its operations before it joins
 
     def _submit(self, operations: Sequence[NativeOperation], timeout_s: float | None) -> list[Work]:
         patience_s = self._members.patience(timeout_s)

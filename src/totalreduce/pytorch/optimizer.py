@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PlanMismatchError
-from totalreduce.foundation.types import ReduceOp, successor_name
+from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.compression import Compression, refuse_unfit
 from totalreduce.pytorch.deferred import DeferredUpdates
@@ -169,8 +169,7 @@ class DistributedOptimizer(OptimizerWrapper):
         # number in the prefix keeps the operations of this optimizer from being matched with such an operation. Every
         # call counts, also one that raises an error: if a rank refuses its arguments below and the others run out of
         # time in the comparison of plans, all ranks have the same number afterwards.
-        num_earlier = group.operations.num_made[name]
-        group.operations.num_made[name] += 1
+        own_name = group.operations.own_name(name)
         if isinstance(optimizer, DistributedOptimizer):
             raise ConfigurationError("the optimizer is a DistributedOptimizer already: pass the torch optimizer")
         if model is None and overlap == "iterations":
@@ -199,7 +198,7 @@ class DistributedOptimizer(OptimizerWrapper):
             sync=sync,
             feedback=feedback,
         )
-        self._group, self._name = group, successor_name(name, num_earlier)
+        self._group, self._name = group, own_name
         self._source = ParameterSource(optimizer, model, None if named_parameters is None else tuple(named_parameters))
         self._compressed = Compression(group, self._name, self._settings, grad_scaler)
         self._hooks = HookHandles()
@@ -357,8 +356,8 @@ class DistributedOptimizer(OptimizerWrapper):
             raise ConfigurationError(self._unfinished.advice)
         if round_.phase is Phase.CLOSED or isinstance(self._unfinished, Joining):
             raise ConfigurationError(
-                "the last step(), synchronize() or join() was interrupted and is unfinished. Repeat "
-                "that call until it returns, then call backward()"
+                "the last step(), synchronize() or join() was interrupted and is unfinished. Repeat that "
+                "call until it returns, then call backward()"
             )
         if self._unfinished is not None:
             self.close()
