@@ -1896,6 +1896,7 @@ def test_counters_that_were_read_do_not_change() -> None:
     def body(group: tr.Group) -> None:
         coordinator = group.coordinate()
         before = coordinator.counters
+        group.barrier()  # no rank begins before all have looked
         coordinator.allreduce(torch.ones(2), name="w").wait()
         after = coordinator.counters
         assert (before.cycles, before.messages, before.misses) == (0, 0, 0)

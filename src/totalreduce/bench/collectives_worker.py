@@ -27,7 +27,8 @@ from totalreduce.groups.probe import selector_of
 
 _WARMUP_ROUNDS = 2
 _ROOT = 0
-_NAME = "bench.collective"
+#: Every tensor has a name of its own, as every bucket of a model has.
+_NAME = "bench.collective.{}"
 
 # torch 2.13 gave them new names.
 _gloo_allgather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -148,9 +149,13 @@ class _Case:
         self.count = elements if self._factors.whole else max(1, elements // (self._last + 1)) * (self._last + 1)
         self.num_bytes = self.count * dtype.itemsize
         self._times = repetitions(self.num_bytes)
+        #: Several operations in a row are short. One before them is not timed, because the ranks leave a barrier at
+        #: times that differ by more than one of them takes.
+        self._untimed = int(self._times > 1)
+        tensors = self._times + self._untimed
         block = self.count if self._factors.whole else self.count // (self._last + 1)
-        self._inputs = list(torch.empty(self._times, block * len(self._factors.given), dtype=dtype))
-        self._outputs = list(torch.empty(self._times, block * len(self._factors.before), dtype=dtype))
+        self._inputs = list(torch.empty(tensors, block * len(self._factors.given), dtype=dtype))
+        self._outputs = list(torch.empty(tensors, block * len(self._factors.before), dtype=dtype))
         self._shared: list[torch.Tensor] = []
         self._prepared: dict[int, PreparedOperation] = {}
 
@@ -162,23 +167,26 @@ class _Case:
             dtype = str(self._dtype).removeprefix("torch.")
             return _Sample(context.mpi[peer].sample(name, self.count, self._times, dtype))
         if peer == SHARED and not self._shared:
-            self._shared = list(context.group.empty(self.count * self._times, dtype=self._dtype).view(self._times, -1))
+            tensors = len(self._outputs)
+            self._shared = list(context.group.empty(self.count * tensors, dtype=self._dtype).view(tensors, -1))
             self._prepared = {
-                id(tensor): context.group.prepare_allreduce(tensor, name=_NAME, schedule=schedule)
-                for tensor in self._shared
+                id(tensor): context.group.prepare_allreduce(tensor, name=_NAME.format(number), schedule=schedule)
+                for number, tensor in enumerate(self._shared)
             }
         outputs = self._shared if peer == SHARED else self._outputs
         self._fill(outputs)
         group = None if peer == "gloo" else context.group_of(peer)
+        names = [_NAME.format(number) for number in range(len(outputs))]
+        sent, cpu_s, begin = 0, -time.process_time(), time.monotonic()
         context.barrier()
-        sent = 0 if group is None else group.statistics().bytes_sent
-        cpu_s = -time.process_time()
-        begin = time.monotonic()
-        for tensor, output in zip(self._inputs, outputs, strict=True):
+        for number, (name, tensor, output) in enumerate(zip(names, self._inputs, outputs, strict=True)):
+            if number == self._untimed:
+                sent = 0 if group is None else group.statistics().bytes_sent
+                cpu_s, begin = -time.process_time(), time.monotonic()
             if group is None:
                 self._by_gloo(tensor, output)
             else:
-                self._by_engine(group, tensor, output, schedule)
+                self._by_engine(group, name, tensor, output, schedule)
         elapsed = time.monotonic() - begin
         cpu_s += time.process_time()
         if group is not None:
@@ -190,8 +198,7 @@ class _Case:
         bytes_sent = None if group is None else sent / self._times
         return _Sample(elapsed / self._times, bytes_sent, cpu_s / self._times)
 
-    def _by_engine(self, group: Group, tensor: torch.Tensor, output: torch.Tensor, schedule: str) -> None:
-        name = _NAME
+    def _by_engine(self, group: Group, name: str, tensor: torch.Tensor, output: torch.Tensor, schedule: str) -> None:
         match self._kind:
             case OpKind.ALLREDUCE if id(output) in self._prepared:
                 self._prepared[id(output)].start().wait()
