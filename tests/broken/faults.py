@@ -134,7 +134,8 @@ def tamper_simulated(fault: Fault) -> Callable[[SimulatedNetwork], None]:
     """The same for a simulated network."""
 
     def prepare(network: SimulatedNetwork) -> None:
-        network._links[0, 1].inbox = Tampering(fault)
+        for links in network._links:
+            links[0, 1].inbox = Tampering(fault)
 
     return prepare
 
@@ -199,8 +200,8 @@ class Lending:
         self.loans: list[Loan] = []
         self.before = b""
 
-    def deliver(self, network: SimulatedNetwork, source: int, target: int) -> None:
-        link, endpoint = network._links[source, target], network._endpoints[target]
+    def deliver(self, network: SimulatedNetwork, source: int, target: int, *, bulk: bool = False) -> None:
+        link, endpoint = network._link(source, target, bulk=bulk), network._endpoints[target]
         while link.inbox and endpoint.may_receive():
             packed, body = link.inbox.popleft()
             header = Header.unpack(packed)
@@ -221,7 +222,7 @@ class Lending:
                 network._end(target, source, f"protocol violation: {error}")
                 return
         if not link.inbox:
-            network._unread[target].discard(source)
+            network._unread[target].discard((source, bulk))
         for peer in sorted(endpoint.ready_peers()):
             network._start(target, peer)
 

@@ -156,7 +156,7 @@ def test_no_two_schedules_are_taken_for_one(
 
 def check_lending(kind: type[faults.Loan], monkeypatch: pytest.MonkeyPatch) -> list[faults.Loan]:
     lending = faults.Lending(kind)
-    monkeypatch.setattr(SimulatedNetwork, "_deliver", lambda *places: lending.deliver(*places))
+    monkeypatch.setattr(SimulatedNetwork, "_deliver", lambda *places, **kind: lending.deliver(*places, **kind))
     check_simulated(world_sizes=(3,))
     return lending.loans
 

@@ -76,10 +76,10 @@ class Flood:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def ready_peers(self):
-        return (0,)
+    def ready_peers(self, *, bulk=False):
+        return () if bulk else (0,)
 
-    def next_message(self, peer):
+    def next_message(self, peer, *, bulk=False):
         return next(self._messages, None) if peer == 0 else None
 
     def message_sent(self, message):

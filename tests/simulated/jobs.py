@@ -62,11 +62,14 @@ def make_job(
         floating_bytes_max=generator.choice([300, 4096]) * max(1, size - 1),
         scratch_segments=generator.choice([1, 4, 16]),
         starvation_limit=generator.choice([1, 5, 64]),
+        bulk_bytes=32,
     )
     link = LinkModel(jitter_s=generator.choice([0.0, 1e-3]), latency_s=1e-4, bytes_per_s=1e6)
     network = SimulatedNetwork(size, seed=seed, default=link, silence_s=SILENCE_S)
     hosts = tuple(generator.randrange(2) for _ in range(size))
-    cluster = SimulatedCluster(network, config, validates=size <= 8, compute_jitter=1.0, hosts=hosts)
+    cluster = SimulatedCluster(
+        network, config, validates=size <= 8, compute_jitter=1.0, hosts=hosts, bulk_apart=bool(seed % 2)
+    )
     job = Job(seed, cluster)
     chosen = collectives if collectives is not None else _collectives(generator, size)
     for collective in chosen:

@@ -37,10 +37,12 @@ class Desk:
     def put(self, peer: int, *messages) -> None:
         self.outbox.setdefault(peer, deque()).extend(messages)
 
-    def ready_peers(self):
+    def ready_peers(self, *, bulk: bool = False):
+        if bulk:
+            return []
         return [peer for peer, waiting in self.outbox.items() if waiting]
 
-    def next_message(self, peer: int):
+    def next_message(self, peer: int, *, bulk: bool = False):
         waiting = self.outbox.get(peer)
         return waiting.popleft() if waiting else None
 

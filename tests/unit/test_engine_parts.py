@@ -12,6 +12,7 @@ from totalreduce.engine.any_receives import AnyReceive, AnyReceives
 from totalreduce.engine.control import LossNotice
 from totalreduce.engine.counters import Counters
 from totalreduce.engine.early import EarlyFrames
+from totalreduce.engine.engine import Engine
 from totalreduce.engine.floating import FloatingStore
 from totalreduce.engine.members import Members
 from totalreduce.engine.names import NameTable
@@ -21,7 +22,9 @@ from totalreduce.engine.planner import Planner
 from totalreduce.engine.rendezvous import Rendezvous
 from totalreduce.engine.scratch import ScratchPool
 from totalreduce.engine.signatures import SignatureExchange
+from totalreduce.engine.submission import Submission
 from totalreduce.engine.table import OperationTable
+from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import GroupClosed, MismatchError, PeerLost, ProtocolError
 from totalreduce.foundation.header import Flag, Frame, Header
 from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
@@ -96,6 +99,37 @@ def test_an_answer_is_written_when_it_leaves() -> None:
     message = parts.outbox.take_control(1)
     assert message.body is not None
     assert bytes(message.body) == b"late 1"
+
+
+def test_bulk_is_queued_apart_and_control_frames_are_not() -> None:
+    engine = Engine(0, 2, EngineConfig(bulk_bytes=64))
+    engine.outbox.bulk_peers = frozenset({1})
+
+    def submit(name: str, elements: int, priority: int = 0) -> Operation:
+        buffers = [memoryview(bytearray(8 * elements))]
+        return engine.submit(Submission(name, allreduce(elements), buffers, priority=priority), 0.0)
+
+    large, small = submit("large", 1000), submit("small", 4)
+    urgent, failing = submit("urgent", 1000, priority=-1), submit("failing", 1000)
+    engine.outbox.control(1, Frame.STATUS_REQUEST)
+    assert engine.outbox.ready == engine.outbox.bulk_ready == {1}
+    engine.promote(large, 0.0)
+    engine.outbox.discard(failing)
+
+    def leave(*, bulk: bool) -> list[Operation | None]:
+        messages = iter(lambda: engine.next_message(1, 0.0, bulk=bulk), None)
+        return [None if message.queued is None else message.queued.operation for message in messages]
+
+    assert list(dict.fromkeys(leave(bulk=True))) == [large, urgent]
+    assert list(dict.fromkeys(leave(bulk=False))) == [None, small]
+    assert engine.outbox.ready == engine.outbox.bulk_ready == set()
+
+
+@pytest.mark.parametrize(("elements", "is_bulk"), [(8, False), (9, True)])
+def test_an_operation_is_bulk_if_one_of_its_messages_is_longer_than_allowed(elements: int, is_bulk: bool) -> None:
+    engine = Engine(0, 2, EngineConfig(bulk_bytes=64, schedules={OpKind.ALLREDUCE: "star"}))
+    buffers = [memoryview(bytearray(8 * elements))]
+    assert engine.submit(Submission("w", allreduce(elements), buffers), 0.0).layout.is_bulk == is_bulk
 
 
 def test_answers_that_are_never_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
 """The TCP transport alone, driven step by step by one thread: what leaves when, with and without TLS."""
 
+import errno
 import os
 import socket
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from slow_road import SlowRoad
@@ -21,9 +23,9 @@ CONFIG = TcpConfig(heartbeat_s=20.0, silence_s=60.0, notsent_lowat_bytes=64 * 10
 class Message:
     share_key = None
 
-    def __init__(self, number, body_bytes):
+    def __init__(self, number, body_bytes, frame=Frame.DATA):
         self.number, self.body = number, memoryview(bytes([number % 251]) * body_bytes)
-        self.header = Header(Frame.DATA, 0, operation=number, body_bytes=body_bytes).pack()
+        self.header = Header(frame, 0, operation=number, body_bytes=body_bytes).pack()
 
 
 class Box:
@@ -36,26 +38,31 @@ class Box:
 
 
 class Rank:
-    """An endpoint that is a list of messages; a peer is ready until the transport was told that there is none."""
+    """An endpoint that is two lists of messages; a peer is ready until the transport was told that there is none."""
 
     def __init__(self, transport):
         self.transport, self.outbox, self.taken, self.inbox, self.lost = transport, deque(), [], [], []
-        self.sent = []
-        self.receives, self._ready = True, set()
+        self.bulk, self.sent, self.left = deque(), [], False
+        self.receives, self._ready = True, (set(), set())
         transport.attach(self)
 
     def post(self, *messages):
         self.outbox.extend(messages)
-        self._ready.add(1 - self.transport.rank)
+        self._ready[False].add(1 - self.transport.rank)
 
-    def ready_peers(self):
-        return self._ready
+    def post_bulk(self, *messages):
+        self.bulk.extend(messages)
+        self._ready[True].add(1 - self.transport.rank)
 
-    def next_message(self, peer):
-        if not self.outbox:
-            self._ready.discard(peer)
+    def ready_peers(self, *, bulk=False):
+        return self._ready[bulk]
+
+    def next_message(self, peer, *, bulk=False):
+        queue = self.bulk if bulk else self.outbox
+        if not queue:
+            self._ready[bulk].discard(peer)
             return None
-        self.taken.append(self.outbox.popleft())
+        self.taken.append(queue.popleft())
         return self.taken[-1]
 
     def message_sent(self, message):
@@ -87,7 +94,8 @@ def ranks(request):
     ]
     yield made
     for rank in made:
-        rank.transport.close(0.0)
+        if not rank.left:
+            rank.transport.close(0.0)
 
 
 def turn(ranks, until, *, timeout_s=20.0):
@@ -210,6 +218,91 @@ def test_what_is_urgent_overtakes_everything_that_has_not_begun_to_leave(ranks):
     assert second.inbox[: begun + 2] == [*range(begun), 250, begun]
 
 
+# ------------------------------------------------------------------------------------------------ a connection for bulk
+
+
+def test_a_message_does_not_wait_for_bulk_that_is_half_way_out(ranks):
+    first, second = ranks
+    first.post(Message(0, 10))
+    turn(ranks, lambda: second.inbox == [0])
+    first.post_bulk(Message(1, 16 << 20), Message(2, 100_000))
+    turn(ranks, lambda: first.taken[-1].number == 1)
+    assert not first.transport.idle()
+    first.post(Message(3, 10))
+    turn(ranks, lambda: len(second.inbox) == 4)
+    assert second.inbox == [0, 3, 1, 2]
+    assert [rank.transport.counters.connections for rank in ranks] == [2, 2]
+
+
+def test_bulk_in_both_directions_takes_no_third_connection(ranks):
+    for rank in ranks:
+        rank.post(Message(0, 10))
+    turn(ranks, lambda: all(rank.inbox == [0] for rank in ranks))
+    for rank in ranks:
+        rank.post_bulk(Message(1, 100_000))
+    turn(ranks, lambda: all(rank.inbox == [0, 1] for rank in ranks))
+    assert [rank.transport.counters.connections for rank in ranks] == [2, 2]
+
+
+def test_bulk_alone_opens_both_connections(ranks):
+    first, second = ranks
+    first.post_bulk(Message(0, 100_000), Message(1, 1_000_000))
+    turn(ranks, lambda: second.inbox == [0, 1])
+    assert [rank.transport.counters.connections for rank in ranks] == [2, 2]
+    second.post(Message(0, 10))  # by one of them
+    turn(ranks, lambda: first.inbox == [0])
+    assert [rank.transport.counters.connections for rank in ranks] == [2, 2]
+
+
+@pytest.mark.parametrize("why", ["refused", "no answer", "no descriptor"])
+def test_bulk_shares_the_first_connection_if_there_can_be_no_second(ranks, why, monkeypatch):
+    first, second = ranks
+    first.post(Message(0, 10))
+    turn(ranks, lambda: second.inbox == [0])
+    peers = first.transport._peers
+    if why == "refused":
+        second.transport._peers.listener.sock.shutdown(socket.SHUT_RDWR)
+    elif why == "no answer":
+        monkeypatch.setattr(peers, "_config", replace(CONFIG, connect_timeout_s=0.05))
+        monkeypatch.setattr(peers, "advance", lambda connection: None)
+        first.transport._liveness.due_at = 0.0
+        monkeypatch.setattr(tcp.Liveness, "look", lambda liveness, pulses, now: setattr(liveness, "due_at", now))
+    else:
+
+        def none_left(*_):
+            raise OSError(errno.EMFILE, "too many open files")
+
+        monkeypatch.setattr("totalreduce.transports.peer_connections.socket.socket", none_left)
+    first.post_bulk(Message(1, 1_000_000), Message(2, 1_000_000))
+    turn(ranks, lambda: len(second.inbox) == 3)
+    first.post(Message(3, 10))
+    first.post_bulk(Message(4, 100_000))
+    turn(ranks, lambda: len(second.inbox) == 5)
+    assert sorted(second.inbox) == [0, 1, 2, 3, 4]
+    assert first.lost == second.lost == []
+    assert first.transport.counters.connections == 1
+
+
+def test_a_farewell_waits_for_bulk_that_was_sent_before_it(ranks):
+    first, second = ranks
+    first.post(Message(0, 10))
+    turn(ranks, lambda: second.inbox == [0])
+    first.post_bulk(Message(1, 100_000))
+    turn(ranks, lambda: second.inbox == [0, 1])
+    second.receives = False  # data stays unread; control frames are read in any case
+    first.post_bulk(Message(2, 100_000))
+    turn([first], lambda: first.sent == [0, 1, 2])
+    first.post(Message(3, 0, Frame.LOST), Message(4, 0, Frame.GOODBYE))
+    turn([first], lambda: len(first.sent) == 5)
+    leaving = leave(first)
+    look(second, 0.2)
+    assert second.inbox == [0, 1, 3]
+    second.receives = True
+    turn([second], lambda: len(second.inbox) == 5)
+    assert second.inbox == [0, 1, 3, 2, 4]
+    leaving.join()
+
+
 # ---------------------------------------------------------------------------------------- two connections of one pair
 
 FAST = TcpConfig(heartbeat_s=0.05, silence_s=1.0)
@@ -244,6 +337,7 @@ def look(rank, seconds):
 
 def leave(rank):
     """In a thread of its own, as another process would."""
+    rank.left = True
     thread = threading.Thread(target=rank.transport.close, args=(5.0,))
     thread.start()
     return thread
@@ -264,6 +358,22 @@ def test_what_a_leaving_rank_said_last_arrives_on_the_slower_connection(crossed)
     assert other.lost == []
     turn([other], lambda: other.lost, timeout_s=1.0)  # and a moment after the end of the last one
     assert other.lost == ["its connection ended (the connection was closed by the other end)"]
+    leaving.join()
+
+
+def test_a_farewell_may_wait_for_longer_than_silence_is_allowed(crossed):
+    """A rank that leaves sends no heartbeats, and its bulk may need long on a slow link."""
+    (leaver, other), road = crossed
+    slow, fast = leaver.transport._routes[1], leaver.transport._peers.find_bulk_route(1, 0.0)
+    assert slow is not fast
+    leaver.transport._routes[1], leaver.transport._peers.bulk_routes[1] = fast, slow
+    road._bytes_per_s = 150_000
+    leaver.post_bulk(Message(1, 300_000))
+    leaver.post(Message(2, 0, Frame.GOODBYE))
+    turn([leaver], lambda: leaver.sent == [0, 2, 1] and leaver.transport.idle())
+    leaving = leave(leaver)
+    turn([other], lambda: other.inbox == [0, 1, 2], timeout_s=10.0)
+    assert other.lost == []
     leaving.join()
 
 

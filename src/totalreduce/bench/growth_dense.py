@@ -187,11 +187,11 @@ class _Timed:
         self.seconds += time.thread_time() - begin
         return result
 
-    def ready_peers(self) -> Collection[int]:
-        return self._endpoint.ready_peers()
+    def ready_peers(self, *, bulk: bool = False) -> Collection[int]:
+        return self._endpoint.ready_peers(bulk=bulk)
 
-    def next_message(self, peer: int) -> Outgoing | None:
-        message: Outgoing | None = self._timed(self._endpoint.next_message, peer)
+    def next_message(self, peer: int, *, bulk: bool = False) -> Outgoing | None:
+        message: Outgoing | None = self._timed(lambda: self._endpoint.next_message(peer, bulk=bulk))
         return message
 
     def message_sent(self, message: Outgoing) -> None:

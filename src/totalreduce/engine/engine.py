@@ -373,20 +373,22 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------------- sending
 
-    def next_message(self, peer: int, now: float) -> OutgoingMessage | None:
+    def next_message(self, peer: int, now: float, *, bulk: bool = False) -> OutgoingMessage | None:
         """Return the next message for ``peer``: control frames first, then the most urgent data that may leave.
 
+        With ``bulk``, return the most urgent message of bulk that is queued apart (``Outbox.bulk_peers``).
         ``starvation_limit`` says how often messages may overtake an older one.
         """
         outbox = self.outbox
-        queue = outbox.queues.get(peer)
+        queue = (outbox.bulk_queues if bulk else outbox.queues).get(peer)
         while True:
-            if peer in outbox.control_waits:  # checked in every pass, because ``admit`` may have queued a REQUEST frame
+            # Checked in every pass, because ``admit`` may have queued a REQUEST frame.
+            if peer in outbox.control_waits and not bulk:
                 self.counters.control_sent += 1
                 return outbox.take_control(peer)
             queued = queue.pop() if queue is not None else None
             if queued is None:
-                outbox.ready.discard(peer)
+                (outbox.bulk_ready if bulk else outbox.ready).discard(peer)
                 return None
             flags = self._rendezvous.admit(queued)
             if flags is not None:
@@ -590,6 +592,8 @@ class Engine:
         self._rendezvous.validate()
         for peer, queue in self.outbox.queues.items():
             assert not len(queue) or peer in self.outbox.ready
+        for peer, queue in self.outbox.bulk_queues.items():
+            assert not len(queue) or peer in self.outbox.bulk_ready
 
     # --------------------------------------------------------------------------------- the life of an operation
 

@@ -86,6 +86,9 @@ class OperationLayout:
         keeps_partials: Whether unfinished sums are kept in accumulators, because they are wider, or because this rank
             must not change the tensor.
         expected_bytes: By peer: about how many bytes it will send.
+        is_bulk: Whether all its messages leave by the connection for bulk, where there is one
+            (``Transport.bulk_peers``), because one is longer than ``EngineConfig.bulk_bytes``. They may not take
+            two connections, because those of a lane must arrive in the order of the steps (``SendQueue.push_back``).
         carried_by: What the carrier has computed for operations of this layout; ``False``: it takes none of them.
     """
 
@@ -98,6 +101,7 @@ class OperationLayout:
         "dtype",
         "expectation",
         "expected_bytes",
+        "is_bulk",
         "itemsize",
         "keeps_partials",
         "num_bytes",
@@ -141,6 +145,9 @@ class OperationLayout:
             if isinstance(action, Receive) and action.chunk != NOTHING:
                 size = sizes[0] // program.num_chunks if self._cut else sizes[action.chunk]
                 self.expected_bytes[action.peer] += size * action.span
+        # Lane 0 takes part in every action, and has the longest messages.
+        longest = max((region.body_bytes for region in self.regions(0) if region is not None), default=0)
+        self.is_bulk = longest > config.bulk_bytes
 
     def signature_to(self, peer: int) -> bytes:
         """Return the packed signature of messages to ``peer``."""

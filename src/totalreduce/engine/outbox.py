@@ -177,10 +177,15 @@ class Outbox:
 
     Attributes:
         epoch: The epoch of the group, which every header names.
-        ready: Peers for which something may wait. It may name too many peers, never too few.
+        bulk_peers: Peers to which the messages of large operations leave by a connection of their own, and are
+            therefore queued apart.
+        ready: Peers for which something may wait besides bulk that is queued apart. It may name too many peers, never
+            too few.
+        bulk_ready: The same for bulk that is queued apart.
         control_waits: Peers for which a control frame or an answer waits.
         writers: By frame: the function that writes an answer of this frame. Without one an answer has no body.
-        queues: The data messages of each peer to which some have been sent.
+        queues: The data messages of each peer to which some have been sent, besides bulk that is queued apart.
+        bulk_queues: The bulk that is queued apart, by peer.
     """
 
     __slots__ = (
@@ -188,6 +193,9 @@ class Outbox:
         "_channel_frames",
         "_config",
         "_controls",
+        "bulk_peers",
+        "bulk_queues",
+        "bulk_ready",
         "control_waits",
         "epoch",
         "queues",
@@ -202,8 +210,11 @@ class Outbox:
         self._controls: dict[int, deque[OutgoingMessage]] = {}
         self._channel_frames: dict[int, int] = {}  #: By peer: how many of its control frames carry channel messages.
         self._answers: dict[int, dict[tuple[Frame, _Key], None]] = {}
+        self.bulk_peers: frozenset[int] = frozenset()
         self.queues: dict[int, SendQueue] = {}
+        self.bulk_queues: dict[int, SendQueue] = {}
         self.ready: set[int] = set()
+        self.bulk_ready: set[int] = set()
         self.control_waits: set[int] = set()
 
     def control(
@@ -276,27 +287,28 @@ class Outbox:
         """Queue a data message."""
         operation, peer = message.operation, message.action.peer
         operation.queued.setdefault(peer, []).append(message)
-        self._queue(peer).push(message)
-        self.ready.add(peer)
+        self._queue(peer, operation).push(message)
 
     def push_back(self, peer: int, messages: list[QueuedMessage]) -> None:
         """Queue data messages that were taken before and held back, oldest first: they leave before younger ones."""
-        messages[0].operation.queued.setdefault(peer, []).extend(messages)
-        self._queue(peer).push_back(messages)
-        self.ready.add(peer)
+        operation = messages[0].operation
+        operation.queued.setdefault(peer, []).extend(messages)
+        self._queue(peer, operation).push_back(messages)
 
     def promote(self, operation: Operation) -> None:
         """Give the queued messages of an operation that was promoted a better position."""
         for peer, messages in operation.queued.items():
             messages[:] = [message for message in messages if not message.sent]
+            queue = self._queue(peer, operation)
             for message in messages:
-                self.queues[peer].rerank(message)
+                queue.rerank(message)
 
     def discard(self, operation: Operation) -> None:
         """Forget the data messages of an operation that has failed."""
         for peer, messages in operation.queued.items():
+            queue = self._queue(peer, operation)
             for message in messages:
-                self.queues[peer].discard(message)
+                queue.discard(message)
         operation.held.clear()
 
     def data_message(self, queued: QueuedMessage, flags: int) -> OutgoingMessage:
@@ -312,12 +324,16 @@ class Outbox:
         share_key = (operation.key, queued.lane, action.step, action.chunk)
         return OutgoingMessage(action.peer, header, body, queued, share_key)
 
-    def _queue(self, peer: int) -> SendQueue:
-        queue = self.queues.get(peer)
+    def _queue(self, peer: int, operation: Operation) -> SendQueue:
+        """Return the queue of the messages of an operation to a peer, and note that the peer may be ready."""
+        apart = peer in self.bulk_peers and operation.layout.is_bulk
+        queues, ready = (self.bulk_queues, self.bulk_ready) if apart else (self.queues, self.ready)
+        queue = queues.get(peer)
         if queue is None:
-            queue = self.queues[peer] = SendQueue(
+            queue = queues[peer] = SendQueue(
                 fifo=self._config.scheduling == "fifo", starvation_limit=self._config.starvation_limit
             )
+        ready.add(peer)
         return queue
 
     def _next_answer(self, peer: int) -> OutgoingMessage:

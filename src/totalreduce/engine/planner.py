@@ -25,11 +25,13 @@ __all__ = ["Planner"]
 _LayoutKey = tuple[Signature, tuple[int, ...], tuple[int, ...], int]
 #: Layouts that are kept for new names. A name that is in use keeps its own one.
 _LAYOUTS_MAX = 512
-#: On links of at least this bandwidth, 2 Gbit/s, segments are twice as long. A segment of 1 MiB then holds the wire for
-#: 4 ms, as one of 512 KiB does at 1 Gbit/s, and an operation takes half as many messages. Measured with 64 MiB between
-#: 2 emulated hosts at 10 Gbit/s: 103 ms and 11 ms of user time instead of 110 and 16 (medians of three launches);
-#: longer segments gain no more.
-_FAST_BYTES_PER_S = 250e6
+#: On links of at least this bandwidth, 0.5 Gbit/s, segments and the shortest lanes are four times as long. A segment of
+#: 2 MiB then holds the wire for at most 32 ms, in which only other large operations wait. Measured, each time and
+#: processor time per rank: 64 MiB on 8 hosts at 1 Gbit/s 984 and 110 ms instead of 985 and 149; on 4 hosts at 5 Gbit/s
+#: 216 and 100 ms instead of 231 and 108 (with twice the length); on 2 hosts at 10 Gbit/s 87 and 63 instead of 97 and
+#: 70. 4 MiB on 8 hosts at 1 Gbit/s take 61.9 ms either way, and 9 ms instead of 12 in one lane instead of two.
+_FAST_BYTES_PER_S = 62.5e6
+_FAST_FACTOR = 4
 
 
 class Planner:
@@ -78,7 +80,8 @@ class Planner:
         old, config = self.selector, self._given_config
         self.selector = Selector(links, old.hosts, old.overrides, old.shared_memory)
         if links.bytes_per_s >= _FAST_BYTES_PER_S and len(set(old.hosts)) == len(old.hosts):
-            config = replace(config, segment_bytes=2 * config.segment_bytes)
+            longer = {name: _FAST_FACTOR * getattr(config, name) for name in ("segment_bytes", "segment_bytes_min")}
+            config = replace(config, **longer)
         self._config = config
         self._layouts = BoundedTable(_LAYOUTS_MAX)
         for record in self._names:

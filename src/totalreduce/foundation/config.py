@@ -20,10 +20,9 @@ class EngineConfig:
 
     segment_bytes: int = 512 * 1024
     """The largest body of one message, which no other message interrupts. Measured: 256 KiB costs 20 % on one host,
-    1 MiB gains nothing, and at 1 Gbit/s 512 KiB is 4 ms of the wire. On faster links between hosts it is doubled
-    (``engine.planner``)."""
+    1 MiB gains nothing. On links of at least 0.5 Gbit/s between hosts it is four times as long (``engine.planner``)."""
     segment_bytes_min: int = 128 * 1024
-    """A chunk is not cut into lanes smaller than this for the sake of pipelining."""
+    """A chunk is not cut into lanes smaller than this for the sake of pipelining. It grows with ``segment_bytes``."""
     lanes_min: int = 2
     """How many lanes a chunk is cut into, if large enough, so that sending, receiving and adding overlap. Measured with
     4 MiB on 8 hosts at 1 Gbit/s (2 cores for all): 2 lanes 92 % of the wire, 4 lanes 84 % (twice the messages)."""
@@ -37,6 +36,9 @@ class EngineConfig:
     fast_lane: bool | None = None
     """Whether ranks of one host carry collectives out in memory that they share, without messages (``fastlane``).
     ``None``: as ``TOTALREDUCE_FAST_LANE`` says, and by default they do."""
+    bulk_bytes: int = 32 * 1024
+    """An operation with a longer message than this is bulk: over TCP its messages leave by a connection of their own,
+    so that other messages overtake them at any byte. 32 KiB take a quarter of a millisecond at 1 Gbit/s."""
     scheduling: Literal["priority", "fifo"] = "priority"
     """``fifo`` ignores priorities and promotion, for comparisons in benchmarks."""
     starvation_limit: int = 64
@@ -55,7 +57,7 @@ class EngineConfig:
         checks.integer_fields(
             self,
             *("segment_bytes", "segment_bytes_min", "lanes_min", "eager_bytes", "floating_bytes_max"),
-            *("starvation_limit", "scratch_segments"),
+            *("bulk_bytes", "starvation_limit", "scratch_segments"),
             minimum=1,
         )
         if self.segment_bytes % 16 or self.segment_bytes > 1 << 30:
@@ -88,10 +90,11 @@ class EngineConfig:
 class TcpConfig:
     """How the TCP transport treats its sockets and its peers."""
 
-    notsent_lowat_bytes: int = 512 * 1024
-    """``TCP_NOTSENT_LOWAT``: unsent bytes in the kernel cannot be overtaken by a more urgent message, but a busy host
-    needs time to refill them (the kernel asks at half of them). Measured with 8 ranks on 2 cores at 1 Gbit/s: 128 KiB,
-    half a millisecond of the wire, costs 3 % of the bandwidth."""
+    notsent_lowat_bytes: int = 1024 * 1024
+    """``TCP_NOTSENT_LOWAT``: no message of the same connection overtakes unsent bytes in the kernel, but a busy host
+    needs time to refill them (the kernel asks at half of them). Measured with 8 ranks on 2 cores at 1 Gbit/s: 128 KiB
+    cost 3 % of the bandwidth, and 1 MiB saves a tenth of the processor time that 512 KiB take. Small messages have a
+    connection of their own."""
     congestion: str | None = None
     """Congestion control by name. ``None``: the system's, but ``cubic`` (or ``reno``) where the round trip is shorter
     than 5 ms: BBR's pacing made loopback 1.3x to 1.5x slower, and every ten seconds it empties a link for 0.2 s, for

@@ -214,14 +214,15 @@ class EngineEndpoint:
         with self.lock:
             self.engine.computed(computation, end - begin, end)
 
-    def ready_peers(self) -> Collection[int]:
+    def ready_peers(self, *, bulk: bool = False) -> Collection[int]:
         """Return the peers for which there may be a message; a copy, because other threads submit meanwhile."""
-        return tuple(self.engine.outbox.ready)
+        outbox = self.engine.outbox
+        return tuple(outbox.bulk_ready if bulk else outbox.ready)
 
-    def next_message(self, peer: int) -> OutgoingMessage | None:
+    def next_message(self, peer: int, *, bulk: bool = False) -> OutgoingMessage | None:
         """Return the next message for ``peer``, if there is one."""
         with self.lock:
-            return self.engine.next_message(peer, time.monotonic())
+            return self.engine.next_message(peer, time.monotonic(), bulk=bulk)
 
     def message_sent(self, message: Outgoing) -> None:
         """Note that the transport has taken a message completely."""

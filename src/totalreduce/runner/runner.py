@@ -72,6 +72,7 @@ class Runner:
         self._next_tick = 0.0
         self._failure: BaseException | None = None
         self._deadline = 0.0  #: When the threads end after ``close``.
+        engine.outbox.bulk_peers = frozenset(transport.bulk_peers)
         transport.attach(self._endpoint)
         let_go_in_children(transport)
         name = f"totalreduce-{engine.rank}"
@@ -415,7 +416,8 @@ class Runner:
 
     def _drained(self) -> bool:
         with self._lock:
-            return not self.engine.outbox.ready and self.transport.idle()
+            outbox = self.engine.outbox
+            return not outbox.ready and not outbox.bulk_ready and self.transport.idle()
 
     def _compute(self) -> None:
         try:

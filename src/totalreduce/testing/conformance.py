@@ -358,7 +358,7 @@ def _note(record: Record, collective: Collective, tensors: Tensors, now: float) 
 def simulated(
     *, seed: int = 0, link: LinkModel | None = None, prepare: Callable[[SimulatedNetwork], None] | None = None
 ) -> Backend:
-    """Ranks in virtual time.
+    """Ranks in virtual time. In every second run of a case, bulk has links of its own.
 
     Args:
         seed: Seed of the delays.
@@ -371,7 +371,8 @@ def simulated(
         network = SimulatedNetwork(case.world_size, seed=seed + number, default=model)
         if prepare is not None:
             prepare(network)
-        cluster = SimulatedCluster(network, case.engine, compute_jitter=1.0, hosts=case.hosts)
+        apart = bool(number % 2)
+        cluster = SimulatedCluster(network, case.engine, compute_jitter=1.0, hosts=case.hosts, bulk_apart=apart)
         submitted = [_submissions(cluster, case, rank, number) for rank in range(case.world_size)]
         cluster.run(until_s=600.0)
         _raise_first_failure(submitted)

@@ -25,7 +25,9 @@ _REDUCTIONS = tuple(op for op in ReduceOp if op is not ReduceOp.NONE)
 _LARGE_ELEMENTS = 4 * 1024 * 1024
 
 #: Segments of 64 bytes: a few hundred bytes are many messages.
-_TINY = EngineConfig(segment_bytes=64, segment_bytes_min=16, lanes_min=2, eager_bytes=1024, scratch_segments=4)
+_TINY = EngineConfig(
+    segment_bytes=64, segment_bytes_min=16, lanes_min=2, eager_bytes=1024, bulk_bytes=32, scratch_segments=4
+)
 
 _BLOCK_KINDS = (OpKind.ALLGATHER, OpKind.GATHER, OpKind.SCATTER, OpKind.REDUCE_SCATTER, OpKind.ALLTOALL)
 _ROOTED = (OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER)
@@ -306,7 +308,9 @@ def _messages(world_size: int) -> Case:
             for number, (source, target) in enumerate(pairs)
         ),
         # Some messages wait for their receiver; a receive from any rank finds them by their request.
-        engine=EngineConfig(segment_bytes=64, segment_bytes_min=16, lanes_min=2, eager_bytes=256, scratch_segments=2),
+        engine=EngineConfig(
+            segment_bytes=64, segment_bytes_min=16, lanes_min=2, eager_bytes=256, bulk_bytes=16, scratch_segments=2
+        ),
         shuffled=True,
         late_s=((world_size // 2, 0.02),),
     )

@@ -68,11 +68,12 @@ class _Rank:
         self._cluster, self._network, self._rank = cluster, cluster.network, rank
         self._computing = False
 
-    def ready_peers(self) -> Collection[int]:
-        return tuple(self.engine.outbox.ready)
+    def ready_peers(self, *, bulk: bool = False) -> Collection[int]:
+        outbox = self.engine.outbox
+        return tuple(outbox.bulk_ready if bulk else outbox.ready)
 
-    def next_message(self, peer: int) -> OutgoingMessage | None:
-        return self.engine.next_message(peer, self._network.now)
+    def next_message(self, peer: int, *, bulk: bool = False) -> OutgoingMessage | None:
+        return self.engine.next_message(peer, self._network.now, bulk=bulk)
 
     def message_sent(self, message: Outgoing) -> None:
         assert isinstance(message, OutgoingMessage)
@@ -125,6 +126,7 @@ class SimulatedCluster:
         reduce_bytes_per_s: Speed of additions.
         compute_jitter: Additions take up to this share longer, at random.
         hosts: Number of the host of every rank; by default each has its own. The network is the same for all.
+        bulk_apart: Whether bulk has links of its own, as over TCP, so that other messages overtake it.
         reports: Stall reports of all ranks.
         submissions: What every rank has submitted, or will submit.
     """
@@ -135,6 +137,7 @@ class SimulatedCluster:
     reduce_bytes_per_s: float = 4e9
     compute_jitter: float = 0.0
     hosts: Sequence[int] | None = None
+    bulk_apart: bool = False
     reports: list[tuple[int, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -142,6 +145,8 @@ class SimulatedCluster:
         self.ranks = [_Rank(self, rank, self.config) for rank in range(self.network.world_size)]
         for rank, endpoint in enumerate(self.ranks):
             self.network.attach(rank, endpoint)
+            if self.bulk_apart:
+                endpoint.engine.outbox.bulk_peers = frozenset(range(len(self.ranks))) - {rank}
         self.submissions: list[list[TimedSubmission]] = [[] for _ in self.ranks]
 
     def submit(self, rank: int, submission: TimedSubmission) -> None:

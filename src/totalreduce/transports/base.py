@@ -67,11 +67,15 @@ class Lease(Protocol):
 class Endpoint(Protocol):
     """The user of a transport. All methods are called from within ``Transport.progress`` and return quickly."""
 
-    def ready_peers(self) -> Collection[int]:
+    def ready_peers(self, *, bulk: bool = False) -> Collection[int]:
         """Return the peers for which ``next_message`` may have a message."""
 
-    def next_message(self, peer: int) -> Outgoing | None:
-        """Return the next message for ``peer``, or ``None``."""
+    def next_message(self, peer: int, *, bulk: bool = False) -> Outgoing | None:
+        """Return the next message for ``peer``, or ``None``.
+
+        ``bulk``: the next one of those that leave by the connection for bulk, if ``peer`` has one
+        (``Transport.bulk_peers``); otherwise the next one of all others.
+        """
 
     def message_sent(self, message: Outgoing) -> None:
         """Note that a message has left; its memory is free."""
@@ -142,6 +146,9 @@ class Transport(ABC):
     counters: TransportCounters
     #: The memories of the ranks of this host; ``None`` if they share none.
     boards: Boards | None = None
+    #: The peers to which the messages of large operations have a connection of their own, so that no other message
+    #: waits behind them. Messages on the two connections to a peer may overtake each other.
+    bulk_peers: Collection[int] = ()
     _hosts: Sequence[int] | None = None
     _endpoint: Endpoint | None = None
 

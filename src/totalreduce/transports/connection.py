@@ -78,8 +78,8 @@ class _SendingHalf:
             self._raw = self._raw[sent:]
         return not self._raw
 
-    def write(self, peer: int, endpoint: Endpoint, now: float) -> None:
-        """Send messages until the socket is full or there is none.
+    def write(self, peer: int, endpoint: Endpoint, now: float, *, bulk: bool) -> None:
+        """Send what was taken, then messages of one kind (see ``Endpoint``), until the socket is full or there is none.
 
         Raises:
             OSError: The connection ended.
@@ -87,7 +87,7 @@ class _SendingHalf:
         if self._raw:
             self.send_raw()
         while self.writable and not self._raw:
-            if not self._messages and not self._load(peer, endpoint):
+            if not self._messages and not self._load(peer, endpoint, bulk=bulk):
                 break
             if self.write_on(now):
                 messages, self._messages = self._messages, []
@@ -112,11 +112,11 @@ class _SendingHalf:
                 self.writable = not self._counts_tell  # the epoll object says when there is room again
         return not self._views
 
-    def _load(self, peer: int, endpoint: Endpoint) -> bool:
+    def _load(self, peer: int, endpoint: Endpoint, *, bulk: bool) -> bool:
         """Take the next message, and small ones after it as long as they stay small together."""
         total = 0
         while total < _GATHER_BYTES and len(self._messages) < _GATHER_MESSAGES:
-            message = endpoint.next_message(peer)
+            message = endpoint.next_message(peer, bulk=bulk)
             if message is None:
                 break
             self._messages.append(message)
@@ -147,10 +147,12 @@ class _ReceivingHalf:
     Attributes:
         readable: Whether the socket may have bytes.
         moved_at: When something besides a heartbeat last arrived.
+        holds_farewell: Whether the next message is a GOODBYE that is not read yet, because messages that the peer has
+            sent before it may still arrive on another connection.
     """
 
     def __init__(self, sock: socket.socket, channel: TlsChannel | None, pulse: Pulse, now: float) -> None:
-        self.readable, self.moved_at = False, now
+        self.readable, self.moved_at, self.holds_farewell = False, now, False
         self._is_ending = False
         self._sock, self._pulse = sock, pulse
         self._recv_into: Callable[[memoryview], int] = sock.recv_into if channel is None else channel.recv_into
@@ -165,6 +167,10 @@ class _ReceivingHalf:
     def read_to_the_end(self) -> None:
         """Note that the stream ends, or has an error: reading goes on until it comes to that."""
         self.readable = self._is_ending = True
+
+    def another_has_ended(self) -> None:
+        """Note that another connection to the same peer has ended: a GOODBYE may be due."""
+        self.readable = self.readable or self.holds_farewell
 
     def take(self, count: int) -> bytes | None:
         """Return the next ``count`` bytes, or ``None`` if they have not all arrived. Later bytes are not read.
@@ -185,8 +191,10 @@ class _ReceivingHalf:
         """Whether the bytes that were not taken are a TLS record that reports an error."""
         return self._staging[self._begin : self._end][:2] == _TLS_ALERT
 
-    def read(self, peer: int, endpoint: Endpoint, now: float) -> None:
+    def read(self, peer: int, endpoint: Endpoint, now: float, *, is_last: Callable[[int], bool]) -> None:
         """Receive messages until the socket is empty or the quantum is used up.
+
+        ``is_last(peer)``: whether this is the only connection to the peer that is left. A GOODBYE waits for that.
 
         Raises:
             OSError: The connection ended.
@@ -198,8 +206,8 @@ class _ReceivingHalf:
                 count = self._read_body(endpoint)
                 self.moved_at = now
             elif self._end - self._begin >= HEADER_BYTES:
-                if not self._read_header(peer, endpoint, now):
-                    break  # no scratch memory at the moment
+                if not self._read_header(peer, endpoint, now, is_last):
+                    break  # no scratch memory at the moment, or a GOODBYE that must wait
                 count = HEADER_BYTES
             else:
                 count = self._fill(HEADER_BYTES, limit=_STAGING_BYTES)
@@ -225,7 +233,7 @@ class _ReceivingHalf:
             self._wake_bytes = wanted
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
-    def _read_header(self, peer: int, endpoint: Endpoint, now: float) -> bool:
+    def _read_header(self, peer: int, endpoint: Endpoint, now: float, is_last: Callable[[int], bool]) -> bool:
         header = Header.unpack(self._staging[self._begin : self._begin + HEADER_BYTES])
         if header.frame is Frame.HEARTBEAT:
             if header.body_bytes:
@@ -234,6 +242,11 @@ class _ReceivingHalf:
             return True
         if header.frame is Frame.DATA and not endpoint.may_receive():
             return False
+        if header.frame is Frame.GOODBYE:
+            self.holds_farewell = not is_last(peer)
+            if self.holds_farewell:
+                self.readable = False  # until another connection has ended (``another_has_ended``)
+                return False
         self._begin += HEADER_BYTES
         self.moved_at = now
         delivery = endpoint.accept(peer, header)

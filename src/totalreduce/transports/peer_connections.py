@@ -64,6 +64,8 @@ class PeerConnections:
     Attributes:
         open: By descriptor.
         routes: By peer, the connection that this rank's messages take. It is chosen once and never changed.
+        bulk_routes: By peer, the connection that the messages of large operations take. It is chosen once and never
+            changed. If no second connection can be made, it is the same as the first.
         gone: Peers that are lost, or whose connection was closed.
         listener: The listening socket.
         distrust: Whether this rank and another one did not accept each other's certificates.
@@ -87,6 +89,7 @@ class PeerConnections:
         """
         self.open: dict[int, Connection] = {}
         self.routes: dict[int, Connection] = {}
+        self.bulk_routes: dict[int, Connection] = {}
         self.gone: set[int] = set()
         self.listener = listener
         self.distrust = False
@@ -105,7 +108,26 @@ class PeerConnections:
             if connection.peer == peer and connection.established:
                 self.routes[peer] = connection
                 return connection
-        return self._connect(peer, now)
+        return self._connect(peer, now, self.routes)
+
+    def find_bulk_route(self, peer: int, now: float) -> Connection | None:
+        """Return a new route for bulk to ``peer``, established or not; ``None`` until the first route is established.
+
+        The second connection is made after the first one, so that each rank can use for bulk the connection that the
+        other one has opened for its own messages.
+        """
+        first = self.routes.get(peer) or self.find_route(peer, now)
+        if first is None or not first.established:
+            return None
+        for connection in self.open.values():
+            if connection.peer == peer and connection.established and connection is not first:
+                self.bulk_routes[peer] = connection
+                return connection
+        return self._connect(peer, now, self.bulk_routes)
+
+    def is_last(self, peer: int) -> bool:
+        """Whether there is one connection to a peer, and no other one on which its messages could still arrive."""
+        return sum(1 for connection in self.open.values() if connection.peer == peer and connection.established) == 1
 
     def accept(self) -> None:
         """Accept the connections that wait, or some of them: the rest after the peers had their turn."""
@@ -168,7 +190,8 @@ class PeerConnections:
             return
         self.drop(connection)
         if connection.opened_here:
-            self._lose(connection.peer, f"no connection within {timeout_s} s")
+            if not self._share_route(connection.peer):
+                self._lose(connection.peer, f"no connection within {timeout_s} s")
         elif not connection.refused:
             self.listener.refused("it did not complete the handshake in time")
 
@@ -178,10 +201,15 @@ class PeerConnections:
         if fd >= 0 and self.open.get(fd) is connection:
             del self.open[fd]
             self.listener.epoll.unregister(fd)
-        if self.routes.get(connection.peer) is connection:
-            del self.routes[connection.peer]
-            if connection.established:
-                self.gone.add(connection.peer)
+        for routes in (self.routes, self.bulk_routes):
+            if routes.get(connection.peer) is connection:
+                del routes[connection.peer]
+                if connection.established:
+                    self.gone.add(connection.peer)
+        if connection.established:
+            for other in self.open.values():
+                if other.peer == connection.peer:
+                    other.incoming.another_has_ended()
         connection.close()
 
     def _add(self, sock: socket.socket, handshake: Connector | Acceptor, other: str) -> Connection:
@@ -212,7 +240,8 @@ class PeerConnections:
         if self._config.congestion:
             _log.warning("congestion control %r is not available; the system's stays", self._config.congestion)
 
-    def _connect(self, peer: int, now: float) -> Connection | None:
+    def _connect(self, peer: int, now: float, routes: dict[int, Connection]) -> Connection | None:
+        """Open a connection as one of the ``routes``; ``None`` if that has failed."""
         self._attempts.setdefault(peer, _Attempts(now))
         address = self._addresses[peer]
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -221,6 +250,8 @@ class PeerConnections:
         except OSError as error:
             if not is_out_of_descriptors(error):
                 raise
+            if self._share_route(peer):
+                return self.bulk_routes[peer]
             self._shortage.occurred(peer, error, now)
             self._try_again(peer, now)
             return None
@@ -233,10 +264,20 @@ class PeerConnections:
             return None
         other = f"rank {peer} at {address[0]}:{address[1]}"
         connection = self._add(sock, Connector(self._identity, self._rank, peer), other)
-        self.routes[peer] = connection
+        routes[peer] = connection
         return connection
 
+    def _share_route(self, peer: int) -> bool:
+        """Send bulk by the first connection if there is one, because a second one cannot be made."""
+        first = self.routes.get(peer)
+        if first is None or not first.established:
+            return False
+        self.bulk_routes[peer] = first
+        return True
+
     def _connect_failed(self, peer: int, error: OSError, now: float) -> None:
+        if self._share_route(peer):
+            return
         attempts = self._attempts[peer]
         attempts.failures += 1
         timeout_s = self._config.connect_timeout_s

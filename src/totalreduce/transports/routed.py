@@ -34,8 +34,8 @@ class _FilteredEndpoint:
         self.may_receive, self.accept, self.delivered = endpoint.may_receive, endpoint.accept, endpoint.delivered
         self.peer_lost = endpoint.peer_lost
 
-    def ready_peers(self) -> Collection[int]:
-        return self._peers.intersection(self._all_ready())
+    def ready_peers(self, *, bulk: bool = False) -> Collection[int]:
+        return self._peers.intersection(self._all_ready(bulk=bulk))
 
 
 @final
@@ -46,6 +46,7 @@ class RoutedTransport(Transport):
         """Join two transports of one rank; ``local.members`` are the ranks of this host."""
         self.rank, self.world_size = local.rank, local.world_size
         self.counters, self.boards = local.counters, local.boards
+        self.bulk_peers = set(remote.bulk_peers).difference(local.members)
         remote.count_in(local.counters)
         self._local, self._remote = local, remote
         self._epoll = select.epoll()

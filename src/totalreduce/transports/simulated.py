@@ -2,7 +2,8 @@
 
 One thread, one event queue, one seeded random generator: the same seed gives the same events. It drives any number of
 ``Endpoint`` objects, the same ones that run over sockets. A link carries one message at a time and keeps their order,
-as a TCP connection does; a body is copied at the moment its last byte leaves.
+as a TCP connection does; a body is copied at the moment its last byte leaves. Between two ranks there is one link in
+each direction, and a second one for bulk, if the endpoint queues bulk apart.
 """
 
 from __future__ import annotations
@@ -96,13 +97,13 @@ class SimulatedNetwork:
         self.trace: list[tuple[float, str, int, int, int]] = []
         self._silence_s, self._reset_s = silence_s, reset_s
         model, models = default or LinkModel(), links or {}
-        #: Made at the first use: a thousand ranks have a million links.
-        self._links: dict[tuple[int, int], _Link] = _Links(lambda pair: _Link(models.get(pair, model)))
+        #: The links of all but bulk, and those of bulk. Made at the first use: a thousand ranks have a million links.
+        self._links = tuple(_Links(lambda pair: _Link(models.get(pair, model))) for _ in range(2))
         self._one_port, self._traced = one_port, traced
         self._sending: set[int] = set()
         self._endpoints: dict[int, Endpoint] = {}
-        #: By rank: peers whose messages have arrived and were not accepted yet.
-        self._unread: list[set[int]] = [set() for _ in range(world_size)]
+        #: By rank: peers whose messages, bulk or not, have arrived and were not accepted yet.
+        self._unread: list[set[tuple[int, bool]]] = [set() for _ in range(world_size)]
         self._crashed: set[int] = set()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -132,7 +133,7 @@ class SimulatedNetwork:
         """Silence both directions between two ranks; both ends notice after ``silence_s``."""
         self._note("cut", a, b, 0)
         for source, target in ((a, b), (b, a)):
-            self._links[source, target].silent = True
+            self._silence(source, target)
             self.after(
                 self._silence_s,
                 lambda source=source, target=target: self._lose(source, target, "silent"),  # type: ignore[misc]
@@ -151,31 +152,41 @@ class SimulatedNetwork:
         if rank in self._crashed:
             return
         self._start_all(rank)
-        for peer in sorted(self._unread[rank]):
-            self._deliver(peer, rank)
+        for peer, bulk in sorted(self._unread[rank]):
+            self._deliver(peer, rank, bulk=bulk)
 
     def _start_all(self, source: int) -> None:
         """Begin the next message on every link of a rank that is not busy."""
-        for peer in sorted(self._endpoints[source].ready_peers()):
-            if source in self._sending and self._one_port:
-                return
-            if not self._links[source, peer].busy:
-                self._start(source, peer)
+        for bulk in (False, True):
+            for peer in sorted(self._endpoints[source].ready_peers(bulk=bulk)):
+                if source in self._sending and self._one_port:
+                    return
+                if not self._link(source, peer, bulk=bulk).busy:
+                    self._start(source, peer, bulk=bulk)
 
-    def _start(self, source: int, target: int) -> None:
-        link = self._links[source, target]
+    def _link(self, source: int, target: int, *, bulk: bool) -> _Link:
+        return self._links[bulk][source, target]
+
+    def _silence(self, source: int, target: int) -> None:
+        for links in self._links:
+            links[source, target].silent = True
+
+    def _start(self, source: int, target: int, *, bulk: bool = False) -> None:
+        link = self._link(source, target, bulk=bulk)
         if source in self._crashed:
             return
-        message = self._endpoints[source].next_message(target)
+        message = self._endpoints[source].next_message(target, bulk=bulk)
         if message is None:
             return
         link.busy = True
         self._sending.add(source)
         num_bytes = HEADER_BYTES + (len(message.body) if message.body is not None else 0)
-        self.after(num_bytes / link.model.bytes_per_s, lambda: self._left(source, target, message, num_bytes))
+        self.after(
+            num_bytes / link.model.bytes_per_s, lambda: self._left(source, target, message, num_bytes, bulk=bulk)
+        )
 
-    def _left(self, source: int, target: int, message: Outgoing, num_bytes: int) -> None:
-        link = self._links[source, target]
+    def _left(self, source: int, target: int, message: Outgoing, num_bytes: int, *, bulk: bool) -> None:
+        link = self._link(source, target, bulk=bulk)
         link.busy = False
         self._sending.discard(source)
         if source in self._crashed:
@@ -185,17 +196,17 @@ class SimulatedNetwork:
         if not link.silent:
             delay = link.model.latency_s + self.random.uniform(0.0, link.model.jitter_s)
             link.clear_at = max(link.clear_at, self.now + delay)  # a later message never overtakes
-            self.at(link.clear_at, lambda: self._arrive(source, target, message.header, body))
+            self.at(link.clear_at, lambda: self._arrive(source, target, message.header, body, bulk=bulk))
         self._endpoints[source].message_sent(message)
         self.poke(source)
 
-    def _arrive(self, source: int, target: int, header: bytes, body: bytes) -> None:
-        self._links[source, target].inbox.append((header, body))
-        self._unread[target].add(source)
-        self._deliver(source, target)
+    def _arrive(self, source: int, target: int, header: bytes, body: bytes, *, bulk: bool) -> None:
+        self._link(source, target, bulk=bulk).inbox.append((header, body))
+        self._unread[target].add((source, bulk))
+        self._deliver(source, target, bulk=bulk)
 
-    def _deliver(self, source: int, target: int) -> None:
-        link, endpoint = self._links[source, target], self._endpoints[target]
+    def _deliver(self, source: int, target: int, *, bulk: bool = False) -> None:
+        link, endpoint = self._link(source, target, bulk=bulk), self._endpoints[target]
         while link.inbox and target not in self._crashed and not link.silent and endpoint.may_receive():
             packed, body = link.inbox.popleft()
             self._note("arrived", target, source, HEADER_BYTES + len(body))
@@ -207,14 +218,14 @@ class SimulatedNetwork:
                 self._end(target, source, f"protocol violation: {error}")
                 return
         if not link.inbox:
-            self._unread[target].discard(source)
+            self._unread[target].discard((source, bulk))
         if target not in self._crashed:
             self._start_all(target)
 
     def _end(self, rank: int, peer: int, reason: str) -> None:
         """Drop the connection of ``rank`` to ``peer``, where it is reset shortly after."""
         for source, target in ((rank, peer), (peer, rank)):
-            self._links[source, target].silent = True
+            self._silence(source, target)
         self._lose(rank, peer, reason)
         self.after(self._reset_s, lambda: self._lose(peer, rank, "its connection ended"))
 

@@ -1,7 +1,9 @@
-"""TCP between ranks: one connection per pair on first use, one thread, edge-triggered epoll.
+"""TCP between ranks: one or two connections per pair on first use, one thread, edge-triggered epoll.
 
 * A connection is made when a message for a peer is ready. The peer uses it for the other direction too, unless it has
   opened one itself at the same moment; then each rank sends on its own one. Messages of one sender never change over.
+* Messages of large operations (``OperationLayout.is_bulk``) have a connection of their own, so that a small message
+  never waits until a large one has left, only for what the network card queues.
 * ``TCP_NOTSENT_LOWAT`` keeps the data that cannot be overtaken small; each message is chosen at the last moment.
 * Heartbeats go both ways on every connection, so a stopped process and a cut link show as silence. A crash shows at
   once, as the end of the connection. Time in which this rank itself did not look does not count as silence.
@@ -137,6 +139,7 @@ class TcpTransport(Transport):
             rank, addresses, accepting, identity, config, credentials, self._liveness, self._lose
         )
         self._connections, self._routes = self._peers.open, self._peers.routes
+        self.bulk_peers = frozenset(range(len(addresses))) - {rank}
         #: Peers of which a connection has ended: when, and why. They are lost if nothing reports that they have left.
         self._ended: dict[int, tuple[float, str]] = {}
         #: Connections with a message half-way out whose sockets take bytes again.
@@ -184,31 +187,39 @@ class TcpTransport(Transport):
                     self._guard(connection, endpoint, now, reading=True)
             while self._unblocked:  # their peers need not be ready: the rest of a message may be all that is to be sent
                 connection = self._unblocked.pop()
-                if self._routes.get(connection.peer) is connection:
-                    self._guard(connection, endpoint, now, reading=False)
-            for peer in tuple(endpoint.ready_peers()):
-                if peer in self._peers.gone:
-                    while endpoint.next_message(peer) is not None:
-                        pass  # no rank will read it
-                    continue
-                route = self._routes.get(peer)
-                if route is None:
-                    route = self._peers.find_route(peer, now)
-                if route is not None and route.established and route.outgoing.writable:
-                    self._guard(route, endpoint, now, reading=False)
+                bulk = self._peers.bulk_routes.get(connection.peer) is connection
+                if bulk or self._routes.get(connection.peer) is connection:
+                    self._guard(connection, endpoint, now, reading=False, bulk=bulk)
+            for bulk in (False, True):
+                for peer in tuple(endpoint.ready_peers(bulk=bulk)):
+                    self._send(peer, endpoint, now, bulk=bulk)
             if now >= self._liveness.due_at:
                 self._check_timers(endpoint, now)
             return self._more_to_do(endpoint)
+
+    def _send(self, peer: int, endpoint: Endpoint, now: float, *, bulk: bool) -> None:
+        """Send messages of one kind to a peer, as many as its route takes."""
+        if peer in self._peers.gone:
+            while endpoint.next_message(peer, bulk=bulk) is not None:
+                pass  # no rank will read it
+            return
+        if bulk:
+            route = self._peers.bulk_routes.get(peer) or self._peers.find_bulk_route(peer, now)
+        else:
+            route = self._routes.get(peer) or self._peers.find_route(peer, now)
+        if route is not None and route.established and route.outgoing.writable:
+            self._guard(route, endpoint, now, reading=False, bulk=bulk)
 
     def _more_to_do(self, endpoint: Endpoint) -> bool:
         """Whether another round would move something, according to the events so far."""
         for connection in self._connections.values():
             if connection.incoming.readable and endpoint.may_receive():
                 return True
-        for peer in endpoint.ready_peers():
-            route = self._routes.get(peer)
-            if route is not None and route.established and route.outgoing.writable:
-                return True
+        for bulk, routes in ((False, self._routes), (True, self._peers.bulk_routes)):
+            for peer in endpoint.ready_peers(bulk=bulk):
+                route = routes.get(peer)
+                if route is not None and route.established and route.outgoing.writable:
+                    return True
         return False
 
     def wait(self, timeout_s: float, *, eager: bool = False) -> None:  # noqa: ARG002  (the kernel waits well)
@@ -267,15 +278,17 @@ class TcpTransport(Transport):
                 if not connection.established:
                     self._peers.advance(connection)
 
-    def _guard(self, connection: Connection, endpoint: Endpoint, now: float, *, reading: bool) -> None:
-        """Read or write; an error is the loss of the peer."""
+    def _guard(
+        self, connection: Connection, endpoint: Endpoint, now: float, *, reading: bool, bulk: bool = False
+    ) -> None:
+        """Read, or write messages of one kind; an error is the loss of the peer."""
         if not connection.established:
             return
         try:
             if reading:
-                connection.incoming.read(connection.peer, endpoint, now)
+                connection.incoming.read(connection.peer, endpoint, now, is_last=self._peers.is_last)
             else:
-                connection.outgoing.write(connection.peer, endpoint, now)
+                connection.outgoing.write(connection.peer, endpoint, now, bulk=bulk)
         except ProtocolError as error:
             self._peers.drop(connection)
             endpoint.peer_lost(connection.peer, f"protocol violation: {error}")
@@ -325,6 +338,8 @@ class TcpTransport(Transport):
 
     def _watch(self, connection: Connection, endpoint: Endpoint, now: float) -> None:
         pulse = connection.pulse
+        if connection.incoming.holds_farewell:
+            return  # the peer sends no heartbeats any more, and its other connection is watched
         reason = self._liveness.verdict(pulse, now)
         if reason is not None and not connection.incoming.readable:
             self._peers.drop(connection)
