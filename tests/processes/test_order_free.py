@@ -43,5 +43,6 @@ def test_random_orders_delays_and_sets_give_the_same_bits_twice(fleet):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_thousand_steps(fleet):
     assert _check(_run(fleet, 1000, chaos=1)) == _check(_run(fleet, 1000, chaos=2))

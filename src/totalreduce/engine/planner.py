@@ -25,13 +25,13 @@ __all__ = ["Planner"]
 _LayoutKey = tuple[Signature, tuple[int, ...], tuple[int, ...], int]
 #: Layouts that are kept for new names. A name that is in use keeps its own one.
 _LAYOUTS_MAX = 512
-#: On links of at least this bandwidth, 0.5 Gbit/s, segments and the shortest lanes are four times as long. A segment of
-#: 2 MiB then holds the wire for at most 32 ms, in which only other large operations wait. Measured, each time and
-#: processor time per rank: 64 MiB on 8 hosts at 1 Gbit/s 984 and 110 ms instead of 985 and 149; on 4 hosts at 5 Gbit/s
-#: 216 and 100 ms instead of 231 and 108 (with twice the length); on 2 hosts at 10 Gbit/s 87 and 63 instead of 97 and
-#: 70. 4 MiB on 8 hosts at 1 Gbit/s take 61.9 ms either way, and 9 ms instead of 12 in one lane instead of two.
-_FAST_BYTES_PER_S = 62.5e6
-_FAST_FACTOR = 4
+#: How much longer segments and the shortest lanes are on links of at least this bandwidth: segments of 1 MiB from 0.5
+#: Gbit/s, of 2 MiB from 2 Gbit/s, so that one holds the wire for 17 ms at most (512 KiB: 8 ms), in which only other
+#: large operations wait. Measured, time and processor time per rank: 64 MiB on 8 hosts at 1 Gbit/s, 512 KiB: 985 and
+#: 149 ms, 1 MiB: 984 and 121; on 4 hosts at 5 Gbit/s, 1 MiB: 223 and 106 ms, 2 MiB: 214 and 100. With 2 MiB at 1 Gbit,
+#: or with lanes of at least 512 KiB, the replayed step of the gpt trace takes 336 ms instead of 305, because what is
+#: urgent there is large, too.
+_LONGER = ((250e6, 4), (62.5e6, 2))
 
 
 class Planner:
@@ -79,8 +79,9 @@ class Planner:
         """
         old, config = self.selector, self._given_config
         self.selector = Selector(links, old.hosts, old.overrides, old.shared_memory)
-        if links.bytes_per_s >= _FAST_BYTES_PER_S and len(set(old.hosts)) == len(old.hosts):
-            longer = {name: _FAST_FACTOR * getattr(config, name) for name in ("segment_bytes", "segment_bytes_min")}
+        factor = next((factor for bytes_per_s, factor in _LONGER if links.bytes_per_s >= bytes_per_s), 1)
+        if factor > 1 and len(set(old.hosts)) == len(old.hosts):
+            longer = {name: factor * getattr(config, name) for name in ("segment_bytes", "segment_bytes_min")}
             config = replace(config, **longer)
         self._config = config
         self._layouts = BoundedTable(_LAYOUTS_MAX)
