@@ -37,6 +37,26 @@ def step_once(model: torch.nn.Module, optimizer: DistributedOptimizer, group: Gr
     return flat(model)
 
 
+def add_a_refused_group(
+    group: Group, frozen_rank: int, errors: tuple[type[Exception], ...]
+) -> tuple[Exception, torch.Tensor]:
+    """Return this rank's error, one of ``errors``, and the parameters after a step without the group.
+
+    Torch refuses the group of rank 0, which has it already; the other ranks add another one. ``frozen_rank`` has no
+    trainable parameter without the group.
+    """
+    model = Net()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.first.parameters(), lr=0.1), model, group=group)
+    model.first.requires_grad_(group.rank != frozen_rank)
+    added = model.first if group.rank == 0 else model.head
+    with pytest.raises(errors) as caught:
+        optimizer.add_param_group({"params": list(added.parameters())})
+    assert len(optimizer.param_groups) == 1
+    model.first.requires_grad_(True)
+    optimizer.replan()
+    return caught.value, step_once(model, optimizer, group)
+
+
 def assert_stepped_once(results: list[torch.Tensor]) -> None:
     assert (results[0] - train_alone(OPTIMIZERS["sgd"], 1)).abs().max() <= 1e-12
     assert all_equal(results)
@@ -105,18 +125,8 @@ def test_a_rank_without_any_plan_does_not_leave_the_ranks_waiting_that_add_a_gro
     """Torch refuses the group of rank 0, whose other parameters are frozen: it has no plan without the group either."""
 
     def body(group: Group) -> tuple[str, torch.Tensor]:
-        model = Net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.first.parameters(), lr=0.1), model, group=group)
-        model.first.requires_grad_(group.rank != 0)
-        added = model.first if group.rank == 0 else model.head
-        with pytest.raises((ConfigurationError, PlanMismatchError)) as caught:
-            optimizer.add_param_group({"params": list(added.parameters())})
-        assert len(optimizer.param_groups) == 1
-        model.first.requires_grad_(True)
-        optimizer.replan()
-        loss_of(model, shard(batches(1)[0], group)).backward()
-        optimizer.step()
-        return f"{type(caught.value).__name__}: {caught.value}", flat(model)
+        error, parameters = add_a_refused_group(group, 0, (ConfigurationError, PlanMismatchError))
+        return f"{type(error).__name__}: {error}", parameters
 
     (mine, weights), (other, others) = run_ranks(2, body, engine=IMPATIENT)
     assert mine.startswith("ConfigurationError: no parameter of the optimizer is trainable")
@@ -266,18 +276,8 @@ def test_a_rank_without_a_plan_has_its_own_error_and_all_others_hear_of_it() -> 
     """Torch refuses the group of rank 0. Rank 1 accepts it, and rank 2 has no trainable parameter without it."""
 
     def body(group: Group) -> tuple[str, torch.Tensor]:
-        model = Net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.first.parameters(), lr=0.1), model, group=group)
-        model.first.requires_grad_(group.rank != 2)
-        added = model.first if group.rank == 0 else model.head
-        with pytest.raises((ConfigurationError, PlanMismatchError, ValueError)) as caught:
-            optimizer.add_param_group({"params": list(added.parameters())})
-        assert len(optimizer.param_groups) == 1
-        model.first.requires_grad_(True)
-        optimizer.replan()
-        loss_of(model, shard(batches(1)[0], group)).backward()
-        optimizer.step()
-        return type(caught.value).__name__, flat(model)
+        error, parameters = add_a_refused_group(group, 2, (ConfigurationError, PlanMismatchError, ValueError))
+        return type(error).__name__, parameters
 
     results = run_ranks(3, body, engine=IMPATIENT)
     assert [error for error, _ in results] == ["PlanMismatchError", "PlanMismatchError", "ConfigurationError"]

@@ -22,6 +22,11 @@ def parked(turns: Turns) -> threading.Thread:
     return thread
 
 
+def has_ended(thread: threading.Thread) -> bool:
+    thread.join(5.0)
+    return not thread.is_alive()
+
+
 def test_without_a_driver_the_thread_looks_often(turns: Turns) -> None:
     begin = time.monotonic()
     for _ in range(3):
@@ -36,8 +41,7 @@ def test_while_one_driver_goes_on_the_thread_sleeps_until_it_leaves(turns: Turns
     thread.join(0.3)
     assert thread.is_alive(), "the same driver was there when it parked before"
     turns.leave(time.monotonic(), resting=True)
-    thread.join(5.0)
-    assert not thread.is_alive()
+    assert has_ended(thread)
     assert turns.resting
 
 
@@ -56,5 +60,4 @@ def test_a_submission_ends_the_sleep(turns: Turns) -> None:
     thread = parked(turns)
     time.sleep(0.05)
     turns.unpark()
-    thread.join(5.0)
-    assert not thread.is_alive()
+    assert has_ended(thread)

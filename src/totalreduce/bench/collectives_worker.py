@@ -177,16 +177,13 @@ class _Case:
         self._fill(outputs)
         group = None if peer == "gloo" else context.group_of(peer)
         names = [_NAME.format(number) for number in range(len(outputs))]
-        sent, cpu_s, begin = 0, -time.process_time(), time.monotonic()
+        calls = list(zip(names, self._inputs, outputs, strict=True))
         context.barrier()
-        for number, (name, tensor, output) in enumerate(zip(names, self._inputs, outputs, strict=True)):
-            if number == self._untimed:
-                sent = 0 if group is None else group.statistics().bytes_sent
-                cpu_s, begin = -time.process_time(), time.monotonic()
-            if group is None:
-                self._by_gloo(tensor, output)
-            else:
-                self._by_engine(group, name, tensor, output, schedule)
+        self._carry_out(group, calls[: self._untimed], schedule)
+        sent = 0 if group is None else group.statistics().bytes_sent
+        cpu_s = -time.process_time()
+        begin = time.monotonic()
+        self._carry_out(group, calls[self._untimed :], schedule)
         elapsed = time.monotonic() - begin
         cpu_s += time.process_time()
         if group is not None:
@@ -197,6 +194,16 @@ class _Case:
             self._check(outputs, f"{kind.name.lower()} of {self.count} elements by {peer}, schedule {schedule}")
         bytes_sent = None if group is None else sent / self._times
         return _Sample(elapsed / self._times, bytes_sent, cpu_s / self._times)
+
+    def _carry_out(
+        self, group: Group | None, calls: list[tuple[str, torch.Tensor, torch.Tensor]], schedule: str
+    ) -> None:
+        """Carry out operations in order; each is a name, an input and an output. Without a group: by gloo."""
+        for name, tensor, output in calls:
+            if group is None:
+                self._by_gloo(tensor, output)
+            else:
+                self._by_engine(group, name, tensor, output, schedule)
 
     def _by_engine(self, group: Group, name: str, tensor: torch.Tensor, output: torch.Tensor, schedule: str) -> None:
         match self._kind:

@@ -288,12 +288,14 @@ class Outbox:
         operation, peer = message.operation, message.action.peer
         operation.queued.setdefault(peer, []).append(message)
         self._queue(peer, operation).push(message)
+        self._note_ready(peer, operation)
 
     def push_back(self, peer: int, messages: list[QueuedMessage]) -> None:
         """Queue data messages that were taken before and held back, oldest first: they leave before younger ones."""
         operation = messages[0].operation
         operation.queued.setdefault(peer, []).extend(messages)
         self._queue(peer, operation).push_back(messages)
+        self._note_ready(peer, operation)
 
     def promote(self, operation: Operation) -> None:
         """Give the queued messages of an operation that was promoted a better position."""
@@ -325,16 +327,21 @@ class Outbox:
         return OutgoingMessage(action.peer, header, body, queued, share_key)
 
     def _queue(self, peer: int, operation: Operation) -> SendQueue:
-        """Return the queue of the messages of an operation to a peer, and note that the peer may be ready."""
-        apart = peer in self.bulk_peers and operation.layout.is_bulk
-        queues, ready = (self.bulk_queues, self.bulk_ready) if apart else (self.queues, self.ready)
+        """Return the queue of the messages of an operation to a peer."""
+        queues = self.bulk_queues if self._is_apart(peer, operation) else self.queues
         queue = queues.get(peer)
         if queue is None:
             queue = queues[peer] = SendQueue(
                 fifo=self._config.scheduling == "fifo", starvation_limit=self._config.starvation_limit
             )
-        ready.add(peer)
         return queue
+
+    def _note_ready(self, peer: int, operation: Operation) -> None:
+        (self.bulk_ready if self._is_apart(peer, operation) else self.ready).add(peer)
+
+    def _is_apart(self, peer: int, operation: Operation) -> bool:
+        """Return whether the messages of an operation to a peer leave by the connection for bulk."""
+        return operation.layout.is_bulk and peer in self.bulk_peers
 
     def _next_answer(self, peer: int) -> OutgoingMessage:
         answers = self._answers[peer]

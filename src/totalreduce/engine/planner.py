@@ -27,10 +27,9 @@ _LayoutKey = tuple[Signature, tuple[int, ...], tuple[int, ...], int]
 _LAYOUTS_MAX = 512
 #: How much longer segments and the shortest lanes are on links of at least this bandwidth: segments of 1 MiB from 0.5
 #: Gbit/s, of 2 MiB from 2 Gbit/s, so that one holds the wire for 17 ms at most (512 KiB: 8 ms), in which only other
-#: large operations wait. Measured, time and processor time per rank: 64 MiB on 8 hosts at 1 Gbit/s, 512 KiB: 985 and
-#: 149 ms, 1 MiB: 984 and 121; on 4 hosts at 5 Gbit/s, 1 MiB: 223 and 106 ms, 2 MiB: 214 and 100. With 2 MiB at 1 Gbit,
-#: or with lanes of at least 512 KiB, the replayed step of the gpt trace takes 336 ms instead of 305, because what is
-#: urgent there is large, too.
+#: large operations wait. Measured, processor time per rank: 64 MiB on 8 hosts at 1 Gbit/s, 512 KiB: 148 ms, 1 MiB: 123;
+#: on 4 hosts at 5 Gbit/s, 1 MiB: 106 ms, 2 MiB: 100. With 2 MiB at 1 Gbit/s, or with lanes of at least 512 KiB, the
+#: replayed step of the gpt trace takes 336 ms instead of 305, because what is urgent there is large, too.
 _LONGER = ((250e6, 4), (62.5e6, 2))
 
 
@@ -81,8 +80,11 @@ class Planner:
         self.selector = Selector(links, old.hosts, old.overrides, old.shared_memory)
         factor = next((factor for bytes_per_s, factor in _LONGER if links.bytes_per_s >= bytes_per_s), 1)
         if factor > 1 and len(set(old.hosts)) == len(old.hosts):
-            longer = {name: factor * getattr(config, name) for name in ("segment_bytes", "segment_bytes_min")}
-            config = replace(config, **longer)
+            config = replace(
+                config,
+                segment_bytes=factor * config.segment_bytes,
+                segment_bytes_min=factor * config.segment_bytes_min,
+            )
         self._config = config
         self._layouts = BoundedTable(_LAYOUTS_MAX)
         for record in self._names:

@@ -247,9 +247,8 @@ class MomentumCorrection:
     """The velocities of one round. They replace those of the round before when the round has a result.
 
     Source: Lin et al., "Deep Gradient Compression" (ICLR 2018). A sparse method applies most elements of a gradient
-        many
-    steps late. If the optimizer applied its momentum to the applied elements, the delayed ones would lose theirs. So
-    each rank keeps a velocity for each element, v = m v + g, and gives the velocity to the method in place of the
+    many steps late. If the optimizer applied its momentum to the applied elements, the delayed ones would lose theirs.
+    So each rank keeps a velocity for each element, v = m v + g, and gives the velocity to the method in place of the
     gradient. Where an element was applied, its velocity is set to zero (factor masking).
 
     Attributes:

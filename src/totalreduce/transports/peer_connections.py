@@ -104,10 +104,9 @@ class PeerConnections:
         attempts = self._attempts.get(peer)
         if attempts is not None and now < attempts.retry_at:
             return None
-        for connection in self.open.values():
-            if connection.peer == peer and connection.established:
-                self.routes[peer] = connection
-                return connection
+        for connection in self._established(peer):
+            self.routes[peer] = connection
+            return connection
         return self._connect(peer, now, self.routes)
 
     def find_bulk_route(self, peer: int, now: float) -> Connection | None:
@@ -119,15 +118,15 @@ class PeerConnections:
         first = self.routes.get(peer) or self.find_route(peer, now)
         if first is None or not first.established:
             return None
-        for connection in self.open.values():
-            if connection.peer == peer and connection.established and connection is not first:
+        for connection in self._established(peer):
+            if connection is not first:
                 self.bulk_routes[peer] = connection
                 return connection
         return self._connect(peer, now, self.bulk_routes)
 
     def is_last(self, peer: int) -> bool:
         """Whether there is one connection to a peer, and no other one on which its messages could still arrive."""
-        return sum(1 for connection in self.open.values() if connection.peer == peer and connection.established) == 1
+        return len(self._established(peer)) == 1
 
     def accept(self) -> None:
         """Accept the connections that wait, or some of them: the rest after the peers had their turn."""
@@ -207,10 +206,12 @@ class PeerConnections:
                 if connection.established:
                     self.gone.add(connection.peer)
         if connection.established:
-            for other in self.open.values():
-                if other.peer == connection.peer:
-                    other.incoming.another_has_ended()
+            for other in self._established(connection.peer):
+                other.incoming.another_has_ended()
         connection.close()
+
+    def _established(self, peer: int) -> list[Connection]:
+        return [connection for connection in self.open.values() if connection.peer == peer and connection.established]
 
     def _add(self, sock: socket.socket, handshake: Connector | Acceptor, other: str) -> Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
