@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         PeerLost,
         PlanMismatchError,
         ProtocolError,
+        RecoveryError,
         RendezvousError,
         StallError,
         TotalReduceError,
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from totalreduce.pytorch.error_feedback import ErrorFeedback
     from totalreduce.pytorch.optimizer import DistributedOptimizer
     from totalreduce.pytorch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+    from totalreduce.recovery.job import Job, recoverable
+    from totalreduce.recovery.sampler import ElasticSampler
+    from totalreduce.recovery.state import State
     from totalreduce.sparse.auto import Auto
     from totalreduce.sparse.dense import Dense
     from totalreduce.sparse.gaussiank import GaussianK
@@ -70,12 +74,14 @@ _HOMES = {
     "DeadlineExceededError": "foundation.errors",
     "Dense": "sparse.dense",
     "DistributedOptimizer": "pytorch.optimizer",
+    "ElasticSampler": "recovery.sampler",
     "EngineConfig": "foundation.config",
     "ErrorFeedback": "pytorch.error_feedback",
     "GTopk": "sparse.gtopk",
     "GaussianK": "sparse.gaussiank",
     "Group": "groups.group",
     "GroupClosed": "foundation.errors",
+    "Job": "recovery.job",
     "MismatchError": "foundation.errors",
     "MissingTensorError": "foundation.errors",
     "Observer": "foundation.observer",
@@ -85,10 +91,12 @@ _HOMES = {
     "PlanMismatchError": "foundation.errors",
     "PowerSGD": "sparse.powersgd",
     "ProtocolError": "foundation.errors",
+    "RecoveryError": "foundation.errors",
     "ReduceOp": "foundation.types",
     "RendezvousError": "foundation.errors",
     "SharedTopk": "sparse.shared",
     "StallError": "foundation.errors",
+    "State": "recovery.state",
     "Statistics": "groups.statistics",
     "SyncBatchNorm": "pytorch.sync_batch_norm",
     "TcpConfig": "foundation.config",
@@ -105,6 +113,7 @@ _HOMES = {
     "convert_sync_batchnorm": "pytorch.sync_batch_norm",
     "ddp_hook": "pytorch.ddp_hook",
     "init": "launch.bootstrap",
+    "recoverable": "recovery.job",
 }
 
 __all__ = [
@@ -117,12 +126,14 @@ __all__ = [
     "DeadlineExceededError",
     "Dense",
     "DistributedOptimizer",
+    "ElasticSampler",
     "EngineConfig",
     "ErrorFeedback",
     "GTopk",
     "GaussianK",
     "Group",
     "GroupClosed",
+    "Job",
     "MismatchError",
     "MissingTensorError",
     "Observer",
@@ -132,10 +143,12 @@ __all__ = [
     "PlanMismatchError",
     "PowerSGD",
     "ProtocolError",
+    "RecoveryError",
     "ReduceOp",
     "RendezvousError",
     "SharedTopk",
     "StallError",
+    "State",
     "Statistics",
     "SyncBatchNorm",
     "TcpConfig",
@@ -153,6 +166,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "ddp_hook",
     "init",
+    "recoverable",
 ]
 
 

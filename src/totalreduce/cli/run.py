@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import functools
 import json
 import os
 import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TextIO
 
 import typer
 
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.launch.local import EmulateOptions, RunResult, run_workers
+from totalreduce.launch.local import EmulateOptions, RecoveryOptions, RunResult, run_workers
 from totalreduce.launch.workers import default_num_threads
 
 __all__ = ["run"]
 
 _NUMBER_OF_WORKERS = re.compile(r"-n\d*|--num-workers(=.*)?|--emulate-hosts(=.*)?")
+
+
+class OnLoss(enum.Enum):
+    """What happens when a worker fails."""
+
+    replace = "replace"
+    shrink = "shrink"
 
 
 def run(
@@ -53,6 +62,27 @@ def run(
         int | None,
         typer.Option(min=1, help="Workers in each host.", show_default="1", rich_help_panel="Emulation"),
     ] = None,
+    on_loss: Annotated[
+        OnLoss | None,
+        typer.Option(
+            help="If a worker fails, start it again while the others wait (replace), or go on without it (shrink). "
+            "For scripts with tr.recoverable.",
+            show_default="end the run",
+            rich_help_panel="Recovery",
+        ),
+    ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(min=0, help="Start so many workers again at most.", show_default="10", rich_help_panel="Recovery"),
+    ] = None,
+    min_ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Go on with so many workers at least.", show_default="1", rich_help_panel="Recovery"),
+    ] = None,
+    events: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write losses and restarts as JSON lines.", rich_help_panel="Recovery"),
+    ] = None,
 ) -> None:
     """Start a script as several local workers, or in emulated hosts.
 
@@ -67,6 +97,7 @@ def run(
     totalreduce run -n 4 --output logs train.py
     totalreduce run -n 2 --no-python ./train.sh
     totalreduce run --emulate-hosts 8 --emulate-rate 1gbit train.py
+    totalreduce run -n 8 --on-loss replace --restarts 20 train.py
     """
     emulate = None
     if emulate_hosts is not None:
@@ -80,14 +111,27 @@ def run(
     num_workers = num_workers or 1
     argv = _command(script, arguments or [], module=module, no_python=no_python)
     _say_what_was_chosen(num_workers, emulate)
-    result = run_workers(
-        argv,
-        num_workers=num_workers,
-        emulate=emulate,
-        output="all" if output == "all" else "rank0" if output == "rank0" else Path(output),
-        grace_s=grace,
-        timeout_s=timeout,
-    )
+    with contextlib.ExitStack() as stack:
+        recovery = None
+        if on_loss is not None:
+            file = None if events is None else stack.enter_context(events.open("w", buffering=1))
+            recovery = RecoveryOptions(
+                on_loss=on_loss.value,
+                restarts=10 if restarts is None else restarts,
+                min_ranks=min_ranks or 1,
+                on_event=functools.partial(_show_event, file=file),
+            )
+        elif any(value is not None for value in (restarts, min_ranks, events)):
+            raise ConfigurationError("--restarts, --min-ranks and --events go with --on-loss")
+        result = run_workers(
+            argv,
+            num_workers=num_workers,
+            emulate=emulate,
+            output="all" if output == "all" else "rank0" if output == "rank0" else Path(output),
+            grace_s=grace,
+            timeout_s=timeout,
+            recovery=recovery,
+        )
     if json_file is not None:
         json_file.write_text(json.dumps({"command": argv, **result.as_dict()}, indent=2) + "\n")
     with contextlib.suppress(BrokenPipeError):
@@ -96,6 +140,22 @@ def run(
         # The interpreter would flush into the broken pipe once more on its way out, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise typer.Exit(result.exit_code)
+
+
+def _show_event(event: dict[str, Any], *, file: TextIO | None) -> None:
+    """Write an event of recovery to the file, and one line of it to the terminal."""
+    if file is not None:
+        file.write(json.dumps(event) + "\n")
+    kind, rank = event["event"], event.get("rank")
+    if kind == "ended" and event["exit_code"]:
+        end = f"was killed by {event['signal']}" if event["signal"] else f"failed with exit code {event['exit_code']}"
+        _note(f"rank {rank} {end}")
+    elif kind == "started":
+        _note(f"rank {rank} is started again ({event['restarts_left']} restarts left)")
+    elif kind == "suspected":
+        _note(f"rank {rank} is silent, says rank {event['by']}: it is killed")
+    elif kind == "epoch" and event["epoch"] > 1:
+        _note(f"{len(event['members'])} ranks go on from version {event['version']} (epoch {event['epoch']})")
 
 
 def _warn_of_late_options(script: str, arguments: list[str]) -> None:

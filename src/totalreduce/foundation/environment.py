@@ -46,6 +46,10 @@ class Settings:
         log_level: ``debug``, ``info``, ``warning`` or ``error``.
         fast_lane: Whether ranks of one host exchange tensors without messages.
         tls: Certificate, key and authority of the TCP transport.
+        on_loss: What happens when a rank is lost: ``replace`` or ``shrink``. ``None``: the job ends.
+        keeper: Address and port of the store that outlives the ranks, with ``on_loss``.
+        incarnation: How often the launcher has started this rank before, with ``on_loss``.
+        min_ranks: The smallest number of ranks that go on, with ``on_loss``.
         warnings: Sentences to log once: unknown variables, a key that others can read.
     """
 
@@ -59,6 +63,10 @@ class Settings:
     log_level: str | None = None
     fast_lane: bool | None = None
     tls: Tls | None = None
+    on_loss: str | None = None
+    keeper: tuple[str, int] | None = None
+    incarnation: int = 0
+    min_ranks: int = 1
     warnings: tuple[str, ...] = ()
 
 
@@ -87,6 +95,22 @@ def _one_of(*allowed: str) -> Callable[[str, str], str]:
     return parse
 
 
+def _address_and_port(name: str, text: str) -> tuple[str, int]:
+    address, _, port = text.rpartition(":")
+    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigurationError(f"{name}={text!r} is not an address and a port, such as 10.0.0.1:29500")
+    return address, int(port)
+
+
+def _whole_number(minimum: int) -> Callable[[str, str], int]:
+    def parse(name: str, text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise ConfigurationError(f"{name}={text!r} is not a whole number of at least {minimum}")
+        return int(text)
+
+    return parse
+
+
 #: By variable: the field of ``Settings``, and the function that reads its value.
 _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "TOTALREDUCE_TIMEOUT_S": ("timeout_s", _seconds),
@@ -98,6 +122,10 @@ _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "TOTALREDUCE_LINKS": ("links", lambda _, text: text),
     "TOTALREDUCE_LOG": ("log_level", _one_of(*_LOG_LEVELS)),
     "TOTALREDUCE_FAST_LANE": ("fast_lane", _switch),
+    "TOTALREDUCE_ON_LOSS": ("on_loss", _one_of("replace", "shrink")),
+    "TOTALREDUCE_KEEPER": ("keeper", _address_and_port),
+    "TOTALREDUCE_INCARNATION": ("incarnation", _whole_number(0)),
+    "TOTALREDUCE_MIN_RANKS": ("min_ranks", _whole_number(1)),
 }
 #: Every variable of the library; documented in ``docs/launching.md``. ``world.py`` reads those of ranks and hosts.
 _KNOWN_NAMES = frozenset(

@@ -13,7 +13,8 @@
     ├── PeerLost                a rank died, froze or left
     ├── GroupClosed             this rank closed the group
     ├── RendezvousError         the group could not be formed
-    │   └── AuthenticationError a peer could not prove that it knows the job's key
+    │   ├── AuthenticationError a peer could not prove that it knows the job's key
+    │   └── RecoveryError       the job cannot go on after a loss
     └── ProtocolError           bytes that no correct peer sends
 
 An error says what happened, where (rank, tensor), and what to do about it.
@@ -33,6 +34,7 @@ __all__ = [
     "PeerLost",
     "PlanMismatchError",
     "ProtocolError",
+    "RecoveryError",
     "RendezvousError",
     "StallError",
     "TotalReduceError",
@@ -192,6 +194,10 @@ class RendezvousError(TotalReduceError):
 
 class AuthenticationError(RendezvousError):
     """A peer could not prove that it knows the job's key."""
+
+
+class RecoveryError(RendezvousError):
+    """The job cannot go on after a loss: too few ranks are left, or nobody has its state, or their states differ."""
 
 
 class ProtocolError(TotalReduceError):

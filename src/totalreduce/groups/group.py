@@ -52,6 +52,8 @@ class Group(Collectives):
         self._coordinators = 0
         self._quiesce: list[Callable[[], None]] = []
         self._at_close: list[Callable[[], None]] = []
+        #: Forms the group of an epoch: ``init`` with the arguments of this group. ``None``: ranks cannot be replaced.
+        self.formation: Callable[..., Group] | None = None
         if operations is None:
             # The exit of the interpreter closes the group, so that other ranks do not take this rank for lost.
             self._finalizer = weakref.finalize(self.operations, _close, runner, self._at_close)
@@ -146,6 +148,33 @@ class Group(Collectives):
         operations. Subgroups that are made afterwards do the same.
         """
         self.operations.waits_for_memory = True
+
+    # ------------------------------------------------------------------------------------------------- epochs of a job
+
+    def await_formation(self, rank: int, world_size: int, formation: Callable[..., Group]) -> None:
+        """Have the group refuse operations until ``tr.recoverable`` forms it.
+
+        Args:
+            rank: The rank that this process probably has then.
+            world_size: The number of ranks that the group probably has then.
+            formation: Forms the group (see the attribute).
+        """
+        self.rank, self.world_size, self.ranks = rank, world_size, tuple(range(world_size))
+        self.formation, self._control = formation, self
+        self._runner.refusal = (
+            "ranks of this job can be replaced (--on-loss), so its group is formed by `with tr.recoverable(...)`: "
+            "move this collective into that context. A process that is started later could not take part in it here"
+        )
+
+    def take_over(self, other: Group) -> None:
+        """Become another group, whose object nothing else uses. This group is closed already.
+
+        Callbacks of ``on_quiesce`` stay registered. Subgroups and coordinators of this group stay closed.
+        """
+        Collectives.__init__(self, other.operations)
+        self._runner, self._control, self._coordinators = other._runner, None, 0
+        self._at_close, self._finalizer = other._at_close, other._finalizer
+        self._backend = other._backend
 
     # ---------------------------------------------------------------------------------------------- native libraries
 

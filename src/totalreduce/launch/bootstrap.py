@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -29,6 +32,7 @@ from totalreduce.native import tuning
 from totalreduce.native.collectives import NativeCollectives
 from totalreduce.observe import Timeline, rank_path
 from totalreduce.runner.runner import ComputeMode, Runner
+from totalreduce.transports.inproc import InprocNetwork
 
 __all__ = ["init"]
 
@@ -46,6 +50,9 @@ _ONE_HOST_SEGMENT_BYTES = 1024 * 1024
 #: No network is idle during additions there, so small chunks need no second lane, and half the messages (2 ranks,
 #: 1 MiB: 0.70 ms instead of 0.99; 4 ranks: 2.6 ms instead of 4.2).
 _ONE_HOST_SEGMENT_BYTES_MIN = 512 * 1024
+
+#: How often a rank that waits for the others asks whether the group can still be formed.
+_INTERRUPTION_S = 0.1
 
 
 def init(
@@ -95,6 +102,10 @@ def init(
         store: An open store, and this process's rank among the processes that meet in it, instead of what
             ``torch.distributed`` or the environment say.
 
+    Returns:
+        The group. If the launcher can replace ranks (``totalreduce run --on-loss``), it refuses operations until
+        ``with tr.recoverable(...)`` forms it.
+
     Raises:
         ConfigurationError: Contradictory variables or settings, on every rank.
         RendezvousError: Ranks are missing, unreachable, or do not know the job's key.
@@ -110,6 +121,24 @@ def init(
     spec = TRANSPORTS[transport]
     rank, world_size = spec.rank_and_size(store)
     _set_up_log(settings, rank, world_size)
+    if settings.on_loss is not None and store is None:
+        formation = functools.partial(
+            init,
+            transport,
+            name=name,
+            timeout_s=timeout_s,
+            engine=engine,
+            tcp=tcp,
+            tls=tls,
+            timeline=timeline,
+            compute=compute,
+            links=links,
+            collectives=collectives,
+            coordination=coordination,
+        )
+        group = Group(Runner(Engine(0, 1, engine_config), InprocNetwork(1).transport(0)), name)
+        group.await_formation(rank, world_size, formation)
+        return group
     recorder = _timeline(timeline or settings.timeline, rank, world_size)
     tls = tls or settings.tls
     wire: dict[str, int | str] = {"wire version": _WIRE_VERSION, "transport": transport, "TLS": "on" if tls else "off"}
@@ -138,13 +167,19 @@ def init(
         )
     observers: list[Observer] = [] if recorder is None else [recorder]
     core = Engine(
-        rank, world_size, engine_config, observers=observers, hosts=link.hosts, shared_memory=spec.shares_memory
+        rank,
+        world_size,
+        engine_config,
+        epoch=0 if store is None else store.epoch,
+        observers=observers,
+        hosts=link.hosts,
+        shared_memory=spec.shares_memory,
     )
     mode = compute or cast("ComputeMode", settings.compute or "auto")
     group = Group(Runner(core, link, compute=mode), name)
     if recorder is not None:
         group.at_close(recorder.close)
-    _meet(group, engine_config.timeout_s)
+    _meet(group, engine_config.timeout_s, store)
     probe.apply(group, policy)
     if collectives == "native" or (collectives == "auto" and spec.prefers_library):
         try:
@@ -174,10 +209,13 @@ def _coordination(
     return wanted or CoordinationConfig()
 
 
-def _meet(group: Group, timeout_s: float) -> None:
+def _meet(group: Group, timeout_s: float, store: StoreRank | None) -> None:
     """Run the first barrier, after which all ranks are connected and have proved that they know the key."""
     try:
-        group.barrier(timeout_s=timeout_s)
+        if store is None:
+            group.barrier(timeout_s=timeout_s)
+        else:
+            _meet_unless_interrupted(group, timeout_s, store.interruption)
     except (PeerLost, DeadlineExceededError) as error:
         refused = group.statistics().refused_connections
         shortage = missing_descriptors(_GROUP_DESCRIPTORS)
@@ -188,6 +226,22 @@ def _meet(group: Group, timeout_s: float) -> None:
         cause = f"{refused} connections were refused" if refused else "the error of the rank that left first says more"
         hint = f" ({cause}; is TOTALREDUCE_JOB_KEY the same everywhere?)"
         raise RendezvousError(f"rank {group.rank}: the group could not be formed: {error}{hint}") from error
+
+
+def _meet_unless_interrupted(group: Group, timeout_s: float, interruption: Callable[[], str]) -> None:
+    """Run the first barrier as ``_meet`` does, and give up when ``interruption`` returns a reason."""
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        try:
+            group.barrier(timeout_s=_INTERRUPTION_S)
+            return
+        except DeadlineExceededError:
+            reason = interruption()
+            if reason:
+                group.close(1.0, reason=reason)
+                raise RendezvousError(f"rank {group.rank}: the group could not be formed: {reason}") from None
+            if time.monotonic() >= give_up_at:
+                raise
 
 
 def _with_timeout(config: EngineConfig, timeout_s: float | None) -> EngineConfig:

@@ -2,7 +2,8 @@
 
 One thread waits for output, ends of workers and signals at once:
 
-- A worker that fails ends the run: the others may print their own error, then get SIGTERM, then SIGKILL.
+- A worker that fails ends the run: the others may print their own error, then get SIGTERM, then SIGKILL. With
+  ``RecoveryOptions`` it is started again, or the others go on without it (``recovery``).
 - SIGINT, SIGTERM and SIGHUP are passed on, and followed by harder signals. A second one kills at once.
 - Processes that workers left running in their process groups are killed. A pipe that one holds open is left.
 - If this process is killed itself, the guard kills the workers.
@@ -19,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import IO
+from typing import IO, NamedTuple
 
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError
@@ -27,9 +28,10 @@ from totalreduce.launch.emulate import EmulatedNetwork, EmulateOptions
 from totalreduce.launch.ending import Escalation, find_first_failure
 from totalreduce.launch.guard import Guard
 from totalreduce.launch.output import Output, Relay, open_relay
-from totalreduce.launch.workers import RunResult, Worker, WorkerResult, worker_environments
+from totalreduce.launch.recovery import Keeper, RecoveryOptions, Restarts, event, worker_variables
+from totalreduce.launch.workers import RunResult, Worker, WorkerResult, free_port, worker_environments
 
-__all__ = ["EmulateOptions", "RunResult", "WorkerResult", "run_workers"]
+__all__ = ["EmulateOptions", "RecoveryOptions", "RunResult", "WorkerResult", "run_workers"]
 
 #: Longer than it takes a survivor to notice a frozen peer (2 s) and to print its error.
 LINGER_S = 3.0
@@ -52,6 +54,7 @@ def run_workers(
     grace_s: float = 5.0,
     linger_s: float = LINGER_S,
     timeout_s: float | None = None,
+    recovery: RecoveryOptions | None = None,
 ) -> RunResult:
     """Run ``num_workers`` copies of a command as the ranks of one job, and return when all have ended.
 
@@ -68,23 +71,27 @@ def run_workers(
         grace_s: Time from SIGTERM to SIGKILL.
         linger_s: Time from the first failure to SIGTERM for the other workers.
         timeout_s: Time after which the run is stopped.
+        recovery: What happens when a worker fails; by default the run ends.
 
     Raises:
         ConfigurationError: The command cannot be started, or the emulated network cannot be made.
     """
     workers_per_host = _workers_per_host(num_workers, emulate)
+    if recovery is not None:
+        recovery.check(num_workers)
     job_id = f"run-{os.getpid()}-{secrets.token_hex(8)}"
     base = current() if environment is None else environment
     with contextlib.ExitStack() as stack:
         guard = stack.enter_context(Guard())
         commands = [list(argv)] * num_workers
         address = "127.0.0.1"
+        prefix: list[str] = []
         if emulate is not None:
             options = emulate
             network = EmulatedNetwork(options.num_hosts, options.rate, queue_ms=options.queue_ms)
             hosts = stack.enter_context(network).hosts
             commands = [hosts[rank // workers_per_host].command(argv) for rank in range(num_workers)]
-            address = hosts[0].address
+            address, prefix = hosts[0].address, hosts[0].command([])
             # gloo, NCCL and c10d look up the host's name, which has no address inside a namespace.
             interface = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
             # Every emulated host sees all the cores.
@@ -95,6 +102,12 @@ def run_workers(
         )
         guard.watch_job(job_id)
         supervisor = _Supervisor(open_relay(output, num_workers), Escalation(linger_s, grace_s))
+        if recovery is not None:
+            port = free_port()
+            keeper = Keeper(prefix, port, num_workers, environments[0])
+            stack.callback(keeper.close)
+            supervisor.recover(recovery, keeper, num_workers)
+            environments = [{**each, **worker_variables(recovery, address, port)} for each in environments]
         with _signals_to(supervisor):
             try:
                 supervisor.start(commands, environments)
@@ -118,6 +131,12 @@ def _workers_per_host(num_workers: int, emulate: EmulateOptions | None) -> int:
     return emulate.ranks_per_host
 
 
+class _Recovery(NamedTuple):
+    options: RecoveryOptions
+    keeper: Keeper
+    restarts: Restarts
+
+
 class _Supervisor:
     """Watches the workers of one run."""
 
@@ -130,6 +149,10 @@ class _Supervisor:
         self._signals: list[signal.Signals] = []
         self._interrupted_by: signal.Signals | None = None
         self._timed_out = self._output_is_gone = False
+        self._recovery: _Recovery | None = None
+        self._keeper_is_gone = False
+        self._commands: Sequence[Sequence[str]] = ()
+        self._environments: Sequence[Mapping[str, str]] = ()
         self._started_at = self._last_end = time.monotonic()
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -138,19 +161,32 @@ class _Supervisor:
         if self._interrupted_by or len(self._signals) > 1:
             self._send_all(signal.SIGKILL)
 
+    def recover(self, options: RecoveryOptions, keeper: Keeper, num_workers: int) -> None:
+        """Start workers again that fail. Call this before ``start``."""
+        self._recovery = _Recovery(options, keeper, Restarts(options, num_workers))
+        self._selector.register(keeper.output, selectors.EVENT_READ)
+
     def start(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> None:
         """Start all workers. Raises ``ConfigurationError`` if one cannot be started."""
-        for rank, (command, environment) in enumerate(zip(commands, environments, strict=True)):
-            worker = Worker(rank, command, environment, *self._relay.targets[rank])
-            self._workers.append(worker)
-            for is_error, pipe in enumerate((worker.process.stdout, worker.process.stderr)):
-                if pipe is not None:
-                    os.set_blocking(pipe.fileno(), False)
-                    source = (pipe, rank, bool(is_error))
-                    self._pipes[pipe] = source
-                    self._selector.register(pipe, selectors.EVENT_READ, source)
-            if worker.exit_descriptor is not None:
-                self._selector.register(worker.exit_descriptor, selectors.EVENT_READ)
+        self._commands, self._environments = commands, environments
+        for rank in range(len(commands)):
+            self._workers.append(self._start_worker(rank, 0))
+
+    def _start_worker(self, rank: int, incarnation: int) -> Worker:
+        environment = self._environments[rank]
+        if self._recovery is not None:
+            environment = {**environment, "TOTALREDUCE_INCARNATION": str(incarnation)}
+            self._recovery.restarts.started(rank, time.monotonic())
+        worker = Worker(rank, self._commands[rank], environment, *self._relay.targets[rank])
+        for is_error, pipe in enumerate((worker.process.stdout, worker.process.stderr)):
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+                source = (pipe, rank, bool(is_error))
+                self._pipes[pipe] = source
+                self._selector.register(pipe, selectors.EVENT_READ, source)
+        if worker.exit_descriptor is not None:
+            self._selector.register(worker.exit_descriptor, selectors.EVENT_READ)
+        return worker
 
     def watch(self, timeout_s: float | None) -> None:
         """Return when all workers have ended and their output is read, or when killed workers do not end."""
@@ -159,6 +195,9 @@ class _Supervisor:
             self._read(_TICK_S)
             now = time.monotonic()
             self._look_for_ends(now)
+            if self._recovery is not None:
+                self._follow_keeper(self._recovery)
+                self._restart(self._recovery, now)
             for number in self._take_signals():
                 self._interrupted_by = self._interrupted_by or number
                 self._escalation.interrupted(number, now)
@@ -210,6 +249,8 @@ class _Supervisor:
     def _all_done(self) -> bool:
         if not all(worker.ended for worker in self._workers):
             return False
+        if self._recovery is not None and self._recovery.restarts.is_pending and not self._escalation.stopping:
+            return False
         return not self._pipes or time.monotonic() - self._last_end > _DRAIN_S
 
     def _look_for_ends(self, now: float) -> None:
@@ -221,10 +262,57 @@ class _Supervisor:
             if worker.exit_descriptor is not None:
                 self._selector.unregister(worker.exit_descriptor)
         failed = [worker for worker in ended if worker.failed]
+        if self._recovery is not None and not self._escalation.stopping:
+            failed = [worker for worker in ended if self._ends_run(self._recovery, worker, now)]
         if failed and not self._escalation.stopping:
             # Of workers that ended at the same time the killed one is the cause: the others noticed its death.
             self._first_to_end = min(failed, key=lambda worker: (not worker.ended_by_signal, worker.rank))
             self._escalation.failed(now)
+
+    def _ends_run(self, recovery: _Recovery, worker: Worker, now: float) -> bool:
+        """Report the end of a worker to the others and the user; return whether the run fails by it."""
+        rank = worker.rank
+        incarnation = recovery.restarts.incarnations[rank]
+        recovery.keeper.has_ended(rank, incarnation)
+        end = worker.result(())
+        details = {"rank": rank, "incarnation": incarnation, "exit_code": end.exit_code, "signal": end.signal}
+        recovery.options.on_event(event("ended", **details))
+        if not worker.failed:
+            recovery.restarts.finished()
+            return False
+        num_running = sum(not each.ended for each in self._workers)
+        return not recovery.restarts.failed(rank, num_running, now, by_signal=worker.ended_by_signal)
+
+    def _restart(self, recovery: _Recovery, now: float) -> None:
+        if self._escalation.stopping:
+            return
+        for rank in recovery.restarts.due(now):
+            self._workers[rank].finish(now)
+            incarnation = recovery.restarts.incarnations[rank]
+            self._workers[rank] = self._start_worker(rank, incarnation)
+            details = {"rank": rank, "incarnation": incarnation, "restarts_left": recovery.restarts.left}
+            recovery.options.on_event(event("started", **details))
+
+    def _follow_keeper(self, recovery: _Recovery) -> None:
+        """Do what the ranks ask for: end silent workers, and show the user each membership."""
+        try:
+            words = recovery.keeper.read()
+        except EOFError:
+            if not self._keeper_is_gone:
+                self._keeper_is_gone = True
+                self._selector.unregister(recovery.keeper.output)
+            return
+        for word in words:
+            if "suspected" in word:
+                rank, incarnation = word["suspected"], word["incarnation"]
+                if recovery.restarts.is_to_end(rank, incarnation, word["by"], word["epoch"]):
+                    recovery.options.on_event(event("suspected", rank=rank, incarnation=incarnation, by=word["by"]))
+                    if not self._workers[rank].ended:
+                        self._workers[rank].send(signal.SIGKILL)
+            elif "finished" in word:
+                recovery.restarts.finished()
+            else:
+                recovery.options.on_event(event("epoch", **word))
 
     def _take_signals(self) -> list[signal.Signals]:
         taken, self._signals = self._signals, []

@@ -82,11 +82,15 @@ class StoreRank:
         store: A store that all ranks can reach.
         rank: The rank of this process.
         world_size: The number of processes.
+        epoch: Tells successive groups of one job apart: messages and connections of another epoch are refused.
+        interruption: Returns why the group cannot be formed any more; "" if it can. Called several times a second.
     """
 
     store: Store
     rank: int
     world_size: int
+    epoch: int = 0
+    interruption: Callable[[], str] = str
 
     def world(self) -> World:
         """Return the world in which this process has that rank."""
@@ -233,9 +237,12 @@ class Meeting:
         job_id: Name of the job and of the meeting.
     """
 
-    def __init__(self, store: Store, world: World, name: str, timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, world: World, name: str, timeout_s: float, interruption: Callable[[], str] = str
+    ) -> None:
+        """``interruption``: see ``StoreRank``."""
         attempt = environment.current().get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._world, self._store = world, store
+        self._world, self._store, self._interruption = world, store, interruption
         self._deadline = time.monotonic() + timeout_s
         self._linger_s = min(_LINGER_S, 0.2 * timeout_s) if world.rank == 0 else 0.0
         self._conflict_linger_s = min(_CONFLICT_LINGER_S, timeout_s) if world.rank == 0 else 0.0
@@ -353,6 +360,9 @@ class Meeting:
         failure = f"{self._prefix}/failure"
         if self._store.check([failure]):
             raise self._failed(self._store.get(failure).decode()[:2000])
+        reason = self._interruption()
+        if reason:
+            raise self._failed(reason)
         if time.monotonic() < self._deadline - self._linger_s:
             return
         absent = [str(index) for index, key in enumerate(keys) if len(keys) > 1 and not self._store.check([key])]

@@ -163,7 +163,8 @@ def host_numbers(members: Sequence[Member]) -> list[int]:
 
 def _open_meeting(request: JoinRequest) -> Meeting:
     if request.store is not None:
-        return Meeting(request.store.store, request.store.world(), request.name, request.timeout_s)
+        store = request.store
+        return Meeting(store.store, store.world(), request.name, request.timeout_s, store.interruption)
     world = current_world()
     _check_descriptors(world)
     return Meeting(open_store(world, request.timeout_s), world, request.name, request.timeout_s)
@@ -202,7 +203,8 @@ def _over_sockets(request: JoinRequest) -> Transport:
             shm_address, shm_listener = _share_memory(world)
         if shm_listener is not None:
             listeners.enter_context(shm_listener)
-        identity = JobIdentity(meeting.job_key(), meeting.job_id, epoch=0)
+        epoch = 0 if request.store is None else request.store.epoch
+        identity = JobIdentity(meeting.job_key(), meeting.job_id, epoch)
         members = meeting.gather(Member(host_identity(), address, port, shm_address), request.wire)
         neighbours = _neighbours(world.rank, members)
         if request.transport == "shm":

@@ -20,7 +20,7 @@ from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.tensors.dtypes import problem_of_layout
 from totalreduce.tensors.work import Work
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters", "broadcast_tensors"]
 
 #: Bytes of one piece: large enough to hide the latency, and small enough to need little memory.
 _PIECE_BYTES = 16 * 1024 * 1024
@@ -49,7 +49,7 @@ def broadcast_parameters(model: torch.nn.Module | Mapping[str, torch.Tensor], gr
         lambda named: {"root": root, "tensors": {name: _describe(tensor) for name, tensor in named.items()}},
     )
     distinct = {id(tensor): tensor for tensor in named.values()}
-    _broadcast_tensors(list(distinct.values()), group, root, "broadcast_parameters")
+    broadcast_tensors(list(distinct.values()), group, root, "broadcast_parameters")
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: Group, root: int = 0) -> None:
@@ -80,7 +80,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: Group, ro
         raise ConfigurationError(f"the optimizer state of rank {root} cannot be broadcast: {message['refused']}")
     if group.rank != root:
         tensors = empty_tensors(message["document"])
-    _broadcast_tensors(tensors, group, root, "broadcast_optimizer_state")
+    broadcast_tensors(tensors, group, root, "broadcast_optimizer_state")
     # The root loads, too: load_state_dict converts tensors to the parameters' dtype, so the ranks end with equal state.
     optimizer.load_state_dict(decode(message["document"], [tensor.clone() for tensor in tensors]))
 
@@ -113,8 +113,11 @@ def _named_tensors(model: torch.nn.Module | Mapping[str, Any]) -> dict[str, torc
 
 
 @torch.no_grad()
-def _broadcast_tensors(tensors: Sequence[torch.Tensor], group: Group, root: int, name: str) -> None:
-    """Overwrite the tensors with the root's. Shapes and dtypes are equal on all ranks."""
+def broadcast_tensors(tensors: Sequence[torch.Tensor], group: Group, root: int, name: str) -> None:
+    """Overwrite the tensors with the root's. Collective. Shapes and dtypes are equal on all ranks.
+
+    ``name`` is the prefix of the operations' names.
+    """
     in_flight: list[tuple[Work, torch.Tensor, list[torch.Tensor]]] = []
     for number, piece in enumerate(_pieces(tensors)):
         buffer = torch.zeros(sum(map(_room, piece)), dtype=torch.uint8)

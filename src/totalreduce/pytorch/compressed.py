@@ -72,6 +72,8 @@ class _RoundState:
         left: The buckets that have left.
         present: The parameters that had a gradient.
         accumulated: The gradients that were taken, by parameter: flat, float32.
+        result: The updates of the buckets, after ``finish``; ``None``: the round is skipped.
+        active: The number of ranks with data.
     """
 
     scale: float = 1.0
@@ -81,6 +83,8 @@ class _RoundState:
     left: set[int] = field(default_factory=set)
     present: set[int] = field(default_factory=set)
     accumulated: dict[int, torch.Tensor] = field(default_factory=dict)
+    result: list[Update] | None = None
+    active: int = 0
 
 
 @final
@@ -150,13 +154,37 @@ class CompressedReducer(GradientReducer):
                 self._send(index, clip)
 
     def finish(self, active: int) -> int:
-        """Wait for a closed round. May be called again after it raised.
+        """Wait for a closed round. May be called again after it raised."""
+        state = self._state
+        if state.result is None:
+            state.result = self.rounds.finish(self._settings.timeout_s)
+            state.active = active
+            self.skipped = state.result is None
+            if state.result is not None and active:
+                self._mask(state.result)
+        return active
 
-        The results are installed here already, with the residuals: no reducer after this one waits for anything.
+    def pending(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the residuals and velocities that ``install`` will set, by name: flat, float32, not copied.
+
+        Between ``finish`` and ``install``.
         """
+        state, pending = self._state, self._correction.pending
+        residuals, velocities = {}, {}
+        for member, (parameter, spec) in enumerate(self._plan.described()):
+            residuals[spec.name] = self._residuals.of(parameter)
+            velocity = self._residuals.velocities.get(parameter)
+            if state.result is not None and state.active:
+                residuals[spec.name] = self._with_late_gradient(member)
+                velocity = pending.get(parameter, velocity)
+            if velocity is not None:
+                velocities[spec.name] = velocity
+        return {"residuals": residuals, "velocities": velocities}
+
+    def install(self) -> None:
+        """Make the results the gradients, and what was accumulated and not applied the residuals."""
         settings, state = self._settings, self._state
-        updates = self.rounds.finish(settings.timeout_s)
-        self.skipped = updates is None
+        updates, active = state.result, state.active
         if updates is None and not state.joined:
             for member, accumulated in state.accumulated.items():
                 accumulated.fill_(math.nan)
@@ -166,10 +194,10 @@ class CompressedReducer(GradientReducer):
         elif updates is not None:  # all ranks have joined, so no rank applies anything
             self._take_back(updates)
         state.accumulated.clear()
+        state.result = None
         if settings.rank == 0 and _every(settings.feedback.report_every, self._round):
             for index, report in enumerate(self.rounds.reports()):
                 _log.info("step %d, bucket %d: %s", self._round, index, report.describe())
-        return active
 
     def abandon(self) -> None:
         """End an open round without a result. Elements that were sent go back to the residuals.
@@ -182,8 +210,10 @@ class CompressedReducer(GradientReducer):
         for index in range(len(self._plan.buckets)):
             if index not in state.left:
                 self._send(index, 1.0)
-        updates = self.rounds.finish(self._settings.timeout_s)
+        updates = self.rounds.finish(self._settings.timeout_s) if state.result is None else state.result
         if updates is not None:
+            if state.result is None:
+                self._mask(updates)
             self._take_back(updates)
         state.accumulated.clear()
 
@@ -232,7 +262,6 @@ class CompressedReducer(GradientReducer):
         """Make the updates times the factor the gradients, and what was accumulated and not applied the residuals."""
         state, kept = self._state, self._residuals.kept
         results = {self.parameters[member]: kept[self.parameters[member]] for member in state.accumulated}
-        velocities = self._correction.pending
         wanted: set[int] = set()
         for index, update in enumerate(updates):
             bucket = self._plan.buckets[index]
@@ -245,19 +274,30 @@ class CompressedReducer(GradientReducer):
                 for part, present, count in zip(bucket, update.present, counts, strict=True)
                 if present or count
             )
-            if velocities and update.indices is not None:  # factor masking
-                self._target(index, velocities).erase(update.indices)
         self._correction.commit()
-        for member, accumulated in state.accumulated.items():
+        for member in state.accumulated:
             parameter = self.parameters[member]
-            late = parameter.grad
-            if late is not None and not state.joined:
-                accumulated.add_(flattened(late, self._plan.specs[member]), alpha=1.0 / state.scale)
-            kept[parameter] = accumulated
+            kept[parameter] = self._with_late_gradient(member)
             if not state.joined:
                 parameter.grad = None
                 if member in wanted:
                     self._install(member, results[parameter])
+
+    def _with_late_gradient(self, member: int) -> torch.Tensor:
+        """Return what was accumulated, and add to it, once, a gradient that came after the bucket had left."""
+        state, parameter = self._state, self.parameters[member]
+        accumulated, late = state.accumulated[member], parameter.grad
+        if late is not None and not state.joined:
+            accumulated.add_(flattened(late, self._plan.specs[member]), alpha=1.0 / state.scale)
+            parameter.grad = None
+        return accumulated
+
+    def _mask(self, updates: Sequence[Update]) -> None:
+        """Set velocities to zero where elements were applied (factor masking). They are those of this round only."""
+        velocities = self._correction.pending
+        for index, update in enumerate(updates):
+            if velocities and update.indices is not None:
+                self._target(index, velocities).erase(update.indices)
 
     def _take_back(self, updates: Sequence[Update]) -> None:
         """Make everything that was accumulated the residuals: each rank takes its share of the updates back."""

@@ -32,6 +32,7 @@ class Compression:
     """The compressed gradients of one ``DistributedOptimizer``.
 
     Attributes:
+        name: The prefix of the operations' names.
         reducer: The reducer of the present plan; ``None`` if it compresses nothing.
         choices: The measurements and decisions of ``tr.Auto``, for each bucket that it could compress.
         residuals: The residuals of all parameters.
@@ -41,7 +42,7 @@ class Compression:
     def __init__(
         self, group: Group, name: str, settings: PlanSettings, grad_scaler: torch.amp.GradScaler | None
     ) -> None:
-        self._group, self._name, self._settings = group, name, settings
+        self._group, self.name, self._settings = group, name, settings
         self.grad_scaler = grad_scaler
         self.residuals = Residuals()
         self.choices: list[Choice] = []
@@ -72,7 +73,7 @@ class Compression:
         from totalreduce.sparse.auto import Auto
 
         assert isinstance(sync, Auto), "methods are told apart by their names"
-        self.choices = _choose_methods(sync, plan, self._group, self._name)
+        self.choices = _choose_methods(sync, plan, self._group, self.name)
         return _uncompressed(plan, self.choices)
 
     def use(self, plan: CompressedPlan) -> CompressedReducer | None:
@@ -92,7 +93,7 @@ class Compression:
         methods = _methods_for(plan, self.choices) if self.choices else [settings.sync] * len(plan.buckets)
         self.reducer = CompressedReducer(
             plan,
-            SparseRounds(methods, plan.shapes(), GroupDriver(group, self._name)),
+            SparseRounds(methods, plan.shapes(), GroupDriver(group, self.name)),
             self.residuals,
             CompressedSettings(
                 feedback=settings.feedback,
@@ -130,6 +131,35 @@ class Compression:
         self.residuals.load(self._plan, own)
         if self.reducer is not None and all(known[key] == value for key, value in self._buckets().items()):
             self.reducer.rounds.load_state(known["sessions"])
+
+    def pending(self) -> dict[str, Any]:
+        """Return the part of the state that this rank has for itself, as ``Round.install`` will set it; not copied.
+
+        Between the end of a round's exchange and ``install``. Empty if the plan compresses nothing.
+        """
+        return {} if self.reducer is None else {"sessions": self.reducer.rounds.state(), **self.reducer.pending()}
+
+    def load_sessions(self, sessions: Sequence[Mapping[str, Any]]) -> None:
+        """Have the sparse sessions go on from their states in ``pending``. On all ranks or on none."""
+        if self.reducer is not None:
+            self.reducer.rounds.load_state(sessions)
+
+    def load_pending(self, state: Mapping[str, Any], *, adds: bool = False) -> None:
+        """Take residuals and velocities over from ``pending`` of another process.
+
+        Args:
+            state: What ``pending`` has returned.
+            adds: Add them to those of this rank, which goes on in the place of the other process, too.
+        """
+        for mine, key in ((self.residuals.kept, "residuals"), (self.residuals.velocities, "velocities")):
+            for parameter, spec in self._plan.described():
+                flat = state[key].get(spec.name)
+                if flat is None:
+                    continue
+                if adds and parameter in mine:
+                    mine[parameter].add_(flat.to(parameter.device))
+                else:
+                    mine[parameter] = flat.to(parameter.device, copy=True)
 
     def _buckets(self) -> dict[str, Any]:
         """Return the methods and buckets as JSON values. The state of sessions is of use only if these are equal."""

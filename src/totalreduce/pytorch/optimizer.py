@@ -24,6 +24,7 @@ time-out interrupted. While one is recorded, methods that would disturb that cal
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
@@ -198,7 +199,9 @@ class DistributedOptimizer(OptimizerWrapper):
             sync=sync,
             feedback=feedback,
         )
-        self._group, self._name = group, own_name
+        self._group, self._name, self._given_name = group, own_name, name
+        #: Called in every round when this rank has all ranks' gradients, before anything changes (``Round.finish``).
+        self.before_install: Callable[[], None] | None = None
         self._source = ParameterSource(optimizer, model, None if named_parameters is None else tuple(named_parameters))
         self._compressed = Compression(group, self._name, self._settings, grad_scaler)
         self._hooks = HookHandles()
@@ -211,9 +214,40 @@ class DistributedOptimizer(OptimizerWrapper):
         #: ``ComparingPlans``: then only ``close()`` is possible.
         self._unfinished: Unfinished | None = None
         self.skipped_steps = 0
-        self._plan_gradients()
+        if group.formation is None or not group.operations.runner.refusal:  # else ``tr.recoverable`` calls form_again()
+            self._plan_gradients()
 
     # -------------------- planning
+
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+        return self._group
+
+    @property
+    def compressed(self) -> Compression:
+        """The compressed gradients and their residuals."""
+        return self._compressed
+
+    def describe(self) -> str:
+        """Return the settings, which are equal on all ranks, in one line."""
+        return f"DistributedOptimizer settings: {json.dumps(self._settings.document(), sort_keys=True, default=str)}"
+
+    def form_again(self) -> None:
+        """Make a plan in the group after its members have changed. Collective among the new members.
+
+        Gradients in flight are dropped. Parameters, the torch optimizer's state and residuals stay, and the sparse
+        sessions begin anew. ``tr.recoverable`` calls this.
+
+        Raises:
+            PlanMismatchError, ConfigurationError, UnsupportedError, DeadlineExceededError, PeerLost: As ``replan``.
+        """
+        if self._planned:
+            self._planned, self._unfinished = False, None
+            self._remove_plan()
+        self._name = self._group.operations.own_name(self._given_name)
+        self._compressed.name = self._name
+        self._plan_gradients()
 
     def replan(self) -> None:
         """Plan again after parameters were frozen or unfrozen, or the model changed its dtype. Collective.
@@ -404,7 +438,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self.flush()
         if self._round.phase is not Phase.SYNCHRONISED:
             self._close_round()
-            self._round.finish()
+            self._round.finish(self.before_install)
             self.skipped_steps += self._round.skipped
 
     def _close_round(self) -> None:
@@ -438,6 +472,11 @@ class DistributedOptimizer(OptimizerWrapper):
                 optimizer and load a checkpoint.
         """
         self._check_usable(completes=None if closure is None else ClosureLoss)
+        if closure is not None and self.before_install is not None:
+            raise ConfigurationError(
+                "tr.recoverable does not support step(closure), which may change the parameters several times: "
+                "call backward() and then step() without a closure"
+            )
         self.flush()
         result = None
         if closure is not None:
@@ -445,7 +484,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 result = self._inner.step(self._reduced(closure))
             except _SkippedStepError as skipped:
                 result = skipped.loss
-        elif self._round.phase is not Phase.SYNCHRONISED and self._deferred.possible:
+        elif self._round.phase is not Phase.SYNCHRONISED and self._deferred.possible and self.before_install is None:
             self._close_round()
             self._deferred.begin(self.flush)
         else:

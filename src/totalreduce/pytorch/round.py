@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import final
 
 import torch
@@ -238,8 +238,12 @@ class Round:
             reducer.close()
         self.phase = Phase.CLOSED
 
-    def finish(self) -> None:
+    def finish(self, confirm: Callable[[], None] | None = None) -> None:
         """Wait for a closed round, and install its gradients.
+
+        Args:
+            confirm: Called when this rank has the gradients of all ranks and nothing has changed yet. If it raises an
+                error, parameters, gradients and residuals stay as they are.
 
         Raises:
             MissingTensorError: On every rank. The round has ended.
@@ -252,6 +256,8 @@ class Round:
         except MissingTensorError:
             self.phase = Phase.LOCAL
             raise
+        if confirm is not None:
+            confirm()
         # Only now, so that after a time-out no gradient is installed and not all but some.
         for reducer in self.reducers:
             reducer.install()

@@ -68,6 +68,8 @@ class Runner:
         self._turns = Turns()
         self._moving = threading.Lock()
         self._stop = False
+        #: Why no operation is taken at present; "" if operations are taken. The barrier is an operation, too.
+        self.refusal = ""
         self._sleepers = 0  #: Threads that wait for the network, or are about to: they must be woken.
         self._next_tick = 0.0
         self._failure: BaseException | None = None
@@ -90,6 +92,7 @@ class Runner:
         Raises what ``Engine.submit`` does. Then the handle has not changed.
         """
         self.home.check()
+        self._check_accepting()
         carriage = self._endpoint.known_carriage(submission)
         if carriage is not None and self._begin_in_lane(submission, carriage, handle):
             return
@@ -155,6 +158,7 @@ class Runner:
         The owner of the receive is a handle, which gets its operation when a message has come.
         """
         self.home.check()
+        self._check_accepting()
         with self._lock:
             self._check_alive()
             now = time.monotonic()
@@ -163,6 +167,10 @@ class Runner:
             wake = self._wakes_after_submission()
         self._endpoint.complete_ended()
         self._look_again(now, wake=wake)
+
+    def _check_accepting(self) -> None:
+        if self.refusal:
+            raise ConfigurationError(self.refusal)
 
     def act(self, action: Callable[[float], bool]) -> None:
         """Call ``action(now)`` on what lives beside the engine, under the lock.

@@ -12,7 +12,10 @@ from typing import final
 
 from totalreduce.foundation.config import TcpConfig
 
-__all__ = ["Liveness", "Pulse"]
+__all__ = ["SILENT", "Liveness", "Pulse"]
+
+#: The beginning of the reason for the loss of a peer that is silent, and may still run.
+SILENT = "silent for"
 
 
 @final
@@ -66,7 +69,7 @@ class Liveness:
         silence_s = pulse.silence_s(now)
         if silence_s <= self._config.silence_s + extra_s:
             return None
-        return f"silent for {silence_s:.1f} s (stopped, frozen or cut off from the network)"
+        return f"{SILENT} {silence_s:.1f} s (stopped, frozen or cut off from the network)"
 
     def is_beat_due(self, pulse: Pulse, now: float) -> bool:
         """Return whether a heartbeat is to leave for a peer, and note that one leaves."""

@@ -1,0 +1,197 @@
+"""The launcher's part in recovery: which workers are started again, and the keeper's process.
+
+The keeper (``totalreduce.recovery.keeper``) serves the store in which the ranks decide who forms the next group. It is
+a process of its own, so that the launcher needs no torch, and so that it can live in an emulated host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, Literal, final
+
+from totalreduce.foundation.errors import ConfigurationError
+
+__all__ = ["Keeper", "RecoveryOptions", "Restarts", "event", "worker_variables"]
+
+#: A worker that exits with an error so soon after its start is started again only after a pause, which doubles.
+_SOON_S = 20.0
+_PAUSE_S, _PAUSE_MAX_S = 1.0, 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryOptions:
+    """What ``totalreduce run`` does when a worker fails.
+
+    Attributes:
+        on_loss: ``"replace"``: the others wait until it was started again. ``"shrink"``: they go on without it, and it
+            may join again.
+        restarts: How many workers are started again in the whole run.
+        min_ranks: With ``"shrink"``: the smallest number of ranks that go on.
+        on_event: Is called with each event: a dictionary with ``event`` (``ended``, ``started``, ``suspected`` or
+            ``epoch``) and its details, JSON values.
+    """
+
+    on_loss: Literal["replace", "shrink"]
+    restarts: int = 10
+    min_ranks: int = 1
+    on_event: Callable[[dict[str, Any]], object] = dict
+
+    def check(self, num_workers: int) -> None:
+        """Raise ``ConfigurationError`` if the numbers do not fit the number of workers."""
+        if not 1 <= self.min_ranks <= num_workers:
+            raise ConfigurationError(
+                f"--min-ranks must be from 1 to the number of workers, {num_workers}, not {self.min_ranks}"
+            )
+        if self.restarts < 0:
+            raise ConfigurationError(f"--restarts must be at least 0, not {self.restarts}")
+
+
+@final
+class Restarts:
+    """Decides which workers are started again, and which must be ended because others have lost them.
+
+    Attributes:
+        incarnations: By rank: how often the worker was started again.
+        left: The number of restarts that are left.
+    """
+
+    def __init__(self, options: RecoveryOptions, num_workers: int) -> None:
+        self._options = options
+        self.incarnations = [0] * num_workers
+        self.left = options.restarts
+        self._started_at = [0.0] * num_workers
+        self._pauses = [_PAUSE_S] * num_workers
+        self._due: dict[int, float] = {}
+        self._has_finished = False
+        self._accused: dict[int, set[int]] = {}  #: By epoch: the ranks that were accused.
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether workers wait for their restart."""
+        return bool(self._due)
+
+    def started(self, rank: int, now: float) -> None:
+        """Note that a worker was started."""
+        self._started_at[rank] = now
+
+    def failed(self, rank: int, num_running: int, now: float, *, by_signal: bool) -> bool:
+        """Note that a worker has failed; return whether the run goes on.
+
+        Args:
+            rank: Its rank.
+            num_running: The number of workers that still run.
+            now: The time in seconds.
+            by_signal: Whether a signal has ended it, so that its program is not to blame.
+        """
+        if self._has_finished:
+            return False
+        if self.left > 0:
+            self.left -= 1
+            soon = not by_signal and now < self._started_at[rank] + _SOON_S
+            self._due[rank] = now + (self._pauses[rank] if soon else 0.0)
+            self._pauses[rank] = min(2 * self._pauses[rank], _PAUSE_MAX_S) if soon else _PAUSE_S
+            return True
+        return self._options.on_loss == "shrink" and num_running + len(self._due) >= self._options.min_ranks
+
+    def finished(self) -> None:
+        """Note that the job has come to its end: nothing is started again."""
+        self._has_finished = True
+        self._due.clear()
+
+    def due(self, now: float) -> list[int]:
+        """Return the ranks that are to be started now; their incarnations are counted."""
+        ranks = sorted(rank for rank, at in self._due.items() if at <= now)
+        for rank in ranks:
+            del self._due[rank]
+            self.incarnations[rank] += 1
+        return ranks
+
+    def is_to_end(self, accused: int, incarnation: int, by: int, epoch: int) -> bool:
+        """Return whether a worker that another one calls silent is to be ended.
+
+        Two ranks that cannot hear each other accuse each other: only the first accusation counts.
+        """
+        known = self._accused.setdefault(epoch, set())
+        if incarnation != self.incarnations[accused] or by in known:
+            return False
+        known.add(accused)
+        return True
+
+
+@final
+class Keeper:
+    """The process that serves the store of the ranks' decisions."""
+
+    def __init__(self, prefix: Sequence[str], port: int, num_workers: int, environment: Mapping[str, str]) -> None:
+        """Start it; ``prefix`` is a command before its own, for an emulated host."""
+        self._process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "totalreduce.recovery.keeper", str(port), str(num_workers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=dict(environment),
+            start_new_session=True,
+        )
+        self._unread = b""
+        os.set_blocking(self.output.fileno(), False)
+
+    @property
+    def output(self) -> IO[bytes]:
+        """Readable when the keeper has something to say, or has ended."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def has_ended(self, seat: int, incarnation: int) -> None:
+        """Tell the ranks that a worker has ended."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"ended": [seat, incarnation]}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return  # the end of its output shows that it has ended
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return what the keeper has said since the last call.
+
+        Raises:
+            EOFError: It has ended.
+        """
+        try:
+            data = os.read(self.output.fileno(), 65536)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise EOFError
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.output.close()
+
+
+def worker_variables(options: RecoveryOptions, address: str, port: int) -> dict[str, str]:
+    """Return the variables by which a worker knows the keeper and the policy."""
+    return {
+        "TOTALREDUCE_ON_LOSS": options.on_loss,
+        "TOTALREDUCE_KEEPER": f"{address}:{port}",
+        "TOTALREDUCE_MIN_RANKS": str(options.min_ranks),
+        "TOTALREDUCE_INCARNATION": "0",
+    }
+
+
+def event(kind: str, **details: Any) -> dict[str, Any]:
+    """Return an event with the time of the day."""
+    return {"time": round(time.time(), 3), "event": kind, **details}

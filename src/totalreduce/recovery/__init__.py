@@ -1,0 +1,14 @@
+"""A job that outlives its processes: which processes form it, and how they come to one state after a loss.
+
+A *seat* is the rank that the launcher gave a process. A process that is started in place of another one gets the same
+seat, and the next *incarnation* of it. An *epoch* is one membership: the processes that form a group, in order. When a
+rank is lost, the group of the epoch ends on all ranks; the processes that are left decide on the members of the next
+epoch. A *block* is the smallest part of a program that takes effect on all ranks or on none, in training one step; the
+*version* of the state is the number of blocks that took effect. Before a block changes anything that cannot be undone,
+all ranks *vote*: the vote passes when every rank has come to it.
+
+The modules, from the plain objects to the processes: ``membership`` (the rules of the decision), ``assembly`` (the
+decision through a store), ``keeper`` (the process that serves the store), ``state`` (what is recovered), ``sampler``
+(which rank trains on which samples), ``replicas`` (copies of the state that each rank has for itself), ``job`` (what
+users call). See docs/recovery.md and docs/design/0012-recovery.md.
+"""

@@ -1,0 +1,231 @@
+"""How processes decide on an epoch through a store that outlives them.
+
+Every process appends its report to the epoch's list. Each applies the rules of ``membership`` to what it has read, and
+offers its proposal to the store, which accepts the first one (``compare_set``) and shows it to all. So no process
+leads, and a process may be lost at any moment. The store must not be lost: a process of the launcher serves it
+(``keeper``).
+
+Reports are appended in one step (``Store.append``), so a process that dies while it reports leaves no gap that others
+would wait for.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+from typing import final
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from totalreduce.foundation.errors import ConfigurationError, ProtocolError, RecoveryError
+from totalreduce.recovery.membership import Decision, Membership, Policy, Report, json_object
+
+__all__ = ["ENDED", "FINISHED", "PREFIX", "Assembly", "decision_key", "open_keeper", "suspicion_key"]
+
+PREFIX = "totalreduce/recovery"
+#: A JSON object: by seat the last incarnation that has ended. The keeper writes it.
+ENDED = f"{PREFIX}/ended"
+#: Set when all ranks have come to the end of the job.
+FINISHED = f"{PREFIX}/finished"
+#: The time between two looks into the store: short at first, because most decisions take no longer.
+_PAUSE_S, _PAUSE_MAX_S = 0.001, 0.02
+#: Longer values in the store are none of this library's.
+_VALUE_BYTES_MAX = 4 << 20
+
+
+def decision_key(epoch: int) -> str:
+    """Return the key under which the store has the decision of an epoch."""
+    return f"{PREFIX}/{epoch}/decision"
+
+
+def suspicion_key(seat: int) -> str:
+    """Return the key under which a process says that the process of a seat is silent."""
+    return f"{PREFIX}/suspected/{seat}"
+
+
+def open_keeper(address: tuple[str, int], timeout_s: float) -> Store:
+    """Connect to the store of the keeper.
+
+    Raises:
+        RecoveryError: It cannot be reached in time.
+    """
+    try:
+        return TCPStore(*address, None, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    except (RuntimeError, ValueError) as error:
+        raise RecoveryError(
+            f"the store of the launcher at {address[0]}:{address[1]} cannot be reached: {str(error)[:200]}"
+        ) from error
+
+
+@final
+class Assembly:
+    """One process in the decisions of its job. One thread uses it.
+
+    Attributes:
+        policy: The policy of the job.
+        seat: The seat of this process.
+        incarnation: Its incarnation.
+        current: The decision of the epoch that this process is a member of; ``None`` before the first one.
+    """
+
+    def __init__(self, store: Store, policy: Policy, seat: int, incarnation: int) -> None:
+        """``store``: a store that outlives every process of the job."""
+        self._store = store
+        self.policy, self.seat, self.incarnation = policy, seat, incarnation
+        self.current: Decision | None = None
+
+    def meet(self, *, has_state: bool = False, version: int = 0, has_voted: bool = False) -> Decision | None:
+        """Take part in the decision of the next epoch; return it when it is made. This process is a member.
+
+        The arguments are the attributes of ``Report``.
+
+        Returns:
+            The decision. ``None``: all ranks have come to the end of the job, and there is no further epoch.
+
+        Raises:
+            RecoveryError: Too few processes have come before the deadline; or no process with the state is left; or
+                the others have gone on without this process, which was silent for too long; or the store is gone.
+        """
+        report = Report(self.seat, self.incarnation, has_state, version, has_voted)
+        try:
+            while True:
+                decision = self._decide(report)
+                if decision is None:
+                    return None
+                member = decision.rank_of(self.seat, self.incarnation) is not None
+                if not member and has_state:
+                    raise RecoveryError(
+                        f"the other ranks have formed epoch {decision.epoch} without rank {self.seat}, which was "
+                        "silent for too long. This process ends, and the launcher can start another one in its place"
+                    )
+                self.current = decision
+                if member:
+                    return decision
+        except (RuntimeError, ValueError) as error:
+            if type(error) not in (RuntimeError, ValueError):  # one of this library's
+                raise
+            raise RecoveryError(f"the store of the launcher is gone: {str(error)[:200]}") from error
+
+    def suspect(self, rank: int) -> None:
+        """Tell the launcher that a rank of the current epoch is silent, so that it ends the process."""
+        if self.current is None:
+            return
+        member = self.current.members[rank]
+        accusation = {"incarnation": member.incarnation, "by": self.seat, "epoch": self.current.epoch}
+        self._store.set(suspicion_key(member.seat), json.dumps(accusation))
+
+    def interruption(self) -> str:
+        """Return why the group of the current epoch cannot be formed any more; "" if it can."""
+        current = self.current
+        assert current is not None
+        ended = self._read_ended()
+        for rank, member in enumerate(current.members):
+            if member.incarnation <= ended.get(member.seat, -1):
+                return f"rank {rank} has ended"
+        members = {(member.seat, member.incarnation) for member in current.members}
+        for report in self._read_reports(current.epoch + 1):
+            if (report.seat, report.incarnation) in members and report.seat != self.seat:
+                return f"rank {report.seat} has given epoch {current.epoch} up"
+        return ""
+
+    def has_newcomers(self) -> bool:
+        """Return whether a process without the state waits for the next epoch."""
+        epoch = 1 if self.current is None else self.current.epoch + 1
+        ended = self._read_ended()
+        reports = self._read_reports(epoch)
+        return any(each.incarnation > ended.get(each.seat, -1) for each in reports if not each.has_state)
+
+    def finish(self) -> None:
+        """Note that all ranks have come to the end of the job."""
+        self._store.set(FINISHED, "yes")
+
+    def first_value(self, name: str, value: str) -> str:
+        """Return the value that the first process has set under a name; this one's, if none has."""
+        return self._store.compare_set(f"{PREFIX}/value/{name}", "", value).decode()
+
+    def value(self, name: str) -> str:
+        """Return the value that ``first_value`` has set under a name; "" if there is none."""
+        return self._text_of(f"{PREFIX}/value/{name}")
+
+    def check_equal(self, name: str, description: str) -> None:
+        """Compare a description of this process's program with that of the process that came first.
+
+        Raises:
+            ConfigurationError: They differ. The message has the first line that differs.
+        """
+        first = self.first_value(name, description)
+        if first == description:
+            return
+        theirs, mine = first.splitlines(), description.splitlines()
+        pairs = zip(theirs + ["nothing"] * len(mine), mine + ["nothing"] * len(theirs), strict=False)
+        there, here = next(pair for pair in pairs if pair[0] != pair[1])
+        raise ConfigurationError(
+            f"this process cannot join the job, because its {name} is another one: {here!r} here, and {there!r} in the "
+            "job. Start the same program with the same arguments"
+        )
+
+    def store_of_epoch(self) -> Store:
+        """Return the part of the store in which the members of the current epoch form their group."""
+        assert self.current is not None
+        return PrefixStore(f"{PREFIX}/{self.current.epoch}/group", self._store)
+
+    def _decide(self, report: Report) -> Decision | None:
+        last = self.current
+        epoch = 1 if last is None else last.epoch + 1
+        while (known := self._read_decision(epoch)) is not None:  # a newcomer, or a member that was left behind
+            if known.rank_of(self.seat, self.incarnation) is not None:
+                return known
+            last, epoch = known, epoch + 1
+        self._store.append(_reports_key(epoch), report.encode() + "\n")  # type: ignore[attr-defined]  # torch's stub lacks it
+        membership = Membership(self.policy, epoch, last, time.monotonic())
+        num_known = 0
+        pause_s = _PAUSE_S
+        while True:
+            ended = self._read_ended()  # before the reports: what a process has reported counts although it has ended
+            now = time.monotonic()
+            reports = self._read_reports(epoch)
+            for other in reports[num_known:]:
+                membership.reported(other, now)
+            num_known = len(reports)
+            for seat, incarnation in ended.items():
+                membership.ended(seat, incarnation)
+            decision = self._read_decision(epoch)
+            if decision is not None:
+                return decision
+            if self._store.check([FINISHED]):
+                return None
+            proposal = membership.proposal(now)
+            if proposal is not None:
+                return Decision.decode(self._store.compare_set(decision_key(epoch), "", proposal.encode()).decode())
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+
+    def _read_decision(self, epoch: int) -> Decision | None:
+        text = self._text_of(decision_key(epoch))
+        if not text:
+            return None
+        decision = Decision.decode(text)
+        if decision.epoch != epoch:
+            raise ProtocolError(f"the store has the decision of epoch {decision.epoch} as that of epoch {epoch}")
+        return decision
+
+    def _read_reports(self, epoch: int) -> list[Report]:
+        return [Report.decode(line) for line in self._text_of(_reports_key(epoch)).splitlines()]
+
+    def _read_ended(self) -> dict[int, int]:
+        text = self._text_of(ENDED)
+        fields = json_object(text, "list of ended processes") if text else {}
+        return {int(seat): int(incarnation) for seat, incarnation in fields.items()}
+
+    def _text_of(self, key: str) -> str:
+        if not self._store.check([key]):
+            return ""
+        value = self._store.get(key)
+        if len(value) > _VALUE_BYTES_MAX:
+            raise ProtocolError(f"{key!r} in the store is longer than any rank writes it")
+        return value.decode(errors="replace")
+
+
+def _reports_key(epoch: int) -> str:
+    return f"{PREFIX}/{epoch}/reports"

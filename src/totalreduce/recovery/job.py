@@ -1,0 +1,564 @@
+"""``recoverable``: a training loop that goes on when ranks are lost, and takes in ranks that come.
+
+Of a block (``Job.step``) either all ranks apply the changes or none. In a block, first everything happens that can be
+repeated: forward, backward, the exchange of gradients. Then the ranks vote, in ``optimizer.step()`` or at the end of a
+block without it. A vote is one allreduce, so it passes on a rank only if all ranks have come to it; and a rank that has
+come to it can finish the block without the others. So after a loss all survivors repeat the block, or all have applied
+it, and none needs the parameters of another one. Only a process that was just started gets the state of a survivor.
+
+What a block may change before the vote is small (``State.keep``): gradients, random numbers, buffers of the model,
+positions, values. Residuals and parameters change after it (``Round.finish``), so undoing a block copies neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import json
+import logging
+import random
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Self, final
+
+import numpy as np
+import torch
+from torch._C._distributed_c10d import Store
+
+from totalreduce.foundation import checks, environment
+from totalreduce.foundation.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    PeerLost,
+    RecoveryError,
+    RendezvousError,
+)
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups import probe
+from totalreduce.groups.agreement import broadcast_json
+from totalreduce.groups.encoding import decode, empty_tensors, encode
+from totalreduce.launch.rendezvous import StoreRank
+from totalreduce.pytorch.broadcast import broadcast_tensors
+from totalreduce.recovery.assembly import Assembly, open_keeper
+from totalreduce.recovery.membership import Decision, Policy
+from totalreduce.recovery.replicas import Replicas
+from totalreduce.recovery.sampler import ElasticSampler
+from totalreduce.recovery.state import State
+from totalreduce.schedules.select import LinkModel
+from totalreduce.transports.liveness import SILENT
+
+__all__ = ["Job", "recoverable"]
+
+_log = logging.getLogger("totalreduce")
+
+#: How often rank 0 looks for processes that want to join.
+_NEWCOMERS_S = 0.25
+#: How long the end of a group may take whose members are lost.
+_CLOSE_S = 1.0
+
+
+class _Kind(enum.Enum):
+    """What a block is, but for those of ``Job.once``."""
+
+    BATCH = "a step with a batch of the sampler"
+    STEP = "a step with other data"
+
+
+class _RepeatBlock(BaseException):
+    """Ends a block whose vote has not passed. No program catches it by ``except Exception``."""
+
+    def __init__(self, decision: Decision) -> None:
+        """``decision``: the epoch in which the block is repeated."""
+        super().__init__()
+        self.decision = decision
+
+
+def recoverable(state: State, *, seed: int = 0, replicas: int = 1, verify: bool = True) -> Job:
+    """Return the context in which a training loop outlives the loss of processes.
+
+    ::
+
+        with tr.recoverable(state) as job:
+            for epoch in job.epochs(10):
+                for batch in job.batches(loader):
+                    with job.step():
+                        loss_of(model, batch).backward()
+                        optimizer.step()
+
+    The launcher decides what happens after a loss: ``totalreduce run --on-loss replace`` or ``shrink``. Without it, the
+    loop runs as usual, and a loss ends the job. All ranks begin with the state of one of them, so there is no need to
+    broadcast parameters. See docs/recovery.md.
+
+    Args:
+        state: What is recovered.
+        seed: With this seed, the version and the rank, every block seeds the generators of torch, NumPy and Python, so
+            that a block that is repeated, or a process that replaces another one, draws the same numbers.
+        replicas: The number of ranks that have a copy of the residuals and of the model's buffers of each rank. The
+            copies are sent before each vote, if there are any residuals or buffers. With 0 the residuals of a lost rank
+            are lost.
+        verify: Compare SHA-256 of parameters and optimizer state on all ranks after each change of the members.
+
+    Raises:
+        ConfigurationError: The group is of another kind than ``tr.init`` makes it, or a number is out of range.
+    """
+    return Job(state, seed=seed, replicas=replicas, verify=verify)
+
+
+@final
+class Job:
+    """A training loop that outlives the loss of processes. Made by ``recoverable``; one thread uses it.
+
+    Attributes:
+        state: What is recovered.
+        group: The ranks. The object stays the same when its members change; ``rank`` and ``world_size`` do not.
+        epoch: The number of memberships so far; 0 if ranks cannot be replaced.
+    """
+
+    def __init__(self, state: State, *, seed: int, replicas: int, verify: bool) -> None:
+        """See ``recoverable``."""
+        self.state, self.group = state, state.optimizer.group
+        self.epoch = 0
+        self._seed = checks.integer("seed", seed)
+        self._replicas = Replicas(checks.integer("replicas", replicas, minimum=0))
+        self._verify = bool(verify)
+        self._assembly: Assembly | None = None
+        self._in_block = self._has_begun = self._has_passed = False
+        self._kind: _Kind | str = _Kind.STEP  #: The kind of the block; of ``once`` its label.
+        self._wants_newcomers = False
+        self._pending: Decision | None = None  #: The next epoch, if it was decided before the end of a block.
+        self._looked_at = 0.0
+        self._world_size = self.group.world_size  #: Of the last epoch.
+        #: Of this rank, at the present version: the sparse sessions.
+        self._sessions: list[dict[str, Any]] = []
+        self._next_sessions: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Self:
+        """Meet the other processes, and begin with the state of the job.
+
+        Raises:
+            ConfigurationError: This process runs another program, or other settings, than the others.
+            RecoveryError: Too few processes have come in time, or the job has ended.
+            SystemExit: With ``--on-loss shrink``: the others have ended the job, and there is nothing left to do.
+        """
+        state, group, settings = self.state, self.group, environment.read_settings()
+        if group.coordinator is not None:
+            raise ConfigurationError("tr.recoverable needs collectives='engine': a native library cannot replace ranks")
+        state.optimizer.before_install = self._before_install
+        if group.formation is None:
+            if group.world_size > 1 and group.rank == 0:
+                _log.warning("the launcher does not replace ranks: a loss ends the job (totalreduce run --on-loss)")
+            self._place()
+            return self
+        if settings.keeper is None:
+            raise ConfigurationError("TOTALREDUCE_ON_LOSS is set and TOTALREDUCE_KEEPER is not: use totalreduce run")
+        policy = Policy(
+            on_loss="shrink" if settings.on_loss == "shrink" else "replace",
+            world_size=group.world_size,
+            min_ranks=settings.min_ranks,
+            deadline_s=group.timeout_s,
+        )
+        store: Store = open_keeper(settings.keeper, group.timeout_s)
+        assembly = self._assembly = Assembly(store, policy, group.rank, settings.incarnation)
+        assembly.check_equal("program", f"{state.describe()}\nseed={self._seed}, replicas={self._replicas.num_copies}")
+        group.close(_CLOSE_S)
+        if not self._form_group(has_state=False):
+            if policy.on_loss == "replace":
+                raise RecoveryError(f"rank {assembly.seat}: the job ended before this process could join it")
+            _log.info("the job ended before this process could join it")
+            raise SystemExit(0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Wait until all ranks have come to the end. After an error leave the group, so that the others learn of it."""
+        try:
+            if kind is None:
+                self._finish()
+            elif not self.group.operations.closed:
+                self.group.close(_CLOSE_S, reason=f"{kind.__name__}: {error}")
+        finally:
+            self.state.optimizer.before_install = None
+
+    # ------------------------------------------------------------------------------------------------- what users call
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of the rest of the epoch. A batch comes again until its block has taken effect.
+
+        Args:
+            loader: A ``DataLoader`` whose ``batch_sampler`` is the state's ``ElasticSampler``.
+
+        Raises:
+            ConfigurationError: It is not; or the loop's body is not in ``with job.step()``.
+        """
+        sampler = self._sampler("job.batches")
+        if getattr(loader, "batch_sampler", None) is not sampler:
+            raise ConfigurationError(
+                "job.batches needs a DataLoader whose batch_sampler is the sampler of the state: "
+                "DataLoader(dataset, batch_sampler=sampler)"
+            )
+        while sampler.next_total:
+            place = sampler.place_now
+            self._seed_generators()  # a DataLoader draws the seed of its workers
+            iterator = iter(loader)
+            while sampler.next_total and sampler.place_now == place:
+                if sampler.next_share == 0:
+                    self._take_part_without_batch()
+                    continue
+                yield from self._until_effective(next(iterator), _Kind.BATCH)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left, and have the sampler begin each. The first epoch is 0."""
+        sampler = self._sampler("job.epochs")
+        for epoch in range(sampler.epoch, checks.integer("the number of epochs", count)):
+            sampler.set_epoch(epoch)
+            yield epoch
+
+    def steps(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the steps that are left, for a loop with data of its own: the first is 0.
+
+        A number comes again until its block has taken effect.
+        """
+        while self.state.steps < checks.integer("the number of steps", count):
+            yield from self._until_effective(self.state.steps, _Kind.STEP)
+
+    def once(self, label: str) -> Iterator[None]:
+        """Yield until one block has taken effect, for work that is no step, once in each epoch of the sampler.
+
+        In such a block the program may call collectives, for example to evaluate the model, and set values of the
+        state::
+
+            for _ in job.once("evaluation"):
+                with job.step():
+                    state.best = max(state.best, evaluate(model, group))
+
+        Args:
+            label: A name of the work. If it has taken effect already, in this epoch of the sampler (without a sampler:
+                in this job), nothing is yielded: a process that joins the job later comes to this place, too.
+        """
+        if not self.state.is_done(label):
+            yield from self._until_effective(None, label)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a block, which takes effect on all ranks or on none.
+
+        If a rank is lost, the block ends, the remaining ranks (and new ones) form a group, and ``batches``, ``steps`` or
+        ``once`` let the block run again; unless the vote has passed, then the block goes on. After ``optimizer.step()`` each
+        rank finishes the block by itself: collectives raise ``ConfigurationError`` there.
+
+        Raises:
+            ConfigurationError: A block is running already; or the block has two steps of the optimizer.
+            RecoveryError: The job cannot go on.
+        """
+        if self._in_block:
+            raise ConfigurationError("a block of job.step() is running already: the blocks of a job follow one another")
+        self._in_block = self._has_begun = True
+        self._has_passed = False
+        try:
+            self.state.keep()
+            self._seed_generators()
+            yield
+            if not self._has_passed:
+                self._vote()
+        except PeerLost as error:
+            if self._has_passed or not self._leave_group(error):
+                raise
+            self._undo()
+            self._form_again(None)
+        except _RepeatBlock as repeat:
+            self._undo()
+            self._form_again(repeat.decision)
+        else:
+            self._commit()
+            if self._pending is not None or self._wants_newcomers:
+                self._form_again(self._pending)
+        finally:
+            self._in_block = False
+
+    # ----------------------------------------------------------------------------------------------------------- blocks
+
+    def _sampler(self, user: str) -> ElasticSampler:
+        sampler = self.state.sampler
+        if sampler is None:
+            raise ConfigurationError(f"{user} needs a tr.ElasticSampler in the state: tr.State(..., sampler=sampler)")
+        return sampler
+
+    def _until_effective(self, value: Any, kind: _Kind | str) -> Iterator[Any]:
+        """Yield a value until a block has taken effect; a batch, no longer than it is this rank's batch."""
+        version, sampler = self.state.version, self.state.sampler
+        place = None if sampler is None else sampler.place_now
+        while self.state.version == version:
+            self._has_begun, self._kind = False, kind
+            yield value
+            if not self._has_begun:
+                raise ConfigurationError("the body of the loop is not in a block: write `with job.step():` around it")
+            if kind is _Kind.BATCH and sampler is not None and sampler.place_now != place:
+                return
+
+    def _take_part_without_batch(self) -> None:
+        """Run the block of a step in which this rank has no sample: its gradients count as zeros."""
+        self._kind = _Kind.BATCH
+        with self.step():
+            self.state.optimizer.step()
+
+    def _seed_generators(self) -> None:
+        text = f"{self._seed} {self.state.version} {self.group.rank}"
+        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        torch.manual_seed(number)
+        np.random.seed(number & 0xFFFFFFFF)
+        random.seed(number)
+
+    def _before_install(self) -> None:
+        """Vote before the gradients of all ranks are installed; ``DistributedOptimizer`` calls it."""
+        if not self._in_block:
+            raise ConfigurationError(
+                "optimizer.step() was called outside of a block: write `with job.step():` around it"
+            )
+        if self._has_passed:
+            raise ConfigurationError("optimizer.step() was called twice in one block of job.step()")
+        self._vote()
+
+    def _vote(self) -> None:
+        """Return when it is certain that all ranks finish the block.
+
+        Raises:
+            PeerLost: A rank was lost before this one had come to the vote.
+            _RepeatBlock: A rank was lost before all had come to the vote.
+        """
+        group, assembly = self.group, self._assembly
+        if assembly is not None:
+            assert assembly.current is not None
+            self._send_replicas(assembly.current)
+            ballot = torch.tensor([self._look_for_newcomers(assembly)])
+            try:
+                group.control.allreduce(ballot, name="recovery/vote", op=ReduceOp.MAX).wait()
+                self._wants_newcomers = bool(ballot)
+            except PeerLost as error:
+                self._leave_group(error)
+                decision = assembly.meet(has_state=True, version=self.state.version, has_voted=True)
+                if decision is None or decision.version <= self.state.version:
+                    assert decision is not None, "a job ends after the vote of its last block"
+                    raise _RepeatBlock(decision) from None
+                self._pending = decision
+        self._has_passed = True
+        group.operations.runner.refusal = (
+            "collectives are not possible after optimizer.step() in a block of job.step(), which each rank finishes by "
+            "itself: move this one before optimizer.step(), or into a block of its own (`for _ in job.once():`)"
+        )
+
+    def _commit(self) -> None:
+        """Count a block that has taken effect."""
+        self.group.operations.runner.refusal = ""
+        self.state.count(self._kind if isinstance(self._kind, str) else None)
+        self.state.drop_gradients()
+        self._replicas.commit()
+        self._sessions = self._next_sessions
+        if self._kind is _Kind.BATCH:
+            self._sampler("a batch").advance()
+        self._kind = _Kind.STEP
+
+    def _undo(self) -> None:
+        self.group.operations.runner.refusal = ""
+        self.state.restore()
+
+    def _look_for_newcomers(self, assembly: Assembly) -> int:
+        """Return 1 if processes wait for the next epoch and can join now, else 0. On rank 0, a few times a second."""
+        now, sampler = time.monotonic(), self.state.sampler
+        if self.group.rank != 0 or assembly.policy.on_loss != "shrink" or now < self._looked_at + _NEWCOMERS_S:
+            return 0
+        # Every rank is to have samples in the rest of the epoch.
+        if sampler is not None and 0 < sampler.left - sampler.next_total < assembly.policy.world_size:
+            return 0
+        self._looked_at = now
+        return int(assembly.has_newcomers())
+
+    # ------------------------------------------------------------------------------------------------------ memberships
+
+    def _leave_group(self, error: PeerLost) -> bool:
+        """Close the group after a loss; return whether ranks can be replaced."""
+        assembly = self._assembly
+        if assembly is None:
+            return False
+        _log.info("rank %d: %s; the ranks that are left form a new group", self.group.rank, error)
+        if error.reason.startswith(SILENT):
+            assembly.suspect(error.rank)
+        if not self.group.operations.closed:
+            self.group.close(_CLOSE_S, reason=str(error))
+        return True
+
+    def _form_again(self, decision: Decision | None) -> None:
+        if not self.group.operations.closed:
+            self.group.close(_CLOSE_S, reason="the members of the group change")
+        if not self._form_group(has_state=True, decision=decision):
+            raise RecoveryError("the other ranks have come to the end of the job, and this rank has not")
+
+    def _form_group(self, *, has_state: bool, decision: Decision | None = None) -> bool:
+        """Decide on the next epoch, if ``decision`` is not it, and form its group. This rank then has the state.
+
+        Returns:
+            Whether there is a group; ``False``: the job has ended.
+        """
+        assembly = self._assembly
+        assert assembly is not None
+        give_up_at = time.monotonic() + assembly.policy.deadline_s
+        while True:
+            if decision is None:
+                decision = assembly.meet(has_state=has_state, version=self.state.version)
+                if decision is None:
+                    return False
+            self._pending, self._wants_newcomers = None, False
+            try:
+                self._enter_epoch(assembly, decision, has_state=has_state)
+            except RecoveryError:
+                raise
+            except (PeerLost, DeadlineExceededError, RendezvousError) as error:
+                _log.info("epoch %d could not be formed: %s", decision.epoch, error)
+                if not self.group.operations.closed:
+                    self.group.close(_CLOSE_S, reason=str(error))
+                if time.monotonic() >= give_up_at:
+                    raise
+                decision = None
+            else:
+                return True
+
+    def _enter_epoch(self, assembly: Assembly, decision: Decision, *, has_state: bool) -> None:
+        """Form the group of an epoch, and have all members begin with one state. Collective."""
+        state, group, version = self.state, self.group, decision.version
+        rank = decision.rank_of(assembly.seat, assembly.incarnation)
+        assert rank is not None
+        assert group.formation is not None
+        if has_state and state.version != version:
+            raise RecoveryError(f"rank {rank} has version {state.version} of the state, and the others have {version}")
+        links = assembly.value("links")
+        options = {"links": LinkModel(**json.loads(links))} if links else {}
+        meeting = StoreRank(
+            assembly.store_of_epoch(), rank, len(decision.members), decision.epoch, assembly.interruption
+        )
+        group.take_over(group.formation(store=meeting, **options))
+        measured = probe.selector_of(group).links
+        if rank == 0 and not links and measured.source == "measured":
+            # All epochs use the same numbers, so that they choose the same schedules, and get the same bits.
+            assembly.first_value("links", json.dumps(asdict(measured)))
+        state.optimizer.form_again()
+        if rank == decision.source or rank in decision.newcomers:
+            self._send_state(decision)
+        self._restore_own(decision, has_state=has_state)
+        if self._verify:
+            self._compare_states()
+        self._place()
+        self.epoch = decision.epoch
+        if rank == 0:
+            _log.info("epoch %d: %d ranks, version %d", decision.epoch, group.world_size, version)
+
+    def _place(self) -> None:
+        self._world_size = self.group.world_size
+        if self.state.sampler is not None:
+            self.state.sampler.place(self.group.rank, self.group.world_size)
+
+    def _send_state(self, decision: Decision) -> None:
+        """Give the source's state to the ranks without it. Collective among these."""
+        if not decision.newcomers:
+            return
+        some = self.group.control.subgroup([decision.source, *decision.newcomers], name="recovery/state")
+        document = ""
+        tensors: list[torch.Tensor] = []
+        if some.rank == 0:
+            document, tensors = encode(self.state.shared())
+        document = broadcast_json(some, "document", document, root=0)
+        if some.rank != 0:
+            tensors = empty_tensors(document)
+        broadcast_tensors(tensors, some, 0, "tensors")
+        if some.rank != 0:
+            self.state.load_shared(decode(document, tensors))
+
+    def _compare_states(self) -> None:
+        """Raise ``RecoveryError`` on all ranks unless parameters and optimizer state are equal on all. Collective."""
+        digests = self.state.digests()
+        total = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+        if len(set(self.group.allgather_object(total))) == 1:
+            return
+        theirs = self.group.allgather_object(digests)
+        for rank, others in enumerate(theirs):
+            for name in {**theirs[0], **others}:
+                if theirs[0].get(name) != others.get(name):
+                    raise RecoveryError(
+                        f"version {self.state.version} of the state differs between rank 0 and rank {rank}, first in "
+                        f"{name!r}. Did the program change parameters outside of optimizer.step()?"
+                    )
+
+    # ------------------------------------------------------------------------- the state that each rank has for itself
+
+    @property
+    def _has_own_state(self) -> bool:
+        """Whether ranks have residuals or buffers, which differ from rank to rank. Equal on all ranks."""
+        return self.state.optimizer.compressed.reducer is not None or next(self.state.model.buffers(), None) is not None
+
+    def _send_replicas(self, decision: Decision) -> None:
+        """Send this rank's own state, as it is after this block, to the next ranks. Collective."""
+        if not self._has_own_state:
+            return
+        pending = self.state.optimizer.compressed.pending()
+        self._next_sessions = pending.get("sessions", [])
+        if self._replicas.num_copies and self.group.world_size > 1:
+            own = {**pending, "buffers": self.state.own_buffers()}
+            self._replicas.exchange(self.group, decision, self.state.version + 1, own)
+
+    def _restore_own(self, decision: Decision, *, has_state: bool) -> None:
+        """Give new ranks the residuals and buffers of the ranks that they replace, from the copies. Collective.
+
+        A rank that has a copy of a rank that nobody replaces adds the residuals to its own, so that nothing is lost of
+        what was accumulated.
+        """
+        if not self._has_own_state or decision.version == 0:
+            return
+        rank, compressed = self.group.rank, self.state.optimizer.compressed
+        held = self._replicas.seats(decision.version) if has_state else []
+        has_sessions = has_state and self._world_size == self.group.world_size
+        said = self.group.allgather_object({"held": held, "sessions": has_sessions})
+        holders: dict[int, int] = {}
+        for holder, words in enumerate(said):
+            for seat in words["held"]:
+                holders.setdefault(seat, holder)
+        seats = [member.seat for member in decision.members]
+        for newcomer in decision.newcomers:
+            source = holders.get(seats[newcomer])
+            if source is None:
+                _log.warning("nobody has the residuals and buffers of rank %d: they begin anew", newcomer)
+            elif rank == source:
+                self._replicas.send(self.group, seats[newcomer], newcomer)
+            elif rank == newcomer:
+                own = self._replicas.receive(self.group, source)
+                self.state.load_own_buffers(own["buffers"])
+                if compressed.reducer is not None:
+                    compressed.load_pending(own)
+                    self._sessions = own["sessions"]
+        for seat in held:
+            if seat not in seats:
+                if holders[seat] == rank and compressed.reducer is not None:
+                    compressed.load_pending(self._replicas.take(seat), adds=True)
+                self._replicas.forget(seat)
+        known = all(
+            seats[each] in holders if each in decision.newcomers else words["sessions"]
+            for each, words in enumerate(said)
+        )
+        if known and compressed.reducer is not None:
+            compressed.load_sessions(self._sessions)
+
+    # --------------------------------------------------------------------------------------------------------- the end
+
+    def _finish(self) -> None:
+        """Return when all ranks have come to the end of the job."""
+        while self._assembly is not None:
+            try:
+                self.group.barrier()
+            except PeerLost as error:
+                self._leave_group(error)
+                if not self._form_group(has_state=True):
+                    return
+            else:
+                self._assembly.finish()
+                return

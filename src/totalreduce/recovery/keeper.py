@@ -1,0 +1,69 @@
+"""The keeper: a process of the launcher that serves the store of the decisions, and links it with the launcher.
+
+The launcher runs it as ``python -m totalreduce.recovery.keeper PORT WORLD_SIZE``. Each line is a JSON object.
+
+From the launcher (standard input): ``{"ended": [seat, incarnation]}``. The end of the input ends the keeper.
+
+To the launcher (standard output): ``{"suspected": seat, "incarnation": …, "by": seat,
+"epoch": …}`` when a rank is silent; ``{"epoch": …, "members": …, "version": …}`` for each decision; ``{"finished":
+true}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+from totalreduce.recovery.assembly import ENDED, FINISHED, decision_key, suspicion_key
+
+#: How often the keeper looks for suspicions and decisions.
+_LOOK_S = 0.02
+
+
+def main() -> None:
+    """Serve the store until the launcher closes the input."""
+    port, world_size = map(int, sys.argv[1:])
+    store = TCPStore("0.0.0.0", port, None, True, timeout=timedelta(seconds=30), wait_for_workers=False)  # noqa: S104
+    suspicions = [suspicion_key(seat) for seat in range(world_size)]
+    store.multi_set(suspicions, [""] * len(suspicions))  # type: ignore[attr-defined]  # torch's stub lacks it
+    known = [b""] * len(suspicions)
+    ended: dict[int, int] = {}
+    epoch = 1
+    finished = False
+    unread = b""
+    while True:
+        ready, _, _ = select.select([sys.stdin], [], [], _LOOK_S)
+        if ready:
+            data = os.read(sys.stdin.fileno(), 65536)
+            if not data:
+                return
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                seat, incarnation = json.loads(line)["ended"]
+                ended[seat] = incarnation
+            store.set(ENDED, json.dumps(ended))
+        values = store.multi_get(suspicions)
+        for seat, value in enumerate(values):
+            if value != known[seat]:
+                _say({"suspected": seat, **json.loads(value)})
+        known = values
+        while store.check([decision_key(epoch)]):
+            _say(json.loads(store.get(decision_key(epoch))))
+            epoch += 1
+        if not finished and store.check([FINISHED]):
+            finished = True
+            _say({"finished": True})
+
+
+def _say(value: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""The rules by which processes decide which of them form the next epoch: an object without threads, stores or clocks.
+
+A process that takes part in the decision makes a ``Membership`` for the epoch, passes to it what it learns (the reports
+of other processes, and the ends of processes that the launcher has noticed), and asks it for a proposal. Several
+processes may make different proposals at the same time; the store accepts the first one (``assembly``). So a proposal
+must be *valid* (its members have reported and have not ended, as far as the proposer knows), and need not be the only
+valid one. If a member ends after the decision, the group cannot be formed, and the others decide on another epoch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, final
+
+from totalreduce.foundation.errors import ConfigurationError, ProtocolError, RecoveryError
+
+__all__ = ["Decision", "Member", "Membership", "OnLoss", "Policy", "Report", "json_object"]
+
+OnLoss = Literal["replace", "shrink"]
+#: The largest number of seats, incarnations, epochs and versions that is accepted from the store.
+_NUMBER_MAX = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What happens when a process is lost. Equal in all processes of a job.
+
+    Attributes:
+        on_loss: ``"replace"``: the others wait until the launcher has started the process again, and the world size
+            never changes. ``"shrink"``: the others go on without it; processes that are started again join later.
+        world_size: The number of seats.
+        min_ranks: With ``"shrink"``: the smallest world size with which training goes on.
+        settle_s: With ``"shrink"``: how long a process of the last epoch may take to report after the first report,
+            before the others go on without it. It must be longer than the time after which silence counts as a loss,
+            because a process that has not noticed the loss yet does not report.
+        deadline_s: How long a process waits for a decision before it gives up.
+    """
+
+    on_loss: OnLoss
+    world_size: int
+    min_ranks: int = 1
+    settle_s: float = 10.0
+    deadline_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigurationError: A value is out of range.
+        """
+        if not 1 <= self.min_ranks <= self.world_size:
+            raise ConfigurationError(
+                f"--min-ranks must be from 1 to the number of workers, {self.world_size}, not {self.min_ranks}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a process says of itself when it comes to a decision.
+
+    Attributes:
+        seat: Its seat.
+        incarnation: How often its seat was started before it.
+        has_state: Whether it has the state of the job. A process that was just started has not.
+        version: With the state: its version.
+        has_voted: With the state: whether the process was in the vote of its block when the group ended. It does not
+            know whether the vote has passed.
+    """
+
+    seat: int
+    incarnation: int
+    has_state: bool = False
+    version: int = 0
+    has_voted: bool = False
+
+    def encode(self) -> str:
+        """Return the text for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Report:
+        """Read the text of a report.
+
+        Raises:
+            ProtocolError: The text is no report.
+        """
+        fields = json_object(text, "report")
+        try:
+            numbers = [_number(fields[name]) for name in ("seat", "incarnation", "version")]
+            flags = [_flag(fields[name]) for name in ("has_state", "has_voted")]
+        except (KeyError, TypeError, ValueError) as error:
+            raise _malformed(text, "report") from error
+        return cls(numbers[0], numbers[1], flags[0], numbers[2], flags[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process of an epoch.
+
+    Attributes:
+        seat: Its seat.
+        incarnation: Its incarnation.
+        has_state: Whether it had the state of the job when the epoch was decided. In the first epoch nobody has.
+    """
+
+    seat: int
+    incarnation: int
+    has_state: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The membership of an epoch.
+
+    Attributes:
+        epoch: The number of the epoch, from 1.
+        members: The processes, by rank.
+        version: The version of the state with which the epoch begins. The vote of the block before it has passed: a
+            process that had come to this vote applies what it has computed, and then has this version, too.
+    """
+
+    epoch: int
+    members: tuple[Member, ...]
+    version: int = 0
+
+    def rank_of(self, seat: int, incarnation: int) -> int | None:
+        """Return the rank of a process in this epoch; ``None`` if it is not a member."""
+        for rank, member in enumerate(self.members):
+            if (member.seat, member.incarnation) == (seat, incarnation):
+                return rank
+        return None
+
+    @property
+    def source(self) -> int:
+        """The rank whose state all members begin with: the first one that has the state, else rank 0."""
+        return next((rank for rank, member in enumerate(self.members) if member.has_state), 0)
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        """The ranks that get the state from others: those without it, but for the source."""
+        return tuple(rank for rank, member in enumerate(self.members) if not member.has_state and rank != self.source)
+
+    def encode(self) -> str:
+        """Return the text for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Decision:
+        """Read the text of a decision.
+
+        Raises:
+            ProtocolError: The text is no decision.
+        """
+        fields = json_object(text, "decision")
+        try:
+            members = tuple(
+                Member(_number(each["seat"]), _number(each["incarnation"]), _flag(each["has_state"]))
+                for each in fields["members"]
+            )
+            return cls(_number(fields["epoch"]), members, _number(fields["version"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise _malformed(text, "decision") from error
+
+
+@final
+class Membership:
+    """What one process knows while the members of an epoch are being decided."""
+
+    def __init__(self, policy: Policy, epoch: int, last: Decision | None, now: float) -> None:
+        """Begin with nothing known.
+
+        Args:
+            policy: The policy of the job.
+            epoch: The number of the epoch.
+            last: The decision of the epoch before; ``None`` for the first epoch.
+            now: The time in seconds.
+        """
+        self._policy, self._epoch, self._last = policy, epoch, last
+        self._reports: dict[int, Report] = {}  #: By seat: the report of its last incarnation.
+        self._ended: dict[int, int] = {}  #: By seat: the last incarnation that has ended.
+        #: The latest version that any process has reported, also one that has ended since.
+        self._version = 0 if last is None else last.version
+        #: Whether a process has, or had, the state of the job. Until then every decision is as the first one.
+        self._has_begun = last is not None and any(member.has_state for member in last.members)
+        self._give_up_at = now + policy.deadline_s
+        self._settled_at = float("inf")
+
+    def reported(self, report: Report, now: float) -> None:
+        """Note the report of a process, which may be this one."""
+        known = self._reports.get(report.seat)
+        if known is None or known.incarnation < report.incarnation:
+            self._reports[report.seat] = report
+        if report.has_state:
+            self._has_begun = True
+            self._version = max(self._version, report.version)
+            self._settled_at = min(self._settled_at, now + self._policy.settle_s)
+
+    def ended(self, seat: int, incarnation: int) -> None:
+        """Note that a process has ended, as the launcher says. Its reports must have been noted before."""
+        self._ended[seat] = max(incarnation, self._ended.get(seat, -1))
+
+    def proposal(self, now: float) -> Decision | None:
+        """Return the members that this process proposes; ``None`` if it waits for others.
+
+        Raises:
+            RecoveryError: The deadline has passed, and the message says which seats are missing. Or no process that
+                has the state of the job is left.
+        """
+        living = {seat: report for seat, report in sorted(self._reports.items()) if not self._has_ended(report)}
+        has_source = any(report.has_state for report in living.values())
+        if self._is_complete(living, now, has_source=has_source):
+            members = tuple(Member(seat, each.incarnation, each.has_state) for seat, each in living.items())
+            return Decision(self._epoch, members, self._version)
+        if self._has_begun and not has_source and not self._awaited():
+            raise RecoveryError(
+                f"epoch {self._epoch}: all processes that had the state of the job have ended, so nothing is left to "
+                "recover from. Start the job again from a checkpoint on disk"
+            )
+        if now >= self._give_up_at:
+            raise RecoveryError(self._shortage(living))
+        return None
+
+    def _is_complete(self, living: Mapping[int, Report], now: float, *, has_source: bool) -> bool:
+        policy = self._policy
+        if not self._has_begun:
+            return len(living) >= policy.world_size
+        if not has_source:
+            return False
+        if policy.on_loss == "replace":
+            return len(living) >= policy.world_size
+        return len(living) >= policy.min_ranks and (not self._awaited() or now >= self._settled_at)
+
+    def _awaited(self) -> list[int]:
+        """Return the seats of the last epoch whose process has neither reported nor ended."""
+        members = () if self._last is None else self._last.members
+        return [each.seat for each in members if not self._knows_of(each.seat, each.incarnation)]
+
+    def _has_ended(self, report: Report) -> bool:
+        return report.incarnation <= self._ended.get(report.seat, -1)
+
+    def _knows_of(self, seat: int, incarnation: int) -> bool:
+        report = self._reports.get(seat)
+        return (report is not None and report.incarnation >= incarnation) or self._ended.get(seat, -1) >= incarnation
+
+    def _shortage(self, living: Mapping[int, Report]) -> str:
+        policy = self._policy
+        wanted = policy.min_ranks if policy.on_loss == "shrink" and self._has_begun else policy.world_size
+        missing = ", ".join(str(seat) for seat in range(policy.world_size) if seat not in living)
+        return (
+            f"epoch {self._epoch} needs {wanted} ranks, and {len(living)} have come within {policy.deadline_s:g} s. "
+            f"Missing: rank {missing or 'none'}. See why these processes do not start, or allow more restarts"
+        )
+
+
+def json_object(text: str, kind: str) -> dict[str, Any]:
+    """Return the JSON object that a value of the store is.
+
+    Raises:
+        ProtocolError: The value is none; the message has ``kind``, the name of what is expected.
+    """
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(text, kind) from error
+    if not isinstance(fields, dict):
+        raise _malformed(text, kind)
+    return fields
+
+
+def _malformed(text: str, kind: str) -> ProtocolError:
+    return ProtocolError(f"the store holds {text[:100]!r} where a {kind} is expected")
+
+
+def _number(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _NUMBER_MAX:
+        raise ValueError(value)
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(value)
+    return value

@@ -1,0 +1,306 @@
+"""``State``: everything that a block of the program changes, as one unit that is undone, sent and compared."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
+
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.groups.encoding import encode
+from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.recovery.sampler import ElasticSampler
+
+__all__ = ["State"]
+
+#: Names of attributes that the program cannot use for its values.
+_FIELDS = ("model", "optimizer", "sampler", "version", "steps")
+#: The most elements of a buffer that is copied in every block.
+_SMALL_ELEMENTS = 65_536
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a block may change before its vote, as it was when the block began.
+
+    Attributes:
+        values: The plain values.
+        objects: The ``state_dict`` of each object: of schedulers, of a ``GradScaler``.
+        settings: The optimizer's hyper-parameters, by group.
+        sampler: The ``state_dict`` of the sampler, or nothing.
+    """
+
+    values: dict[str, Any]
+    objects: dict[str, Any]
+    settings: list[dict[str, Any]]
+    sampler: dict[str, int] | None
+
+
+@final
+class _KeptBuffers:
+    """The buffers of a model as they were when the block began.
+
+    Torch counts changes of a tensor (``_version``), but not those by the kernels of batch normalisation. So buffers are
+    copied in every block, but for large ones that were not changed by the count: no layer keeps statistics so large.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[str, torch.Tensor] = {}
+        self._versions: dict[str, int] = {}
+        self._changed: set[str] = set()
+
+    @torch.no_grad()
+    def keep(self, model: torch.nn.Module) -> None:
+        """Copy the buffers that may have changed."""
+        sources, copies = [], []
+        for name, buffer in model.named_buffers():
+            copy, version = self._copies.get(name), self._versions.get(name)
+            self._versions[name] = buffer._version
+            if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype:
+                self._copies[name] = buffer.detach().clone()
+            elif buffer.numel() <= _SMALL_ELEMENTS or version != buffer._version:
+                sources.append(buffer)
+                copies.append(copy)
+        if copies:
+            torch._foreach_copy_(copies, sources)
+
+    @torch.no_grad()
+    def restore(self, model: torch.nn.Module) -> None:
+        """Set the buffers to the copies."""
+        for name, buffer in model.named_buffers():
+            if buffer.numel() <= _SMALL_ELEMENTS or self._versions[name] != buffer._version:
+                buffer.copy_(self._copies[name])
+                self._versions[name] = buffer._version
+
+    def changed(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the buffers that some block has changed."""
+        found = {}
+        for name, buffer in model.named_buffers():
+            large = buffer.numel() > _SMALL_ELEMENTS and self._versions[name] == buffer._version
+            if name in self._changed or not (large or torch.equal(buffer, self._copies[name])):
+                self._changed.add(name)
+                found[name] = buffer.detach()
+        return found
+
+    @torch.no_grad()
+    def load(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Set buffers to those that ``changed`` has returned in another process."""
+        buffers = dict(model.named_buffers())
+        for name, tensor in tensors.items():
+            buffers[name].copy_(tensor)
+        self._changed |= tensors.keys()
+
+
+@final
+class State:
+    """The state of a job that ``tr.recoverable`` keeps on all ranks.
+
+    The model's parameters and buffers, the optimizer's state with its residuals, the position in the data, and values
+    of the program. Objects with ``state_dict()`` and ``load_state_dict()``, such as learning rate schedulers and a
+    ``GradScaler``, are values, too. All others are plain values, of the types that the object collectives send
+    (docs/collectives.md); they are attributes that the program may set::
+
+        state = tr.State(model=model, optimizer=optimizer, sampler=sampler, scheduler=scheduler, best=0.0)
+
+    Gradients are no part of it.
+
+    Attributes:
+        model: The module.
+        optimizer: The ``DistributedOptimizer``.
+        sampler: The ``ElasticSampler``, or ``None``.
+        version: The number of blocks that have taken effect.
+        steps: How many of these were steps, of ``job.batches`` or ``job.steps``.
+    """
+
+    sampler: ElasticSampler | None
+
+    if TYPE_CHECKING:  # the program's values are attributes
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: DistributedOptimizer,
+        sampler: ElasticSampler | None = None,
+        **values: Any,
+    ) -> None:
+        """Collect the parts. Nothing is copied.
+
+        Raises:
+            ConfigurationError: The optimizer is no ``DistributedOptimizer``, a name is taken, or a value is of a type
+                that cannot be sent.
+        """
+        if not isinstance(optimizer, DistributedOptimizer):
+            raise ConfigurationError(
+                f"tr.State needs a DistributedOptimizer, not a {type(optimizer).__name__}: "
+                "tr.DistributedOptimizer(optimizer, model, group=group)"
+            )
+        if isinstance(optimizer.wrapped, torch.optim.LBFGS):
+            raise ConfigurationError(
+                "tr.State does not support LBFGS, which changes the parameters several times in one step"
+            )
+        if sampler is not None and not isinstance(sampler, ElasticSampler):
+            raise ConfigurationError(
+                f"the sampler of a tr.State is a tr.ElasticSampler, not a {type(sampler).__name__}"
+            )
+        taken = sorted(name for name in values if name.startswith("_") or hasattr(type(self), name) or name in _FIELDS)
+        if taken:
+            raise ConfigurationError(f"tr.State cannot hold a value of the name {taken[0]!r}: choose another one")
+        self.model, self.optimizer, self.sampler = model, optimizer, sampler
+        self.version = self.steps = 0
+        self._done: dict[str, int] = {}  #: By label: the epoch in which a block of ``job.once`` took effect last.
+        self._objects = {name: value for name, value in values.items() if isinstance(value, _Stateful)}
+        self._names = tuple(name for name in values if name not in self._objects)
+        self._buffers = _KeptBuffers()
+        for name, value in values.items():
+            setattr(self, name, value)
+        self._kept = self._light()
+        encode([self._kept.values, self._kept.objects])  # refuses what cannot be sent, before the job begins
+
+    def describe(self) -> str:
+        """Return what must be equal in all processes of the job, one part in a line."""
+        inner = self.optimizer.wrapped
+        lines = [f"parameter {name}: {each.dtype}{list(each.shape)}" for name, each in self.model.named_parameters()]
+        lines += [f"buffer {name}: {each.dtype}{list(each.shape)}" for name, each in self.model.named_buffers()]
+        lines += [f"optimizer: {type(inner).__qualname__} with {len(inner.param_groups)} groups"]
+        lines += [self.optimizer.describe()]
+        lines += [f"value {name}" for name in self._names]
+        lines += [f"object {name}: {type(value).__qualname__}" for name, value in self._objects.items()]
+        lines += [] if self.sampler is None else [self.sampler.describe()]
+        return "\n".join(lines)
+
+    def is_done(self, label: str) -> bool:
+        """Whether a block of ``job.once(label)`` has taken effect in this epoch of the sampler."""
+        return self._done.get(label) == self._epoch
+
+    def count(self, label: str | None) -> None:
+        """Count a block that has taken effect: a step, or with ``label`` a block of ``job.once``."""
+        self.version += 1
+        if label is None:
+            self.steps += 1
+        else:
+            self._done[label] = self._epoch
+
+    @property
+    def _epoch(self) -> int:
+        return 0 if self.sampler is None else self.sampler.epoch
+
+    # ------------------------------------------------------------------------------------------- a block that is undone
+
+    def keep(self) -> None:
+        """Remember what a block may change before its vote. Parameters and the optimizer's state change after it."""
+        self._kept = self._light()
+        self._buffers.keep(self.model)
+
+    def restore(self) -> None:
+        """Set everything to what it was when ``keep`` was called, and drop the gradients."""
+        kept = self._kept
+        for name, value in copy.deepcopy(kept.values).items():
+            setattr(self, name, value)
+        for name, value in copy.deepcopy(kept.objects).items():
+            target: Any = self._objects[name]
+            target.load_state_dict(value)
+            if isinstance(target, torch.amp.GradScaler):
+                # The block may have ended between unscale_() and update(). The scaler refuses a second unscale_(), and
+                # its state_dict() does not have that it saw the first one.
+                target._per_optimizer_states.clear()
+        for group, settings in zip(self.optimizer.wrapped.param_groups, kept.settings, strict=True):
+            group.update(copy.deepcopy(settings))
+        if self.sampler is not None and kept.sampler is not None:
+            self.sampler.load_state_dict(kept.sampler)
+        self._buffers.restore(self.model)
+        self.drop_gradients()
+
+    def own_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that blocks have changed, which may differ from rank to rank. Not copied."""
+        return self._buffers.changed(self.model)
+
+    def load_own_buffers(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Set the buffers that ``own_buffers`` has returned in another process."""
+        self._buffers.load(self.model, tensors)
+
+    def drop_gradients(self) -> None:
+        """Set all gradients to ``None``: they are no part of the state, so a block begins without any."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _light(self) -> _Kept:
+        groups = self.optimizer.wrapped.param_groups
+        return _Kept(
+            values={name: copy.deepcopy(getattr(self, name)) for name in self._names},
+            objects={name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()},
+            settings=[{key: copy.deepcopy(group[key]) for key in group if key != "params"} for group in groups],
+            sampler=None if self.sampler is None else self.sampler.state_dict(),
+        )
+
+    # ----------------------------------------------------------------------------------- a state that comes from others
+
+    def shared(self) -> dict[str, Any]:
+        """Return everything that a process needs to begin with this version. Tensors are not copied."""
+        light = self._light()
+        return {
+            "version": self.version,
+            "steps": self.steps,
+            "done": self._done,
+            "model": self._tensors(),
+            "optimizer": self.optimizer.wrapped.state_dict(),
+            "values": light.values,
+            "objects": light.objects,
+            "sampler": light.sampler,
+        }
+
+    def load_shared(self, shared: Mapping[str, Any]) -> None:
+        """Begin with what ``shared`` has returned in another process.
+
+        Raises:
+            ConfigurationError: It is the state of another program.
+        """
+        mine = self._tensors()
+        if shared["model"].keys() != mine.keys():
+            odd = sorted(shared["model"].keys() ^ mine.keys())[0]
+            raise ConfigurationError(f"the state of the job and this process's model differ in {odd!r}")
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(shared["model"][name])
+        self.optimizer.wrapped.load_state_dict(shared["optimizer"])
+        for name in self._names:
+            setattr(self, name, shared["values"][name])
+        for name, value in self._objects.items():
+            value.load_state_dict(shared["objects"][name])
+        if self.sampler is not None:
+            self.sampler.load_state_dict(shared["sampler"])
+        self.version, self.steps, self._done = shared["version"], shared["steps"], dict(shared["done"])
+
+    def digests(self) -> dict[str, str]:
+        """Return SHA-256 of each parameter and of each tensor of the optimizer's state. They are equal on all ranks."""
+        return {name: _sha256(tensor) for name, tensor in self._compared()}
+
+    def _compared(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.model.named_parameters()
+        for index, entry in self.optimizer.wrapped.state_dict()["state"].items():
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"optimizer state {index}, {key}", value
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        named.update((f"buffer {name}", buffer) for name, buffer in self.model.named_buffers())
+        return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def _sha256(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()

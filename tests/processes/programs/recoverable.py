@@ -1,0 +1,116 @@
+"""Train a small model in a job that outlives its ranks, and write what it did to a folder.
+
+Files: ``final-RANK.json`` (digest of parameters and optimizer state, steps, epochs), and
+``samples-SEAT-INCARNATION.jsonl`` (one line for each block: version, epoch, samples, whether it took effect).
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import totalreduce as tr
+
+
+class Numbers(Dataset):
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(count, 16, generator=generator)
+        self.targets = torch.randint(0, 4, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int):
+        return index, self.inputs[index], self.targets[index]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--samples", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--sync", default="none")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--norm", action="store_true")
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--die", default="", help="SEAT:VERSION:PLACE[,...], by the first incarnation of the seat")
+    parser.add_argument("--replicas", type=int, default=1)
+    arguments = parser.parse_args()
+    seat, incarnation = int(os.environ["RANK"]), int(os.environ.get("TOTALREDUCE_INCARNATION", "0"))
+    deaths = [death.split(":") for death in arguments.die.split(",") if death]
+    mine = {(int(version), place) for where, version, place in deaths if int(where) == seat and incarnation == 0}
+
+    def die_at(place: str) -> None:
+        if (state.version, place) in mine:
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+
+    torch.manual_seed(seat)  # tr.recoverable must make the ranks equal
+    hidden = 32
+    layers = [torch.nn.Linear(16, hidden), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(hidden, 4)]
+    if arguments.norm:
+        layers.insert(1, torch.nn.BatchNorm1d(hidden))
+    model = torch.nn.Sequential(*layers).to(getattr(torch, arguments.dtype))
+    kinds = {
+        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2),
+        "momentum": lambda: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-1),
+    }
+    inner = kinds[arguments.optimizer]()
+    group = tr.init()
+    sync = {"none": None, "oktopk": tr.OkTopk(density=0.1), "topka": tr.TopkA(density=0.1)}[arguments.sync]
+    feedback = tr.ErrorFeedback(elements_min=1) if sync is not None else None
+    optimizer = tr.DistributedOptimizer(inner, model, group=group, sync=sync, feedback=feedback)
+    dataset = Numbers(arguments.samples)
+    sampler = tr.ElasticSampler(dataset, arguments.batch, seed=3)
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=arguments.workers)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=5, gamma=0.9)
+    state = tr.State(model=model, optimizer=optimizer, sampler=sampler, scheduler=scheduler, losses=[])
+    log = (arguments.folder / f"samples-{seat}-{incarnation}.jsonl").open("w", buffering=1)
+    with tr.recoverable(state, replicas=arguments.replicas) as job:
+        for epoch in job.epochs(arguments.epochs):
+            for indices, inputs, targets in job.batches(loader):
+                with job.step():
+                    die_at("forward")
+                    loss = torch.nn.functional.cross_entropy(model(inputs.to(model[0].weight.dtype)).float(), targets)
+                    loss.backward()
+                    time.sleep(arguments.pause)
+                    die_at("backward")
+                    optimizer.step()
+                    die_at("updated")
+                    scheduler.step()
+                    used = {"version": state.version, "epoch": epoch, "samples": indices.tolist()}
+                log.write(json.dumps({**used, "committed": state.version > used["version"]}) + "\n")
+            for _ in job.once("evaluation"):
+                with job.step():
+                    die_at("once")
+                    total = torch.tensor([float(group.rank)])
+                    group.allreduce(total).wait()
+                    state.losses = [*state.losses, total.item()]
+    digest = hashlib.sha256(json.dumps(state.digests(), sort_keys=True).encode()).hexdigest()
+    residuals = {name: hashlib.sha256(each.numpy().tobytes()).hexdigest() for name, each in optimizer.residuals.items()}
+    result = {
+        "digest": digest,
+        "buffers": {name: each.tolist() for name, each in model.named_buffers()},
+        "residuals": residuals,
+        "version": state.version,
+        "losses": state.losses,
+        "lr": inner.param_groups[0]["lr"],
+        "world_size": group.world_size,
+        "epochs_of_job": job.epoch,
+    }
+    (arguments.folder / f"final-{group.rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
