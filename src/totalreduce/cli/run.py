@@ -150,7 +150,7 @@ def _show_event(event: dict[str, Any], *, file: TextIO | None) -> None:
     if kind == "ended" and event["exit_code"]:
         end = f"was killed by {event['signal']}" if event["signal"] else f"failed with exit code {event['exit_code']}"
         _note(f"rank {rank} {end}")
-    elif kind == "started":
+    elif kind == "started" and event["incarnation"]:
         _note(f"rank {rank} is started again ({event['restarts_left']} restarts left)")
     elif kind == "suspected":
         _note(f"rank {rank} is silent, says rank {event['by']}: it is killed")

@@ -178,6 +178,10 @@ class _Supervisor:
             environment = {**environment, "TOTALREDUCE_INCARNATION": str(incarnation)}
             self._recovery.restarts.started(rank, time.monotonic())
         worker = Worker(rank, self._commands[rank], environment, *self._relay.targets[rank])
+        if self._recovery is not None:
+            left = self._recovery.restarts.left
+            details = {"rank": rank, "incarnation": incarnation, "pid": worker.process.pid, "restarts_left": left}
+            self._recovery.options.on_event(event("started", **details))
         for is_error, pipe in enumerate((worker.process.stdout, worker.process.stderr)):
             if pipe is not None:
                 os.set_blocking(pipe.fileno(), False)
@@ -288,10 +292,7 @@ class _Supervisor:
             return
         for rank in recovery.restarts.due(now):
             self._workers[rank].finish(now)
-            incarnation = recovery.restarts.incarnations[rank]
-            self._workers[rank] = self._start_worker(rank, incarnation)
-            details = {"rank": rank, "incarnation": incarnation, "restarts_left": recovery.restarts.left}
-            recovery.options.on_event(event("started", **details))
+            self._workers[rank] = self._start_worker(rank, recovery.restarts.incarnations[rank])
 
     def _follow_keeper(self, recovery: _Recovery) -> None:
         """Do what the ranks ask for: end silent workers, and show the user each membership."""

@@ -19,8 +19,9 @@ import json
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -50,7 +51,7 @@ from totalreduce.recovery.state import State
 from totalreduce.schedules.select import LinkModel
 from totalreduce.transports.liveness import SILENT
 
-__all__ = ["Job", "recoverable"]
+__all__ = ["Change", "Job", "recoverable"]
 
 _log = logging.getLogger("totalreduce")
 
@@ -58,6 +59,27 @@ _log = logging.getLogger("totalreduce")
 _NEWCOMERS_S = 0.25
 #: How long the end of a group may take whose members are lost.
 _CLOSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of the members of a job, as one process saw it.
+
+    Attributes:
+        epoch: The number of the membership that began.
+        world_size: Its number of ranks.
+        version: The version of the state with which it began.
+        reason: Why the one before ended.
+        noticed_at: The time of day, in seconds, at which this process learned that.
+        seconds: The time from then until the new group had one state.
+    """
+
+    epoch: int
+    world_size: int
+    version: int
+    reason: str
+    noticed_at: float
+    seconds: float
 
 
 class _Kind(enum.Enum):
@@ -115,12 +137,15 @@ class Job:
         state: What is recovered.
         group: The ranks. The object stays the same when its members change; ``rank`` and ``world_size`` do not.
         epoch: The number of memberships so far; 0 if ranks cannot be replaced.
+        changes: The last changes of the members that this process has seen, a thousand at most.
     """
 
     def __init__(self, state: State, *, seed: int, replicas: int, verify: bool) -> None:
         """See ``recoverable``."""
         self.state, self.group = state, state.optimizer.group
         self.epoch = 0
+        self.changes: deque[Change] = deque(maxlen=1000)
+        self._left_at, self._left_because = time.time(), "the job began"
         self._seed = checks.integer("seed", seed)
         self._replicas = Replicas(checks.integer("replicas", replicas, minimum=0))
         self._verify = bool(verify)
@@ -246,9 +271,9 @@ class Job:
     def step(self) -> Iterator[None]:
         """Run a block, which takes effect on all ranks or on none.
 
-        If a rank is lost, the block ends, the remaining ranks (and new ones) form a group, and ``batches``, ``steps`` or
-        ``once`` let the block run again; unless the vote has passed, then the block goes on. After ``optimizer.step()`` each
-        rank finishes the block by itself: collectives raise ``ConfigurationError`` there.
+        If a rank is lost before the vote has passed, the block ends, the remaining ranks (and new ones) form a group,
+        and ``batches``, ``steps`` or ``once`` let the block run again. After ``optimizer.step()`` each rank finishes
+        the block by itself: collectives raise ``ConfigurationError`` there.
 
         Raises:
             ConfigurationError: A block is running already; or the block has two steps of the optimizer.
@@ -384,6 +409,7 @@ class Job:
         if assembly is None:
             return False
         _log.info("rank %d: %s; the ranks that are left form a new group", self.group.rank, error)
+        self._left_at, self._left_because = time.time(), str(error)
         if error.reason.startswith(SILENT):
             assembly.suspect(error.rank)
         if not self.group.operations.closed:
@@ -392,6 +418,7 @@ class Job:
 
     def _form_again(self, decision: Decision | None) -> None:
         if not self.group.operations.closed:
+            self._left_at, self._left_because = time.time(), "other processes join"
             self.group.close(_CLOSE_S, reason="the members of the group change")
         if not self._form_group(has_state=True, decision=decision):
             raise RecoveryError("the other ranks have come to the end of the job, and this rank has not")
@@ -451,6 +478,10 @@ class Job:
             self._compare_states()
         self._place()
         self.epoch = decision.epoch
+        now = time.time()
+        self.changes.append(
+            Change(decision.epoch, group.world_size, version, self._left_because, self._left_at, now - self._left_at)
+        )
         if rank == 0:
             _log.info("epoch %d: %d ranks, version %d", decision.epoch, group.world_size, version)
 
