@@ -8,6 +8,7 @@ from totalreduce.bench.allreduce import bench_allreduce
 from totalreduce.bench.collectives import bench_collectives
 from totalreduce.bench.coordination import bench_coordination
 from totalreduce.bench.ddp import bench_ddp
+from totalreduce.bench.faults import bench_faults
 from totalreduce.bench.growth import bench_growth
 from totalreduce.bench.kernels import bench_kernels
 from totalreduce.bench.replay import bench_replay
@@ -39,6 +40,7 @@ for _command in (
     bench_growth,
     bench_train,
     bench_ddp,
+    bench_faults,
     bench_versions,
     bench_trace,
     bench_report,

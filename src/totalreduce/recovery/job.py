@@ -20,7 +20,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self, final
@@ -175,6 +175,7 @@ class Job:
         if group.formation is None:
             if group.world_size > 1 and group.rank == 0:
                 _log.warning("the launcher does not replace ranks: a loss ends the job (totalreduce run --on-loss)")
+            self._send_state(0, range(1, group.world_size))
             self._place()
             return self
         if settings.keeper is None:
@@ -471,8 +472,7 @@ class Job:
             # All epochs use the same numbers, so that they choose the same schedules, and get the same bits.
             assembly.first_value("links", json.dumps(asdict(measured)))
         state.optimizer.form_again()
-        if rank == decision.source or rank in decision.newcomers:
-            self._send_state(decision)
+        self._send_state(decision.source, decision.newcomers)
         self._restore_own(decision, has_state=has_state)
         if self._verify:
             self._compare_states()
@@ -490,11 +490,11 @@ class Job:
         if self.state.sampler is not None:
             self.state.sampler.place(self.group.rank, self.group.world_size)
 
-    def _send_state(self, decision: Decision) -> None:
-        """Give the source's state to the ranks without it. Collective among these."""
-        if not decision.newcomers:
+    def _send_state(self, source: int, newcomers: Sequence[int]) -> None:
+        """Give the source's state to the ranks without it. Collective among these; the others return at once."""
+        if not newcomers or self.group.rank not in (source, *newcomers):
             return
-        some = self.group.control.subgroup([decision.source, *decision.newcomers], name="recovery/state")
+        some = self.group.control.subgroup([source, *newcomers], name="recovery/state")
         document = ""
         tensors: list[torch.Tensor] = []
         if some.rank == 0:

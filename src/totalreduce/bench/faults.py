@@ -1,0 +1,370 @@
+"""``totalreduce bench faults``: a real training job whose processes are killed and frozen, also while they recover."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from totalreduce.bench.command import benchmark, split_names
+from totalreduce.bench.faults_worker import SAMPLES, FaultsConfig, Final
+from totalreduce.bench.launching import BenchmarkFailedError, Setting, require_success
+from totalreduce.bench.machine import describe_machine
+from totalreduce.bench.report import Report, Table
+from totalreduce.bench.sampling import percentile
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.launch.local import EmulateOptions, RecoveryOptions, RunResult, run_workers
+
+_KINDS = ("kill", "stop", "again", "first")
+#: If no block takes effect for so long, the job hangs.
+_HUNG_S = 60.0
+#: An undisturbed run to the same version must not take longer.
+_REFERENCE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class FaultsParameters:
+    """The job and its faults; the fields are options."""
+
+    faults: Annotated[int, typer.Option(min=1, help="Number of faults.")] = 20
+    kinds: Annotated[
+        str,
+        typer.Option(
+            help="Which faults, by turns. kill: SIGKILL of a random rank at a random time. stop: SIGSTOP. again: two "
+            "kills, the second one while the job recovers from the first. first: SIGKILL of rank 0."
+        ),
+    ] = "kill"
+    on_loss: Annotated[str, typer.Option(help="replace or shrink.")] = "replace"
+    interval: Annotated[float, typer.Option(help="Seconds from a full recovery to the next fault, on average.")] = 0.5
+    step_ms: Annotated[float, typer.Option(help="Computation of a step.")] = 80.0
+    optimizer: Annotated[str, typer.Option(help="adamw or momentum.")] = "adamw"
+    sync: Annotated[str, typer.Option(help="none or oktopk.")] = "none"
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32"
+    elements: Annotated[int, typer.Option(help="Elements of a further parameter.")] = 100_000
+    seed: Annotated[int, typer.Option(help="Seed of the faults' times and ranks.")] = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        split_names("--kinds", self.kinds, _KINDS)
+        for option, value, known in (
+            ("--on-loss", self.on_loss, ("replace", "shrink")),
+            ("--optimizer", self.optimizer, ("adamw", "momentum")),
+            ("--sync", self.sync, ("none", "oktopk")),
+            ("--dtype", self.dtype, ("float32", "bfloat16")),
+        ):
+            if value not in known:
+                raise ConfigurationError(f"{option} takes {' or '.join(known)}, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class FaultsFigure:
+    """The job under faults.
+
+    Attributes:
+        injected: Number of faults.
+        survived: Faults after which the job went on with a right state.
+        hung: Whether the job stopped making progress.
+        wrong: Versions at which ranks had different states, and 1 more if the end differs from an undisturbed run.
+        lost_versions: Versions of which no process has a record.
+        lost_samples: Samples that no step of their epoch has used.
+        doubled_samples: Samples that steps of one epoch have used twice.
+        detection_p50_s: Time from a fault until the first survivor noticed it.
+        detection_max_s: The longest.
+        recovery_p50_s: Time from then until the survivors' next group had one state.
+        recovery_max_s: The longest.
+        step_s: Median time of a block without faults.
+        goodput: Blocks times this time, divided by the time of the whole run after its start.
+        versions: Number of blocks that took effect.
+        seconds: Time from the first to the last block.
+    """
+
+    injected: int
+    survived: int
+    hung: bool
+    wrong: int
+    lost_versions: int
+    lost_samples: int
+    doubled_samples: int
+    detection_p50_s: float
+    detection_max_s: float
+    recovery_p50_s: float
+    recovery_max_s: float
+    step_s: float
+    goodput: float
+    versions: int
+    seconds: float
+
+
+@benchmark(
+    "faults",
+    "totalreduce bench faults -n 8 --faults 50",
+    "totalreduce bench faults -n 8 --on-loss shrink --kinds kill,stop,again",
+    "totalreduce bench faults -n 4 --sync oktopk --optimizer momentum",
+    shared=("ranks", "emulate_hosts", "emulate_rate"),
+)
+def bench_faults(setting: Setting, parameters: FaultsParameters) -> Report:
+    """Kill and freeze the processes of a training job, and compare what is left with an undisturbed run.
+
+    With --on-loss replace, parameters and optimizer state must be those of an undisturbed run, bit by bit; with shrink,
+    equal on all ranks at every version.
+    """
+    with tempfile.TemporaryDirectory(prefix="totalreduce-faults-") as name:
+        figure, raw = _measure(setting, parameters, Path(name))
+    columns = [
+        ("injected", lambda f: str(f.injected)),
+        ("survived", lambda f: str(f.survived)),
+        ("hung", lambda f: "yes" if f.hung else "0"),
+        ("wrong", lambda f: str(f.wrong)),
+        ("versions lost", lambda f: str(f.lost_versions)),
+        ("samples lost, doubled", lambda f: f"{f.lost_samples}, {f.doubled_samples}"),
+        ("noticed p50, max", lambda f: f"{f.detection_p50_s * 1e3:.0f}, {f.detection_max_s * 1e3:.0f} ms"),
+        ("recovered p50, max", lambda f: f"{f.recovery_p50_s:.2f}, {f.recovery_max_s:.2f} s"),
+        ("step", lambda f: f"{f.step_s * 1e3:.0f} ms"),
+        ("goodput", lambda f: f"{f.goodput:.0%}"),
+    ]
+    title = f"{parameters.on_loss}, {parameters.kinds}, {parameters.optimizer}, sync={parameters.sync}"
+    caption = f"{figure.versions} blocks in {figure.seconds:.0f} s. {setting.describe()}."
+    table = Table(title, columns, [figure], caption)
+    document = {**setting.as_document(), **asdict(parameters)}
+    return Report([table], document, describe_machine(), [figure], raw)
+
+
+def _measure(setting: Setting, parameters: FaultsParameters, folder: Path) -> tuple[FaultsFigure, dict[str, Any]]:
+    injector = _Injector(parameters, setting.ranks, folder)
+    outcome = _run(setting, parameters, folder, injector)
+    if not injector.hung:
+        require_success(outcome, "the job under faults")
+    finals = {path.name: Final(**json.loads(path.read_text())) for path in sorted(folder.glob("final-*.json"))}
+    wrong = len({final.digest for final in finals.values()}) > 1
+    if finals and parameters.on_loss == "replace":
+        last = next(iter(finals.values()))
+        wrong = wrong or last.digest != _undisturbed(setting, parameters, last.version)
+    return summarise(parameters, _records(folder), list(finals.values()), injector, ends_wrong=wrong)
+
+
+def _run(setting: Setting, parameters: FaultsParameters, folder: Path, injector: _Injector | None) -> RunResult:
+    config = FaultsConfig(
+        str(folder),
+        0.0 if injector is None else parameters.step_ms,
+        parameters.optimizer,
+        parameters.sync,
+        parameters.dtype,
+        parameters.elements,
+    )
+    path = folder / "config.json"
+    path.write_text(json.dumps(asdict(config)), encoding="utf-8")
+    emulate, recovery = None, None
+    if setting.hosts:
+        emulate = EmulateOptions(
+            num_hosts=setting.hosts, rate=setting.rate, ranks_per_host=setting.ranks // setting.hosts
+        )
+    if injector is not None:
+        recovery = RecoveryOptions(
+            on_loss="shrink" if parameters.on_loss == "shrink" else "replace",
+            restarts=4 * parameters.faults + 10,
+            on_event=injector.on_event,
+        )
+        injector.start()
+    return run_workers(
+        [sys.executable, "-m", "totalreduce.bench.faults_worker", str(path)],
+        num_workers=setting.ranks,
+        emulate=emulate,
+        output="capture",
+        recovery=recovery,
+        timeout_s=_REFERENCE_S if injector is None else None,
+    )
+
+
+def _undisturbed(setting: Setting, parameters: FaultsParameters, version: int) -> str:
+    """Return the digest of a run to the version without faults."""
+    with tempfile.TemporaryDirectory(prefix="totalreduce-faults-") as name:
+        folder = Path(name)
+        (folder / "stop").write_text(str(version), encoding="utf-8")
+        require_success(_run(setting, parameters, folder, None), "the undisturbed job")
+        digest: str = json.loads((folder / "final-0.json").read_text())["digest"]
+        return digest
+
+
+class _Injector:
+    """Causes the faults, in a thread beside the launcher.
+
+    Attributes:
+        times: The time of day of each fault.
+        hung: Whether the job made no progress for ``_HUNG_S``.
+    """
+
+    def __init__(self, parameters: FaultsParameters, num_ranks: int, folder: Path) -> None:
+        self._parameters, self._num_ranks, self._folder = parameters, num_ranks, folder
+        self._random = random.Random(parameters.seed)
+        self._kinds = split_names("--kinds", parameters.kinds, _KINDS)
+        self._pids: dict[int, int] = {}
+        self._members: list[tuple[int, int]] = []
+        self._incarnations: dict[int, int] = {}
+        self._changed = threading.Condition()
+        self._ended = False
+        self.times: list[float] = []
+        self.hung = False
+
+    def start(self) -> None:
+        """Start the thread."""
+        threading.Thread(target=self._cause_all, name="faults", daemon=True).start()
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        """Follow the launcher's events."""
+        with self._changed:
+            if event["event"] == "started":
+                self._pids[event["rank"]] = event["pid"]
+                self._incarnations[event["rank"]] = event["incarnation"]
+            elif event["event"] == "ended":
+                self._pids.pop(event["rank"], None)
+                self._ended = self._ended or event["exit_code"] == 0
+            elif event["event"] == "epoch":
+                self._members = [(each["seat"], each["incarnation"]) for each in event["members"]]
+            self._changed.notify_all()
+
+    def _cause_all(self) -> None:
+        for number in range(self._parameters.faults):
+            kind = self._kinds[number % len(self._kinds)]
+            if not self._wait_until_complete():
+                return
+            time.sleep(self._random.uniform(0.0, 2 * self._parameters.interval))
+            self._cause(kind, self._random.randrange(self._num_ranks) if kind != "first" else 0)
+            if kind == "again":  # before or after the survivors have formed their group
+                time.sleep(self._random.uniform(0.0, 3.0))
+                self._cause("kill", self._random.randrange(self._num_ranks))
+        if self._wait_until_complete():
+            time.sleep(1.0)
+            version = max((line["about"] for line in _records(self._folder) if "about" in line), default=0)
+            temporary = self._folder / "stop.new"
+            temporary.write_text(str(version + 25), encoding="utf-8")
+            temporary.rename(self._folder / "stop")
+
+    def _cause(self, kind: str, rank: int) -> None:
+        with self._changed:
+            pid = self._pids.get(rank)
+            others = [
+                seat for seat, incarnation in self._members if seat != rank and self._incarnations[seat] == incarnation
+            ]
+            if pid is None or not any(seat in self._pids for seat in others):
+                return  # the last process with the state of the job
+            self.times.append(time.time())
+            os.kill(pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+
+    def _wait_until_complete(self) -> bool:
+        """Return when all ranks are members; ``False`` if the job has ended or hangs."""
+        with self._changed:
+            complete = self._changed.wait_for(lambda: self._ended or self._is_complete(), _HUNG_S)
+            if not complete:
+                self.hung = True
+                for pid in self._pids.values():
+                    os.kill(pid, signal.SIGKILL)
+                return False
+            return not self._ended
+
+    def _is_complete(self) -> bool:
+        running = [(rank, self._incarnations[rank]) for rank in sorted(self._pids)]
+        return len(running) == self._num_ranks and self._members == running
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of all processes; the last line of a killed process may be cut off."""
+    return list(_lines(folder))
+
+
+def _lines(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob("blocks-*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+
+def summarise(
+    parameters: FaultsParameters,
+    lines: list[dict[str, Any]],
+    finals: list[Final],
+    injector: _Injector,
+    *,
+    ends_wrong: bool,
+) -> tuple[FaultsFigure, dict[str, Any]]:
+    """From the processes' logs to figures.
+
+    Raises:
+        BenchmarkFailedError: There is no log of a block.
+    """
+    done = [line for line in lines if "done" in line]
+    if not done:
+        raise BenchmarkFailedError("no block took effect")
+    digests: dict[int, set[str]] = defaultdict(set)
+    for line in done:
+        digests[line["done"]].add(line["digest"])
+    last = max(digests)
+    lost, doubled = _audit([line for line in lines if "about" in line], last)
+    changes = [line["change"] for line in lines if "change" in line and "is lost" in line["change"]["reason"]]
+    noticed = sorted(change["noticed_at"] for change in changes)
+    detections = []
+    for at, following in zip(injector.times, [*injector.times[1:], math.inf], strict=True):
+        detections += [time - at for time in noticed if at <= time < following][:1]
+    recoveries = [change["seconds"] for change in changes] or [0.0]
+    times = sorted(line["at"] for line in done)
+    step_s = median(final.step_s for final in finals) if finals else 0.0
+    seconds = times[-1] - times[0]
+    wrong = sum(len(each) > 1 for each in digests.values()) + ends_wrong
+    figure = FaultsFigure(
+        injected=len(injector.times),
+        survived=0 if injector.hung or wrong else len(injector.times),
+        hung=injector.hung,
+        wrong=wrong,
+        lost_versions=sum(version not in digests for version in range(1, last + 1)),
+        lost_samples=lost,
+        doubled_samples=doubled,
+        detection_p50_s=percentile(detections or [0.0], 0.5),
+        detection_max_s=max(detections, default=0.0),
+        recovery_p50_s=percentile(recoveries, 0.5),
+        recovery_max_s=max(recoveries),
+        step_s=step_s,
+        goodput=last * step_s / seconds if seconds else 0.0,
+        versions=last,
+        seconds=seconds,
+    )
+    return figure, {"faults": injector.times, "changes": changes, "parameters": asdict(parameters)}
+
+
+def _audit(lines: list[dict[str, Any]], last: int) -> tuple[int, int]:
+    """Return how many samples steps have left out, and how many they have used twice, in epochs that are over.
+
+    Of a version, only the lines of its last membership count: a block that was repeated used the same samples before,
+    without effect.
+    """
+    memberships: dict[int, int] = {}
+    for line in lines:
+        memberships[line["about"]] = max(line["job_epoch"], memberships.get(line["about"], 0))
+    used: dict[int, list[int]] = defaultdict(list)
+    blocks: dict[tuple[int, int], list[int]] = {}
+    epoch_of: dict[int, int] = {}
+    for line in lines:
+        version = line["about"]
+        if version < last and line["job_epoch"] == memberships[version]:
+            blocks[version, line["seat"]] = line["samples"]
+            epoch_of[version] = line["data_epoch"]
+    for (version, _), samples in blocks.items():
+        used[epoch_of[version]] += samples
+    over = [epoch for epoch in used if epoch < max(used)]
+    lost = sum(SAMPLES - len(set(used[epoch])) for epoch in over)
+    doubled = sum(len(used[epoch]) - len(set(used[epoch])) for epoch in over)
+    return lost, doubled
