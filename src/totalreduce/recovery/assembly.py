@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import final
 
@@ -69,9 +70,16 @@ class Assembly:
         current: The decision of the epoch that this process is a member of; ``None`` before the first one.
     """
 
-    def __init__(self, store: Store, policy: Policy, seat: int, incarnation: int) -> None:
-        """``store``: a store that outlives every process of the job."""
-        self._store = store
+    def __init__(
+        self,
+        store: Store,
+        policy: Policy,
+        seat: int,
+        incarnation: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``store``: a store that outlives every process of the job. ``clock``: returns the time in seconds."""
+        self._store, self._clock = store, clock
         self.policy, self.seat, self.incarnation = policy, seat, incarnation
         self.current: Decision | None = None
 
@@ -87,25 +95,42 @@ class Assembly:
             RecoveryError: Too few processes have come before the deadline; or no process with the state is left; or
                 the others have gone on without this process, which was silent for too long; or the store is gone.
         """
-        report = Report(self.seat, self.incarnation, has_state, version, has_voted)
+        meeting = self.meeting(Report(self.seat, self.incarnation, has_state, version, has_voted))
+        pause_s = _PAUSE_S
         try:
             while True:
-                decision = self._decide(report)
-                if decision is None:
-                    return None
-                member = decision.rank_of(self.seat, self.incarnation) is not None
-                if not member and has_state:
-                    raise RecoveryError(
-                        f"the other ranks have formed epoch {decision.epoch} without rank {self.seat}, which was "
-                        "silent for too long. This process ends, and the launcher can start another one in its place"
-                    )
-                self.current = decision
-                if member:
+                try:
+                    waits = next(meeting)
+                except StopIteration as end:
+                    decision: Decision | None = end.value
                     return decision
+                if waits:
+                    time.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _PAUSE_MAX_S)
         except (RuntimeError, ValueError) as error:
             if type(error) not in (RuntimeError, ValueError):  # one of this library's
                 raise
             raise RecoveryError(f"the store of the launcher is gone: {str(error)[:200]}") from error
+
+    def meeting(self, report: Report) -> Generator[bool, None, Decision | None]:
+        """Do what ``meet`` does, one access of the store after the other.
+
+        Yields:
+            Between two accesses: whether this process now waits for others.
+        """
+        while True:
+            decision = yield from self._decide(report)
+            if decision is None:
+                return None
+            member = decision.rank_of(self.seat, self.incarnation) is not None
+            if not member and report.has_state:
+                raise RecoveryError(
+                    f"the other ranks have formed epoch {decision.epoch} without rank {self.seat}, which was silent for "
+                    "too long. This process ends, and the launcher can start another one in its place"
+                )
+            self.current = decision
+            if member:
+                return decision
 
     def suspect(self, rank: int) -> None:
         """Tell the launcher that a rank of the current epoch is silent, so that it ends the process."""
@@ -170,36 +195,41 @@ class Assembly:
         assert self.current is not None
         return PrefixStore(f"{PREFIX}/{self.current.epoch}/group", self._store)
 
-    def _decide(self, report: Report) -> Decision | None:
+    def _decide(self, report: Report) -> Generator[bool, None, Decision | None]:
         last = self.current
         epoch = 1 if last is None else last.epoch + 1
-        while (known := self._read_decision(epoch)) is not None:  # a newcomer, or a member that was left behind
-            if known.rank_of(self.seat, self.incarnation) is not None:
+        while (known := self._read_decision(epoch)) is not None:  # others have decided without this process
+            if report.has_state or known.rank_of(self.seat, self.incarnation) is not None:
                 return known
             last, epoch = known, epoch + 1
-        self._store.append(_reports_key(epoch), report.encode() + "\n")  # type: ignore[attr-defined]  # torch's stub lacks it
-        membership = Membership(self.policy, epoch, last, time.monotonic())
+            yield False
+        yield False
+        self._store.append(_reports_key(epoch), report.encode() + "\n")  # type: ignore[attr-defined]
+        membership = Membership(self.policy, epoch, last, self._clock())
         num_known = 0
-        pause_s = _PAUSE_S
         while True:
+            yield False
             ended = self._read_ended()  # before the reports: what a process has reported counts although it has ended
-            now = time.monotonic()
+            yield False
+            now = self._clock()
             reports = self._read_reports(epoch)
             for other in reports[num_known:]:
                 membership.reported(other, now)
             num_known = len(reports)
             for seat, incarnation in ended.items():
                 membership.ended(seat, incarnation)
+            yield False
             decision = self._read_decision(epoch)
             if decision is not None:
                 return decision
+            yield False
             if self._store.check([FINISHED]):
                 return None
             proposal = membership.proposal(now)
             if proposal is not None:
+                yield False
                 return Decision.decode(self._store.compare_set(decision_key(epoch), "", proposal.encode()).decode())
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+            yield True
 
     def _read_decision(self, epoch: int) -> Decision | None:
         text = self._text_of(decision_key(epoch))

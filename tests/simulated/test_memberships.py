@@ -1,0 +1,33 @@
+"""Memberships under random faults: every seed ends with one state, and twice with the same course."""
+
+import itertools
+
+import pytest
+from memberships import Plan, SimulatedJob
+
+from totalreduce.recovery.membership import Policy
+
+
+def plan_of(seed: int) -> Plan:
+    size = (2, 3, 4, 5, 8)[seed % 5]
+    on_loss = "shrink" if seed % 2 else "replace"
+    return Plan(Policy(on_loss, size, min_ranks=1, settle_s=5.0, deadline_s=1e9), target=3 + seed % 3, faults=seed % 5)
+
+
+@pytest.mark.parametrize("begin", range(0, 1000, 100))
+def test_every_seed_ends_with_one_state(begin: int) -> None:
+    for seed in range(begin, begin + 100):
+        SimulatedJob(plan_of(seed), seed).run()
+
+
+def test_a_seed_has_one_course() -> None:
+    for seed in range(20):
+        assert SimulatedJob(plan_of(seed), seed).run() == SimulatedJob(plan_of(seed), seed).run()
+
+
+@pytest.mark.parametrize("on_loss", ["replace", "shrink"])
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_a_crash_at_every_turn_is_survived(size: int, on_loss: str) -> None:
+    policy = Policy(on_loss, size, settle_s=5.0, deadline_s=1e9)
+    for turn, seat in itertools.product(range(0, 60 * size), range(size)):
+        SimulatedJob(Plan(policy, target=2, crash_at=((turn, seat),)), seed=size).run()
