@@ -241,8 +241,8 @@ class SimulatedJob:
             if all(each.done for each in self.processes.values()) and not self._restart_at:
                 self._check_end()
                 return self.trace.hexdigest()
-        states = [(each.seat, each.incarnation, each.version, each.ended, each.frozen) for each in self.processes.values()]
-        raise Violation(f"the job has not ended after {turns} turns: {states}")
+        versions = {seat: (each.version, each.ended, each.frozen) for seat, each in self.processes.items()}
+        raise Violation(f"the job has not ended after {turns} turns: {versions}")
 
     def _turn(self, process: Process) -> None:
         if process.ended or process.done:

@@ -29,5 +29,5 @@ def test_a_seed_has_one_course() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_a_crash_at_every_turn_is_survived(size: int, on_loss: str) -> None:
     policy = Policy(on_loss, size, settle_s=5.0, deadline_s=1e9)
-    for turn, seat in itertools.product(range(0, 60 * size), range(size)):
+    for turn, seat in itertools.product(range(60 * size), range(size)):
         SimulatedJob(Plan(policy, target=2, crash_at=((turn, seat),)), seed=size).run()

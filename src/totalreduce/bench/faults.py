@@ -255,12 +255,14 @@ class _Injector:
 
     def _cause(self, kind: str, rank: int) -> None:
         with self._changed:
-            pid = self._pids.get(rank)
+            pid = self._pids.pop(rank, None)  # from now on it counts as gone
             others = [
                 seat for seat, incarnation in self._members if seat != rank and self._incarnations[seat] == incarnation
             ]
-            if pid is None or not any(seat in self._pids for seat in others):
-                return  # the last process with the state of the job
+            if pid is not None and not any(seat in self._pids for seat in others):
+                self._pids[rank], pid = pid, None  # the last process with the state of the job
+            if pid is None:
+                return
             self.times.append(time.time())
             os.kill(pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 

@@ -153,7 +153,8 @@ def _show_event(event: dict[str, Any], *, file: TextIO | None) -> None:
     elif kind == "started" and event["incarnation"]:
         _note(f"rank {rank} is started again ({event['restarts_left']} restarts left)")
     elif kind == "suspected":
-        _note(f"rank {rank} is silent, says rank {event['by']}: it is killed")
+        why = "is stopped" if event["by"] is None else f"is silent, says rank {event['by']}"
+        _note(f"rank {rank} {why}: it is killed")
     elif kind == "epoch" and event["epoch"] > 1:
         _note(f"{len(event['members'])} ranks go on from version {event['version']} (epoch {event['epoch']})")
 

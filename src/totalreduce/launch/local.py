@@ -310,6 +310,11 @@ class _Supervisor:
                     recovery.options.on_event(event("suspected", rank=rank, incarnation=incarnation, by=word["by"]))
                     if not self._workers[rank].ended:
                         self._workers[rank].send(signal.SIGKILL)
+            elif "waiting" in word:
+                for worker in self._workers:
+                    if worker.is_stopped:
+                        recovery.options.on_event(event("suspected", rank=worker.rank, by=None))
+                        worker.send(signal.SIGKILL)
             elif "finished" in word:
                 recovery.restarts.finished()
             else:

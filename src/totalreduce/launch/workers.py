@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import IO
 
 from totalreduce.foundation.errors import ConfigurationError
@@ -115,6 +116,16 @@ class Worker:
     def ended(self) -> bool:
         """Whether :meth:`poll` has noticed its end."""
         return self._ended_at is not None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP has stopped its process, which then does nothing and says nothing."""
+        if self.ended:
+            return False
+        try:
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
 
     @property
     def ended_by_signal(self) -> bool:

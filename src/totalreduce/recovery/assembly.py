@@ -22,11 +22,15 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError, RecoveryError
 from totalreduce.recovery.membership import Decision, Membership, Policy, Report, json_object
 
-__all__ = ["ENDED", "FINISHED", "PREFIX", "Assembly", "decision_key", "open_keeper", "suspicion_key"]
+__all__ = ["ENDED", "FINISHED", "PREFIX", "WAITING", "Assembly", "decision_key", "open_keeper", "suspicion_key"]
 
 PREFIX = "totalreduce/recovery"
 #: A JSON object: by seat the last incarnation that has ended. The keeper writes it.
 ENDED = f"{PREFIX}/ended"
+#: Changes when a process has waited for others for a while: the launcher then looks whether one is stopped.
+WAITING = f"{PREFIX}/waiting"
+#: How long a process waits before it says so, and how often.
+_WAITING_S = 2.0
 #: Set when all ranks have come to the end of the job.
 FINISHED = f"{PREFIX}/finished"
 #: The time between two looks into the store: short at first, because most decisions take no longer.
@@ -82,6 +86,8 @@ class Assembly:
         self._store, self._clock = store, clock
         self.policy, self.seat, self.incarnation = policy, seat, incarnation
         self.current: Decision | None = None
+        self._waits_since = clock()
+        self._num_said = 0
 
     def meet(self, *, has_state: bool = False, version: int = 0, has_voted: bool = False) -> Decision | None:
         """Take part in the decision of the next epoch; return it when it is made. This process is a member.
@@ -120,13 +126,14 @@ class Assembly:
         """
         while True:
             decision = yield from self._decide(report)
+            self._waits_since = self._clock()
             if decision is None:
                 return None
             member = decision.rank_of(self.seat, self.incarnation) is not None
             if not member and report.has_state:
                 raise RecoveryError(
-                    f"the other ranks have formed epoch {decision.epoch} without rank {self.seat}, which was silent for "
-                    "too long. This process ends, and the launcher can start another one in its place"
+                    f"the other ranks have formed epoch {decision.epoch} without rank {self.seat}, which was silent "
+                    "for too long. This process ends, and the launcher can start another one in its place"
                 )
             self.current = decision
             if member:
@@ -144,6 +151,7 @@ class Assembly:
         """Return why the group of the current epoch cannot be formed any more; "" if it can."""
         current = self.current
         assert current is not None
+        self._say_that_it_waits()
         ended = self._read_ended()
         for rank, member in enumerate(current.members):
             if member.incarnation <= ended.get(member.seat, -1):
@@ -204,11 +212,14 @@ class Assembly:
             last, epoch = known, epoch + 1
             yield False
         yield False
-        self._store.append(_reports_key(epoch), report.encode() + "\n")  # type: ignore[attr-defined]
+        text = report.encode() + "\n"
+        self._store.append(_reports_key(epoch), text)  # type: ignore[attr-defined]
         membership = Membership(self.policy, epoch, last, self._clock())
         num_known = 0
+        self._waits_since = self._clock()
         while True:
             yield False
+            self._say_that_it_waits()
             ended = self._read_ended()  # before the reports: what a process has reported counts although it has ended
             yield False
             now = self._clock()
@@ -230,6 +241,14 @@ class Assembly:
                 yield False
                 return Decision.decode(self._store.compare_set(decision_key(epoch), "", proposal.encode()).decode())
             yield True
+
+    def _say_that_it_waits(self) -> None:
+        """Tell the launcher now and then that this process waits: a process that is stopped can say nothing."""
+        now = self._clock()
+        if now >= self._waits_since + _WAITING_S:
+            self._waits_since = now
+            self._num_said += 1
+            self._store.set(WAITING, f"{self.seat} {self.incarnation} {self._num_said}")
 
     def _read_decision(self, epoch: int) -> Decision | None:
         text = self._text_of(decision_key(epoch))

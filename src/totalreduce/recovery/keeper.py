@@ -4,9 +4,12 @@ The launcher runs it as ``python -m totalreduce.recovery.keeper PORT WORLD_SIZE`
 
 From the launcher (standard input): ``{"ended": [seat, incarnation]}``. The end of the input ends the keeper.
 
-To the launcher (standard output): ``{"suspected": seat, "incarnation": …, "by": seat,
-"epoch": …}`` when a rank is silent; ``{"epoch": …, "members": …, "version": …}`` for each decision; ``{"finished":
-true}``.
+To the launcher (standard output):
+
+- ``{"suspected": seat, "incarnation": …, "by": seat, "epoch": …}``: a rank is silent;
+- ``{"waiting": true}``: a rank has waited for others for a while;
+- ``{"epoch": …, "members": …, "version": …}``: a decision;
+- ``{"finished": true}``: all ranks have come to the end of the job.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from totalreduce.recovery.assembly import ENDED, FINISHED, decision_key, suspicion_key
+from totalreduce.recovery.assembly import ENDED, FINISHED, WAITING, decision_key, suspicion_key
 
 #: How often the keeper looks for suspicions and decisions.
 _LOOK_S = 0.02
@@ -32,6 +35,8 @@ def main() -> None:
     suspicions = [suspicion_key(seat) for seat in range(world_size)]
     store.multi_set(suspicions, [""] * len(suspicions))  # type: ignore[attr-defined]  # torch's stub lacks it
     known = [b""] * len(suspicions)
+    store.set(WAITING, "")
+    known_waiting = b""
     ended: dict[int, int] = {}
     epoch = 1
     finished = False
@@ -52,6 +57,10 @@ def main() -> None:
             if value != known[seat]:
                 _say({"suspected": seat, **json.loads(value)})
         known = values
+        waiting = store.get(WAITING)
+        if waiting != known_waiting:
+            known_waiting = waiting
+            _say({"waiting": True})
         while store.check([decision_key(epoch)]):
             _say(json.loads(store.get(decision_key(epoch))))
             epoch += 1
