@@ -175,6 +175,7 @@ class Process:
         members = [(member.seat, member.incarnation) for member in self.group.decision.members]
         self.chain = hashlib.sha256(f"{self.chain} {self.group.decision.epoch} {members}".encode()).hexdigest()[:16]
         self.version += 1
+        self.assembly.begin()
 
     def leave(self) -> None:
         if self.group is not None:

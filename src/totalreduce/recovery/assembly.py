@@ -27,6 +27,8 @@ __all__ = ["ENDED", "FINISHED", "PREFIX", "WAITING", "Assembly", "decision_key",
 PREFIX = "totalreduce/recovery"
 #: A JSON object: by seat the last incarnation that has ended. The keeper writes it.
 ENDED = f"{PREFIX}/ended"
+#: Set when the first block has taken effect: from then on, somebody must have the state.
+BEGUN = f"{PREFIX}/begun"
 #: Changes when a process has waited for others for a while: the launcher then looks whether one is stopped.
 WAITING = f"{PREFIX}/waiting"
 #: How long a process waits before it says so, and how often.
@@ -169,6 +171,10 @@ class Assembly:
         reports = self._read_reports(epoch)
         return any(each.incarnation > ended.get(each.seat, -1) for each in reports if not each.has_state)
 
+    def begin(self) -> None:
+        """Note that the first block has taken effect."""
+        self._store.set(BEGUN, "yes")
+
     def finish(self) -> None:
         """Note that all ranks have come to the end of the job."""
         self._store.set(FINISHED, "yes")
@@ -236,6 +242,8 @@ class Assembly:
             yield False
             if self._store.check([FINISHED]):
                 return None
+            if self._store.check([BEGUN]):
+                membership.begun()
             proposal = membership.proposal(now)
             if proposal is not None:
                 yield False

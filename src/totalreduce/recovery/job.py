@@ -151,6 +151,7 @@ class Job:
         self._verify = bool(verify)
         self._assembly: Assembly | None = None
         self._in_block = self._has_begun = self._has_passed = False
+        self._is_in_loop = False
         self._kind: _Kind | str = _Kind.STEP  #: The kind of the block; of ``once`` its label.
         self._wants_newcomers = False
         self._pending: Decision | None = None  #: The next epoch, if it was decided before the end of a block.
@@ -315,15 +316,24 @@ class Job:
 
     def _until_effective(self, value: Any, kind: _Kind | str) -> Iterator[Any]:
         """Yield a value until a block has taken effect; a batch, no longer than it is this rank's batch."""
+        if self._is_in_loop:
+            raise ConfigurationError(
+                "a loop over job.once, job.steps or job.batches is in the body of another one: ranks may change in it, "
+                "and the outer loop's batch would be another rank's. Move it behind the outer loop"
+            )
         version, sampler = self.state.version, self.state.sampler
         place = None if sampler is None else sampler.place_now
-        while self.state.version == version:
-            self._has_begun, self._kind = False, kind
-            yield value
-            if not self._has_begun:
-                raise ConfigurationError("the body of the loop is not in a block: write `with job.step():` around it")
-            if kind is _Kind.BATCH and sampler is not None and sampler.place_now != place:
-                return
+        self._is_in_loop = True
+        try:
+            while self.state.version == version:
+                self._has_begun, self._kind = False, kind
+                yield value
+                if not self._has_begun:
+                    raise ConfigurationError("the loop's body is not in a block: write `with job.step():` around it")
+                if kind is _Kind.BATCH and sampler is not None and sampler.place_now != place:
+                    return
+        finally:
+            self._is_in_loop = False
 
     def _take_part_without_batch(self) -> None:
         """Run the block of a step in which this rank has no sample: its gradients count as zeros."""
@@ -380,6 +390,8 @@ class Job:
         """Count a block that has taken effect."""
         self.group.operations.runner.refusal = ""
         self.state.count(self._kind if isinstance(self._kind, str) else None)
+        if self.state.version == 1 and self._assembly is not None:
+            self._assembly.begin()
         self.state.drop_gradients()
         self._replicas.commit()
         self._sessions = self._next_sessions

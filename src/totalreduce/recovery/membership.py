@@ -197,6 +197,10 @@ class Membership:
             self._version = max(self._version, report.version)
             self._settled_at = min(self._settled_at, now + self._policy.settle_s)
 
+    def begun(self) -> None:
+        """Note that a block has taken effect, in this epoch or in an earlier one."""
+        self._has_begun = True
+
     def ended(self, seat: int, incarnation: int) -> None:
         """Note that a process has ended, as the launcher says. Its reports must have been noted before."""
         self._ended[seat] = max(incarnation, self._ended.get(seat, -1))

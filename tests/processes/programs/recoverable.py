@@ -1,7 +1,7 @@
 """Train a small model in a job that outlives its ranks, and write what it did to a folder.
 
 Files: ``final-RANK.json`` (digest of parameters and optimizer state, steps, epochs), and
-``samples-SEAT-INCARNATION.jsonl`` (one line for each block: version, epoch, samples, whether it took effect).
+``samples-SEAT-INCARNATION.jsonl`` (one line for each step, after its vote: version, epoch, samples).
 """
 
 import argparse
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--die", default="", help="SEAT:VERSION:PLACE[,...], by the first incarnation of the seat")
+    parser.add_argument("--hold", type=int, default=0, help="wait for so many ranks before the second epoch")
     parser.add_argument("--replicas", type=int, default=1)
     arguments = parser.parse_args()
     seat, incarnation = int(os.environ["RANK"]), int(os.environ.get("TOTALREDUCE_INCARNATION", "0"))
@@ -79,7 +80,12 @@ def main() -> None:
     log = (arguments.folder / f"samples-{seat}-{incarnation}.jsonl").open("w", buffering=1)
     with tr.recoverable(state, replicas=arguments.replicas) as job:
         for epoch in job.epochs(arguments.epochs):
+            while epoch == 1 and group.world_size < arguments.hold:
+                for _ in job.once(f"hold {state.version}"):
+                    with job.step():
+                        time.sleep(0.1)
             for indices, inputs, targets in job.batches(loader):
+                version, samples = state.version, indices.tolist()
                 with job.step():
                     die_at("forward")
                     loss = torch.nn.functional.cross_entropy(model(inputs.to(model[0].weight.dtype)).float(), targets)
@@ -89,8 +95,8 @@ def main() -> None:
                     optimizer.step()
                     die_at("updated")
                     scheduler.step()
-                    used = {"version": state.version, "epoch": epoch, "samples": indices.tolist()}
-                log.write(json.dumps({**used, "committed": state.version > used["version"]}) + "\n")
+                    used = {"version": version, "epoch": epoch, "samples": samples}
+                    log.write(json.dumps(used) + "\n")
             for _ in job.once("evaluation"):
                 with job.step():
                     die_at("once")

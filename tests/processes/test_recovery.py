@@ -1,0 +1,181 @@
+"""Training jobs whose processes are killed, under ``totalreduce run --on-loss``: bits, samples, errors."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from totalreduce.launch.local import run_workers
+from totalreduce.launch.recovery import RecoveryOptions
+
+PROGRAM = Path(__file__).parent / "programs" / "recoverable.py"
+
+
+class Run:
+    """One run of the program: its result, its events, and the files that the processes wrote."""
+
+    def __init__(self, folder: Path, num_workers: int, *arguments: str, on_event=None, program=PROGRAM, **options):
+        self.folder, self.events = folder, []
+        folder.mkdir()
+
+        def follow(event):
+            self.events.append(event)
+            if on_event is not None:
+                on_event(event)
+
+        self.result = run_workers(
+            [sys.executable, str(program), str(folder), *arguments],
+            num_workers=num_workers,
+            output="capture",
+            timeout_s=100.0,
+            recovery=RecoveryOptions(on_event=follow, **options),
+        )
+        self.finals = [json.loads(path.read_text()) for path in sorted(folder.glob("final-*.json"))]
+
+    def epochs(self):
+        return [event for event in self.events if event["event"] == "epoch"]
+
+    def blocks(self):
+        """Return by epoch and version the samples of all ranks in the steps that took effect."""
+        found = {}
+        for path in sorted(self.folder.glob("samples-*.jsonl")):
+            for line in path.read_text().splitlines():
+                block = json.loads(line)
+                found.setdefault((block["epoch"], block["version"]), []).extend(block["samples"])
+        return found
+
+
+def without_epochs(final):
+    return {key: value for key, value in final.items() if key != "epochs_of_job"}
+
+
+KINDS = {
+    "adamw": ["--optimizer", "adamw"],
+    "bfloat16 with workers": ["--dtype", "bfloat16", "--workers", "1"],
+    "oktopk": ["--sync", "oktopk", "--optimizer", "momentum", "--norm"],
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("adamw", marks=pytest.mark.slow),
+        pytest.param("bfloat16 with workers", marks=pytest.mark.slow),
+        "oktopk",
+    ],
+)
+def test_replaced_ranks_change_no_bit(tmp_path: Path, kind: str) -> None:
+    """Rank 1 dies before its vote, rank 2 after its update, and rank 0 in an evaluation."""
+    plain = Run(tmp_path / "plain", 3, *KINDS[kind], on_loss="replace")
+    deaths = "1:5:forward,2:9:updated,0:13:once"
+    disturbed = Run(tmp_path / "disturbed", 3, *KINDS[kind], "--die", deaths, on_loss="replace")
+    assert plain.result.exit_code == disturbed.result.exit_code == 0, disturbed.result.errors
+    assert disturbed.epochs()[-1]["members"] == [
+        {"seat": 0, "incarnation": 1, "has_state": False},
+        {"seat": 1, "incarnation": 1, "has_state": True},
+        {"seat": 2, "incarnation": 1, "has_state": True},
+    ]
+    assert [event["version"] for event in disturbed.epochs()] == [0, 5, 10, 13]
+    assert [final["epochs_of_job"] for final in disturbed.finals] == [4, 4, 4]
+    assert list(map(without_epochs, disturbed.finals)) == list(map(without_epochs, plain.finals))
+    assert len({final["digest"] for final in plain.finals}) == 1
+    assert plain.finals[0]["losses"] == [3.0, 3.0]
+    kinds = [(event["event"], event.get("rank")) for event in disturbed.events]
+    begin = kinds.index(("ended", 1))
+    assert kinds[begin : begin + 3] == [("ended", 1), ("started", 1), ("epoch", None)]
+    assert disturbed.events[begin]["signal"] == "SIGKILL"
+    assert disturbed.events[begin + 1]["restarts_left"] == 9
+
+
+def test_without_the_lost_rank_no_sample_is_lost_or_used_twice(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", 4, "--die", "1:5:forward,3:8:backward", on_loss="shrink", restarts=0)
+    assert run.result.exit_code == 0, run.result.errors
+    assert [len(event["members"]) for event in run.epochs()] == [4, 3, 2]
+    assert [event["version"] for event in run.epochs()] == [0, 5, 8]
+    assert len(run.finals) == 2
+    assert len({final["digest"] for final in run.finals}) == 1
+    assert {final["world_size"] for final in run.finals} == {2}
+    for epoch in range(2):
+        used = [sample for (of, _), samples in run.blocks().items() if of == epoch for sample in samples]
+        assert sorted(used) == list(range(300))
+
+
+def test_a_rank_that_is_started_again_joins_and_has_the_same_state(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", 3, "--die", "1:3:forward", "--hold", "3", on_loss="shrink", min_ranks=2)
+    assert run.result.exit_code == 0, run.result.errors
+    assert [len(event["members"]) for event in run.epochs()] == [3, 2, 3]
+    assert len(run.finals) == 3
+    assert len({final["digest"] for final in run.finals}) == 1
+    used = [sample for (of, _), samples in run.blocks().items() if of == 0 for sample in samples]
+    assert sorted(used) == list(range(300))
+
+
+def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
+    pids = {}
+
+    def stop_rank_1(event):
+        if event["event"] == "started":
+            pids[event["rank"]] = event["pid"]
+        if event["event"] == "epoch" and event["epoch"] == 1:
+            os.kill(pids[1], signal.SIGSTOP)
+
+    run = Run(tmp_path / "run", 3, on_loss="replace", on_event=stop_rank_1)
+    assert run.result.exit_code == 0, run.result.errors
+    assert [event["rank"] for event in run.events if event["event"] == "suspected"] == [1]
+    assert [final["version"] for final in run.finals] == [28, 28, 28]
+    assert len({final["digest"] for final in run.finals}) == 1
+
+
+def test_when_restarts_are_used_up_the_run_ends_with_the_failure(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", 3, "--die", "1:3:forward", on_loss="replace", restarts=0)
+    assert run.result.exit_code == 128 + signal.SIGKILL
+    assert run.result.first_failure is not None
+    assert run.result.first_failure.rank == 1
+    assert run.finals == []
+
+
+@pytest.mark.slow
+def test_fewer_than_min_ranks_end_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", 3, "--die", "1:3:forward", on_loss="shrink", restarts=0, min_ranks=3)
+    assert run.result.exit_code == 128 + signal.SIGKILL
+    assert run.finals == []
+
+
+@pytest.mark.slow
+def test_a_process_with_another_program_does_not_disturb_the_job(tmp_path: Path) -> None:
+    """The replacement of rank 1 has another model; the next one has the right one again."""
+    program = tmp_path / "program.py"
+    changed = PROGRAM.read_text().replace(
+        "    hidden = 32\n", "    hidden = 33 if incarnation == 1 else 32\n    begin = time.monotonic()\n"
+    )
+    program.write_text(changed)
+    run = Run(tmp_path / "run", 2, "--die", "1:3:forward", on_loss="replace", program=program)
+    assert run.result.exit_code == 0, run.result.errors
+    assert "cannot join the job, because its program is another one" in run.result.errors[1]
+    assert "float32[33, 16]" in run.result.errors[1]
+    assert "float32[32, 16]" in run.result.errors[1]
+    assert [event["incarnation"] for event in run.events if event["event"] == "started"] == [0, 0, 1, 2]
+    assert {final["version"] for final in run.finals} == {40}
+
+
+def test_the_loss_of_everybody_is_an_error(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", 2, "--die", "0:3:forward,1:3:forward", on_loss="replace", restarts=3)
+    assert run.result.exit_code != 0
+    assert any("all processes that had the state of the job have ended" in text for text in run.result.errors)
+
+
+def test_without_the_launcher_the_same_loop_runs_and_a_loss_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    argv = [sys.executable, str(PROGRAM), str(folder)]
+    result = run_workers(argv, num_workers=2, output="capture", timeout_s=60.0)
+    assert result.exit_code == 0, result.errors
+    finals = [json.loads((folder / f"final-{rank}.json").read_text()) for rank in range(2)]
+    assert [(final["version"], final["epochs_of_job"]) for final in finals] == [(40, 0), (40, 0)]
+    assert finals[0]["digest"] == finals[1]["digest"]  # although the ranks began with different parameters
+    result = run_workers([*argv, "--die", "1:3:forward"], num_workers=2, output="capture", timeout_s=60.0)
+    assert result.exit_code == 128 + signal.SIGKILL
+    assert "PeerLost: rank 1 is lost" in result.errors[0]
