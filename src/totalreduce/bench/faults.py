@@ -146,6 +146,7 @@ def bench_faults(setting: Setting, parameters: FaultsParameters) -> Report:
 def _measure(setting: Setting, parameters: FaultsParameters, folder: Path) -> tuple[FaultsFigure, dict[str, Any]]:
     injector = _Injector(parameters, setting.ranks, folder)
     outcome = _run(setting, parameters, folder, injector)
+    open("/tmp/errs", "w").write("\n=====\n".join(outcome.errors))
     if not injector.hung:
         require_success(outcome, "the job under faults")
     finals = {path.name: Final(**json.loads(path.read_text())) for path in sorted(folder.glob("final-*.json"))}
@@ -225,6 +226,7 @@ class _Injector:
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Follow the launcher's events."""
+        print("EV", {k: v for k, v in event.items()}, file=sys.stderr, flush=True)
         with self._changed:
             if event["event"] == "started":
                 self._pids[event["rank"]] = event["pid"]

@@ -590,6 +590,13 @@ class Job:
         )
         if known and compressed.reducer is not None:
             compressed.load_sessions(self._sessions)
+        own = compressed.pending()
+        self._sessions = own.get("sessions", [])
+        if self._replicas.num_copies and self.group.world_size > 1:
+            # Ranks that were lost had copies, too: without this, the next loss could be of a rank without a copy.
+            own = {**own, "buffers": self.state.own_buffers()}
+            self._replicas.exchange(self.group, decision, decision.version, own)
+            self._replicas.commit()
 
     # --------------------------------------------------------------------------------------------------------- the end
 

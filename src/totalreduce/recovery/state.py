@@ -87,8 +87,9 @@ class _KeptBuffers:
         """Return the buffers that some block has changed."""
         found = {}
         for name, buffer in model.named_buffers():
-            large = buffer.numel() > _SMALL_ELEMENTS and self._versions[name] == buffer._version
-            if name in self._changed or not (large or torch.equal(buffer, self._copies[name])):
+            copy = self._copies.get(name)  # none before the first block
+            large = buffer.numel() > _SMALL_ELEMENTS and self._versions.get(name) == buffer._version
+            if name in self._changed or not (copy is None or large or torch.equal(buffer, copy)):
                 self._changed.add(name)
                 found[name] = buffer.detach()
         return found
