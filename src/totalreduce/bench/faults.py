@@ -55,6 +55,7 @@ class FaultsParameters:
     sync: Annotated[str, typer.Option(help="none or oktopk.")] = "none"
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32"
     elements: Annotated[int, typer.Option(help="Elements of a further parameter.")] = 100_000
+    replicas: Annotated[int, typer.Option(min=0, help="Ranks that have a copy of each rank's residuals.")] = 1
     seed: Annotated[int, typer.Option(help="Seed of the faults' times and ranks.")] = 0
 
     def __post_init__(self) -> None:
@@ -146,7 +147,6 @@ def bench_faults(setting: Setting, parameters: FaultsParameters) -> Report:
 def _measure(setting: Setting, parameters: FaultsParameters, folder: Path) -> tuple[FaultsFigure, dict[str, Any]]:
     injector = _Injector(parameters, setting.ranks, folder)
     outcome = _run(setting, parameters, folder, injector)
-    open("/tmp/errs", "w").write("\n=====\n".join(outcome.errors))
     if not injector.hung:
         require_success(outcome, "the job under faults")
     finals = {path.name: Final(**json.loads(path.read_text())) for path in sorted(folder.glob("final-*.json"))}
@@ -165,6 +165,7 @@ def _run(setting: Setting, parameters: FaultsParameters, folder: Path, injector:
         parameters.sync,
         parameters.dtype,
         parameters.elements,
+        parameters.replicas,
     )
     path = folder / "config.json"
     path.write_text(json.dumps(asdict(config)), encoding="utf-8")
@@ -226,7 +227,6 @@ class _Injector:
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Follow the launcher's events."""
-        print("EV", {k: v for k, v in event.items()}, file=sys.stderr, flush=True)
         with self._changed:
             if event["event"] == "started":
                 self._pids[event["rank"]] = event["pid"]

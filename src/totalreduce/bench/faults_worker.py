@@ -40,6 +40,7 @@ class FaultsConfig:
         sync: ``none`` or ``oktopk``.
         dtype: The dtype of the parameters.
         elements: The number of elements of a further parameter, so that the state has a size.
+        replicas: The number of ranks that have a copy of each rank's residuals.
     """
 
     folder: str
@@ -48,6 +49,7 @@ class FaultsConfig:
     sync: str
     dtype: str
     elements: int
+    replicas: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ def main() -> None:
     def write(**fields: Any) -> None:
         log.write(json.dumps({"seat": seat, **fields}) + "\n")
 
-    with tr.recoverable(state) as job:
+    with tr.recoverable(state, replicas=config.replicas) as job:
         known_epoch = job.epoch
         for _ in job.epochs(1_000_000):
             if 0 < state.stop <= state.version:

@@ -151,8 +151,8 @@ class _Supervisor:
         self._timed_out = self._output_is_gone = False
         self._recovery: _Recovery | None = None
         self._keeper_is_gone = False
-        self._commands: Sequence[Sequence[str]] = ()
-        self._environments: Sequence[Mapping[str, str]] = ()
+        #: By rank: the command and the environment of the worker.
+        self._to_start: list[tuple[Sequence[str], Mapping[str, str]]] = []
         self._started_at = self._last_end = time.monotonic()
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -168,16 +168,16 @@ class _Supervisor:
 
     def start(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> None:
         """Start all workers. Raises ``ConfigurationError`` if one cannot be started."""
-        self._commands, self._environments = commands, environments
+        self._to_start = list(zip(commands, environments, strict=True))
         for rank in range(len(commands)):
             self._workers.append(self._start_worker(rank, 0))
 
     def _start_worker(self, rank: int, incarnation: int) -> Worker:
-        environment = self._environments[rank]
+        command, environment = self._to_start[rank]
         if self._recovery is not None:
             environment = {**environment, "TOTALREDUCE_INCARNATION": str(incarnation)}
             self._recovery.restarts.started(rank, time.monotonic())
-        worker = Worker(rank, self._commands[rank], environment, *self._relay.targets[rank])
+        worker = Worker(rank, command, environment, *self._relay.targets[rank])
         if self._recovery is not None:
             left = self._recovery.restarts.left
             details = {"rank": rank, "incarnation": incarnation, "pid": worker.process.pid, "restarts_left": left}

@@ -88,7 +88,7 @@ class Assembly:
         self._store, self._clock = store, clock
         self.policy, self.seat, self.incarnation = policy, seat, incarnation
         self.current: Decision | None = None
-        self._waits_since = clock()
+        self._waits_since = self._looked_at = clock()
         self._num_said = 0
 
     def meet(self, *, has_state: bool = False, version: int = 0, has_voted: bool = False) -> Decision | None:
@@ -164,8 +164,11 @@ class Assembly:
                 return f"rank {report.seat} has given epoch {current.epoch} up"
         return ""
 
-    def has_newcomers(self) -> bool:
-        """Return whether a process without the state waits for the next epoch."""
+    def has_newcomers(self, every_s: float = 0.0) -> bool:
+        """Return whether a process without the state waits for the next epoch; look once in ``every_s`` seconds."""
+        if self._clock() < self._looked_at + every_s:
+            return False
+        self._looked_at = self._clock()
         epoch = 1 if self.current is None else self.current.epoch + 1
         ended = self._read_ended()
         reports = self._read_reports(epoch)

@@ -45,7 +45,7 @@ from totalreduce.launch.rendezvous import StoreRank
 from totalreduce.pytorch.broadcast import broadcast_tensors
 from totalreduce.recovery.assembly import Assembly, open_keeper
 from totalreduce.recovery.membership import Decision, Policy
-from totalreduce.recovery.replicas import Replicas
+from totalreduce.recovery.replicas import OwnState
 from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.state import State
 from totalreduce.schedules.select import LinkModel
@@ -87,6 +87,14 @@ class _Kind(enum.Enum):
 
     BATCH = "a step with a batch of the sampler"
     STEP = "a step with other data"
+
+
+class _Phase(enum.Enum):
+    """Where the program is."""
+
+    OUTSIDE = "outside of blocks"
+    BEFORE_VOTE = "in a block whose vote has not passed"
+    AFTER_VOTE = "in a block whose vote has passed"
 
 
 class _RepeatBlock(BaseException):
@@ -145,21 +153,17 @@ class Job:
         self.state, self.group = state, state.optimizer.group
         self.epoch = 0
         self.changes: deque[Change] = deque(maxlen=1000)
-        self._left_at, self._left_because = time.time(), "the job began"
+        self._left = (time.time(), "the job began")  #: When and why the last group ended.
         self._seed = checks.integer("seed", seed)
-        self._replicas = Replicas(checks.integer("replicas", replicas, minimum=0))
+        self._own = OwnState(state, checks.integer("replicas", replicas, minimum=0))
         self._verify = bool(verify)
         self._assembly: Assembly | None = None
-        self._in_block = self._has_begun = self._has_passed = False
+        self._phase = _Phase.OUTSIDE
+        self._has_begun = False  #: Whether the body of the loop has begun a block.
         self._is_in_loop = False
         self._kind: _Kind | str = _Kind.STEP  #: The kind of the block; of ``once`` its label.
         self._wants_newcomers = False
         self._pending: Decision | None = None  #: The next epoch, if it was decided before the end of a block.
-        self._looked_at = 0.0
-        self._world_size = self.group.world_size  #: Of the last epoch.
-        #: Of this rank, at the present version: the sparse sessions.
-        self._sessions: list[dict[str, Any]] = []
-        self._next_sessions: list[dict[str, Any]] = []
 
     def __enter__(self) -> Self:
         """Meet the other processes, and begin with the state of the job.
@@ -189,7 +193,7 @@ class Job:
         )
         store: Store = open_keeper(settings.keeper, group.timeout_s)
         assembly = self._assembly = Assembly(store, policy, group.rank, settings.incarnation)
-        assembly.check_equal("program", f"{state.describe()}\nseed={self._seed}, replicas={self._replicas.num_copies}")
+        assembly.check_equal("program", f"{state.describe()}\nseed={self._seed}, replicas={self._own.num_copies}")
         group.close(_CLOSE_S)
         if not self._form_group(has_state=False):
             if policy.on_loss == "replace":
@@ -281,18 +285,17 @@ class Job:
             ConfigurationError: A block is running already; or the block has two steps of the optimizer.
             RecoveryError: The job cannot go on.
         """
-        if self._in_block:
+        if self._phase is not _Phase.OUTSIDE:
             raise ConfigurationError("a block of job.step() is running already: the blocks of a job follow one another")
-        self._in_block = self._has_begun = True
-        self._has_passed = False
+        self._phase, self._has_begun = _Phase.BEFORE_VOTE, True
         try:
             self.state.keep()
             self._seed_generators()
             yield
-            if not self._has_passed:
+            if self._phase is _Phase.BEFORE_VOTE:
                 self._vote()
         except PeerLost as error:
-            if self._has_passed or not self._leave_group(error):
+            if self._phase is _Phase.AFTER_VOTE or not self._leave_group(error):
                 raise
             self._undo()
             self._form_again(None)
@@ -304,7 +307,7 @@ class Job:
             if self._pending is not None or self._wants_newcomers:
                 self._form_again(self._pending)
         finally:
-            self._in_block = False
+            self._phase = _Phase.OUTSIDE
 
     # ----------------------------------------------------------------------------------------------------------- blocks
 
@@ -350,11 +353,11 @@ class Job:
 
     def _before_install(self) -> None:
         """Vote before the gradients of all ranks are installed; ``DistributedOptimizer`` calls it."""
-        if not self._in_block:
+        if self._phase is _Phase.OUTSIDE:
             raise ConfigurationError(
                 "optimizer.step() was called outside of a block: write `with job.step():` around it"
             )
-        if self._has_passed:
+        if self._phase is _Phase.AFTER_VOTE:
             raise ConfigurationError("optimizer.step() was called twice in one block of job.step()")
         self._vote()
 
@@ -368,7 +371,7 @@ class Job:
         group, assembly = self.group, self._assembly
         if assembly is not None:
             assert assembly.current is not None
-            self._send_replicas(assembly.current)
+            self._own.send(assembly.current)
             ballot = torch.tensor([self._look_for_newcomers(assembly)])
             try:
                 group.control.allreduce(ballot, name="recovery/vote", op=ReduceOp.MAX).wait()
@@ -380,7 +383,7 @@ class Job:
                     assert decision is not None, "a job ends after the vote of its last block"
                     raise _RepeatBlock(decision) from None
                 self._pending = decision
-        self._has_passed = True
+        self._phase = _Phase.AFTER_VOTE
         group.operations.runner.refusal = (
             "collectives are not possible after optimizer.step() in a block of job.step(), which each rank finishes by "
             "itself: move this one before optimizer.step(), or into a block of its own (`for _ in job.once():`)"
@@ -393,8 +396,7 @@ class Job:
         if self.state.version == 1 and self._assembly is not None:
             self._assembly.begin()
         self.state.drop_gradients()
-        self._replicas.commit()
-        self._sessions = self._next_sessions
+        self._own.commit()
         if self._kind is _Kind.BATCH:
             self._sampler("a batch").advance()
         self._kind = _Kind.STEP
@@ -404,15 +406,14 @@ class Job:
         self.state.restore()
 
     def _look_for_newcomers(self, assembly: Assembly) -> int:
-        """Return 1 if processes wait for the next epoch and can join now, else 0. On rank 0, a few times a second."""
-        now, sampler = time.monotonic(), self.state.sampler
-        if self.group.rank != 0 or assembly.policy.on_loss != "shrink" or now < self._looked_at + _NEWCOMERS_S:
+        """Return 1 if processes wait for the next epoch and can join now, else 0. Rank 0 looks for all."""
+        sampler = self.state.sampler
+        if self.group.rank != 0 or assembly.policy.on_loss != "shrink":
             return 0
         # Every rank is to have samples in the rest of the epoch.
         if sampler is not None and 0 < sampler.left - sampler.next_total < assembly.policy.world_size:
             return 0
-        self._looked_at = now
-        return int(assembly.has_newcomers())
+        return int(assembly.has_newcomers(_NEWCOMERS_S))
 
     # ------------------------------------------------------------------------------------------------------ memberships
 
@@ -422,7 +423,7 @@ class Job:
         if assembly is None:
             return False
         _log.info("rank %d: %s; the ranks that are left form a new group", self.group.rank, error)
-        self._left_at, self._left_because = time.time(), str(error)
+        self._left = (time.time(), str(error))
         if error.reason.startswith(SILENT):
             assembly.suspect(error.rank)
         if not self.group.operations.closed:
@@ -431,7 +432,7 @@ class Job:
 
     def _form_again(self, decision: Decision | None) -> None:
         if not self.group.operations.closed:
-            self._left_at, self._left_because = time.time(), "other processes join"
+            self._left = (time.time(), "other processes join")
             self.group.close(_CLOSE_S, reason="the members of the group change")
         if not self._form_group(has_state=True, decision=decision):
             raise RecoveryError("the other ranks have come to the end of the job, and this rank has not")
@@ -485,20 +486,17 @@ class Job:
             assembly.first_value("links", json.dumps(asdict(measured)))
         state.optimizer.form_again()
         self._send_state(decision.source, decision.newcomers)
-        self._restore_own(decision, has_state=has_state)
+        self._own.restore(decision, has_state=has_state)
         if self._verify:
             self._compare_states()
         self._place()
         self.epoch = decision.epoch
-        now = time.time()
-        self.changes.append(
-            Change(decision.epoch, group.world_size, version, self._left_because, self._left_at, now - self._left_at)
-        )
+        at, why = self._left
+        self.changes.append(Change(decision.epoch, group.world_size, version, why, at, time.time() - at))
         if rank == 0:
             _log.info("epoch %d: %d ranks, version %d", decision.epoch, group.world_size, version)
 
     def _place(self) -> None:
-        self._world_size = self.group.world_size
         if self.state.sampler is not None:
             self.state.sampler.place(self.group.rank, self.group.world_size)
 
@@ -532,71 +530,6 @@ class Job:
                         f"version {self.state.version} of the state differs between rank 0 and rank {rank}, first in "
                         f"{name!r}. Did the program change parameters outside of optimizer.step()?"
                     )
-
-    # ------------------------------------------------------------------------- the state that each rank has for itself
-
-    @property
-    def _has_own_state(self) -> bool:
-        """Whether ranks have residuals or buffers, which differ from rank to rank. Equal on all ranks."""
-        return self.state.optimizer.compressed.reducer is not None or next(self.state.model.buffers(), None) is not None
-
-    def _send_replicas(self, decision: Decision) -> None:
-        """Send this rank's own state, as it is after this block, to the next ranks. Collective."""
-        if not self._has_own_state:
-            return
-        pending = self.state.optimizer.compressed.pending()
-        self._next_sessions = pending.get("sessions", [])
-        if self._replicas.num_copies and self.group.world_size > 1:
-            own = {**pending, "buffers": self.state.own_buffers()}
-            self._replicas.exchange(self.group, decision, self.state.version + 1, own)
-
-    def _restore_own(self, decision: Decision, *, has_state: bool) -> None:
-        """Give new ranks the residuals and buffers of the ranks that they replace, from the copies. Collective.
-
-        A rank that has a copy of a rank that nobody replaces adds the residuals to its own, so that nothing is lost of
-        what was accumulated.
-        """
-        if not self._has_own_state or decision.version == 0:
-            return
-        rank, compressed = self.group.rank, self.state.optimizer.compressed
-        held = self._replicas.seats(decision.version) if has_state else []
-        has_sessions = has_state and self._world_size == self.group.world_size
-        said = self.group.allgather_object({"held": held, "sessions": has_sessions})
-        holders: dict[int, int] = {}
-        for holder, words in enumerate(said):
-            for seat in words["held"]:
-                holders.setdefault(seat, holder)
-        seats = [member.seat for member in decision.members]
-        for newcomer in decision.newcomers:
-            source = holders.get(seats[newcomer])
-            if source is None:
-                _log.warning("nobody has the residuals and buffers of rank %d: they begin anew", newcomer)
-            elif rank == source:
-                self._replicas.send(self.group, seats[newcomer], newcomer)
-            elif rank == newcomer:
-                own = self._replicas.receive(self.group, source)
-                self.state.load_own_buffers(own["buffers"])
-                if compressed.reducer is not None:
-                    compressed.load_pending(own)
-                    self._sessions = own["sessions"]
-        for seat in held:
-            if seat not in seats:
-                if holders[seat] == rank and compressed.reducer is not None:
-                    compressed.load_pending(self._replicas.take(seat), adds=True)
-                self._replicas.forget(seat)
-        known = all(
-            seats[each] in holders if each in decision.newcomers else words["sessions"]
-            for each, words in enumerate(said)
-        )
-        if known and compressed.reducer is not None:
-            compressed.load_sessions(self._sessions)
-        own = compressed.pending()
-        self._sessions = own.get("sessions", [])
-        if self._replicas.num_copies and self.group.world_size > 1:
-            # Ranks that were lost had copies, too: without this, the next loss could be of a rank without a copy.
-            own = {**own, "buffers": self.state.own_buffers()}
-            self._replicas.exchange(self.group, decision, decision.version, own)
-            self._replicas.commit()
 
     # --------------------------------------------------------------------------------------------------------- the end
 

@@ -8,7 +8,8 @@ with, and until then the copy of the version before counts. (Rabit keeps the loc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -16,8 +17,11 @@ import torch
 from totalreduce.groups.encoding import pack, unpack
 from totalreduce.groups.group import Group
 from totalreduce.recovery.membership import Decision
+from totalreduce.recovery.state import State
 
-__all__ = ["Replicas"]
+__all__ = ["OwnState", "Replicas"]
+
+_log = logging.getLogger("totalreduce")
 
 #: The tag of the messages between ranks.
 _TAG = 0x5EA7
@@ -95,3 +99,105 @@ class Replicas:
     def forget(self, seat: int) -> None:
         """Forget the copy of a seat's state, if this rank has one."""
         self._held.pop(seat, None)
+
+
+@final
+class OwnState:
+    """The state that this rank has for itself, through the epochs of a job, and its copies on other ranks.
+
+    Attributes:
+        num_copies: The number of ranks that have a copy.
+    """
+
+    def __init__(self, state: State, num_copies: int) -> None:
+        self._state, self._group = state, state.optimizer.group
+        self._compressed = state.optimizer.compressed
+        self.num_copies = num_copies
+        self._replicas = Replicas(num_copies)
+        self._world_size = self._group.world_size  #: Of the last epoch.
+        #: The states of the sparse sessions at the present version, and after the block.
+        self._sessions: list[dict[str, Any]] = []
+        self._next_sessions: list[dict[str, Any]] = []
+
+    @property
+    def _exists(self) -> bool:
+        """Whether ranks have residuals or buffers, which differ from rank to rank. Equal on all ranks."""
+        return self._compressed.reducer is not None or next(self._state.model.buffers(), None) is not None
+
+    def send(self, decision: Decision) -> None:
+        """Send the state, as it is after this block, to the next ranks. Collective, before the vote."""
+        if self._exists:
+            self._next_sessions = self._send(decision, self._state.version + 1)
+
+    def commit(self) -> None:
+        """Note that the vote has passed."""
+        self._replicas.commit()
+        self._sessions = self._next_sessions
+
+    def restore(self, decision: Decision, *, has_state: bool) -> None:
+        """Give new ranks the state of the ranks that they replace, from the copies. Collective, in a new epoch.
+
+        A rank that has a copy of a rank that nobody replaces adds the residuals to its own, so that nothing is lost of
+        what was accumulated.
+
+        Args:
+            decision: The members of the epoch.
+            has_state: Whether this rank had the state of the job.
+        """
+        same_size, self._world_size = self._world_size == self._group.world_size, self._group.world_size
+        if not self._exists or decision.version == 0:
+            return
+        held = self._replicas.seats(decision.version) if has_state else []
+        said = self._group.allgather_object({"held": held, "sessions": has_state and same_size})
+        holders: dict[int, int] = {}
+        for holder, words in enumerate(said):
+            for seat in words["held"]:
+                holders.setdefault(seat, holder)
+        seats = [member.seat for member in decision.members]
+        for newcomer in decision.newcomers:
+            self._hand_over(seats[newcomer], holders.get(seats[newcomer]), newcomer)
+        for seat in held:
+            if seat not in seats:
+                if holders[seat] == self._group.rank and self._compressed.reducer is not None:
+                    self._compressed.load_pending(self._replicas.take(seat), adds=True)
+                self._replicas.forget(seat)
+        if self._are_known(said, decision.newcomers, seats, holders):
+            self._compressed.load_sessions(self._sessions)
+        # Ranks that were lost had copies, too: without new ones, the next loss could be of a rank without a copy.
+        self._sessions = self._send(decision, decision.version)
+        self._replicas.commit()
+
+    def _hand_over(self, seat: int, source: int | None, newcomer: int) -> None:
+        """Give the copy of a seat's state that rank ``source`` has to the rank that now has the seat."""
+        rank = self._group.rank
+        if source is None:
+            _log.warning("nobody has the residuals and buffers of rank %d: they begin anew", newcomer)
+        elif rank == source:
+            self._replicas.send(self._group, seat, newcomer)
+        elif rank == newcomer:
+            own = self._replicas.receive(self._group, source)
+            self._state.load_own_buffers(own["buffers"])
+            if self._compressed.reducer is not None:
+                self._compressed.load_pending(own)
+                self._sessions = own["sessions"]
+
+    def _are_known(
+        self,
+        said: Sequence[Mapping[str, Any]],
+        newcomers: Sequence[int],
+        seats: Sequence[int],
+        holders: Mapping[int, int],
+    ) -> bool:
+        """Whether all ranks know the states of their sparse sessions: otherwise all begin anew."""
+        return self._compressed.reducer is not None and all(
+            seats[rank] in holders if rank in newcomers else words["sessions"] for rank, words in enumerate(said)
+        )
+
+    def _send(self, decision: Decision, version: int) -> list[dict[str, Any]]:
+        """Send the state as that of a version; return the states of the sparse sessions."""
+        own = self._compressed.pending()
+        if self.num_copies and self._group.world_size > 1:
+            buffers = self._state.own_buffers()
+            self._replicas.exchange(self._group, decision, version, {**own, "buffers": buffers})
+        sessions: list[dict[str, Any]] = own.get("sessions", [])
+        return sessions
