@@ -171,7 +171,9 @@ def test_without_the_launcher_the_same_loop_runs_and_a_loss_is_an_error(tmp_path
     folder = tmp_path / "run"
     folder.mkdir()
     argv = [sys.executable, str(PROGRAM), str(folder)]
-    result = run_workers(argv, num_workers=2, output="capture", timeout_s=60.0)
+    # As in a worker of another run: its variables are not this run's.
+    environment = {**os.environ, "TOTALREDUCE_ON_LOSS": "replace", "TOTALREDUCE_KEEPER": "127.0.0.1:9"}
+    result = run_workers(argv, num_workers=2, environment=environment, output="capture", timeout_s=60.0)
     assert result.exit_code == 0, result.errors
     finals = [json.loads((folder / f"final-{rank}.json").read_text()) for rank in range(2)]
     assert [(final["version"], final["epochs_of_job"]) for final in finals] == [(40, 0), (40, 0)]

@@ -26,8 +26,18 @@ def test_a_seed_has_one_course() -> None:
 
 
 @pytest.mark.parametrize("on_loss", ["replace", "shrink"])
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("size", [2, 3, 4, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_crash_at_every_turn_is_survived(size: int, on_loss: str) -> None:
     policy = Policy(on_loss, size, settle_s=5.0, deadline_s=1e9)
     for turn, seat in itertools.product(range(60 * size), range(size)):
         SimulatedJob(Plan(policy, target=2, crash_at=((turn, seat),)), seed=size).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_loss", ["replace", "shrink"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_pair_of_crashes_is_survived(size: int, on_loss: str) -> None:
+    policy = Policy(on_loss, size, settle_s=5.0, deadline_s=1e9)
+    crashes = list(itertools.product(range(0, 50 * size, 2), range(size)))
+    for pair in itertools.combinations(crashes, 2):
+        SimulatedJob(Plan(policy, target=2, crash_at=pair), seed=size).run()

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from totalreduce.bench.command import benchmark, split_names
-from totalreduce.bench.faults_worker import SAMPLES, FaultsConfig, Final
+from totalreduce.bench.faults_records import SAMPLES, FaultsConfig, Final
 from totalreduce.bench.launching import BenchmarkFailedError, Setting, require_success
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.report import Report, Table

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Literal, final
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.launch.workers import RECOVERY_VARIABLES
 
 __all__ = ["Keeper", "RecoveryOptions", "Restarts", "event", "worker_variables"]
 
@@ -184,12 +185,8 @@ class Keeper:
 
 def worker_variables(options: RecoveryOptions, address: str, port: int) -> dict[str, str]:
     """Return the variables by which a worker knows the keeper and the policy."""
-    return {
-        "TOTALREDUCE_ON_LOSS": options.on_loss,
-        "TOTALREDUCE_KEEPER": f"{address}:{port}",
-        "TOTALREDUCE_MIN_RANKS": str(options.min_ranks),
-        "TOTALREDUCE_INCARNATION": "0",
-    }
+    values = (options.on_loss, f"{address}:{port}", str(options.min_ranks), "0")
+    return dict(zip(RECOVERY_VARIABLES, values, strict=True))
 
 
 def event(kind: str, **details: Any) -> dict[str, Any]:

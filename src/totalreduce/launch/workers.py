@@ -17,8 +17,18 @@ from typing import IO
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error
 
-__all__ = ["RunResult", "Worker", "WorkerResult", "default_num_threads", "free_port", "worker_environments"]
+__all__ = [
+    "RECOVERY_VARIABLES",
+    "RunResult",
+    "Worker",
+    "WorkerResult",
+    "default_num_threads",
+    "free_port",
+    "worker_environments",
+]
 
+#: The variables by which a worker knows that it can be replaced, and by whom.
+RECOVERY_VARIABLES = ("TOTALREDUCE_ON_LOSS", "TOTALREDUCE_KEEPER", "TOTALREDUCE_MIN_RANKS", "TOTALREDUCE_INCARNATION")
 #: A standard stream as ``subprocess.Popen`` takes it.
 Target = int | IO[bytes] | None
 
@@ -199,7 +209,7 @@ def worker_environments(
     ``base`` is the environment to extend; variables of another launcher about ranks are replaced or removed.
     """
     foreign = ("TORCHELASTIC_", "TOTALREDUCE_LOCAL_", "TOTALREDUCE_MASTER_")
-    exact = ("TOTALREDUCE_RANK", "TOTALREDUCE_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_NAME")
+    exact = ("TOTALREDUCE_RANK", "TOTALREDUCE_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_NAME", *RECOVERY_VARIABLES)
     common = {name: text for name, text in base.items() if not name.startswith(foreign) and name not in exact}
     if "TOTALREDUCE_JOB_KEY" not in common and "TOTALREDUCE_JOB_KEY_FILE" not in common:
         common["TOTALREDUCE_JOB_KEY"] = secrets.token_hex(32)
