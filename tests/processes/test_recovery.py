@@ -113,6 +113,7 @@ def test_a_rank_that_is_started_again_joins_and_has_the_same_state(tmp_path: Pat
     assert sorted(used) == list(range(300))
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
     pids = {}
 
@@ -129,6 +130,7 @@ def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
     assert len({final["digest"] for final in run.finals}) == 1
 
 
+@pytest.mark.slow
 def test_when_restarts_are_used_up_the_run_ends_with_the_failure(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", 3, "--die", "1:3:forward", on_loss="replace", restarts=0)
     assert run.result.exit_code == 128 + signal.SIGKILL
