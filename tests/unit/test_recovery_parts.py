@@ -8,6 +8,7 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError, RecoveryError
 from totalreduce.launch.recovery import RecoveryOptions, Restarts
 from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.recovery.job import recoverable
 from totalreduce.recovery.membership import Decision, Member, Membership, Policy, Report
 from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.state import State
@@ -175,6 +176,23 @@ def test_parts_that_cannot_be_recovered_are_refused() -> None:
     assert "'version'" in name
     assert "object" in kind
     assert "tr.ElasticSampler, not a list" in sampler
+
+
+def test_states_that_differ_are_an_error_on_every_rank() -> None:
+    def body(group):
+        state = make_state(group)
+        job = recoverable(state)
+        job._send_state(0, [1])
+        job._compare_states()
+        with torch.no_grad():
+            state.model[2].weight += group.rank
+        with pytest.raises(RecoveryError) as caught:
+            job._compare_states()
+        return str(caught.value)
+
+    for message in run_ranks(2, body):
+        assert message.startswith("version 0 of the state differs between ranks: ")
+        assert "2.weight" in message
 
 
 # ----------------------------------------------------------------------------------------------------------- decisions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -12,7 +13,6 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,7 @@ from totalreduce.bench.launching import BenchmarkFailedError, Setting, require_s
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.report import Report, Table
 from totalreduce.bench.sampling import percentile
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation import checks
 from totalreduce.launch.local import EmulateOptions, RecoveryOptions, RunResult, run_workers
 
 _KINDS = ("kill", "stop", "again", "first")
@@ -61,14 +61,10 @@ class FaultsParameters:
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
         split_names("--kinds", self.kinds, _KINDS)
-        for option, value, known in (
-            ("--on-loss", self.on_loss, ("replace", "shrink")),
-            ("--optimizer", self.optimizer, ("adamw", "momentum")),
-            ("--sync", self.sync, ("none", "oktopk")),
-            ("--dtype", self.dtype, ("float32", "bfloat16")),
-        ):
-            if value not in known:
-                raise ConfigurationError(f"{option} takes {' or '.join(known)}, not {value!r}")
+        checks.one_of("--on-loss", self.on_loss, ("replace", "shrink"))
+        checks.one_of("--optimizer", self.optimizer, ("adamw", "momentum"))
+        checks.one_of("--sync", self.sync, ("none", "oktopk"))
+        checks.one_of("--dtype", self.dtype, ("float32", "bfloat16"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,16 +282,12 @@ class _Injector:
 
 def _records(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of all processes; the last line of a killed process may be cut off."""
-    return list(_lines(folder))
-
-
-def _lines(folder: Path) -> Iterator[dict[str, Any]]:
+    found = []
     for path in sorted(folder.glob("blocks-*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
 
 
 def summarise(

@@ -47,6 +47,13 @@ def integer(name: str, value: Any, *, minimum: int | None = None, maximum: int |
     return number
 
 
+def min_ranks(value: int, num_workers: int) -> int:
+    """Return the smallest number of ranks that go on after a loss, if it is from 1 to the number of workers."""
+    if not 1 <= value <= num_workers:
+        raise ConfigurationError(f"--min-ranks must be from 1 to the number of workers, {num_workers}, not {value}")
+    return value
+
+
 def real_number(
     name: str,
     value: Any,

@@ -179,7 +179,7 @@ def init(
     group = Group(Runner(core, link, compute=mode), name)
     if recorder is not None:
         group.at_close(recorder.close)
-    _meet(group, engine_config.timeout_s, store)
+    _meet(group, engine_config.timeout_s, None if store is None else store.interruption)
     probe.apply(group, policy)
     if collectives == "native" or (collectives == "auto" and spec.prefers_library):
         try:
@@ -209,13 +209,13 @@ def _coordination(
     return wanted or CoordinationConfig()
 
 
-def _meet(group: Group, timeout_s: float, store: StoreRank | None) -> None:
+def _meet(group: Group, timeout_s: float, interruption: Callable[[], str] | None) -> None:
     """Run the first barrier, after which all ranks are connected and have proved that they know the key."""
     try:
-        if store is None:
+        if interruption is None:
             group.barrier(timeout_s=timeout_s)
         else:
-            _meet_unless_interrupted(group, timeout_s, store.interruption)
+            _meet_unless_interrupted(group, timeout_s, interruption)
     except (PeerLost, DeadlineExceededError) as error:
         refused = group.statistics().refused_connections
         shortage = missing_descriptors(_GROUP_DESCRIPTORS)

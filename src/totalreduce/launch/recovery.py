@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Literal, final
 
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.workers import RECOVERY_VARIABLES
 
@@ -41,14 +42,11 @@ class RecoveryOptions:
     on_loss: Literal["replace", "shrink"]
     restarts: int = 10
     min_ranks: int = 1
-    on_event: Callable[[dict[str, Any]], object] = dict
+    on_event: Callable[[dict[str, Any]], None] = lambda _: None
 
     def check(self, num_workers: int) -> None:
         """Raise ``ConfigurationError`` if the numbers do not fit the number of workers."""
-        if not 1 <= self.min_ranks <= num_workers:
-            raise ConfigurationError(
-                f"--min-ranks must be from 1 to the number of workers, {num_workers}, not {self.min_ranks}"
-            )
+        checks.min_ranks(self.min_ranks, num_workers)
         if self.restarts < 0:
             raise ConfigurationError(f"--restarts must be at least 0, not {self.restarts}")
 

@@ -83,14 +83,15 @@ class StoreRank:
         rank: The rank of this process.
         world_size: The number of processes.
         epoch: Tells successive groups of one job apart: messages and connections of another epoch are refused.
-        interruption: Returns why the group cannot be formed any more; "" if it can. Called several times a second.
+        interruption: Returns why the group cannot be formed any more; "" if it can. It is called several times a
+            second. ``None``: nothing interrupts.
     """
 
     store: Store
     rank: int
     world_size: int
     epoch: int = 0
-    interruption: Callable[[], str] = str
+    interruption: Callable[[], str] | None = None
 
     def world(self) -> World:
         """Return the world in which this process has that rank."""
@@ -238,7 +239,7 @@ class Meeting:
     """
 
     def __init__(
-        self, store: Store, world: World, name: str, timeout_s: float, interruption: Callable[[], str] = str
+        self, store: Store, world: World, name: str, timeout_s: float, interruption: Callable[[], str] | None = None
     ) -> None:
         """``interruption``: see ``StoreRank``."""
         attempt = environment.current().get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -360,7 +361,7 @@ class Meeting:
         failure = f"{self._prefix}/failure"
         if self._store.check([failure]):
             raise self._failed(self._store.get(failure).decode()[:2000])
-        reason = self._interruption()
+        reason = "" if self._interruption is None else self._interruption()
         if reason:
             raise self._failed(reason)
         if time.monotonic() < self._deadline - self._linger_s:

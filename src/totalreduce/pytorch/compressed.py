@@ -156,12 +156,11 @@ class CompressedReducer(GradientReducer):
     def finish(self, active: int) -> int:
         """Wait for a closed round. May be called again after it raised."""
         state = self._state
-        if state.result is None:
-            state.result = self.rounds.finish(self._settings.timeout_s)
-            state.active = active
-            self.skipped = state.result is None
-            if state.result is not None and active:
-                self._mask(state.result)
+        state.result = self.rounds.finish(self._settings.timeout_s)
+        state.active = active
+        self.skipped = state.result is None
+        if state.result is not None and active:
+            self._mask(state.result)
         return active
 
     def pending(self) -> dict[str, dict[str, torch.Tensor]]:

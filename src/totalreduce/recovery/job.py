@@ -34,6 +34,7 @@ from totalreduce.foundation.errors import (
     ConfigurationError,
     DeadlineExceededError,
     PeerLost,
+    PlanMismatchError,
     RecoveryError,
     RendezvousError,
 )
@@ -209,7 +210,7 @@ class Job:
         try:
             if kind is None:
                 self._finish()
-            elif not self.group.operations.closed:
+            else:
                 self.group.close(_CLOSE_S, reason=f"{kind.__name__}: {error}")
         finally:
             self.state.optimizer.before_install = None
@@ -253,7 +254,8 @@ class Job:
 
         A number comes again until its block has taken effect.
         """
-        while self.state.steps < checks.integer("the number of steps", count):
+        count = checks.integer("the number of steps", count)
+        while self.state.steps < count:
             yield from self._until_effective(self.state.steps, _Kind.STEP)
 
     def once(self, label: str) -> Iterator[None]:
@@ -429,8 +431,7 @@ class Job:
         self._left = (time.time(), str(error))
         if error.reason.startswith(SILENT):
             assembly.suspect(error.rank)
-        if not self.group.operations.closed:
-            self.group.close(_CLOSE_S, reason=str(error))
+        self.group.close(_CLOSE_S, reason=str(error))
         return True
 
     def _form_again(self, decision: Decision | None) -> None:
@@ -461,8 +462,7 @@ class Job:
                 raise
             except (PeerLost, DeadlineExceededError, RendezvousError) as error:
                 _log.info("epoch %d could not be formed: %s", decision.epoch, error)
-                if not self.group.operations.closed:
-                    self.group.close(_CLOSE_S, reason=str(error))
+                self.group.close(_CLOSE_S, reason=str(error))
                 if time.monotonic() >= give_up_at:
                     raise
                 decision = None
@@ -521,18 +521,13 @@ class Job:
 
     def _compare_states(self) -> None:
         """Raise ``RecoveryError`` on all ranks unless parameters and optimizer state are equal on all. Collective."""
-        digests = self.state.digests()
-        total = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
-        if len(set(self.group.allgather_object(total))) == 1:
-            return
-        theirs = self.group.allgather_object(digests)
-        for rank, others in enumerate(theirs):
-            for name in {**theirs[0], **others}:
-                if theirs[0].get(name) != others.get(name):
-                    raise RecoveryError(
-                        f"version {self.state.version} of the state differs between rank 0 and rank {rank}, first in "
-                        f"{name!r}. Did the program change parameters outside of optimizer.step()?"
-                    )
+        try:
+            self.group.agree("recovery/state", self.state.digests())
+        except PlanMismatchError as error:
+            raise RecoveryError(
+                f"version {self.state.version} of the state differs between ranks: {error.differences[0]}. "
+                "Did the program change parameters outside of optimizer.step()?"
+            ) from error
 
     # --------------------------------------------------------------------------------------------------------- the end
 

@@ -10,11 +10,13 @@ valid one. If a member ends after the decision, the group cannot be formed, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
-from totalreduce.foundation.errors import ConfigurationError, ProtocolError, RecoveryError
+from totalreduce.foundation import checks
+from totalreduce.foundation.errors import ProtocolError, RecoveryError
 
 __all__ = ["Decision", "Member", "Membership", "OnLoss", "Policy", "Report", "json_object"]
 
@@ -50,10 +52,7 @@ class Policy:
         Raises:
             ConfigurationError: A value is out of range.
         """
-        if not 1 <= self.min_ranks <= self.world_size:
-            raise ConfigurationError(
-                f"--min-ranks must be from 1 to the number of workers, {self.world_size}, not {self.min_ranks}"
-            )
+        checks.min_ranks(self.min_ranks, self.world_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +85,9 @@ class Report:
         Raises:
             ProtocolError: The text is no report.
         """
-        fields = json_object(text, "report")
-        try:
+        with _reading(text, "report") as fields:
             numbers = [_number(fields[name]) for name in ("seat", "incarnation", "version")]
             flags = [_flag(fields[name]) for name in ("has_state", "has_voted")]
-        except (KeyError, TypeError, ValueError) as error:
-            raise _malformed(text, "report") from error
         return cls(numbers[0], numbers[1], flags[0], numbers[2], flags[1])
 
 
@@ -153,15 +149,13 @@ class Decision:
         Raises:
             ProtocolError: The text is no decision.
         """
-        fields = json_object(text, "decision")
-        try:
+        with _reading(text, "decision") as fields:
+            epoch, version = _number(fields["epoch"]), _number(fields["version"])
             members = tuple(
                 Member(_number(each["seat"]), _number(each["incarnation"]), _flag(each["has_state"]))
                 for each in fields["members"]
             )
-            return cls(_number(fields["epoch"]), members, _number(fields["version"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise _malformed(text, "decision") from error
+        return cls(epoch, members, version)
 
 
 @final
@@ -271,6 +265,16 @@ def json_object(text: str, kind: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise _malformed(text, kind)
     return fields
+
+
+@contextmanager
+def _reading(text: str, kind: str) -> Iterator[dict[str, Any]]:
+    """Yield the fields of a value of the store; what is wrong with them is a ``ProtocolError``."""
+    fields = json_object(text, kind)
+    try:
+        yield fields
+    except (KeyError, TypeError, ValueError) as error:
+        raise _malformed(text, kind) from error
 
 
 def _malformed(text: str, kind: str) -> ProtocolError:

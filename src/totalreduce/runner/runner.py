@@ -92,7 +92,8 @@ class Runner:
         Raises what ``Engine.submit`` does. Then the handle has not changed.
         """
         self.home.check()
-        self._check_accepting()
+        if self.refusal:
+            raise ConfigurationError(self.refusal)
         carriage = self._endpoint.known_carriage(submission)
         if carriage is not None and self._begin_in_lane(submission, carriage, handle):
             return
@@ -158,7 +159,8 @@ class Runner:
         The owner of the receive is a handle, which gets its operation when a message has come.
         """
         self.home.check()
-        self._check_accepting()
+        if self.refusal:
+            raise ConfigurationError(self.refusal)
         with self._lock:
             self._check_alive()
             now = time.monotonic()
@@ -167,10 +169,6 @@ class Runner:
             wake = self._wakes_after_submission()
         self._endpoint.complete_ended()
         self._look_again(now, wake=wake)
-
-    def _check_accepting(self) -> None:
-        if self.refusal:
-            raise ConfigurationError(self.refusal)
 
     def act(self, action: Callable[[float], bool]) -> None:
         """Call ``action(now)`` on what lives beside the engine, under the lock.
