@@ -38,7 +38,6 @@ from totalreduce.foundation.errors import (
     RecoveryError,
     RendezvousError,
 )
-from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups import probe
 from totalreduce.groups.agreement import broadcast_json
 from totalreduce.groups.encoding import decode, empty_tensors, encode
@@ -377,10 +376,9 @@ class Job:
         if assembly is not None:
             assert assembly.current is not None
             self._own.send(assembly.current)
-            ballot = torch.tensor([self._look_for_newcomers(assembly)])
+            ballot = self._look_for_newcomers(assembly)
             try:
-                group.control.allreduce(ballot, name="recovery/vote", op=ReduceOp.MAX).wait()
-                self._wants_newcomers = bool(ballot)
+                self._wants_newcomers = bool(self._own.vote(assembly.current, ballot))
             except PeerLost as error:
                 self._leave_group(error)
                 decision = assembly.meet(has_state=True, version=self.state.version, has_voted=True)

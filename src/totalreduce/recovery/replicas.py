@@ -4,6 +4,8 @@ Parameters and the optimizer's state are equal on all ranks, so any rank can giv
 sparse sessions and the running statistics of a model's buffers are not: with the rank they would be lost. So every rank
 sends them to the next ranks before each vote. A copy counts when the vote has passed: then it is what the rank goes on
 with, and until then the copy of the version before counts. (Rabit keeps the local models of its ranks so, in a ring.)
+
+Small buffers need no message of their own: the vote carries them to all ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any, final
 
 import torch
 
+from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.encoding import pack, unpack
 from totalreduce.groups.group import Group
 from totalreduce.recovery.membership import Decision
@@ -25,6 +28,58 @@ _log = logging.getLogger("totalreduce")
 
 #: The tag of the messages between ranks.
 _TAG = 0x5EA7
+#: The most bytes that a vote with the buffers of all ranks has. Larger ones are sent to the next ranks only.
+_VOTE_BYTES_MAX = 128 * 1024
+#: Where a buffer may begin in a row of bytes.
+_ALIGNMENT = 16
+
+
+@final
+class _Vote:
+    """The vote of one epoch, as an allreduce with MAX: of a ballot, and of the buffers of all ranks if these are small.
+
+    Every rank has a row of bytes for its buffers, and zeros in the rows of the others. So the result has all rows.
+
+    Attributes:
+        has_buffers: Whether it carries the buffers.
+    """
+
+    def __init__(self, state: State, group: Group, *, may_have_buffers: bool) -> None:
+        """``may_have_buffers``: whether it is to carry buffers if they are small."""
+        self._state, self._rank, size = state, group.rank, group.world_size
+        #: By name: where the buffer begins in a row, and a tensor of its shape and dtype.
+        self._places: dict[str, tuple[int, torch.Tensor]] = {}
+        width = 0
+        for name, buffer in state.named_buffers() if may_have_buffers else ():
+            self._places[name] = (width, torch.empty_like(buffer, device="meta"))
+            width += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if size * width > _VOTE_BYTES_MAX:
+            self._places, width = {}, 0
+        self.has_buffers = bool(self._places)
+        self._bytes = torch.zeros(_ALIGNMENT + size * width, dtype=torch.uint8)
+        self._rows = self._bytes[_ALIGNMENT:].view(size, width)
+        self._views = list(self.read(self._rows[self._rank]).values())
+        self._allreduce = group.control.prepare_allreduce(self._bytes, name="recovery/vote", op=ReduceOp.MAX)
+
+    def take(self, ballot: int) -> int:
+        """Return the largest ballot of all ranks, when all have come to the vote. Collective."""
+        self._bytes.zero_()
+        self._bytes[0] = ballot
+        if self.has_buffers:
+            torch._foreach_copy_(self._views, [buffer.detach() for _, buffer in self._state.named_buffers()])
+        self._allreduce.start().wait()
+        return int(self._bytes[0])
+
+    def copies(self) -> list[torch.Tensor]:
+        """Return copies of the rows of all ranks, after ``take``."""
+        return list(self._rows.clone())
+
+    def read(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the buffers in a row. They share its memory."""
+        found = {}
+        for name, (start, like) in self._places.items():
+            found[name] = row[start : start + like.nbytes].view(like.dtype).view(like.shape)
+        return found
 
 
 @final
@@ -41,21 +96,20 @@ class Replicas:
         self._held: dict[int, tuple[int, torch.Tensor]] = {}
         self._next: dict[int, tuple[int, torch.Tensor]] = {}
 
-    def exchange(self, group: Group, decision: Decision, version: int, own: Mapping[str, Any]) -> None:
+    def exchange(self, group: Group, decision: Decision, version: int, mine: torch.Tensor) -> None:
         """Send this rank's own state of a version to the next ranks, and receive those of the ranks before. Collective.
 
         Args:
             group: The ranks.
             decision: The members of the epoch.
             version: The version that the state belongs to when the vote passes.
-            own: The state: values and tensors.
+            mine: The state as a row of bytes. The lengths of the ranks may differ.
 
         Raises:
             PeerLost: A rank is lost. The copies that count are still those of the last version.
         """
         self._next = {}
         control, size = group.control, group.world_size
-        mine = pack(dict(own))
         lengths = torch.zeros(size, dtype=torch.int64)
         lengths[group.rank] = mine.numel()
         control.allreduce(lengths, name="recovery/lengths").wait()
@@ -67,6 +121,12 @@ class Replicas:
             arrival.wait()
             departure.wait()
             self._next[decision.members[source].seat] = (version, copy)
+
+    def receive_all(self, decision: Decision, version: int, own_rank: int, copies: Sequence[torch.Tensor]) -> None:
+        """Note the states of all ranks of a version, by rank, which a vote has brought."""
+        self._next = {
+            decision.members[rank].seat: (version, copy) for rank, copy in enumerate(copies) if rank != own_rank
+        }
 
     def commit(self) -> None:
         """Note that the vote has passed: the copies of the last exchange are those that count."""
@@ -82,19 +142,17 @@ class Replicas:
         group.control.send(torch.tensor([copy.numel()]), dst=to, tag=_TAG).wait()
         group.control.send(copy, dst=to, tag=_TAG).wait()
 
-    def receive(self, group: Group, source: int) -> dict[str, Any]:
+    def receive(self, group: Group, source: int) -> torch.Tensor:
         """Receive the copy that a rank sends."""
         length = torch.zeros(1, dtype=torch.int64)
         group.control.recv(length, src=source, tag=_TAG).wait()
         copy = torch.empty(int(length), dtype=torch.uint8)
         group.control.recv(copy, src=source, tag=_TAG).wait()
-        state: dict[str, Any] = unpack(copy)
-        return state
+        return copy
 
-    def take(self, seat: int) -> dict[str, Any]:
-        """Return the state of a seat that nobody has any more, and forget the copy."""
-        state: dict[str, Any] = unpack(self._held.pop(seat)[1])
-        return state
+    def take(self, seat: int) -> torch.Tensor:
+        """Return the copy of the state of a seat that nobody has any more, and forget it."""
+        return self._held.pop(seat)[1]
 
     def forget(self, seat: int) -> None:
         """Forget the copy of a seat's state, if this rank has one."""
@@ -125,9 +183,28 @@ class OwnState:
         return self._compressed.reducer is not None or next(self._state.model.buffers(), None) is not None
 
     def send(self, decision: Decision) -> None:
-        """Send the state, as it is after this block, to the next ranks. Collective, before the vote."""
-        if self._exists:
+        """Send the state, as it is after this block, to the next ranks. Collective, before the vote.
+
+        Raises:
+            PeerLost: A rank is lost. This rank has not voted.
+        """
+        if self._exists and not self._vote.has_buffers:
             self._next_sessions = self._send(decision, self._state.version + 1)
+
+    def vote(self, decision: Decision, ballot: int) -> int:
+        """Return the largest ballot of all ranks, when all have come to the vote. Collective.
+
+        Args:
+            decision: The members of the epoch.
+            ballot: The ballot of this rank, from 0 to 255.
+
+        Raises:
+            PeerLost: A rank is lost. This rank has voted.
+        """
+        largest = self._vote.take(ballot)
+        if self._vote.has_buffers:
+            self._replicas.receive_all(decision, self._state.version + 1, self._group.rank, self._vote.copies())
+        return largest
 
     def commit(self) -> None:
         """Note that the vote has passed."""
@@ -145,6 +222,11 @@ class OwnState:
             has_state: Whether this rank had the state of the job.
         """
         same_size, self._world_size = self._world_size == self._group.world_size, self._group.world_size
+        self._vote = _Vote(
+            self._state,
+            self._group,
+            may_have_buffers=self._compressed.reducer is None and self._group.world_size > 1 and self.num_copies > 0,
+        )
         if not self._exists or decision.version == 0:
             return
         held = self._replicas.seats(decision.version) if has_state else []
@@ -159,7 +241,7 @@ class OwnState:
         for seat in held:
             if seat not in seats:
                 if holders[seat] == self._group.rank and self._compressed.reducer is not None:
-                    self._compressed.load_pending(self._replicas.take(seat), adds=True)
+                    self._compressed.load_pending(unpack(self._replicas.take(seat)), adds=True)
                 self._replicas.forget(seat)
         if self._are_known(said, decision.newcomers, seats, holders):
             self._compressed.load_sessions(self._sessions)
@@ -175,7 +257,11 @@ class OwnState:
         elif rank == source:
             self._replicas.send(self._group, seat, newcomer)
         elif rank == newcomer:
-            own = self._replicas.receive(self._group, source)
+            copy = self._replicas.receive(self._group, source)
+            if self._vote.has_buffers:
+                self._state.load_own_buffers(self._vote.read(copy))
+                return
+            own = unpack(copy)
             self._state.load_own_buffers(own["buffers"])
             if self._compressed.reducer is not None:
                 self._compressed.load_pending(own)
@@ -195,9 +281,13 @@ class OwnState:
 
     def _send(self, decision: Decision, version: int) -> list[dict[str, Any]]:
         """Send the state as that of a version; return the states of the sparse sessions."""
+        if self._vote.has_buffers:
+            self._vote.take(0)
+            self._replicas.receive_all(decision, version, self._group.rank, self._vote.copies())
+            return []
         own = self._compressed.pending()
         if self.num_copies and self._group.world_size > 1:
             buffers = self._state.own_buffers()
-            self._replicas.exchange(self._group, decision, version, {**own, "buffers": buffers})
+            self._replicas.exchange(self._group, decision, version, pack({**own, "buffers": buffers}))
         sessions: list[dict[str, Any]] = own.get("sessions", [])
         return sessions
