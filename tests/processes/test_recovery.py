@@ -53,7 +53,7 @@ def without_epochs(final):
 
 
 KINDS = {
-    "adamw": ["--optimizer", "adamw"],
+    "adamw": ["--optimizer", "adamw", "--norm"],
     "bfloat16 with workers": ["--dtype", "bfloat16", "--workers", "1"],
     "oktopk": ["--sync", "oktopk", "--optimizer", "momentum", "--norm"],
 }
@@ -62,7 +62,7 @@ KINDS = {
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("adamw", marks=pytest.mark.slow),
+        "adamw",
         pytest.param("bfloat16 with workers", marks=pytest.mark.slow),
         "oktopk",
     ],
@@ -71,7 +71,8 @@ def test_replaced_ranks_change_no_bit(tmp_path: Path, kind: str) -> None:
     """Rank 1 dies before its vote, rank 2 after its update, and rank 0 in an evaluation."""
     plain = Run(tmp_path / "plain", 3, *KINDS[kind], on_loss="replace")
     deaths = "1:5:forward,2:9:updated,0:13:once"
-    disturbed = Run(tmp_path / "disturbed", 3, *KINDS[kind], "--die", deaths, on_loss="replace")
+    spares = int(kind == "adamw")
+    disturbed = Run(tmp_path / "disturbed", 3, *KINDS[kind], "--die", deaths, on_loss="replace", spares=spares)
     assert plain.result.exit_code == disturbed.result.exit_code == 0, disturbed.result.errors
     assert disturbed.epochs()[-1]["members"] == [
         {"seat": 0, "incarnation": 1, "has_state": False},
@@ -88,6 +89,8 @@ def test_replaced_ranks_change_no_bit(tmp_path: Path, kind: str) -> None:
     assert kinds[begin : begin + 3] == [("ended", 1), ("started", 1), ("epoch", None)]
     assert disturbed.events[begin]["signal"] == "SIGKILL"
     assert disturbed.events[begin + 1]["restarts_left"] == 9
+    were_spares = [event["was_spare"] for event in disturbed.events if event["event"] == "started"]
+    assert were_spares == [False] * 3 + [bool(spares)] * 3
 
 
 def test_without_the_lost_rank_no_sample_is_lost_or_used_twice(tmp_path: Path) -> None:
@@ -111,6 +114,26 @@ def test_a_rank_that_is_started_again_joins_and_has_the_same_state(tmp_path: Pat
     assert len({final["digest"] for final in run.finals}) == 1
     used = [sample for (of, _), samples in run.blocks().items() if of == 0 for sample in samples]
     assert sorted(used) == list(range(300))
+
+
+@pytest.mark.slow
+def test_without_spares_that_work_lost_ranks_are_started_again(tmp_path: Path) -> None:
+    """A spare has no rank before tr.init(), so a program that needs one there fails as a spare."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        f"sys.argv[0] = {str(PROGRAM)!r}\n"
+        f"exec(compile(open({str(PROGRAM)!r}).read(), {str(PROGRAM)!r}, 'exec'))\n"
+    )
+    arguments = ["--die", "1:5:forward", "--pause", "0.1"]
+    run = Run(tmp_path / "run", 2, *arguments, program=program, on_loss="replace", spares=1)
+    assert run.result.exit_code == 0, run.result.errors
+    (ended,) = [event for event in run.events if event["event"] == "spare ended"]
+    assert ended["exit_code"] == 1
+    assert ended["last_errors"][-1] == "KeyError: 'RANK'"
+    assert [final["version"] for final in run.finals] == [40, 40]
+    assert len({final["digest"] for final in run.finals}) == 1
 
 
 @pytest.mark.slow

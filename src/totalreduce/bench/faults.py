@@ -56,6 +56,7 @@ class FaultsParameters:
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32"
     elements: Annotated[int, typer.Option(help="Elements of a further parameter.")] = 100_000
     replicas: Annotated[int, typer.Option(min=0, help="Ranks that have a copy of each rank's residuals.")] = 1
+    spares: Annotated[int, typer.Option(min=0, help="Spare processes of the launcher.")] = 0
     seed: Annotated[int, typer.Option(help="Seed of the faults' times and ranks.")] = 0
 
     def __post_init__(self) -> None:
@@ -174,6 +175,7 @@ def _run(setting: Setting, parameters: FaultsParameters, folder: Path, injector:
         recovery = RecoveryOptions(
             on_loss="shrink" if parameters.on_loss == "shrink" else "replace",
             restarts=4 * parameters.faults + 10,
+            spares=parameters.spares,
             on_event=injector.on_event,
         )
         injector.start()

@@ -66,6 +66,7 @@ def main() -> None:
     """Train until the file ``stop`` says so."""
     config = FaultsConfig(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     folder = Path(config.folder)
+    group = tr.init()
     seat = environment.read_world().rank
     incarnation = environment.read_settings().incarnation
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -76,7 +77,6 @@ def main() -> None:
         if config.optimizer == "adamw"
         else torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     )
-    group = tr.init()
     sync = tr.OkTopk(density=0.05) if config.sync == "oktopk" else None
     feedback = tr.ErrorFeedback(elements_min=1) if sync is not None else None
     optimizer = tr.DistributedOptimizer(inner, model, group=group, sync=sync, feedback=feedback)

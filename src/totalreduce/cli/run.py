@@ -79,6 +79,15 @@ def run(
         int | None,
         typer.Option(min=1, help="Go on with so many workers at least.", show_default="1", rich_help_panel="Recovery"),
     ] = None,
+    spares: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Keep so many further processes in tr.init(), to replace lost workers without starting Python.",
+            show_default="0",
+            rich_help_panel="Recovery",
+        ),
+    ] = None,
     events: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write losses and restarts as JSON lines.", rich_help_panel="Recovery"),
@@ -98,6 +107,7 @@ def run(
     totalreduce run -n 2 --no-python ./train.sh
     totalreduce run --emulate-hosts 8 --emulate-rate 1gbit train.py
     totalreduce run -n 8 --on-loss replace --restarts 20 train.py
+    totalreduce run -n 8 --on-loss replace --spares 1 train.py
     """
     emulate = None
     if emulate_hosts is not None:
@@ -119,10 +129,11 @@ def run(
                 on_loss=on_loss.value,
                 restarts=10 if restarts is None else restarts,
                 min_ranks=min_ranks or 1,
+                spares=spares or 0,
                 on_event=functools.partial(_show_event, file=file),
             )
-        elif any(value is not None for value in (restarts, min_ranks, events)):
-            raise ConfigurationError("--restarts, --min-ranks and --events go with --on-loss")
+        elif any(value is not None for value in (restarts, min_ranks, spares, events)):
+            raise ConfigurationError("--restarts, --min-ranks, --spares and --events go with --on-loss")
         result = run_workers(
             argv,
             num_workers=num_workers,
@@ -151,7 +162,12 @@ def _show_event(event: dict[str, Any], *, file: TextIO | None) -> None:
         end = f"was killed by {event['signal']}" if event["signal"] else f"failed with exit code {event['exit_code']}"
         _note(f"rank {rank} {end}")
     elif kind == "started" and event["incarnation"]:
-        _note(f"rank {rank} is started again ({event['restarts_left']} restarts left)")
+        how = "is replaced by a spare process" if event["was_spare"] else "is started again"
+        _note(f"rank {rank} {how} ({event['restarts_left']} restarts left)")
+    elif kind == "spare ended":
+        _note(f"a spare process ended with exit code {event['exit_code']} before it had a seat: no more are started")
+        for line in event["last_errors"]:
+            _note(f"  {line}")
     elif kind == "suspected":
         why = "is stopped" if event["by"] is None else f"is silent, says rank {event['by']}"
         _note(f"rank {rank} {why}: it is killed")

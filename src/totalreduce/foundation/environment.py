@@ -111,6 +111,8 @@ def _whole_number(minimum: int) -> Callable[[str, str], int]:
     return parse
 
 
+#: The variable that a spare process has until it has a seat.
+SPARE = "TOTALREDUCE_SPARE"
 #: By variable: the field of ``Settings``, and the function that reads its value.
 _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "TOTALREDUCE_TIMEOUT_S": ("timeout_s", _seconds),
@@ -130,7 +132,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
 #: Every variable of the library; documented in ``docs/launching.md``. ``world.py`` reads those of ranks and hosts.
 _KNOWN_NAMES = frozenset(
     (
-        *(*_SETTINGS, *_TLS_NAMES, "TOTALREDUCE_DEBUG"),
+        *(*_SETTINGS, *_TLS_NAMES, "TOTALREDUCE_DEBUG", SPARE),
         *(f"TOTALREDUCE_{name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "JOB_ID")),
         *(f"TOTALREDUCE_{name}" for name in ("MASTER_ADDRESS", "MASTER_PORT", "JOB_KEY", "JOB_KEY_FILE")),
     )

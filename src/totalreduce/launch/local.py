@@ -12,6 +12,7 @@ One thread waits for output, ends of workers and signals at once:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import selectors
@@ -29,6 +30,7 @@ from totalreduce.launch.ending import Escalation, find_first_failure
 from totalreduce.launch.guard import Guard
 from totalreduce.launch.output import Output, Relay, open_relay
 from totalreduce.launch.recovery import Keeper, RecoveryOptions, Restarts, event, worker_variables
+from totalreduce.launch.spares import Spare, Spares
 from totalreduce.launch.workers import RunResult, Worker, WorkerResult, free_port, worker_environments
 
 __all__ = ["EmulateOptions", "RecoveryOptions", "RunResult", "WorkerResult", "run_workers"]
@@ -79,6 +81,8 @@ def run_workers(
     workers_per_host = _workers_per_host(num_workers, emulate)
     if recovery is not None:
         recovery.check(num_workers)
+        if recovery.spares and emulate is not None:
+            raise ConfigurationError("--spares needs all workers on one host: a spare cannot move to another host")
     job_id = f"run-{os.getpid()}-{secrets.token_hex(8)}"
     base = current() if environment is None else environment
     with contextlib.ExitStack() as stack:
@@ -135,6 +139,7 @@ class _Recovery(NamedTuple):
     options: RecoveryOptions
     keeper: Keeper
     restarts: Restarts
+    spares: Spares
 
 
 class _Supervisor:
@@ -144,7 +149,7 @@ class _Supervisor:
         self._relay, self._escalation = relay, escalation
         self._selector = selectors.DefaultSelector()
         self._workers: list[Worker] = []
-        self._pipes: dict[IO[bytes], tuple[IO[bytes], int, bool]] = {}
+        self._pipes: dict[IO[bytes], tuple[IO[bytes], Worker, bool]] = {}
         self._first_to_end: Worker | None = None
         self._signals: list[signal.Signals] = []
         self._interrupted_by: signal.Signals | None = None
@@ -163,7 +168,7 @@ class _Supervisor:
 
     def recover(self, options: RecoveryOptions, keeper: Keeper, num_workers: int) -> None:
         """Start workers again that fail. Call this before ``start``."""
-        self._recovery = _Recovery(options, keeper, Restarts(options, num_workers))
+        self._recovery = _Recovery(options, keeper, Restarts(options, num_workers), Spares())
         self._selector.register(keeper.output, selectors.EVENT_READ)
 
     def start(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> None:
@@ -173,19 +178,40 @@ class _Supervisor:
             self._workers.append(self._start_worker(rank, 0))
 
     def _start_worker(self, rank: int, incarnation: int) -> Worker:
+        """Start the worker of a rank, or give the seat to a spare."""
         command, environment = self._to_start[rank]
-        if self._recovery is not None:
-            environment = {**environment, "TOTALREDUCE_INCARNATION": str(incarnation)}
-            self._recovery.restarts.started(rank, time.monotonic())
-        worker = Worker(rank, command, environment, *self._relay.targets[rank])
-        if self._recovery is not None:
-            left = self._recovery.restarts.left
-            details = {"rank": rank, "incarnation": incarnation, "pid": worker.process.pid, "restarts_left": left}
-            self._recovery.options.on_event(event("started", **details))
+        recovery = self._recovery
+        if recovery is None:
+            return self._watched(Worker(rank, command, environment, *self._relay.targets[rank]))
+        environment = {**environment, "TOTALREDUCE_INCARNATION": str(incarnation)}
+        recovery.restarts.started(rank, time.monotonic())
+        was_spare = bool(recovery.spares.waiting)
+        if was_spare:
+            spare = recovery.spares.waiting.pop(0)
+            spare.seat(rank, environment)
+            worker = spare.worker
+            for is_error, data in enumerate(spare.held):
+                self._shown(functools.partial(self._relay.feed, rank, bytes(data), is_error=bool(is_error)))
+        else:
+            worker = self._watched(Worker(rank, command, environment, *self._relay.targets[rank]))
+        details = {"rank": rank, "incarnation": incarnation, "pid": worker.process.pid, "was_spare": was_spare}
+        recovery.options.on_event(event("started", **details, restarts_left=recovery.restarts.left))
+        return worker
+
+    def _start_spares(self, recovery: _Recovery) -> None:
+        """Start the spares that are missing. They cost time of the workers' cores until they wait."""
+        wanted = recovery.options.spares if recovery.restarts.is_possible and not recovery.spares.fail else 0
+        while len(recovery.spares.waiting) < wanted:
+            spare = Spare(*self._to_start[0])
+            recovery.spares.waiting.append(spare)
+            self._watched(spare.worker)
+
+    def _watched(self, worker: Worker) -> Worker:
+        """Return a worker whose output and end are noticed from now on."""
         for is_error, pipe in enumerate((worker.process.stdout, worker.process.stderr)):
             if pipe is not None:
                 os.set_blocking(pipe.fileno(), False)
-                source = (pipe, rank, bool(is_error))
+                source = (pipe, worker, bool(is_error))
                 self._pipes[pipe] = source
                 self._selector.register(pipe, selectors.EVENT_READ, source)
         if worker.exit_descriptor is not None:
@@ -200,6 +226,7 @@ class _Supervisor:
             now = time.monotonic()
             self._look_for_ends(now)
             if self._recovery is not None:
+                self._look_for_spares_ends(self._recovery, now)
                 self._follow_keeper(self._recovery)
                 self._restart(self._recovery, now)
             for number in self._take_signals():
@@ -220,6 +247,8 @@ class _Supervisor:
             if worker.exit_descriptor is not None and not worker.ended:
                 self._selector.unregister(worker.exit_descriptor)
             worker.finish(now)
+        for spare in self._recovery.spares.waiting if self._recovery is not None else ():
+            self._end_spare(spare, now)
         for source in list(self._pipes.values()):
             self._read_pipe(*source)
             self._close_pipe(source[0])
@@ -256,6 +285,23 @@ class _Supervisor:
         if self._recovery is not None and self._recovery.restarts.is_pending and not self._escalation.stopping:
             return False
         return not self._pipes or time.monotonic() - self._last_end > _DRAIN_S
+
+    def _end_spare(self, spare: Spare, now: float) -> None:
+        """End a spare, and do without its output."""
+        if spare.worker.exit_descriptor is not None:
+            self._selector.unregister(spare.worker.exit_descriptor)
+        for pipe in (spare.worker.process.stdout, spare.worker.process.stderr):
+            if pipe in self._pipes:
+                self._close_pipe(pipe)
+        spare.close(now)
+
+    def _look_for_spares_ends(self, recovery: _Recovery, now: float) -> None:
+        """Without spares the job goes on: lost workers are then started from the beginning."""
+        for spare in recovery.spares.take_ended(now):
+            self._end_spare(spare, now)
+            end = spare.worker.result(())
+            lines = spare.held[1].decode("utf-8", "replace").splitlines()
+            recovery.options.on_event(event("spare ended", exit_code=end.exit_code, last_errors=lines[-10:]))
 
     def _look_for_ends(self, now: float) -> None:
         ended = [worker for worker in self._workers if worker.poll(now)]
@@ -319,6 +365,7 @@ class _Supervisor:
                 recovery.restarts.finished()
             else:
                 recovery.options.on_event(event("epoch", **word))
+                self._start_spares(recovery)  # not before, because the ranks need the cores to recover
 
     def _take_signals(self) -> list[signal.Signals]:
         taken, self._signals = self._signals, []
@@ -336,13 +383,17 @@ class _Supervisor:
                 self._close_pipe(key.data[0])
         self._shown(self._relay.overdue)
 
-    def _read_pipe(self, pipe: IO[bytes], rank: int, is_error: bool) -> bool:
+    def _read_pipe(self, pipe: IO[bytes], worker: Worker, is_error: bool) -> bool:
         """Pass on the bytes in a pipe; returns false at the end of the stream."""
         try:
             data = os.read(pipe.fileno(), _READ_BYTES)
         except BlockingIOError:
             return True
-        self._shown(lambda: self._relay.feed(rank, data, is_error=is_error))
+        spare = None if self._recovery is None else self._recovery.spares.of(worker)
+        if spare is not None:
+            spare.hold(data, is_error=is_error)
+            return bool(data)
+        self._shown(lambda: self._relay.feed(worker.rank, data, is_error=is_error))
         return bool(data)
 
     def _close_pipe(self, pipe: IO[bytes]) -> None:

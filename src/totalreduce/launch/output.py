@@ -288,6 +288,11 @@ class _RankZero(Relay):
     def __init__(self, num_workers: int) -> None:
         super().__init__([(None, None), *[(subprocess.DEVNULL, subprocess.PIPE)] * (num_workers - 1)])
 
+    def feed(self, rank: int, data: bytes, *, is_error: bool) -> None:
+        super().feed(rank, data, is_error=is_error)
+        if rank == 0:  # its worker was a spare, which has a pipe
+            _write(sys.stderr if is_error else sys.stdout, data)
+
 
 class _Captured(Relay):
     """Keeps all output in memory, the last 64 MiB of each stream."""
@@ -316,6 +321,12 @@ class _Files(Relay):
         except OSError as error:
             raise ConfigurationError(f"cannot write the output to {folder}: {describe_error(error)}") from error
         super().__init__([(file, subprocess.STDOUT) for file in self._files])
+
+    def feed(self, rank: int, data: bytes, *, is_error: bool) -> None:
+        super().feed(rank, data, is_error=is_error)
+        # Only a worker that was a spare has a pipe.
+        self._files[rank].write(data)
+        self._files[rank].flush()
 
     def close(self) -> None:
         for file in self._files:

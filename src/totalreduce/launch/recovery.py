@@ -35,13 +35,15 @@ class RecoveryOptions:
             may join again.
         restarts: How many workers are started again in the whole run.
         min_ranks: With ``"shrink"``: the smallest number of ranks that go on.
+        spares: How many processes wait to replace a worker (``spares``).
         on_event: Is called with each event: a dictionary with ``event`` (``ended``, ``started``, ``suspected`` or
-            ``epoch``) and its details, JSON values.
+            ``epoch``, ``spare ended``) and its details, JSON values.
     """
 
     on_loss: Literal["replace", "shrink"]
     restarts: int = 10
     min_ranks: int = 1
+    spares: int = 0
     on_event: Callable[[dict[str, Any]], None] = lambda _: None
 
     def check(self, num_workers: int) -> None:
@@ -49,6 +51,8 @@ class RecoveryOptions:
         checks.min_ranks(self.min_ranks, num_workers)
         if self.restarts < 0:
             raise ConfigurationError(f"--restarts must be at least 0, not {self.restarts}")
+        if self.spares < 0:
+            raise ConfigurationError(f"--spares must be at least 0, not {self.spares}")
 
 
 @final
@@ -69,6 +73,11 @@ class Restarts:
         self._due: dict[int, float] = {}
         self._has_finished = False
         self._accused: dict[int, set[int]] = {}  #: By epoch: the ranks that were accused.
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a worker that failed now would be started again."""
+        return self.left > 0 and not self._has_finished
 
     @property
     def is_pending(self) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
+from totalreduce.foundation.environment import SPARE
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error
 
@@ -102,13 +103,19 @@ class Worker:
     """
 
     def __init__(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str], stdout: Target, stderr: Target
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: Target,
+        stderr: Target,
+        stdin: Target = subprocess.DEVNULL,
     ) -> None:
         """Start the worker. Raises ``ConfigurationError`` if the command cannot be started."""
         try:
             self.process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
                 env=dict(environment),
@@ -209,7 +216,7 @@ def worker_environments(
     ``base`` is the environment to extend; variables of another launcher about ranks are replaced or removed.
     """
     foreign = ("TORCHELASTIC_", "TOTALREDUCE_LOCAL_", "TOTALREDUCE_MASTER_")
-    exact = ("TOTALREDUCE_RANK", "TOTALREDUCE_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_NAME", *RECOVERY_VARIABLES)
+    exact = ("TOTALREDUCE_RANK", "TOTALREDUCE_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_NAME", *RECOVERY_VARIABLES, SPARE)
     common = {name: text for name, text in base.items() if not name.startswith(foreign) and name not in exact}
     if "TOTALREDUCE_JOB_KEY" not in common and "TOTALREDUCE_JOB_KEY_FILE" not in common:
         common["TOTALREDUCE_JOB_KEY"] = secrets.token_hex(32)

@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--hold", type=int, default=0, help="wait for so many ranks before the second epoch")
     parser.add_argument("--replicas", type=int, default=1)
     arguments = parser.parse_args()
+    group = tr.init()
     seat, incarnation = int(os.environ["RANK"]), int(os.environ.get("TOTALREDUCE_INCARNATION", "0"))
     deaths = [death.split(":") for death in arguments.die.split(",") if death]
     mine = {(int(version), place) for where, version, place in deaths if int(where) == seat and incarnation == 0}
@@ -68,7 +69,6 @@ def main() -> None:
         "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-1),
     }
     inner = kinds[arguments.optimizer]()
-    group = tr.init()
     sync = {"none": None, "oktopk": tr.OkTopk(density=0.1), "topka": tr.TopkA(density=0.1)}[arguments.sync]
     feedback = tr.ErrorFeedback(elements_min=1) if sync is not None else None
     optimizer = tr.DistributedOptimizer(inner, model, group=group, sync=sync, feedback=feedback)

@@ -1,0 +1,126 @@
+"""Spare processes: they run the program up to ``tr.init()``, and wait there for the seat of a rank that is lost.
+
+A lost rank is then replaced without the start of an interpreter and without imports. A spare waits for one line on its
+standard input: a JSON object with the variables of the environment that the worker of a seat has and a spare has not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from totalreduce.foundation.environment import SPARE, current
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.launch.workers import Worker
+
+__all__ = ["Spare", "Spares", "await_seat", "is_spare"]
+
+#: The variables that differ between seats.
+_SEAT_VARIABLES = ("RANK", "ROLE_RANK", "LOCAL_RANK", "GROUP_RANK", "TOTALREDUCE_INCARNATION")
+#: The most bytes that are kept of each stream of a spare without a seat.
+_HELD_BYTES_MAX = 64 * 1024
+
+
+@final
+class Spare:
+    """The launcher's side of one spare.
+
+    Attributes:
+        worker: Its process. The rank is -1 until it has a seat.
+        held: What it has written to standard output and standard error without a seat.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start it; command and environment are those of any seat."""
+        common = {name: text for name, text in environment.items() if name not in _SEAT_VARIABLES}
+        reader, self._input = os.pipe()
+        try:
+            self.worker = Worker(-1, command, {**common, SPARE: "1"}, subprocess.PIPE, subprocess.PIPE, stdin=reader)
+        except BaseException:
+            os.close(self._input)
+            raise
+        finally:
+            os.close(reader)
+        self.held = (bytearray(), bytearray())
+
+    def hold(self, data: bytes, *, is_error: bool) -> None:
+        """Keep bytes that it has written without a seat: the last ones, if there are many."""
+        self.held[is_error].extend(data)
+        del self.held[is_error][:-_HELD_BYTES_MAX]
+
+    def seat(self, rank: int, environment: Mapping[str, str]) -> None:
+        """Give it the seat of a rank; ``environment`` is what a worker of this seat would get."""
+        self.worker.rank = rank
+        line = json.dumps({name: environment[name] for name in _SEAT_VARIABLES}).encode() + b"\n"
+        try:
+            os.write(self._input, line)
+        except BrokenPipeError:
+            return  # it has ended just now, which the launcher notices as the end of this rank's worker
+        finally:
+            os.close(self._input)
+            self._input = -1
+
+    def close(self, now: float) -> None:
+        """End a spare that has no seat."""
+        if self._input >= 0:
+            os.close(self._input)
+            self._input = -1
+        self.worker.finish(now)
+
+
+@final
+class Spares:
+    """The spares of a run.
+
+    Attributes:
+        waiting: Those without a seat, the oldest first.
+        fail: Whether one has ended without a seat: then no more are started.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[Spare] = []
+        self.fail = False
+
+    def of(self, worker: Worker) -> Spare | None:
+        """Return the spare without a seat whose process this is, if it is one."""
+        return next((spare for spare in self.waiting if spare.worker is worker), None)
+
+    def take_ended(self, now: float) -> list[Spare]:
+        """Return the spares that have ended since the last call; they wait no more."""
+        ended = [spare for spare in self.waiting if spare.worker.poll(now)]
+        self.waiting = [spare for spare in self.waiting if spare not in ended]
+        self.fail = self.fail or bool(ended)
+        return ended
+
+
+def is_spare() -> bool:
+    """Whether this process is a spare without a seat."""
+    return current().get(SPARE) == "1"
+
+
+def await_seat() -> None:
+    """Wait for a seat, and take its variables into the environment.
+
+    Raises:
+        SystemExit: The job has ended without need of this process.
+        ConfigurationError: Standard input is not the launcher's.
+    """
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise SystemExit(0)
+    try:
+        variables = json.loads(line)
+        os.environ.update({name: str(variables[name]) for name in _SEAT_VARIABLES})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{SPARE} is set, and standard input has no seat. Only totalreduce run --spares sets this variable"
+        ) from error
+    del os.environ[SPARE]
+    # Workers have no standard input.
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
