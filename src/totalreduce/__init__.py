@@ -17,6 +17,7 @@ from totalreduce.c10d import registration as _registration
 from totalreduce.foundation.version import VERSION
 
 if TYPE_CHECKING:
+    from totalreduce.c10d.attempts import attempts
     from totalreduce.coordination.config import CoordinationConfig
     from totalreduce.foundation.config import EngineConfig, TcpConfig, Tls
     from totalreduce.foundation.errors import (
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from totalreduce.pytorch.error_feedback import ErrorFeedback
     from totalreduce.pytorch.optimizer import DistributedOptimizer
     from totalreduce.pytorch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+    from totalreduce.recovery.attempts import Attempt
     from totalreduce.recovery.job import Job, recoverable
     from totalreduce.recovery.sampler import ElasticSampler
     from totalreduce.recovery.state import State
@@ -67,6 +69,7 @@ __version__ = VERSION
 _HOMES = {
     "AdasumOptimizer": "pytorch.adasum",
     "AuthenticationError": "foundation.errors",
+    "Attempt": "recovery.attempts",
     "Auto": "sparse.auto",
     "ConfigurationError": "foundation.errors",
     "CoordinationConfig": "coordination.config",
@@ -108,6 +111,7 @@ _HOMES = {
     "UnsupportedError": "foundation.errors",
     "Work": "tensors.work",
     "adasum_": "pytorch.adasum",
+    "attempts": "c10d.attempts",
     "broadcast_optimizer_state": "pytorch.broadcast",
     "broadcast_parameters": "pytorch.broadcast",
     "convert_sync_batchnorm": "pytorch.sync_batch_norm",
@@ -118,6 +122,7 @@ _HOMES = {
 
 __all__ = [
     "AdasumOptimizer",
+    "Attempt",
     "AuthenticationError",
     "Auto",
     "ConfigurationError",
@@ -161,6 +166,7 @@ __all__ = [
     "Work",
     "__version__",
     "adasum_",
+    "attempts",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "convert_sync_batchnorm",

@@ -8,6 +8,7 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError, RecoveryError
 from totalreduce.launch.recovery import RecoveryOptions, Restarts
 from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.recovery.forming import compare_states, send_state
 from totalreduce.recovery.job import recoverable
 from totalreduce.recovery.membership import Decision, Member, Membership, Policy, Report
 from totalreduce.recovery.sampler import ElasticSampler
@@ -159,7 +160,7 @@ def test_parts_that_cannot_be_recovered_are_refused() -> None:
         lbfgs = DistributedOptimizer(torch.optim.LBFGS(other.parameters()), other, group=group, name="other")
         errors = []
         for values in (
-            {"optimizer": inner},
+            {"optimizer": "sgd"},
             {"optimizer": lbfgs},
             {"optimizer": optimizer, "version": 3},
             {"optimizer": optimizer, "thing": object()},
@@ -168,10 +169,14 @@ def test_parts_that_cannot_be_recovered_are_refused() -> None:
             with pytest.raises(ConfigurationError) as caught:
                 State(model=model, **values)
             errors.append(str(caught.value))
-        return errors
+        with pytest.raises(ConfigurationError) as caught:
+            recoverable(State(model=model, optimizer=inner))
+        return [*errors, str(caught.value)]
 
-    plain, lbfgs, name, kind, sampler = in_one_rank(body)
-    assert "needs a DistributedOptimizer, not a SGD" in plain
+    none, lbfgs, name, kind, sampler, plain = in_one_rank(body)
+    assert "needs an optimizer of torch, not a str" in none
+    assert "needs a state with a DistributedOptimizer, not a SGD" in plain
+    assert "tr.attempts" in plain
     assert "LBFGS" in lbfgs
     assert "'version'" in name
     assert "object" in kind
@@ -181,13 +186,12 @@ def test_parts_that_cannot_be_recovered_are_refused() -> None:
 def test_states_that_differ_are_an_error_on_every_rank() -> None:
     def body(group):
         state = make_state(group)
-        job = recoverable(state)
-        job._send_state(0, [1])
-        job._compare_states()
+        send_state(state, group, 0, [1])
+        compare_states(state, group)
         with torch.no_grad():
             state.model[2].weight += group.rank
         with pytest.raises(RecoveryError) as caught:
-            job._compare_states()
+            compare_states(state, group)
         return str(caught.value)
 
     for message in run_ranks(2, body):

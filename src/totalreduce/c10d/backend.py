@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +17,23 @@ from totalreduce.groups.group import Group
 from totalreduce.launch.bootstrap import init
 from totalreduce.launch.rendezvous import StoreRank
 
-__all__ = ["create"]
+__all__ = ["create", "forming"]
+
+#: The group that the default process group is made of, while ``forming`` is active.
+_formed: ContextVar[Group | None] = ContextVar("formed", default=None)
+
+
+@contextmanager
+def forming(group: Group) -> Iterator[None]:
+    """Have ``init_process_group`` take a group that is formed already. It closes the group if it fails."""
+    token = _formed.set(group)
+    try:
+        yield
+    except BaseException:
+        group.close(0.0)
+        raise
+    finally:
+        _formed.reset(token)
 
 
 def create(options: Any, backend_options: Any, caller: Mapping[str, Any]) -> ProcessGroupTotalReduce:
@@ -40,7 +58,10 @@ def create(options: Any, backend_options: Any, caller: Mapping[str, Any]) -> Pro
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     default = dist.distributed_c10d._world.default_pg
     try:
-        if isinstance(default, ProcessGroupTotalReduce):
+        formed = _formed.get()
+        if formed is not None:
+            group = formed
+        elif isinstance(default, ProcessGroupTotalReduce):
             group = default.group.subgroup(ranks, name=options.group_id)
         else:
             group = _connect(options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import logging
 import sys
 import time
@@ -28,7 +27,7 @@ from totalreduce.groups import probe
 from totalreduce.groups.group import Group
 from totalreduce.groups.probe import LinkPolicy
 from totalreduce.launch.rendezvous import StoreRank
-from totalreduce.launch.spares import await_seat, is_spare
+from totalreduce.launch.spares import await_seat
 from totalreduce.launch.transports import TRANSPORTS, JoinRequest, connect
 from totalreduce.native import tuning
 from totalreduce.native.collectives import NativeCollectives
@@ -112,9 +111,7 @@ def init(
         ConfigurationError: Contradictory variables or settings, on every rank.
         RendezvousError: Ranks are missing, unreachable, or do not know the job's key.
     """
-    if is_spare():
-        importlib.import_module("torch._dynamo")  # each program's first optimizer imports it, which takes a second
-        await_seat()
+    await_seat()
     settings = environment.read_settings()
     engine_config = _with_timeout(engine or EngineConfig(), settings.timeout_s if timeout_s is None else timeout_s)
     if engine_config.fast_lane is None:

@@ -6,6 +6,7 @@ standard input: a JSON object with the variables of the environment that the wor
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from totalreduce.foundation.environment import SPARE, current
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.workers import Worker
 
-__all__ = ["Spare", "Spares", "await_seat", "is_spare"]
+__all__ = ["Spare", "Spares", "await_seat"]
 
 #: The variables that differ between seats.
 _SEAT_VARIABLES = ("RANK", "ROLE_RANK", "LOCAL_RANK", "GROUP_RANK", "TOTALREDUCE_INCARNATION")
@@ -97,18 +98,16 @@ class Spares:
         return ended
 
 
-def is_spare() -> bool:
-    """Whether this process is a spare without a seat."""
-    return current().get(SPARE) == "1"
-
-
 def await_seat() -> None:
-    """Wait for a seat, and take its variables into the environment.
+    """If this process is a spare, wait for a seat, and take its variables into the environment.
 
     Raises:
         SystemExit: The job has ended without need of this process.
         ConfigurationError: Standard input is not the launcher's.
     """
+    if current().get(SPARE) != "1":
+        return
+    importlib.import_module("torch._dynamo")  # each program's first optimizer imports it, which takes a second
     line = sys.stdin.buffer.readline()
     if not line:
         raise SystemExit(0)

@@ -14,41 +14,29 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import hashlib
-import json
 import logging
-import random
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, final
-
-import numpy as np
-import torch
-from torch._C._distributed_c10d import Store
 
 from totalreduce.foundation import checks, environment
 from totalreduce.foundation.errors import (
     ConfigurationError,
     DeadlineExceededError,
     PeerLost,
-    PlanMismatchError,
     RecoveryError,
     RendezvousError,
 )
-from totalreduce.groups import probe
-from totalreduce.groups.agreement import broadcast_json
-from totalreduce.groups.encoding import decode, empty_tensors, encode
-from totalreduce.launch.rendezvous import StoreRank
-from totalreduce.pytorch.broadcast import broadcast_tensors
-from totalreduce.recovery.assembly import Assembly, open_keeper
-from totalreduce.recovery.membership import Decision, Policy
+from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.recovery.assembly import Assembly
+from totalreduce.recovery.forming import compare_states, form_group, open_assembly, seed_generators, send_state
+from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.replicas import OwnState
 from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.state import State
-from totalreduce.schedules.select import LinkModel
 from totalreduce.transports.liveness import SILENT
 
 __all__ = ["Change", "Job", "recoverable"]
@@ -132,9 +120,15 @@ def recoverable(state: State, *, seed: int = 0, replicas: int = 1, verify: bool 
         verify: Compare SHA-256 of parameters and optimizer state on all ranks after each change of the members.
 
     Raises:
-        ConfigurationError: The group is of another kind than ``tr.init`` makes it, or a number is out of range.
+        ConfigurationError: The state's optimizer is no ``DistributedOptimizer``, the group is of another kind than
+            ``tr.init`` makes it, or a number is out of range.
     """
-    return Job(state, seed=seed, replicas=replicas, verify=verify)
+    if not isinstance(state.optimizer, DistributedOptimizer):
+        raise ConfigurationError(
+            f"tr.recoverable needs a state with a DistributedOptimizer, not a {type(state.optimizer).__name__}. For "
+            "other optimizers, with DistributedDataParallel, there is tr.attempts(state)"
+        )
+    return Job(state, state.optimizer, seed=seed, replicas=replicas, verify=verify)
 
 
 @final
@@ -148,14 +142,16 @@ class Job:
         changes: The last changes of the members that this process has seen, a thousand at most.
     """
 
-    def __init__(self, state: State, *, seed: int, replicas: int, verify: bool) -> None:
-        """See ``recoverable``."""
-        self.state, self.group = state, state.optimizer.group
+    def __init__(
+        self, state: State, optimizer: DistributedOptimizer, *, seed: int, replicas: int, verify: bool
+    ) -> None:
+        """See ``recoverable``; ``optimizer`` is that of the state."""
+        self.state, self.group = state, optimizer.group
         self.epoch = 0
         self.changes: deque[Change] = deque(maxlen=1000)
         self._left = (time.time(), "the job began")  #: When and why the last group ended.
         self._seed = checks.integer("seed", seed)
-        self._own = OwnState(state, checks.integer("replicas", replicas, minimum=0))
+        self._own = OwnState(state, optimizer, checks.integer("replicas", replicas, minimum=0))
         self._verify = bool(verify)
         self._assembly: Assembly | None = None
         self._phase = _Phase.OUTSIDE
@@ -176,27 +172,18 @@ class Job:
         state, group, settings = self.state, self.group, environment.read_settings()
         if group.coordinator is not None:
             raise ConfigurationError("tr.recoverable needs collectives='engine': a native library cannot replace ranks")
-        state.optimizer.before_install = self._before_install
+        self._optimizer.before_install = self._before_install
         if group.formation is None:
             if group.world_size > 1 and group.rank == 0:
                 _log.warning("the launcher does not replace ranks: a loss ends the job (totalreduce run --on-loss)")
-            self._send_state(0, range(1, group.world_size))
+            send_state(state, group, 0, range(1, group.world_size))
             self._place()
             return self
-        if settings.keeper is None:
-            raise ConfigurationError("TOTALREDUCE_ON_LOSS is set and TOTALREDUCE_KEEPER is not: use totalreduce run")
-        policy = Policy(
-            on_loss="shrink" if settings.on_loss == "shrink" else "replace",
-            world_size=group.world_size,
-            min_ranks=settings.min_ranks,
-            deadline_s=group.timeout_s,
-        )
-        store: Store = open_keeper(settings.keeper, group.timeout_s)
-        assembly = self._assembly = Assembly(store, policy, group.rank, settings.incarnation)
+        assembly = self._assembly = open_assembly(settings, group.rank, group.world_size, group.timeout_s)
         assembly.check_equal("program", f"{state.describe()}\nseed={self._seed}, replicas={self._own.num_copies}")
         group.close(_CLOSE_S)
         if not self._form_group(has_state=False):
-            if policy.on_loss == "replace":
+            if assembly.policy.on_loss == "replace":
                 raise RecoveryError(f"rank {assembly.seat}: the job ended before this process could join it")
             _log.info("the job ended before this process could join it")
             raise SystemExit(0)
@@ -212,7 +199,7 @@ class Job:
             else:
                 self.group.close(_CLOSE_S, reason=f"{kind.__name__}: {error}")
         finally:
-            self.state.optimizer.before_install = None
+            self._optimizer.before_install = None
 
     # ------------------------------------------------------------------------------------------------- what users call
 
@@ -243,10 +230,7 @@ class Job:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left, and have the sampler begin each. The first epoch is 0."""
-        sampler = self._sampler("job.epochs")
-        for epoch in range(sampler.epoch, checks.integer("the number of epochs", count)):
-            sampler.set_epoch(epoch)
-            yield epoch
+        yield from self._sampler("job.epochs").epochs(count)
 
     def steps(self, count: int) -> Iterator[int]:
         """Yield the numbers of the steps that are left, for a loop with data of its own: the first is 0.
@@ -312,6 +296,12 @@ class Job:
 
     # ----------------------------------------------------------------------------------------------------------- blocks
 
+    @property
+    def _optimizer(self) -> DistributedOptimizer:
+        optimizer = self.state.optimizer
+        assert isinstance(optimizer, DistributedOptimizer)
+        return optimizer
+
     def _sampler(self, user: str) -> ElasticSampler:
         sampler = self.state.sampler
         if sampler is None:
@@ -343,17 +333,10 @@ class Job:
         """Run the block of a step in which this rank has no sample: its gradients count as zeros."""
         self._kind = _Kind.BATCH
         with self.step():
-            self.state.optimizer.step()
+            self._optimizer.step()
 
     def _seed_generators(self) -> None:
-        text = f"{self._seed} {self.state.version} {self.group.rank}"
-        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        # torch.manual_seed looks for devices of every kind, which takes 0.1 ms.
-        torch.default_generator.manual_seed(number)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed_all(number)
-        np.random.seed(number & 0xFFFFFFFF)
-        random.seed(number)
+        seed_generators(self._seed, self.state.version, self.group.rank)
 
     def _before_install(self) -> None:
         """Vote before the gradients of all ranks are installed; ``DistributedOptimizer`` calls it."""
@@ -475,21 +458,12 @@ class Job:
         assert group.formation is not None
         if has_state and state.version != version:
             raise RecoveryError(f"rank {rank} has version {state.version} of the state, and the others have {version}")
-        links = assembly.value("links")
-        options = {"links": LinkModel(**json.loads(links))} if links else {}
-        meeting = StoreRank(
-            assembly.store_of_epoch(), rank, len(decision.members), decision.epoch, assembly.interruption
-        )
-        group.take_over(group.formation(store=meeting, **options))
-        measured = probe.selector_of(group).links
-        if rank == 0 and not links and measured.source == "measured":
-            # All epochs use the same numbers, so that they choose the same schedules, and get the same bits.
-            assembly.first_value("links", json.dumps(asdict(measured)))
-        state.optimizer.form_again()
-        self._send_state(decision.source, decision.newcomers)
+        group.take_over(form_group(assembly, group.formation))
+        self._optimizer.form_again()
+        send_state(state, group, decision.source, decision.newcomers)
         self._own.restore(decision, has_state=has_state)
         if self._verify:
-            self._compare_states()
+            compare_states(state, group)
         self._place()
         self.epoch = decision.epoch
         at, why = self._left
@@ -500,32 +474,6 @@ class Job:
     def _place(self) -> None:
         if self.state.sampler is not None:
             self.state.sampler.place(self.group.rank, self.group.world_size)
-
-    def _send_state(self, source: int, newcomers: Sequence[int]) -> None:
-        """Give the source's state to the ranks without it. Collective among these; the others return at once."""
-        if not newcomers or self.group.rank not in (source, *newcomers):
-            return
-        some = self.group.control.subgroup([source, *newcomers], name="recovery/state")
-        document = ""
-        tensors: list[torch.Tensor] = []
-        if some.rank == 0:
-            document, tensors = encode(self.state.shared())
-        document = broadcast_json(some, "document", document, root=0)
-        if some.rank != 0:
-            tensors = empty_tensors(document)
-        broadcast_tensors(tensors, some, 0, "tensors")
-        if some.rank != 0:
-            self.state.load_shared(decode(document, tensors))
-
-    def _compare_states(self) -> None:
-        """Raise ``RecoveryError`` on all ranks unless parameters and optimizer state are equal on all. Collective."""
-        try:
-            self.group.agree("recovery/state", self.state.digests())
-        except PlanMismatchError as error:
-            raise RecoveryError(
-                f"version {self.state.version} of the state differs between ranks: {error.differences[0]}. "
-                "Did the program change parameters outside of optimizer.step()?"
-            ) from error
 
     # --------------------------------------------------------------------------------------------------------- the end
 

@@ -19,6 +19,7 @@ import torch
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.encoding import pack, unpack
 from totalreduce.groups.group import Group
+from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.state import State
 
@@ -167,9 +168,10 @@ class OwnState:
         num_copies: The number of ranks that have a copy.
     """
 
-    def __init__(self, state: State, num_copies: int) -> None:
-        self._state, self._group = state, state.optimizer.group
-        self._compressed = state.optimizer.compressed
+    def __init__(self, state: State, optimizer: DistributedOptimizer, num_copies: int) -> None:
+        """``optimizer``: that of the state."""
+        self._state, self._group = state, optimizer.group
+        self._compressed = optimizer.compressed
         self.num_copies = num_copies
         self._replicas = Replicas(num_copies)
         self._world_size = self._group.world_size  #: Of the last epoch.

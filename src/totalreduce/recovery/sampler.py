@@ -100,6 +100,12 @@ class ElasticSampler(Sampler[list[int]]):
         if epoch != self.epoch:
             self.epoch, self.cursor = checks.integer("epoch", epoch), 0
 
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left, and begin each. The first epoch is 0."""
+        for epoch in range(self.epoch, checks.integer("the number of epochs", count)):
+            self.set_epoch(epoch)
+            yield epoch
+
     def place(self, rank: int, world_size: int) -> None:
         """Set the rank and the number of ranks. ``tr.recoverable`` calls it; without that, call it once."""
         self.rank, self.world_size = rank, world_size

@@ -120,7 +120,7 @@ class _KeptBuffers:
 
 @final
 class State:
-    """The state of a job that ``tr.recoverable`` keeps on all ranks.
+    """The state of a job that ``tr.recoverable`` or ``tr.attempts`` keeps on all ranks.
 
     The model's parameters and buffers, the optimizer's state with its residuals, the position in the data, and values
     of the program. Objects with ``state_dict()`` and ``load_state_dict()``, such as learning rate schedulers and a
@@ -132,8 +132,8 @@ class State:
     Gradients are no part of it.
 
     Attributes:
-        model: The module.
-        optimizer: The ``DistributedOptimizer``.
+        model: The module; with DistributedDataParallel the module in it.
+        optimizer: The ``DistributedOptimizer``; for ``tr.attempts`` any optimizer of torch.
         sampler: The ``ElasticSampler``, or ``None``.
         version: The number of blocks that have taken effect.
         steps: How many of these were steps, of ``job.batches`` or ``job.steps``.
@@ -149,22 +149,22 @@ class State:
         self,
         *,
         model: torch.nn.Module,
-        optimizer: DistributedOptimizer,
+        optimizer: DistributedOptimizer | torch.optim.Optimizer,
         sampler: ElasticSampler | None = None,
         **values: Any,
     ) -> None:
         """Collect the parts. Nothing is copied.
 
         Raises:
-            ConfigurationError: The optimizer is no ``DistributedOptimizer``, a name is taken, or a value is of a type
+            ConfigurationError: The optimizer is none, the model is wrapped, a name is taken, or a value is of a type
                 that cannot be sent.
         """
-        if not isinstance(optimizer, DistributedOptimizer):
-            raise ConfigurationError(
-                f"tr.State needs a DistributedOptimizer, not a {type(optimizer).__name__}: "
-                "tr.DistributedOptimizer(optimizer, model, group=group)"
-            )
-        if isinstance(optimizer.wrapped, torch.optim.LBFGS):
+        inner = optimizer.wrapped if isinstance(optimizer, DistributedOptimizer) else optimizer
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise ConfigurationError(f"tr.State needs an optimizer of torch, not a {type(optimizer).__name__}")
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise ConfigurationError("tr.State needs the module itself, not DistributedDataParallel: model.module")
+        if isinstance(inner, torch.optim.LBFGS):
             raise ConfigurationError(
                 "tr.State does not support LBFGS, which changes the parameters several times in one step"
             )
@@ -176,6 +176,7 @@ class State:
         if taken:
             raise ConfigurationError(f"tr.State cannot hold a value of the name {taken[0]!r}: choose another one")
         self.model, self.optimizer, self.sampler = model, optimizer, sampler
+        self._inner = inner
         self.version = self.steps = 0
         self._done: dict[str, int] = {}  #: By label: the epoch in which a block of ``job.once`` took effect last.
         self._objects = {name: value for name, value in values.items() if isinstance(value, _Stateful)}
@@ -188,11 +189,12 @@ class State:
 
     def describe(self) -> str:
         """Return what must be equal in all processes of the job, one part in a line."""
-        inner = self.optimizer.wrapped
+        inner = self._inner
         lines = [f"parameter {name}: {each.dtype}{list(each.shape)}" for name, each in self.model.named_parameters()]
         lines += [f"buffer {name}: {each.dtype}{list(each.shape)}" for name, each in self.model.named_buffers()]
         lines += [f"optimizer: {type(inner).__qualname__} with {len(inner.param_groups)} groups"]
-        lines += [self.optimizer.describe()]
+        if isinstance(self.optimizer, DistributedOptimizer):
+            lines += [self.optimizer.describe()]
         lines += [f"value {name}" for name in self._names]
         lines += [f"object {name}: {type(value).__qualname__}" for name, value in self._objects.items()]
         lines += [] if self.sampler is None else [self.sampler.describe()]
@@ -233,7 +235,7 @@ class State:
                 # The block may have ended between unscale_() and update(). The scaler refuses a second unscale_(), and
                 # its state_dict() does not have that it saw the first one.
                 target._per_optimizer_states.clear()
-        for group, settings in zip(self.optimizer.wrapped.param_groups, kept.settings, strict=True):
+        for group, settings in zip(self._inner.param_groups, kept.settings, strict=True):
             group.update(copy.deepcopy(settings))
         if self.sampler is not None and kept.sampler is not None:
             self.sampler.load_state_dict(kept.sampler)
@@ -258,7 +260,7 @@ class State:
             parameter.grad = None
 
     def _light(self) -> _Kept:
-        groups = self.optimizer.wrapped.param_groups
+        groups = self._inner.param_groups
         return _Kept(
             values={name: copy.deepcopy(getattr(self, name)) for name in self._names},
             objects={name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()},
@@ -276,7 +278,7 @@ class State:
             "steps": self.steps,
             "done": self._done,
             "model": self._tensors(),
-            "optimizer": self.optimizer.wrapped.state_dict(),
+            "optimizer": self._inner.state_dict(),
             "values": light.values,
             "objects": light.objects,
             "sampler": light.sampler,
@@ -295,7 +297,7 @@ class State:
         with torch.no_grad():
             for name, tensor in mine.items():
                 tensor.copy_(shared["model"][name])
-        self.optimizer.wrapped.load_state_dict(shared["optimizer"])
+        self._inner.load_state_dict(shared["optimizer"])
         for name in self._names:
             setattr(self, name, shared["values"][name])
         for name, value in self._objects.items():
@@ -310,7 +312,7 @@ class State:
 
     def _compared(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.model.named_parameters()
-        for index, entry in self.optimizer.wrapped.state_dict()["state"].items():
+        for index, entry in self._inner.state_dict()["state"].items():
             for key, value in entry.items():
                 if isinstance(value, torch.Tensor):
                     yield f"optimizer state {index}, {key}", value

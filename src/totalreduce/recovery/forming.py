@@ -1,0 +1,115 @@
+"""How the members of an epoch form their group, and come to one state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._distributed_c10d import Store
+
+from totalreduce.foundation.environment import Settings
+from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError, RecoveryError
+from totalreduce.groups import probe
+from totalreduce.groups.agreement import broadcast_json
+from totalreduce.groups.encoding import decode, empty_tensors, encode
+from totalreduce.groups.group import Group
+from totalreduce.launch.rendezvous import StoreRank
+from totalreduce.pytorch.broadcast import broadcast_tensors
+from totalreduce.recovery.assembly import Assembly, open_keeper
+from totalreduce.recovery.membership import Policy
+from totalreduce.recovery.state import State
+from totalreduce.schedules.select import LinkModel
+
+__all__ = ["compare_states", "form_group", "open_assembly", "seed_generators", "send_state"]
+
+
+def open_assembly(settings: Settings, seat: int, world_size: int, timeout_s: float) -> Assembly:
+    """Connect to the launcher's store.
+
+    Args:
+        settings: What the launcher has set.
+        seat: The rank that it gave this process.
+        world_size: The number of seats.
+        timeout_s: How long a decision may take.
+
+    Raises:
+        ConfigurationError: The launcher has not said where the store is.
+        RecoveryError: The store cannot be reached.
+    """
+    if settings.keeper is None:
+        raise ConfigurationError("TOTALREDUCE_ON_LOSS is set and TOTALREDUCE_KEEPER is not: use totalreduce run")
+    policy = Policy(
+        on_loss="shrink" if settings.on_loss == "shrink" else "replace",
+        world_size=world_size,
+        min_ranks=settings.min_ranks,
+        deadline_s=timeout_s,
+    )
+    store: Store = open_keeper(settings.keeper, timeout_s)
+    return Assembly(store, policy, seat, settings.incarnation)
+
+
+def form_group(assembly: Assembly, formation: Callable[..., Group]) -> Group:
+    """Form the group of the current epoch with ``formation(store=…, links=…)``. Collective.
+
+    Raises:
+        PeerLost, DeadlineExceededError, RendezvousError: A member is lost; another epoch is to be decided.
+    """
+    decision = assembly.current
+    assert decision is not None
+    rank = decision.rank_of(assembly.seat, assembly.incarnation)
+    assert rank is not None
+    links = assembly.value("links")
+    options: dict[str, Any] = {"links": LinkModel(**json.loads(links))} if links else {}
+    meeting = StoreRank(assembly.store_of_epoch(), rank, len(decision.members), decision.epoch, assembly.interruption)
+    group = formation(store=meeting, **options)
+    measured = probe.selector_of(group).links
+    if rank == 0 and not links and measured.source == "measured":
+        # All epochs use the same numbers, so that they choose the same schedules, and get the same bits.
+        assembly.first_value("links", json.dumps(asdict(measured)))
+    return group
+
+
+def send_state(state: State, group: Group, source: int, receivers: Sequence[int]) -> None:
+    """Give the source's state to the receivers. Collective among these; the other ranks return at once."""
+    if not receivers or group.rank not in (source, *receivers):
+        return
+    some = group.control.subgroup([source, *receivers], name="recovery/state")
+    document = ""
+    tensors: list[torch.Tensor] = []
+    if some.rank == 0:
+        document, tensors = encode(state.shared())
+    document = broadcast_json(some, "document", document, root=0)
+    if some.rank != 0:
+        tensors = empty_tensors(document)
+    broadcast_tensors(tensors, some, 0, "tensors")
+    if some.rank != 0:
+        state.load_shared(decode(document, tensors))
+
+
+def compare_states(state: State, group: Group) -> None:
+    """Raise ``RecoveryError`` on all ranks unless parameters and optimizer state are equal on all. Collective."""
+    try:
+        group.agree("recovery/state", state.digests())
+    except PlanMismatchError as error:
+        raise RecoveryError(
+            f"version {state.version} of the state differs between ranks: {error.differences[0]}. "
+            "Did the program change parameters outside of optimizer.step()?"
+        ) from error
+
+
+def seed_generators(seed: int, version: int, rank: int) -> None:
+    """Seed the generators of torch, NumPy and Python, so that a step that is repeated draws the same numbers."""
+    text = f"{seed} {version} {rank}"
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    # torch.manual_seed looks for devices of every kind, which takes 0.1 ms.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(number)
+    np.random.seed(number & 0xFFFFFFFF)
+    random.seed(number)

@@ -1,0 +1,44 @@
+"""Runs a training program of the tests under ``--on-loss``, and reads what its processes wrote."""
+
+import json
+import sys
+from pathlib import Path
+
+from totalreduce.launch.local import run_workers
+from totalreduce.launch.recovery import RecoveryOptions
+
+PROGRAM = Path(__file__).parent / "programs" / "recoverable.py"
+
+
+class Run:
+    """One run of the program: its result, its events, and the files that the processes wrote."""
+
+    def __init__(self, folder: Path, num_workers: int, *arguments: str, on_event=None, program=PROGRAM, **options):
+        self.folder, self.events = folder, []
+        folder.mkdir()
+
+        def follow(event):
+            self.events.append(event)
+            if on_event is not None:
+                on_event(event)
+
+        self.result = run_workers(
+            [sys.executable, str(program), str(folder), *arguments],
+            num_workers=num_workers,
+            output="capture",
+            timeout_s=100.0,
+            recovery=RecoveryOptions(on_event=follow, **options),
+        )
+        self.finals = [json.loads(path.read_text()) for path in sorted(folder.glob("final-*.json"))]
+
+    def epochs(self):
+        return [event for event in self.events if event["event"] == "epoch"]
+
+    def blocks(self):
+        """Return by epoch and version the samples of all ranks in the steps that took effect."""
+        found = {}
+        for path in sorted(self.folder.glob("samples-*.jsonl")):
+            for line in path.read_text().splitlines():
+                block = json.loads(line)
+                found.setdefault((block["epoch"], block["version"]), []).extend(block["samples"])
+        return found
