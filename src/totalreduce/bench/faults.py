@@ -24,12 +24,18 @@ from totalreduce.bench.command import benchmark, split_names
 from totalreduce.bench.faults_records import SAMPLES, FaultsConfig, Final
 from totalreduce.bench.launching import BenchmarkFailedError, Setting, require_success
 from totalreduce.bench.machine import describe_machine
+from totalreduce.bench.network_faults import host_of
 from totalreduce.bench.report import Report, Table
 from totalreduce.bench.sampling import percentile
-from totalreduce.foundation import checks
+from totalreduce.foundation import checks, environment
+from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.local import EmulateOptions, RecoveryOptions, RunResult, run_workers
 
-_KINDS = ("kill", "stop", "again", "first")
+_KINDS = ("kill", "stop", "again", "first", "reset", "partition")
+#: The faults that need connections between hosts.
+_NETWORK_KINDS = ("reset", "partition")
+#: How long a partition lasts: longer than the silence after which a rank counts as lost.
+_PARTITION_S = 4.0
 #: If no block takes effect for so long, the job hangs.
 _HUNG_S = 60.0
 #: An undisturbed run to the same version must not take longer.
@@ -45,7 +51,9 @@ class FaultsParameters:
         str,
         typer.Option(
             help="Which faults, by turns. kill: SIGKILL of a random rank at a random time. stop: SIGSTOP. again: two "
-            "kills, the second one while the job recovers from the first. first: SIGKILL of rank 0."
+            "kills, the second one while the job recovers from the first. first: SIGKILL of rank 0. With "
+            "--emulate-hosts, one rank per host: reset: the connections of two hosts are reset. partition: for 4 s "
+            "nothing comes from one host to another one, but the other direction works."
         ),
     ] = "kill"
     on_loss: Annotated[str, typer.Option(help="replace or shrink.")] = "replace"
@@ -112,6 +120,7 @@ class FaultsFigure:
     "totalreduce bench faults -n 8 --faults 50",
     "totalreduce bench faults -n 8 --on-loss shrink --kinds kill,stop,again",
     "totalreduce bench faults -n 4 --sync oktopk --optimizer momentum",
+    "totalreduce bench faults --emulate-hosts 4 --kinds reset,partition",
     shared=("ranks", "emulate_hosts", "emulate_rate"),
 )
 def bench_faults(setting: Setting, parameters: FaultsParameters) -> Report:
@@ -120,6 +129,7 @@ def bench_faults(setting: Setting, parameters: FaultsParameters) -> Report:
     With --on-loss replace, parameters and optimizer state must be those of an undisturbed run, bit by bit; with shrink,
     equal on all ranks at every version.
     """
+    _check_network(setting, parameters)
     with tempfile.TemporaryDirectory(prefix="totalreduce-faults-") as name:
         figure, raw = _measure(setting, parameters, Path(name))
     columns = [
@@ -141,17 +151,29 @@ def bench_faults(setting: Setting, parameters: FaultsParameters) -> Report:
     return Report([table], document, describe_machine(), [figure], raw)
 
 
+def _check_network(setting: Setting, parameters: FaultsParameters) -> None:
+    kinds = [kind for kind in split_names("--kinds", parameters.kinds, _KINDS) if kind in _NETWORK_KINDS]
+    if kinds and setting.hosts != setting.ranks:
+        raise ConfigurationError(f"--kinds {kinds[0]} needs one rank per emulated host: --emulate-hosts 4")
+
+
 def _measure(setting: Setting, parameters: FaultsParameters, folder: Path) -> tuple[FaultsFigure, dict[str, Any]]:
     injector = _Injector(parameters, setting.ranks, folder)
     outcome = _run(setting, parameters, folder, injector)
     if not injector.hung:
         require_success(outcome, "the job under faults")
-    finals = {path.name: Final(**json.loads(path.read_text())) for path in sorted(folder.glob("final-*.json"))}
-    wrong = len({final.digest for final in finals.values()}) > 1
+    finals = _finals(folder)
+    wrong = len({final.digest for final in finals}) > 1
     if finals and parameters.on_loss == "replace":
-        last = next(iter(finals.values()))
-        wrong = wrong or last.digest != _undisturbed(setting, parameters, last.version)
-    return summarise(parameters, _records(folder), list(finals.values()), injector, ends_wrong=wrong)
+        undisturbed = _undisturbed(setting, parameters, finals[0].version)
+        wrong = wrong or [(each.digest, each.buffers) for each in finals] != undisturbed
+    return summarise(parameters, _records(folder), finals, injector, ends_wrong=wrong)
+
+
+def _finals(folder: Path) -> list[Final]:
+    """Return what the ranks have written at the end, by rank."""
+    paths = sorted(folder.glob("final-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
+    return [Final(**json.loads(path.read_text())) for path in paths]
 
 
 def _run(setting: Setting, parameters: FaultsParameters, folder: Path, injector: _Injector | None) -> RunResult:
@@ -183,20 +205,21 @@ def _run(setting: Setting, parameters: FaultsParameters, folder: Path, injector:
         [sys.executable, "-m", "totalreduce.bench.faults_worker", str(path)],
         num_workers=setting.ranks,
         emulate=emulate,
+        # Two runs that measure the links may choose different schedules, which add in different orders.
+        environment={"TOTALREDUCE_LINKS": "off", **environment.current()},
         output="capture",
         recovery=recovery,
         timeout_s=_REFERENCE_S if injector is None else None,
     )
 
 
-def _undisturbed(setting: Setting, parameters: FaultsParameters, version: int) -> str:
-    """Return the digest of a run to the version without faults."""
+def _undisturbed(setting: Setting, parameters: FaultsParameters, version: int) -> list[tuple[str, str]]:
+    """Return the digests of the state and of the buffers, by rank, of a run to the version without faults."""
     with tempfile.TemporaryDirectory(prefix="totalreduce-faults-") as name:
         folder = Path(name)
         (folder / "stop").write_text(str(version), encoding="utf-8")
         require_success(_run(setting, parameters, folder, None), "the undisturbed job")
-        digest: str = json.loads((folder / "final-0.json").read_text())["digest"]
-        return digest
+        return [(final.digest, final.buffers) for final in _finals(folder)]
 
 
 class _Injector:
@@ -242,7 +265,11 @@ class _Injector:
             if not self._wait_until_complete():
                 return
             time.sleep(self._random.uniform(0.0, 2 * self._parameters.interval))
-            self._cause(kind, self._random.randrange(self._num_ranks) if kind != "first" else 0)
+            rank = self._random.randrange(self._num_ranks) if kind != "first" else 0
+            if kind in _NETWORK_KINDS:
+                self._disturb_network(kind, rank)
+                continue
+            self._cause(kind, rank)
             if kind == "again":  # before or after the survivors have formed their group
                 time.sleep(self._random.uniform(0.0, 3.0))
                 self._cause("kill", self._random.randrange(self._num_ranks))
@@ -266,14 +293,36 @@ class _Injector:
             self.times.append(time.time())
             os.kill(pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 
+    def _disturb_network(self, kind: str, rank: int) -> None:
+        """Reset the connections of a host with another one, or stop what it sends there for a while."""
+        peers = [peer for peer in range(self._num_ranks) if peer != rank]
+        self._random.shuffle(peers)
+        with self._changed:
+            pids = dict(self._pids)
+        here = host_of(pids[rank])
+        with self._changed:
+            members, self._members = self._members, []  # until the ranks have formed another group
+        for peer in peers:
+            there, at = host_of(pids[peer]), time.time()
+            if kind == "partition":
+                self.times.append(at)
+                here.block(there)
+                time.sleep(_PARTITION_S)
+                here.unblock(there)
+                return
+            if here.reset(there):
+                self.times.append(at)
+                return
+        with self._changed:
+            self._members = members
+
     def _wait_until_complete(self) -> bool:
         """Return when all ranks are members; ``False`` if the job has ended or hangs."""
         with self._changed:
             complete = self._changed.wait_for(lambda: self._ended or self._is_complete(), _HUNG_S)
             if not complete:
                 self.hung = True
-                for pid in self._pids.values():
-                    os.kill(pid, signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGTERM)  # the launcher ends the run
                 return False
             return not self._ended
 

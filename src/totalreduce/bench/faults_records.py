@@ -40,11 +40,13 @@ class Final:
     Attributes:
         version: The version of the state.
         digest: SHA-256 of parameters and optimizer state.
+        buffers: SHA-256 of the buffers of the rank's model, which differ from rank to rank.
         world_size: The number of ranks.
         step_s: The median time of a block.
     """
 
     version: int
     digest: str
+    buffers: str
     world_size: int
     step_s: float

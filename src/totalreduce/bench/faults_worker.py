@@ -117,7 +117,8 @@ def main() -> None:
                     break
     steps = sorted(after - before for before, after in itertools.pairwise(times[1:]))
     step_s = steps[len(steps) // 2] if steps else 0.0
-    final = Final(state.version, digest_of(state), group.world_size, step_s)
+    buffers = sha256(json.dumps([each.tolist() for each in model.buffers()]).encode()).hexdigest()
+    final = Final(state.version, digest_of(state), buffers, group.world_size, step_s)
     (folder / f"final-{group.rank}.json").write_text(json.dumps(asdict(final)), encoding="utf-8")
 
 

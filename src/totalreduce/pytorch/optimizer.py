@@ -27,7 +27,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -72,6 +72,16 @@ def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, tor
 def _unchanged(gradients: list[tuple[torch.Tensor, torch.Tensor, int]]) -> bool:
     """Whether all parameters still have the gradients that ``_gradients`` returned, not changed in place."""
     return all(each.grad is grad and grad._version == version for each, grad, version in gradients)
+
+
+class RoundGuard(Protocol):
+    """Takes part in every round of an optimizer."""
+
+    def before_wait(self) -> None:
+        """Do what may happen while the gradients are exchanged; all of this rank have left."""
+
+    def before_install(self) -> None:
+        """Do what must happen when this rank has all ranks' gradients, before anything changes (``Round.finish``)."""
 
 
 class DistributedOptimizer(OptimizerWrapper):
@@ -200,8 +210,8 @@ class DistributedOptimizer(OptimizerWrapper):
             feedback=feedback,
         )
         self._group, self._name, self._given_name = group, own_name, name
-        #: Called in every round when this rank has all ranks' gradients, before anything changes (``Round.finish``).
-        self.before_install: Callable[[], None] | None = None
+        #: What else happens in every round.
+        self.guard: RoundGuard | None = None
         self._source = ParameterSource(optimizer, model, None if named_parameters is None else tuple(named_parameters))
         self._compressed = Compression(group, self._name, self._settings, grad_scaler)
         self._hooks = HookHandles()
@@ -438,7 +448,9 @@ class DistributedOptimizer(OptimizerWrapper):
         self.flush()
         if self._round.phase is not Phase.SYNCHRONISED:
             self._close_round()
-            self._round.finish(self.before_install)
+            if self.guard is not None:
+                self.guard.before_wait()
+            self._round.finish(None if self.guard is None else self.guard.before_install)
             self.skipped_steps += self._round.skipped
 
     def _close_round(self) -> None:
@@ -472,7 +484,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 optimizer and load a checkpoint.
         """
         self._check_usable(completes=None if closure is None else ClosureLoss)
-        if closure is not None and self.before_install is not None:
+        if closure is not None and self.guard is not None:
             raise ConfigurationError(
                 "tr.recoverable does not support step(closure), which may change the parameters several times: "
                 "call backward() and then step() without a closure"
@@ -484,7 +496,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 result = self._inner.step(self._reduced(closure))
             except _SkippedStepError as skipped:
                 result = skipped.loss
-        elif self._round.phase is not Phase.SYNCHRONISED and self._deferred.possible and self.before_install is None:
+        elif self._round.phase is not Phase.SYNCHRONISED and self._deferred.possible and self.guard is None:
             self._close_round()
             self._deferred.begin(self.flush)
         else:

@@ -17,7 +17,7 @@ import enum
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, final
@@ -83,6 +83,20 @@ class _Phase(enum.Enum):
     OUTSIDE = "outside of blocks"
     BEFORE_VOTE = "in a block whose vote has not passed"
     AFTER_VOTE = "in a block whose vote has passed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Guard:
+    """What the optimizer calls in each round (``RoundGuard``)."""
+
+    wait: Callable[[], None]
+    install: Callable[[], None]
+
+    def before_wait(self) -> None:
+        self.wait()
+
+    def before_install(self) -> None:
+        self.install()
 
 
 class _RepeatBlock(BaseException):
@@ -172,7 +186,7 @@ class Job:
         state, group, settings = self.state, self.group, environment.read_settings()
         if group.coordinator is not None:
             raise ConfigurationError("tr.recoverable needs collectives='engine': a native library cannot replace ranks")
-        self._optimizer.before_install = self._before_install
+        self._optimizer.guard = _Guard(self._before_wait, self._before_install)
         if group.formation is None:
             if group.world_size > 1 and group.rank == 0:
                 _log.warning("the launcher does not replace ranks: a loss ends the job (totalreduce run --on-loss)")
@@ -199,7 +213,7 @@ class Job:
             else:
                 self.group.close(_CLOSE_S, reason=f"{kind.__name__}: {error}")
         finally:
-            self._optimizer.before_install = None
+            self._optimizer.guard = None
 
     # ------------------------------------------------------------------------------------------------- what users call
 
@@ -338,6 +352,10 @@ class Job:
     def _seed_generators(self) -> None:
         seed_generators(self._seed, self.state.version, self.group.rank)
 
+    def _before_wait(self) -> None:
+        if self._phase is _Phase.BEFORE_VOTE and self._assembly is not None:
+            self._own.begin()
+
     def _before_install(self) -> None:
         """Vote before the gradients of all ranks are installed; ``DistributedOptimizer`` calls it."""
         if self._phase is _Phase.OUTSIDE:
@@ -361,7 +379,7 @@ class Job:
             self._own.send(assembly.current)
             ballot = self._look_for_newcomers(assembly)
             try:
-                self._wants_newcomers = bool(self._own.vote(assembly.current, ballot))
+                self._wants_newcomers = bool(self._own.vote(ballot))
             except PeerLost as error:
                 self._leave_group(error)
                 decision = assembly.meet(has_state=True, version=self.state.version, has_voted=True)

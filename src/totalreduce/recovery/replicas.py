@@ -5,7 +5,8 @@ sparse sessions and the running statistics of a model's buffers are not: with th
 sends them to the next ranks before each vote. A copy counts when the vote has passed: then it is what the rank goes on
 with, and until then the copy of the version before counts. (Rabit keeps the local models of its ranks so, in a ring.)
 
-Small buffers need no message of their own: the vote carries them to all ranks.
+Small buffers go to all ranks, by an allreduce that overlaps with the exchange of gradients: they change no more after
+the forward pass.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from totalreduce.groups.group import Group
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.state import State
+from totalreduce.tensors.work import Work
 
 __all__ = ["OwnState", "Replicas"]
 
@@ -29,50 +31,48 @@ _log = logging.getLogger("totalreduce")
 
 #: The tag of the messages between ranks.
 _TAG = 0x5EA7
-#: The most bytes that a vote with the buffers of all ranks has. Larger ones are sent to the next ranks only.
-_VOTE_BYTES_MAX = 128 * 1024
+#: The most bytes that the buffers of all ranks have to be sent to all ranks. Larger ones are sent to the next ranks.
+_ROWS_BYTES_MAX = 128 * 1024
 #: Where a buffer may begin in a row of bytes.
 _ALIGNMENT = 16
 
 
 @final
-class _Vote:
-    """The vote of one epoch, as an allreduce with MAX: of a ballot, and of the buffers of all ranks if these are small.
+class _BufferRows:
+    """The buffers of all ranks, as an allreduce with MAX that is prepared once.
 
     Every rank has a row of bytes for its buffers, and zeros in the rows of the others. So the result has all rows.
-
-    Attributes:
-        has_buffers: Whether it carries the buffers.
     """
 
-    def __init__(self, state: State, group: Group, *, may_have_buffers: bool) -> None:
-        """``may_have_buffers``: whether it is to carry buffers if they are small."""
-        self._state, self._rank, size = state, group.rank, group.world_size
+    def __init__(self, state: State, group: Group) -> None:
+        """Lay out the rows. Nothing is sent."""
+        self._state, self._rank = state, group.rank
         #: By name: where the buffer begins in a row, and a tensor of its shape and dtype.
         self._places: dict[str, tuple[int, torch.Tensor]] = {}
         width = 0
-        for name, buffer in state.named_buffers() if may_have_buffers else ():
+        for name, buffer in state.named_buffers():
             self._places[name] = (width, torch.empty_like(buffer, device="meta"))
-            width += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if size * width > _VOTE_BYTES_MAX:
-            self._places, width = {}, 0
-        self.has_buffers = bool(self._places)
-        self._bytes = torch.zeros(_ALIGNMENT + size * width, dtype=torch.uint8)
-        self._rows = self._bytes[_ALIGNMENT:].view(size, width)
+            width += _aligned(buffer)
+        self._rows = torch.zeros(group.world_size, width, dtype=torch.uint8)
         self._views = list(self.read(self._rows[self._rank]).values())
-        self._allreduce = group.control.prepare_allreduce(self._bytes, name="recovery/vote", op=ReduceOp.MAX)
+        self._allreduce = group.control.prepare_allreduce(self._rows, name="recovery/buffers", op=ReduceOp.MAX)
+        self._work: Work | None = None
 
-    def take(self, ballot: int) -> int:
-        """Return the largest ballot of all ranks, when all have come to the vote. Collective."""
-        self._bytes.zero_()
-        self._bytes[0] = ballot
-        if self.has_buffers:
-            torch._foreach_copy_(self._views, [buffer.detach() for _, buffer in self._state.named_buffers()])
-        self._allreduce.start().wait()
-        return int(self._bytes[0])
+    def start(self) -> None:
+        """Send the buffers as they are now. Collective."""
+        if self._work is not None:
+            self._work.wait()
+        self._rows.zero_()
+        torch._foreach_copy_(self._views, [buffer.detach() for _, buffer in self._state.named_buffers()])
+        self._work = self._allreduce.start()
 
-    def copies(self) -> list[torch.Tensor]:
-        """Return copies of the rows of all ranks, after ``take``."""
+    def finish(self) -> list[torch.Tensor]:
+        """Return the rows of all ranks. They are not changed any more. Calls ``start`` if nobody has."""
+        if self._work is None:
+            self.start()
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
         return list(self._rows.clone())
 
     def read(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -81,6 +81,10 @@ class _Vote:
         for name, (start, like) in self._places.items():
             found[name] = row[start : start + like.nbytes].view(like.dtype).view(like.shape)
         return found
+
+
+def _aligned(buffer: torch.Tensor) -> int:
+    return -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @final
@@ -124,7 +128,7 @@ class Replicas:
             self._next[decision.members[source].seat] = (version, copy)
 
     def receive_all(self, decision: Decision, version: int, own_rank: int, copies: Sequence[torch.Tensor]) -> None:
-        """Note the states of all ranks of a version, by rank, which a vote has brought."""
+        """Note the states of all ranks of a version, by rank."""
         self._next = {
             decision.members[rank].seat: (version, copy) for rank, copy in enumerate(copies) if rank != own_rank
         }
@@ -162,7 +166,7 @@ class Replicas:
 
 @final
 class OwnState:
-    """The state that this rank has for itself, through the epochs of a job, and its copies on other ranks.
+    """The state that this rank has for itself, through the epochs of a job, its copies on other ranks, and the vote.
 
     Attributes:
         num_copies: The number of ranks that have a copy.
@@ -178,35 +182,37 @@ class OwnState:
         #: The states of the sparse sessions at the present version, and after the block.
         self._sessions: list[dict[str, Any]] = []
         self._next_sessions: list[dict[str, Any]] = []
+        self._rows: _BufferRows | None = None  #: For small buffers.
+        self._ballot = torch.zeros(1, dtype=torch.int64)
 
     @property
     def _exists(self) -> bool:
         """Whether ranks have residuals or buffers, which differ from rank to rank. Equal on all ranks."""
         return self._compressed.reducer is not None or next(self._state.model.buffers(), None) is not None
 
+    def begin(self) -> None:
+        """Send what may be sent while gradients are exchanged. Collective, before ``send``; may be left out."""
+        if self._rows is not None:
+            self._rows.start()
+
     def send(self, decision: Decision) -> None:
-        """Send the state, as it is after this block, to the next ranks. Collective, before the vote.
+        """Send the state, as it is after this block, to other ranks, and have theirs. Collective, before the vote.
 
         Raises:
-            PeerLost: A rank is lost. This rank has not voted.
+            PeerLost: A rank is lost. The copies that count are still those of the last version.
         """
-        if self._exists and not self._vote.has_buffers:
+        if self._exists:
             self._next_sessions = self._send(decision, self._state.version + 1)
 
-    def vote(self, decision: Decision, ballot: int) -> int:
+    def vote(self, ballot: int) -> int:
         """Return the largest ballot of all ranks, when all have come to the vote. Collective.
 
-        Args:
-            decision: The members of the epoch.
-            ballot: The ballot of this rank, from 0 to 255.
-
         Raises:
-            PeerLost: A rank is lost. This rank has voted.
+            PeerLost: A rank is lost, and others may have the result.
         """
-        largest = self._vote.take(ballot)
-        if self._vote.has_buffers:
-            self._replicas.receive_all(decision, self._state.version + 1, self._group.rank, self._vote.copies())
-        return largest
+        self._ballot.fill_(ballot)
+        self._vote.start().wait()
+        return int(self._ballot)
 
     def commit(self) -> None:
         """Note that the vote has passed."""
@@ -224,11 +230,8 @@ class OwnState:
             has_state: Whether this rank had the state of the job.
         """
         same_size, self._world_size = self._world_size == self._group.world_size, self._group.world_size
-        self._vote = _Vote(
-            self._state,
-            self._group,
-            may_have_buffers=self._compressed.reducer is None and self._group.world_size > 1 and self.num_copies > 0,
-        )
+        self._vote = self._group.control.prepare_allreduce(self._ballot, name="recovery/vote", op=ReduceOp.MAX)
+        self._rows = _BufferRows(self._state, self._group) if self._has_small_buffers() else None
         if not self._exists or decision.version == 0:
             return
         held = self._replicas.seats(decision.version) if has_state else []
@@ -260,8 +263,8 @@ class OwnState:
             self._replicas.send(self._group, seat, newcomer)
         elif rank == newcomer:
             copy = self._replicas.receive(self._group, source)
-            if self._vote.has_buffers:
-                self._state.load_own_buffers(self._vote.read(copy))
+            if self._rows is not None:
+                self._state.load_own_buffers(self._rows.read(copy))
                 return
             own = unpack(copy)
             self._state.load_own_buffers(own["buffers"])
@@ -281,11 +284,17 @@ class OwnState:
             seats[rank] in holders if rank in newcomers else words["sessions"] for rank, words in enumerate(said)
         )
 
+    def _has_small_buffers(self) -> bool:
+        """Whether the ranks have buffers, which may go to all ranks, and nothing else. Equal on all ranks."""
+        sizes = [_aligned(buffer) for _, buffer in self._state.named_buffers()]
+        size = self._group.world_size
+        needed = size > 1 and self.num_copies > 0 and self._compressed.reducer is None
+        return needed and 0 < size * sum(sizes) <= _ROWS_BYTES_MAX
+
     def _send(self, decision: Decision, version: int) -> list[dict[str, Any]]:
         """Send the state as that of a version; return the states of the sparse sessions."""
-        if self._vote.has_buffers:
-            self._vote.take(0)
-            self._replicas.receive_all(decision, version, self._group.rank, self._vote.copies())
+        if self._rows is not None:
+            self._replicas.receive_all(decision, version, self._group.rank, self._rows.finish())
             return []
         own = self._compressed.pending()
         if self.num_copies and self._group.world_size > 1:
