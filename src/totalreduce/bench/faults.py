@@ -38,6 +38,8 @@ _NETWORK_KINDS = ("reset", "partition")
 _PARTITION_S = 4.0
 #: If no block takes effect for so long, the job hangs.
 _HUNG_S = 60.0
+#: How often the injector looks for steps.
+_LOOK_S = 0.05
 #: An undisturbed run to the same version must not take longer.
 _REFERENCE_S = 3600.0
 
@@ -239,6 +241,7 @@ class _Injector:
         self._incarnations: dict[int, int] = {}
         self._changed = threading.Condition()
         self._ended = False
+        self._decided_at = 0.0
         self.times: list[float] = []
         self.hung = False
 
@@ -257,6 +260,7 @@ class _Injector:
                 self._ended = self._ended or event["exit_code"] == 0
             elif event["event"] == "epoch":
                 self._members = [(each["seat"], each["incarnation"]) for each in event["members"]]
+                self._decided_at = time.time()
             self._changed.notify_all()
 
     def _cause_all(self) -> None:
@@ -317,14 +321,32 @@ class _Injector:
             self._members = members
 
     def _wait_until_complete(self) -> bool:
-        """Return when all ranks are members; ``False`` if the job has ended or hangs."""
-        with self._changed:
-            complete = self._changed.wait_for(lambda: self._ended or self._is_complete(), _HUNG_S)
-            if not complete:
-                self.hung = True
-                os.kill(os.getpid(), signal.SIGTERM)  # the launcher ends the run
-                return False
-            return not self._ended
+        """Return when all ranks have taken a step together; ``False`` if the job has ended or hangs."""
+        give_up_at = time.monotonic() + _HUNG_S
+        while time.monotonic() < give_up_at:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or self._is_complete(), _LOOK_S)
+                complete, members, since = self._is_complete(), list(self._members), self._decided_at
+                if self._ended:
+                    return False
+            if complete and self._has_taken_step(members, since):
+                return True
+            time.sleep(_LOOK_S)
+        self.hung = True
+        os.kill(os.getpid(), signal.SIGTERM)  # the launcher ends the run
+        return False
+
+    def _has_taken_step(self, members: list[tuple[int, int]], since: float) -> bool:
+        """Whether a member has written that a block took effect after a time: then all members have the state."""
+        for seat, incarnation in members:
+            path = self._folder / f"blocks-{seat}-{incarnation}.jsonl"
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                with path.open("rb") as file:
+                    file.seek(max(0, path.stat().st_size - 2000))
+                    lines = file.read().splitlines()
+                if any(b'"done"' in line and json.loads(line)["at"] > since for line in lines[1:]):
+                    return True
+        return False
 
     def _is_complete(self) -> bool:
         running = [(rank, self._incarnations[rank]) for rank in sorted(self._pids)]
