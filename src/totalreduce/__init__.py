@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from totalreduce.recovery.attempts import Attempt
     from totalreduce.recovery.job import Job, recoverable
     from totalreduce.recovery.sampler import ElasticSampler
+    from totalreduce.recovery.snapshots import Snapshots
     from totalreduce.recovery.state import State
     from totalreduce.sparse.auto import Auto
     from totalreduce.sparse.dense import Dense
@@ -98,6 +99,7 @@ _HOMES = {
     "ReduceOp": "foundation.types",
     "RendezvousError": "foundation.errors",
     "SharedTopk": "sparse.shared",
+    "Snapshots": "recovery.snapshots",
     "StallError": "foundation.errors",
     "State": "recovery.state",
     "Statistics": "groups.statistics",
@@ -152,6 +154,7 @@ __all__ = [
     "ReduceOp",
     "RendezvousError",
     "SharedTopk",
+    "Snapshots",
     "StallError",
     "State",
     "Statistics",

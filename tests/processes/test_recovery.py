@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -98,6 +99,37 @@ def test_without_spares_that_work_lost_ranks_are_started_again(tmp_path: Path) -
     assert ended["last_errors"][-1] == "KeyError: 'RANK'"
     assert [final["version"] for final in run.finals] == [40, 40]
     assert len({final["digest"] for final in run.finals}) == 1
+
+
+def test_after_the_loss_of_all_ranks_a_new_job_goes_on_from_the_snapshot(tmp_path: Path) -> None:
+    kind = [*KINDS["oktopk"], "--snapshots"]
+    plain = Run(tmp_path / "plain", 2, *kind, str(tmp_path / "none"), on_loss="replace")
+    snapshots = tmp_path / "snapshots"
+    deaths = "0:18:forward,1:18:forward"
+    first = Run(tmp_path / "first", 2, *kind, str(snapshots), "--die", deaths, on_loss="replace", restarts=0)
+    assert first.result.exit_code == 137
+    assert not first.finals
+    second = Run(tmp_path / "second", 2, *kind, str(snapshots), on_loss="replace")
+    assert second.result.exit_code == 0, second.result.errors
+    assert "the job begins with version 15" in second.result.errors[0]
+    assert second.finals == plain.finals
+    assert min(version for _, version in second.blocks()) == 15
+
+
+@pytest.mark.slow
+def test_with_fewer_ranks_the_bits_are_those_of_a_job_that_begins_with_them(tmp_path: Path) -> None:
+    """The first part is undisturbed; the second one is compared with a job of two ranks that begins at its version."""
+    snapshots = tmp_path / "snapshots"
+    arguments = ["--snapshots", str(snapshots)]
+    shrunk = Run(tmp_path / "shrunk", 3, *arguments, "--die", "1:10:backward", on_loss="shrink", restarts=0)
+    assert [(len(event["members"]), event["version"]) for event in shrunk.epochs()] == [(3, 0), (2, 10)]
+    for path in snapshots.iterdir():
+        if int(path.name.rpartition("-")[2]) > 10:
+            shutil.rmtree(path)
+    other = Run(tmp_path / "other", 2, *arguments, on_loss="replace")
+    assert "the job begins with version 10" in other.result.errors[0]
+    assert list(map(without_epochs, shrunk.finals)) == list(map(without_epochs, other.finals))
+    assert len(other.finals) == 2
 
 
 @pytest.mark.slow

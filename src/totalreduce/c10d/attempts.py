@@ -17,13 +17,19 @@ from totalreduce.launch.bootstrap import init
 from totalreduce.launch.rendezvous import StoreRank
 from totalreduce.launch.spares import await_seat
 from totalreduce.recovery.attempts import Attempt, Attempts
+from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
 
 __all__ = ["attempts"]
 
 
 def attempts(
-    state: State, *, seed: int = 0, timeout: timedelta = timedelta(minutes=5), verify: bool = True
+    state: State,
+    *,
+    seed: int = 0,
+    timeout: timedelta = timedelta(minutes=5),
+    verify: bool = True,
+    snapshots: Snapshots | None = None,
 ) -> Iterator[Attempt]:
     """Yield attempts to run a training loop, each with a new default process group of ``torch.distributed``.
 
@@ -51,6 +57,7 @@ def attempts(
             after each ``commit``.
         timeout: Deadline of collectives that name none, and of the decision who the members are.
         verify: Compare SHA-256 of parameters and optimizer state on all ranks when an attempt begins.
+        snapshots: Writes the state to disk beside training. The job begins with its last version, if there is one.
 
     Raises:
         ConfigurationError: ``torch.distributed`` is initialised already; or this process runs another program, or other
@@ -64,8 +71,12 @@ def attempts(
     await_seat()
     membership = _DefaultProcessGroup(timeout)
     try:
-        yield from Attempts(state, membership, timeout_s=timeout.total_seconds(), seed=seed, verify=verify)
+        yield from Attempts(
+            state, membership, timeout_s=timeout.total_seconds(), seed=seed, verify=verify, snapshots=snapshots
+        )
     finally:
+        if snapshots is not None:
+            snapshots.wait()
         membership.leave("the loop over tr.attempts has ended")
 
 

@@ -32,6 +32,7 @@ from totalreduce.launch.rendezvous import StoreRank
 from totalreduce.recovery.assembly import Assembly
 from totalreduce.recovery.forming import compare_states, form_group, open_assembly, seed_generators, send_state
 from totalreduce.recovery.sampler import ElasticSampler
+from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
 from totalreduce.transports.liveness import SILENT
 
@@ -69,12 +70,21 @@ class Attempt:
         is_lost: Whether the attempt has ended because the members change.
     """
 
-    def __init__(self, state: State, group: Group, assembly: Assembly | None, seed: int, number: int) -> None:
+    def __init__(
+        self,
+        state: State,
+        group: Group,
+        assembly: Assembly | None,
+        *,
+        seed: int,
+        number: int,
+        snapshots: Snapshots | None,
+    ) -> None:
         """``assembly``: ``None`` if ranks cannot be replaced."""
         self.group, self.number = group, number
         self.is_lost = False
         self.error: PeerLost | None = None  #: Why the attempt has ended, if a rank is lost.
-        self._state, self._assembly, self._seed = state, assembly, seed
+        self._state, self._assembly, self._seed, self._snapshots = state, assembly, seed, snapshots
         self._has_begun = state.version > 0
 
     def __enter__(self) -> Self:
@@ -146,6 +156,9 @@ class Attempt:
         if state.sampler is not None:
             state.sampler.advance()
         seed_generators(self._seed, state.version, self.group.rank)
+        snapshots = self._snapshots
+        if snapshots is not None and snapshots.is_due(state.version) and self.group.rank == 0:
+            snapshots.write(state.version, 0, self.group.world_size, state.shared(), None)
         if assembly is None:
             return
         if not self._has_begun:
@@ -175,6 +188,7 @@ class Attempts:
         timeout_s: float,
         seed: int = 0,
         verify: bool = True,
+        snapshots: Snapshots | None = None,
     ) -> None:
         """Note the parts; nothing is formed yet.
 
@@ -184,9 +198,11 @@ class Attempts:
             timeout_s: How long the decision who the members are may take.
             seed: Of the generators of random numbers, with the version and the rank.
             verify: Compare SHA-256 of parameters and optimizer state on all ranks when an attempt begins.
+            snapshots: Writes the state to disk. The job begins with its last version, if there is one.
         """
         self._state, self._membership, self._timeout_s = state, membership, timeout_s
         self._seed, self._verify = checks.integer("seed", seed), bool(verify)
+        self._snapshots = snapshots
         self._has_state = False
 
     def __iter__(self) -> Iterator[Attempt]:
@@ -201,7 +217,7 @@ class Attempts:
         if settings.on_loss is None:
             group = self._membership.form()
             self._level(group)
-            yield Attempt(state, group, None, self._seed, 0)
+            yield self._attempt(group, None, 0)
             return
         world = environment.read_world()
         assembly = open_assembly(settings, world.rank, world.world_size, self._timeout_s)
@@ -210,12 +226,15 @@ class Attempts:
             formed = self._form(assembly)
             if formed is None:
                 return
-            attempt = Attempt(state, formed, assembly, self._seed, number)
+            attempt = self._attempt(formed, assembly, number)
             yield attempt
             if not attempt.is_lost:
                 assembly.finish()
                 return
             self._leave(assembly, attempt)
+
+    def _attempt(self, group: Group, assembly: Assembly | None, number: int) -> Attempt:
+        return Attempt(self._state, group, assembly, seed=self._seed, number=number, snapshots=self._snapshots)
 
     def _leave(self, assembly: Assembly, attempt: Attempt) -> None:
         error = attempt.error
@@ -261,6 +280,9 @@ class Attempts:
         others = [rank for rank, version in enumerate(versions) if version < versions[source]]
         if versions[source] < 0:  # the job begins: rank 0 has what all begin with
             others = [rank for rank in range(group.world_size) if rank != source]
+            if self._snapshots is not None and group.rank == source and (latest := self._snapshots.latest()):
+                state.load_shared(self._snapshots.read_shared(latest))
+                _log.info("the job begins with version %d, from %s", latest, self._snapshots.folder)
         send_state(state, group, source, others)
         if self._verify:
             compare_states(state, group)

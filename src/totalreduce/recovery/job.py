@@ -36,6 +36,7 @@ from totalreduce.recovery.forming import compare_states, form_group, open_assemb
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.replicas import OwnState
 from totalreduce.recovery.sampler import ElasticSampler
+from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
 from totalreduce.transports.liveness import SILENT
 
@@ -99,6 +100,15 @@ class _Guard:
         self.install()
 
 
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What the program has chosen (see ``recoverable``)."""
+
+    seed: int
+    verify: bool
+    snapshots: Snapshots | None
+
+
 class _RepeatBlock(BaseException):
     """Ends a block whose vote has not passed. No program catches it by ``except Exception``."""
 
@@ -108,7 +118,9 @@ class _RepeatBlock(BaseException):
         self.decision = decision
 
 
-def recoverable(state: State, *, seed: int = 0, replicas: int = 1, verify: bool = True) -> Job:
+def recoverable(
+    state: State, *, seed: int = 0, replicas: int = 1, verify: bool = True, snapshots: Snapshots | None = None
+) -> Job:
     """Return the context in which a training loop outlives the loss of processes.
 
     ::
@@ -132,6 +144,7 @@ def recoverable(state: State, *, seed: int = 0, replicas: int = 1, verify: bool 
             copies are sent before each vote, if there are any residuals or buffers. With 0 the residuals of a lost rank
             are lost.
         verify: Compare SHA-256 of parameters and optimizer state on all ranks after each change of the members.
+        snapshots: Writes the state to disk beside training. The job begins with its last version, if there is one.
 
     Raises:
         ConfigurationError: The state's optimizer is no ``DistributedOptimizer``, the group is of another kind than
@@ -142,7 +155,7 @@ def recoverable(state: State, *, seed: int = 0, replicas: int = 1, verify: bool 
             f"tr.recoverable needs a state with a DistributedOptimizer, not a {type(state.optimizer).__name__}. For "
             "other optimizers, with DistributedDataParallel, there is tr.attempts(state)"
         )
-    return Job(state, state.optimizer, seed=seed, replicas=replicas, verify=verify)
+    return Job(state, state.optimizer, replicas, _Options(checks.integer("seed", seed), bool(verify), snapshots))
 
 
 @final
@@ -156,17 +169,14 @@ class Job:
         changes: The last changes of the members that this process has seen, a thousand at most.
     """
 
-    def __init__(
-        self, state: State, optimizer: DistributedOptimizer, *, seed: int, replicas: int, verify: bool
-    ) -> None:
+    def __init__(self, state: State, optimizer: DistributedOptimizer, replicas: int, options: _Options) -> None:
         """See ``recoverable``; ``optimizer`` is that of the state."""
         self.state, self.group = state, optimizer.group
         self.epoch = 0
         self.changes: deque[Change] = deque(maxlen=1000)
         self._left = (time.time(), "the job began")  #: When and why the last group ended.
-        self._seed = checks.integer("seed", seed)
+        self._options = options
         self._own = OwnState(state, optimizer, checks.integer("replicas", replicas, minimum=0))
-        self._verify = bool(verify)
         self._assembly: Assembly | None = None
         self._phase = _Phase.OUTSIDE
         self._has_begun = False  #: Whether the body of the loop has begun a block.
@@ -190,11 +200,15 @@ class Job:
         if group.formation is None:
             if group.world_size > 1 and group.rank == 0:
                 _log.warning("the launcher does not replace ranks: a loss ends the job (totalreduce run --on-loss)")
+            self._read_shared()
             send_state(state, group, 0, range(1, group.world_size))
+            self._read_own()
             self._place()
             return self
         assembly = self._assembly = open_assembly(settings, group.rank, group.world_size, group.timeout_s)
-        assembly.check_equal("program", f"{state.describe()}\nseed={self._seed}, replicas={self._own.num_copies}")
+        assembly.check_equal(
+            "program", f"{state.describe()}\nseed={self._options.seed}, replicas={self._own.num_copies}"
+        )
         group.close(_CLOSE_S)
         if not self._form_group(has_state=False):
             if assembly.policy.on_loss == "replace":
@@ -214,6 +228,8 @@ class Job:
                 self.group.close(_CLOSE_S, reason=f"{kind.__name__}: {error}")
         finally:
             self._optimizer.guard = None
+            if self._options.snapshots is not None:
+                self._options.snapshots.wait()
 
     # ------------------------------------------------------------------------------------------------- what users call
 
@@ -350,7 +366,7 @@ class Job:
             self._optimizer.step()
 
     def _seed_generators(self) -> None:
-        seed_generators(self._seed, self.state.version, self.group.rank)
+        seed_generators(self._options.seed, self.state.version, self.group.rank)
 
     def _before_wait(self) -> None:
         if self._phase is _Phase.BEFORE_VOTE and self._assembly is not None:
@@ -404,6 +420,28 @@ class Job:
         if self._kind is _Kind.BATCH:
             self._sampler("a batch").advance()
         self._kind = _Kind.STEP
+
+        snapshots = self._options.snapshots
+        if snapshots is not None and snapshots.is_due(self.state.version):
+            shared = self.state.shared() if self.group.rank == 0 else None
+            snapshots.write(self.state.version, self.group.rank, self.group.world_size, shared, self._own.current())
+
+    def _read_shared(self) -> None:
+        """On rank 0 begin with the last version on disk, if there is one. The other ranks then get the state."""
+        snapshots = self._options.snapshots
+        if snapshots is not None and self.group.rank == 0:
+            version = snapshots.latest()
+            if version:
+                self.state.load_shared(snapshots.read_shared(version))
+                _log.info("the job begins with version %d, from %s", version, snapshots.folder)
+
+    def _read_own(self) -> None:
+        """Begin with what this rank had for itself in the version on disk, if the job begins with one."""
+        snapshots = self._options.snapshots
+        if snapshots is not None and self.state.version > 0:
+            own = snapshots.read_own(self.state.version, self.group.rank, self.group.world_size)
+            if own is not None:
+                self._own.load(own)
 
     def _undo(self) -> None:
         self.group.operations.runner.refusal = ""
@@ -478,9 +516,14 @@ class Job:
             raise RecoveryError(f"rank {rank} has version {state.version} of the state, and the others have {version}")
         group.take_over(form_group(assembly, group.formation))
         self._optimizer.form_again()
+        begins = not any(member.has_state for member in decision.members)
+        if begins:
+            self._read_shared()
         send_state(state, group, decision.source, decision.newcomers)
         self._own.restore(decision, has_state=has_state)
-        if self._verify:
+        if begins:
+            self._read_own()
+        if self._options.verify:
             compare_states(state, group)
         self._place()
         self.epoch = decision.epoch

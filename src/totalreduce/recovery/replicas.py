@@ -219,6 +219,18 @@ class OwnState:
         self._replicas.commit()
         self._sessions = self._next_sessions
 
+    def current(self) -> dict[str, Any] | None:
+        """Return this rank's own state as it is between two blocks; ``None`` if no rank has any."""
+        return {**self._compressed.pending(), "buffers": self._state.own_buffers()} if self._exists else None
+
+    def load(self, own: Mapping[str, Any]) -> None:
+        """Begin with what ``current`` has returned in a process of the same rank. On all ranks."""
+        self._state.load_own_buffers(own["buffers"])
+        if self._compressed.reducer is not None:
+            self._compressed.load_pending(own)
+            self._sessions = own["sessions"]
+            self._compressed.load_sessions(self._sessions)
+
     def restore(self, decision: Decision, *, has_state: bool) -> None:
         """Give new ranks the state of the ranks that they replace, from the copies. Collective, in a new epoch.
 

@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--die", default="", help="SEAT:VERSION:PLACE[,...], by the first incarnation of the seat")
     parser.add_argument("--hold", type=int, default=0, help="wait for so many ranks before the second epoch")
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--snapshots", type=Path)
     arguments = parser.parse_args()
     group = tr.init()
     seat, incarnation = int(os.environ["RANK"]), int(os.environ.get("TOTALREDUCE_INCARNATION", "0"))
@@ -78,7 +79,8 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=5, gamma=0.9)
     state = tr.State(model=model, optimizer=optimizer, sampler=sampler, scheduler=scheduler, losses=[])
     log = (arguments.folder / f"samples-{seat}-{incarnation}.jsonl").open("w", buffering=1)
-    with tr.recoverable(state, replicas=arguments.replicas) as job:
+    snapshots = tr.Snapshots(arguments.snapshots, every=5, keep=100) if arguments.snapshots else None
+    with tr.recoverable(state, replicas=arguments.replicas, snapshots=snapshots) as job:
         for epoch in job.epochs(arguments.epochs):
             while epoch == 1 and group.world_size < arguments.hold:
                 for _ in job.once(f"hold {state.version}"):
@@ -97,6 +99,8 @@ def main() -> None:
                     scheduler.step()
                     used = {"version": version, "epoch": epoch, "samples": samples}
                     log.write(json.dumps(used) + "\n")
+                if snapshots is not None:
+                    snapshots.wait()  # so that none is left out because the one before is still being written
             for _ in job.once("evaluation"):
                 with job.step():
                     die_at("once")

@@ -1,0 +1,258 @@
+"""``Snapshots``: the state on disk, for the loss of all processes.
+
+Each version has a folder ``version-000000100``. In it are parts: ``shared`` (what all ranks have in common, written by
+rank 0) and ``own-3`` (what rank 3 has for itself, if ranks have something). A part is a checkpoint of
+``torch.distributed.checkpoint`` with a file ``part.json``, which has the size and SHA-256 of every file. It is written
+under another name and renamed at the end, so a part is whole or not there. A version counts if all its parts are there.
+
+A part holds the tensors of the state and, as the tensor ``document``, their place in the nested values
+(``groups.encoding``), so no value is pickled. The index of ``torch.distributed.checkpoint`` itself (``.metadata``) is a
+pickle: read only folders that you trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from totalreduce.foundation import checks
+from totalreduce.foundation.errors import RecoveryError
+from totalreduce.foundation.os_errors import describe_error
+from totalreduce.groups.encoding import decode, encode
+
+__all__ = ["Snapshots"]
+
+_log = logging.getLogger("totalreduce")
+
+_SHARED = "shared"
+_PART_FILE = "part.json"
+_PREFIX = "version-"
+#: Each part is written by one process alone, which torch finds worth a warning.
+_ALONE = "torch.distributed is disabled"
+
+
+@final
+class Snapshots:
+    """Writes versions of a state beside training, and reads the last one. Pass it to ``tr.recoverable``.
+
+    Attributes:
+        folder: Where the versions are: a file system that all ranks see.
+        written: The last version whose part of this process was written; 0 before that.
+        failed: The number of versions that could not be written.
+    """
+
+    def __init__(self, folder: str | Path, *, every: int, keep: int = 2) -> None:
+        """Note the settings; nothing is read or written.
+
+        Args:
+            folder: Where the versions are. It is made if it does not exist.
+            every: Write each version that is a multiple of this number. A rank copies what it writes, and writes it in
+                a thread; if that lasts until the next one is due, this one is left out.
+            keep: How many versions stay on disk.
+
+        Raises:
+            ConfigurationError: A number is not positive.
+        """
+        self.folder = Path(folder)
+        self.every = checks.integer("every", every, minimum=1)
+        self.keep = checks.integer("keep", keep, minimum=1)
+        self.written = self.failed = 0
+        self._writer: threading.Thread | None = None
+
+    def is_due(self, version: int) -> bool:
+        """Whether a version is to be written."""
+        return version > 0 and version % self.every == 0
+
+    def write(self, version: int, rank: int, world_size: int, shared: Any, own: Any) -> None:
+        """Copy the parts of this rank, and write them in a thread.
+
+        Args:
+            version: The version of the state.
+            rank: The rank of this process.
+            world_size: The number of ranks.
+            shared: What all ranks have in common; only rank 0's is written.
+            own: What this rank has for itself; ``None``: no rank has anything.
+        """
+        if self._writer is not None and self._writer.is_alive():
+            _log.warning(
+                "rank %d: the snapshot of version %d is left out: the last one is not written yet", rank, version
+            )
+            return
+        parts = {} if rank != 0 else {_SHARED: shared}
+        if own is not None:
+            parts[f"own-{rank}"] = own
+        if not parts:
+            return
+        about = {"version": version, "world_size": world_size, "has_own": own is not None}
+        encoded = {name: _copied(value) for name, value in parts.items()}
+        self._writer = threading.Thread(
+            target=self._write_all, args=(version, rank, about, encoded), name="totalreduce snapshot", daemon=True
+        )
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Return when what this process writes is on disk, or has failed."""
+        if self._writer is not None:
+            self._writer.join()
+
+    def latest(self) -> int:
+        """Return the last version that counts; 0 if there is none. Versions that lack a part are logged."""
+        for version in sorted(self._versions(), reverse=True):
+            missing = self._missing(version)
+            if not missing:
+                return version
+            _log.warning(
+                "the snapshot of version %d in %s lacks %s: an older one is used", version, self.folder, missing
+            )
+        return 0
+
+    def read_shared(self, version: int) -> Any:
+        """Return what all ranks have in common, of a version of ``latest``.
+
+        Raises:
+            RecoveryError: A file is missing, or has other bytes than it was written with.
+        """
+        return self._read(version, _SHARED)
+
+    def read_own(self, version: int, rank: int, world_size: int) -> Any:
+        """Return what a rank has for itself; ``None`` if nothing was written, or by another number of ranks.
+
+        Raises:
+            RecoveryError: As ``read_shared``.
+        """
+        about = self._about(version, _SHARED)
+        if not about["has_own"]:
+            return None
+        if about["world_size"] != world_size:
+            if rank == 0:
+                _log.warning(
+                    "residuals and buffers of the snapshot are of %d ranks, and there are %d: they begin anew",
+                    about["world_size"],
+                    world_size,
+                )
+            return None
+        return self._read(version, f"own-{rank}")
+
+    # ------------------------------------------------------------------------------------------------------------ files
+
+    def _path(self, version: int, part: str) -> Path:
+        return self.folder / f"{_PREFIX}{version:09d}" / part
+
+    def _versions(self) -> list[int]:
+        names = [path.name.removeprefix(_PREFIX) for path in self.folder.glob(f"{_PREFIX}*")]
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def _missing(self, version: int) -> str:
+        """Return the name of a part that a version lacks; "" if it lacks none."""
+        if not (self._path(version, _SHARED) / _PART_FILE).exists():
+            return _SHARED
+        about = self._about(version, _SHARED)
+        parts = [f"own-{rank}" for rank in range(about["world_size"])] if about["has_own"] else []
+        return next((part for part in parts if not (self._path(version, part) / _PART_FILE).exists()), "")
+
+    def _about(self, version: int, part: str) -> dict[str, Any]:
+        path = self._path(version, part) / _PART_FILE
+        try:
+            about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            about["version"], about["world_size"], about["has_own"], about["files"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RecoveryError(f"the snapshot's file {path} cannot be read: {error}") from error
+        return about
+
+    def _read(self, version: int, part: str) -> Any:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        path = self._path(version, part)
+        for name, expected in self._about(version, part)["files"].items():
+            file = path / name
+            try:
+                found = _fingerprint(file)
+            except OSError as error:
+                raise RecoveryError(f"the snapshot's file {file} cannot be read: {describe_error(error)}") from error
+            if found != expected:
+                raise RecoveryError(
+                    f"the snapshot's file {file} is damaged: it has {found['bytes']} bytes with SHA-256 "
+                    f"{found['sha256'][:12]}…, and was written with {expected['bytes']} bytes and "
+                    f"{expected['sha256'][:12]}…. Remove the folder {path.parent} to use the version before"
+                )
+        reader = FileSystemReader(path)
+        entries = reader.read_metadata().state_dict_metadata
+        tensors = {
+            key: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for key, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_ALONE)
+            load(tensors, storage_reader=reader, no_dist=True)
+        document = bytes(tensors.pop("document").numpy()).decode()
+        return decode(document, [tensors[f"tensor-{index}"] for index in range(len(tensors))])
+
+    def _write_all(
+        self, version: int, rank: int, about: dict[str, Any], parts: dict[str, dict[str, torch.Tensor]]
+    ) -> None:
+        try:
+            for name, tensors in parts.items():
+                self._write_part(self._path(version, name), about, tensors)
+            self.written = version
+            if rank == 0:
+                self._remove_old()
+        except Exception as error:
+            self.failed += 1
+            reason = describe_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            _log.warning("the snapshot of version %d in %s is not written: %s", version, self.folder, reason)
+
+    def _write_part(self, path: Path, about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=_ALONE)
+                save(tensors, storage_writer=FileSystemWriter(temporary), no_dist=True)
+            files = {each.name: _fingerprint(each) for each in sorted(temporary.iterdir())}
+            with (temporary / _PART_FILE).open("w", encoding="utf-8") as file:
+                json.dump({**about, "files": files}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            shutil.rmtree(path, ignore_errors=True)  # of a run that went back to an older version
+            temporary.rename(path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _remove_old(self) -> None:
+        whole = [version for version in self._versions() if not self._missing(version)]
+        for version in self._versions():
+            if len(whole) >= self.keep and version < whole[-self.keep]:
+                shutil.rmtree(self._path(version, _SHARED).parent, ignore_errors=True)
+
+
+def _copied(value: Any) -> dict[str, torch.Tensor]:
+    """Return a nested value as tensors that nothing else changes.
+
+    Raises:
+        ConfigurationError: It has a value of a type that cannot be written.
+    """
+    document, tensors = encode(value)
+    copies = {f"tensor-{index}": tensor.detach().cpu().clone() for index, tensor in enumerate(tensors)}
+    return {**copies, "document": torch.frombuffer(bytearray(document.encode()), dtype=torch.uint8)}
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
