@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -22,9 +23,11 @@ import typer
 
 from totalreduce.bench.command import benchmark, split_names
 from totalreduce.bench.faults_records import SAMPLES, FaultsConfig, Final
+from totalreduce.bench.faults_torchrun import TorchrunFaults
 from totalreduce.bench.launching import BenchmarkFailedError, Setting, require_success
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.network_faults import host_of
+from totalreduce.bench.plots import Line, draw_lines
 from totalreduce.bench.report import Report, Table
 from totalreduce.bench.sampling import percentile
 from totalreduce.foundation import checks, environment
@@ -38,6 +41,7 @@ _NETWORK_KINDS = ("reset", "partition")
 _PARTITION_S = 4.0
 #: If no block takes effect for so long, the job hangs.
 _HUNG_S = 60.0
+_WORKER = "totalreduce.bench.faults_worker"
 #: How often the injector looks for steps.
 _LOOK_S = 0.05
 #: An undisturbed run to the same version must not take longer.
@@ -59,7 +63,13 @@ class FaultsParameters:
         ),
     ] = "kill"
     on_loss: Annotated[str, typer.Option(help="replace or shrink.")] = "replace"
-    interval: Annotated[float, typer.Option(help="Seconds from a full recovery to the next fault, on average.")] = 0.5
+    interval: Annotated[
+        str, typer.Option(help="Seconds from a full recovery to the next fault, on average. Several: a run for each.")
+    ] = "0.5"
+    torchrun: Annotated[
+        bool, typer.Option("--torchrun", help="Also run the job under torchrun, which restarts all processes.")
+    ] = False
+    snapshot_every: Annotated[int, typer.Option(min=1, help="Blocks between snapshots on disk, for --torchrun.")] = 20
     step_ms: Annotated[float, typer.Option(help="Computation of a step.")] = 80.0
     optimizer: Annotated[str, typer.Option(help="adamw or momentum.")] = "adamw"
     sync: Annotated[str, typer.Option(help="none or oktopk.")] = "none"
@@ -72,10 +82,23 @@ class FaultsParameters:
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
         split_names("--kinds", self.kinds, _KINDS)
+        if self.torchrun and self.kinds != "kill":
+            raise ConfigurationError("--torchrun goes with --kinds kill")
+        if any(interval <= 0 for interval in self.intervals()):
+            raise ConfigurationError(f"--interval {self.interval}: an interval must be positive")
         checks.one_of("--on-loss", self.on_loss, ("replace", "shrink"))
         checks.one_of("--optimizer", self.optimizer, ("adamw", "momentum"))
         checks.one_of("--sync", self.sync, ("none", "oktopk"))
         checks.one_of("--dtype", self.dtype, ("float32", "bfloat16"))
+
+    def intervals(self) -> list[float]:
+        """Return the intervals in seconds."""
+        try:
+            return [float(word) for word in self.interval.split(",")]
+        except ValueError:
+            raise ConfigurationError(
+                f"--interval is numbers with commas, such as 0.5,2,8, not {self.interval}"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +106,8 @@ class FaultsFigure:
     """The job under faults.
 
     Attributes:
+        system: ``replace``, ``shrink`` or ``torchrun``.
+        every_s: The seconds of the run divided by its faults.
         injected: Number of faults.
         survived: Faults after which the job went on with a right state.
         hung: Whether the job stopped making progress.
@@ -94,12 +119,15 @@ class FaultsFigure:
         detection_max_s: The longest.
         recovery_p50_s: Time from then until the survivors' next group had one state.
         recovery_max_s: The longest.
+        progress_p50_s: Time from a fault until a block took effect that none before the fault had reached.
         step_s: Median time of a block without faults.
         goodput: Blocks times this time, divided by the time of the whole run after its start.
         versions: Number of blocks that took effect.
         seconds: Time from the first to the last block.
     """
 
+    system: str
+    every_s: float
     injected: int
     survived: int
     hung: bool
@@ -111,6 +139,7 @@ class FaultsFigure:
     detection_max_s: float
     recovery_p50_s: float
     recovery_max_s: float
+    progress_p50_s: float
     step_s: float
     goodput: float
     versions: int
@@ -123,7 +152,9 @@ class FaultsFigure:
     "totalreduce bench faults -n 8 --on-loss shrink --kinds kill,stop,again",
     "totalreduce bench faults -n 4 --sync oktopk --optimizer momentum",
     "totalreduce bench faults --emulate-hosts 4 --kinds reset,partition",
+    "totalreduce bench faults -n 4 --interval 1,4,16 --spares 1 --torchrun --plot goodput.png",
     shared=("ranks", "emulate_hosts", "emulate_rate"),
+    plot=True,
 )
 def bench_faults(setting: Setting, parameters: FaultsParameters) -> Report:
     """Kill and freeze the processes of a training job, and compare what is left with an undisturbed run.
@@ -132,25 +163,47 @@ def bench_faults(setting: Setting, parameters: FaultsParameters) -> Report:
     equal on all ranks at every version.
     """
     _check_network(setting, parameters)
-    with tempfile.TemporaryDirectory(prefix="totalreduce-faults-") as name:
-        figure, raw = _measure(setting, parameters, Path(name))
+    figures, raw = [], []
+    for interval_s in parameters.intervals():
+        for measure in (_measure, _measure_torchrun) if parameters.torchrun else (_measure,):
+            with tempfile.TemporaryDirectory(prefix="totalreduce-faults-") as name:
+                figure, samples = measure(setting, parameters, interval_s, Path(name))
+            figures.append(figure)
+            raw.append(samples)
     columns = [
+        ("system", lambda f: f.system),
+        ("a fault every", lambda f: f"{f.every_s:.1f} s"),
         ("injected", lambda f: str(f.injected)),
         ("survived", lambda f: str(f.survived)),
         ("hung", lambda f: "yes" if f.hung else "0"),
         ("wrong", lambda f: str(f.wrong)),
         ("versions lost", lambda f: str(f.lost_versions)),
         ("samples lost, doubled", lambda f: f"{f.lost_samples}, {f.doubled_samples}"),
-        ("noticed p50, max", lambda f: f"{f.detection_p50_s * 1e3:.0f}, {f.detection_max_s * 1e3:.0f} ms"),
-        ("recovered p50, max", lambda f: f"{f.recovery_p50_s:.2f}, {f.recovery_max_s:.2f} s"),
+        ("noticed p50, max", lambda f: _pair(f.detection_p50_s, f.detection_max_s, 1e3, ".0f", "ms")),
+        ("recovered p50, max", lambda f: _pair(f.recovery_p50_s, f.recovery_max_s, 1.0, ".2f", "s")),
+        ("next new block p50", lambda f: f"{f.progress_p50_s:.2f} s"),
         ("step", lambda f: f"{f.step_s * 1e3:.0f} ms"),
         ("goodput", lambda f: f"{f.goodput:.0%}"),
     ]
-    title = f"{parameters.on_loss}, {parameters.kinds}, {parameters.optimizer}, sync={parameters.sync}"
-    caption = f"{figure.versions} blocks in {figure.seconds:.0f} s. {setting.describe()}."
-    table = Table(title, columns, [figure], caption)
+    title = f"{parameters.kinds}, {parameters.optimizer}, sync={parameters.sync}"
+    runs = ", ".join(f"{figure.versions} blocks in {figure.seconds:.0f} s" for figure in figures)
+    caption = f"{runs}. {setting.describe()}."
+    table = Table(title, columns, figures, caption)
     document = {**setting.as_document(), **asdict(parameters)}
-    return Report([table], document, describe_machine(), [figure], raw)
+    draw = functools.partial(_draw, figures=figures, title=f"{setting.describe()}: {title}")
+    return Report([table], document, describe_machine(), figures, raw, draw)
+
+
+def _pair(median_value: float, maximum: float, factor: float, form: str, unit: str) -> str:
+    return f"{median_value * factor:{form}}, {maximum * factor:{form}} {unit}" if maximum else "-"
+
+
+def _draw(path: Path, *, figures: list[FaultsFigure], title: str) -> None:
+    lines = []
+    for system in dict.fromkeys(figure.system for figure in figures):
+        own = sorted((each for each in figures if each.system == system), key=lambda each: each.every_s)
+        lines.append(Line(system, [each.every_s for each in own], [100 * each.goodput for each in own]))
+    draw_lines(path, title, ("seconds between faults", "goodput, % of the steps without faults"), lines)
 
 
 def _check_network(setting: Setting, parameters: FaultsParameters) -> None:
@@ -159,8 +212,10 @@ def _check_network(setting: Setting, parameters: FaultsParameters) -> None:
         raise ConfigurationError(f"--kinds {kinds[0]} needs one rank per emulated host: --emulate-hosts 4")
 
 
-def _measure(setting: Setting, parameters: FaultsParameters, folder: Path) -> tuple[FaultsFigure, dict[str, Any]]:
-    injector = _Injector(parameters, setting.ranks, folder)
+def _measure(
+    setting: Setting, parameters: FaultsParameters, interval_s: float, folder: Path
+) -> tuple[FaultsFigure, dict[str, Any]]:
+    injector = _Injector(parameters, interval_s, setting.ranks, folder)
     outcome = _run(setting, parameters, folder, injector)
     if not injector.hung:
         require_success(outcome, "the job under faults")
@@ -169,7 +224,44 @@ def _measure(setting: Setting, parameters: FaultsParameters, folder: Path) -> tu
     if finals and parameters.on_loss == "replace":
         undisturbed = _undisturbed(setting, parameters, finals[0].version)
         wrong = wrong or [(each.digest, each.buffers) for each in finals] != undisturbed
-    return summarise(parameters, _records(folder), finals, injector, ends_wrong=wrong)
+    return summarise(parameters, parameters.on_loss, _records(folder), finals, injector, ends_wrong=wrong)
+
+
+def _measure_torchrun(
+    setting: Setting, parameters: FaultsParameters, interval_s: float, folder: Path
+) -> tuple[FaultsFigure, dict[str, Any]]:
+    """Run the same job under torchrun: after a loss all processes start again, from the last snapshot on disk."""
+    faults = TorchrunFaults(
+        folder,
+        num_faults=parameters.faults,
+        num_ranks=setting.ranks,
+        interval_s=interval_s,
+        seed=parameters.seed,
+    )
+    config = _config(parameters, folder, parameters.step_ms, parameters.snapshot_every)
+    base = {"TOTALREDUCE_LINKS": "off", "OMP_NUM_THREADS": "1", **environment.current()}
+    faults.run(["-m", _WORKER, str(config)], base, hung_s=2 * _HUNG_S)
+    finals = _finals(folder)
+    undisturbed = _undisturbed(setting, parameters, finals[0].version) if finals else []
+    wrong = [(each.digest, each.buffers) for each in finals] != undisturbed
+    return summarise(parameters, "torchrun", _records(folder), finals, faults, ends_wrong=wrong)
+
+
+def _config(parameters: FaultsParameters, folder: Path, step_ms: float, snapshot_every: int) -> Path:
+    """Write what the workers do; return the file."""
+    config = FaultsConfig(
+        str(folder),
+        step_ms,
+        parameters.optimizer,
+        parameters.sync,
+        parameters.dtype,
+        parameters.elements,
+        parameters.replicas,
+        snapshot_every,
+    )
+    path = folder / "config.json"
+    path.write_text(json.dumps(asdict(config)), encoding="utf-8")
+    return path
 
 
 def _finals(folder: Path) -> list[Final]:
@@ -179,17 +271,7 @@ def _finals(folder: Path) -> list[Final]:
 
 
 def _run(setting: Setting, parameters: FaultsParameters, folder: Path, injector: _Injector | None) -> RunResult:
-    config = FaultsConfig(
-        str(folder),
-        0.0 if injector is None else parameters.step_ms,
-        parameters.optimizer,
-        parameters.sync,
-        parameters.dtype,
-        parameters.elements,
-        parameters.replicas,
-    )
-    path = folder / "config.json"
-    path.write_text(json.dumps(asdict(config)), encoding="utf-8")
+    path = _config(parameters, folder, 0.0 if injector is None else parameters.step_ms, 0)
     emulate, recovery = None, None
     if setting.hosts:
         emulate = EmulateOptions(
@@ -204,7 +286,7 @@ def _run(setting: Setting, parameters: FaultsParameters, folder: Path, injector:
         )
         injector.start()
     return run_workers(
-        [sys.executable, "-m", "totalreduce.bench.faults_worker", str(path)],
+        [sys.executable, "-m", _WORKER, str(path)],
         num_workers=setting.ranks,
         emulate=emulate,
         # Two runs that measure the links may choose different schedules, which add in different orders.
@@ -232,7 +314,8 @@ class _Injector:
         hung: Whether the job made no progress for ``_HUNG_S``.
     """
 
-    def __init__(self, parameters: FaultsParameters, num_ranks: int, folder: Path) -> None:
+    def __init__(self, parameters: FaultsParameters, interval_s: float, num_ranks: int, folder: Path) -> None:
+        self._interval_s = interval_s
         self._parameters, self._num_ranks, self._folder = parameters, num_ranks, folder
         self._random = random.Random(parameters.seed)
         self._kinds = split_names("--kinds", parameters.kinds, _KINDS)
@@ -268,7 +351,7 @@ class _Injector:
             kind = self._kinds[number % len(self._kinds)]
             if not self._wait_until_complete():
                 return
-            time.sleep(self._random.uniform(0.0, 2 * self._parameters.interval))
+            time.sleep(self._random.uniform(0.0, 2 * self._interval_s))
             rank = self._random.randrange(self._num_ranks) if kind != "first" else 0
             if kind in _NETWORK_KINDS:
                 self._disturb_network(kind, rank)
@@ -365,9 +448,10 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 def summarise(
     parameters: FaultsParameters,
+    system: str,
     lines: list[dict[str, Any]],
     finals: list[Final],
-    injector: _Injector,
+    injector: _Injector | TorchrunFaults,
     *,
     ends_wrong: bool,
 ) -> tuple[FaultsFigure, dict[str, Any]]:
@@ -395,6 +479,8 @@ def summarise(
     seconds = times[-1] - times[0]
     wrong = sum(len(each) > 1 for each in digests.values()) + ends_wrong
     figure = FaultsFigure(
+        system=system,
+        every_s=seconds / max(1, len(injector.times)),
         injected=len(injector.times),
         survived=0 if injector.hung or wrong else len(injector.times),
         hung=injector.hung,
@@ -406,12 +492,23 @@ def summarise(
         detection_max_s=max(detections, default=0.0),
         recovery_p50_s=percentile(recoveries, 0.5),
         recovery_max_s=max(recoveries),
+        progress_p50_s=percentile(_progress(done, injector.times) or [0.0], 0.5),
         step_s=step_s,
         goodput=last * step_s / seconds if seconds else 0.0,
         versions=last,
         seconds=seconds,
     )
     return figure, {"faults": injector.times, "changes": changes, "parameters": asdict(parameters)}
+
+
+def _progress(done: list[dict[str, Any]], faults: list[float]) -> list[float]:
+    """Return for each fault the time until a block took effect that none before the fault had reached."""
+    blocks = sorted((line["at"], line["done"]) for line in done)
+    found = []
+    for fault in faults:
+        reached = max((version for at, version in blocks if at <= fault), default=0)
+        found += [at - fault for at, version in blocks if at > fault and version > reached][:1]
+    return found
 
 
 def _audit(lines: list[dict[str, Any]], last: int) -> tuple[int, int]:

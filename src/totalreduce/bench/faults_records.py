@@ -22,6 +22,7 @@ class FaultsConfig:
         dtype: The dtype of the parameters.
         elements: The number of elements of a further parameter, so that the state has a size.
         replicas: The number of ranks that have a copy of each rank's residuals.
+        snapshot_every: The number of versions from one snapshot on disk to the next; 0: there are none.
     """
 
     folder: str
@@ -31,6 +32,7 @@ class FaultsConfig:
     dtype: str
     elements: int
     replicas: int
+    snapshot_every: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -90,7 +91,9 @@ def main() -> None:
     def write(**fields: Any) -> None:
         log.write(json.dumps({"seat": seat, **fields}) + "\n")
 
-    with tr.recoverable(state, replicas=config.replicas) as job:
+    (folder / f"pid-{seat}").write_text(str(os.getpid()), encoding="utf-8")
+    snapshots = tr.Snapshots(folder / "snapshots", every=config.snapshot_every) if config.snapshot_every else None
+    with tr.recoverable(state, replicas=config.replicas, snapshots=snapshots) as job:
         known_epoch = job.epoch
         for _ in job.epochs(1_000_000):
             if 0 < state.stop <= state.version:
