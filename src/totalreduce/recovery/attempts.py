@@ -30,7 +30,14 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.launch.rendezvous import StoreRank
 from totalreduce.recovery.assembly import Assembly
-from totalreduce.recovery.forming import compare_states, form_group, open_assembly, seed_generators, send_state
+from totalreduce.recovery.forming import (
+    compare_states,
+    form_group,
+    free_old_groups,
+    open_assembly,
+    seed_generators,
+    send_state,
+)
 from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
@@ -270,6 +277,7 @@ class Attempts:
                 if group.rank == 0:
                     size, version = group.world_size, self._state.version
                     _log.info("epoch %d: %d ranks, version %d", decision.epoch, size, version)
+                free_old_groups(decision.epoch)
                 return group
 
     def _level(self, group: Group) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import random
@@ -26,7 +27,11 @@ from totalreduce.recovery.membership import Policy
 from totalreduce.recovery.state import State
 from totalreduce.schedules.select import LinkModel
 
-__all__ = ["compare_states", "form_group", "open_assembly", "seed_generators", "send_state"]
+__all__ = ["compare_states", "form_group", "free_old_groups", "open_assembly", "seed_generators", "send_state"]
+
+
+#: The number of epochs after which the memory of closed groups is given back: that takes 0.1 s.
+_COLLECT_EVERY = 4
 
 
 def open_assembly(settings: Settings, seat: int, world_size: int, timeout_s: float) -> Assembly:
@@ -101,6 +106,15 @@ def compare_states(state: State, group: Group) -> None:
             f"version {state.version} of the state differs between ranks: {error.differences[0]}. "
             "Did the program change parameters outside of optimizer.step()?"
         ) from error
+
+
+def free_old_groups(epoch: int) -> None:
+    """Now and then give the memory of closed groups back: arenas, which objects that refer to each other keep.
+
+    Python would do so much later, because it does not see how large an arena is.
+    """
+    if epoch % _COLLECT_EVERY == 0:
+        gc.collect()
 
 
 def seed_generators(seed: int, version: int, rank: int) -> None:

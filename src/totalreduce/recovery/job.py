@@ -32,7 +32,14 @@ from totalreduce.foundation.errors import (
 )
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.assembly import Assembly
-from totalreduce.recovery.forming import compare_states, form_group, open_assembly, seed_generators, send_state
+from totalreduce.recovery.forming import (
+    compare_states,
+    form_group,
+    free_old_groups,
+    open_assembly,
+    seed_generators,
+    send_state,
+)
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.replicas import OwnState
 from totalreduce.recovery.sampler import ElasticSampler
@@ -504,6 +511,7 @@ class Job:
                     raise
                 decision = None
             else:
+                free_old_groups(decision.epoch)
                 return True
 
     def _enter_epoch(self, assembly: Assembly, decision: Decision, *, has_state: bool) -> None:
