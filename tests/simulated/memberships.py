@@ -91,6 +91,8 @@ class Process:
             if decision is None:
                 decision = yield from self.meet(has_voted=False)
                 if decision is None:
+                    if self.has_state and self.version < self.job.plan.target:  # as ``Job._form_again``
+                        raise RecoveryError("the other ranks have come to the end of the job, and this rank has not")
                     return
             formed = yield from self.form(decision)
             decision = None

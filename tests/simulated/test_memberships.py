@@ -20,6 +20,13 @@ def test_every_seed_ends_with_one_state(begin: int) -> None:
         SimulatedJob(plan_of(seed), seed).run()
 
 
+def test_a_rank_that_was_frozen_until_the_end_is_an_error_there() -> None:
+    """In this course the others go on without a rank of the first epoch, and it wakes when they have finished."""
+    job = SimulatedJob(plan_of(82223), 82223)
+    job.run()
+    assert sorted(each.version for each in job.processes.values() if not each.ended) == [5] * 4
+
+
 def test_a_seed_has_one_course() -> None:
     for seed in range(20):
         assert SimulatedJob(plan_of(seed), seed).run() == SimulatedJob(plan_of(seed), seed).run()

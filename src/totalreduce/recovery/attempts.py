@@ -75,6 +75,7 @@ class Attempt:
         group: The ranks.
         number: The number of this attempt, from 0, as this process counts.
         is_lost: Whether the attempt has ended because the members change.
+        is_complete: Whether this rank has come to the end of the program's part.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Attempt:
     ) -> None:
         """``assembly``: ``None`` if ranks cannot be replaced."""
         self.group, self.number = group, number
-        self.is_lost = False
+        self.is_lost = self.is_complete = False
         self.error: PeerLost | None = None  #: Why the attempt has ended, if a rank is lost.
         self._state, self._assembly, self._seed, self._snapshots = state, assembly, seed, snapshots
         self._has_begun = state.version > 0
@@ -105,6 +106,7 @@ class Attempt:
     ) -> bool:
         """Wait for all ranks to come to the end. After a loss, return true: the next attempt follows."""
         if error is None:
+            self.is_complete = True
             try:
                 self.group.control.barrier()
             except PeerLost as lost:
@@ -217,7 +219,8 @@ class Attempts:
 
         Raises:
             ConfigurationError: This process runs another program, or other settings, than the others.
-            RecoveryError: Too few processes have come in time, nobody has the state any more, or the states differ.
+            RecoveryError: Too few processes have come in time, nobody has the state any more, or the states differ. Or
+                the others have ended the job without this rank.
             SystemExit: With ``--on-loss shrink``: the others have ended the job, and there is nothing left to do.
         """
         settings, state = environment.read_settings(), self._state
@@ -229,12 +232,16 @@ class Attempts:
         world = environment.read_world()
         assembly = open_assembly(settings, world.rank, world.world_size, self._timeout_s)
         assembly.check_equal("program", f"{state.describe()}\nseed={self._seed}")
+        is_complete = False
         for number in itertools.count():
             formed = self._form(assembly)
             if formed is None:
+                if not is_complete:
+                    raise RecoveryError("the other ranks have come to the end of the job, and this rank has not")
                 return
             attempt = self._attempt(formed, assembly, number)
             yield attempt
+            is_complete = attempt.is_complete
             if not attempt.is_lost:
                 assembly.finish()
                 return

@@ -1,0 +1,94 @@
+"""Attempts without processes: which errors are losses, and what ends a loop."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
+from totalreduce.recovery import attempts as module
+from totalreduce.recovery.attempts import Attempt, Attempts
+from totalreduce.recovery.sampler import ElasticSampler
+from totalreduce.recovery.state import State
+
+
+def make_state(**values) -> State:
+    model = torch.nn.Linear(2, 1)
+    return State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **values)
+
+
+class Control:
+    """A control group of one rank whose barrier loses a rank where it is told to."""
+
+    def __init__(self, *losses: bool) -> None:
+        self._losses = list(losses)
+
+    def barrier(self) -> None:
+        if self._losses and self._losses.pop(0):
+            raise PeerLost(1, "gone")
+
+
+def group_of(*losses: bool):
+    return SimpleNamespace(rank=0, world_size=1, control=Control(*losses))
+
+
+def attempt_of(state: State, *, recoverable: bool = True) -> Attempt:
+    policy = SimpleNamespace(on_loss="replace")
+    assembly = SimpleNamespace(policy=policy, begin=lambda: None) if recoverable else None
+    return Attempt(state, group_of(), assembly, seed=0, number=0, snapshots=None)
+
+
+def test_only_the_loss_of_a_rank_ends_an_attempt_without_an_error() -> None:
+    lost = attempt_of(make_state())
+    with lost:
+        try:
+            raise PeerLost(1, "gone")
+        except PeerLost as cause:
+            raise RuntimeError("as torch.distributed says it") from cause
+    assert lost.is_lost
+    assert not lost.is_complete
+    assert lost.error is not None
+    assert lost.error.rank == 1
+    with pytest.raises(ValueError, match="wrong"), attempt_of(make_state()):
+        raise ValueError("wrong")
+    with pytest.raises(PeerLost), attempt_of(make_state(), recoverable=False):
+        raise PeerLost(1, "gone")
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_job_that_the_others_have_ended(monkeypatch: pytest.MonkeyPatch, is_complete: bool) -> None:
+    """A rank that had come to its end has ended, too. One that had not has lost its part of the job."""
+    formed = iter([group_of(True), None])
+    monkeypatch.setenv("TOTALREDUCE_ON_LOSS", "replace")
+    assembly = SimpleNamespace(check_equal=lambda *_: None, finish=lambda: None, policy=None, suspect=lambda _: None)
+    monkeypatch.setattr(module, "open_assembly", lambda *_: assembly)
+    monkeypatch.setattr(Attempts, "_form", lambda *_: next(formed))
+    membership = SimpleNamespace(leave=lambda _: None)
+    loop = iter(Attempts(make_state(), membership, timeout_s=1.0))
+    with next(loop) as attempt:
+        if not is_complete:
+            raise PeerLost(1, "gone")
+    assert attempt.is_complete is is_complete
+    if is_complete:
+        assert list(loop) == []
+    else:
+        with pytest.raises(RecoveryError, match="this rank has not"):
+            next(loop)
+
+
+def test_a_loop_over_batches_commits_each_step() -> None:
+    sampler = ElasticSampler(10, 4, seed=1)
+    state = make_state(sampler=sampler)
+    loader = torch.utils.data.DataLoader(range(10), batch_sampler=sampler)
+    attempt = attempt_of(state)
+    used = []
+    for batch in attempt.batches(loader):
+        used += batch.tolist()
+        attempt.commit()
+    assert sorted(used) == list(range(10))
+    assert state.steps == state.version == 3
+    with pytest.raises(ConfigurationError, match="batch_sampler is the sampler"):
+        next(attempt.batches([1, 2]))
+    sampler.set_epoch(1)
+    with pytest.raises(ConfigurationError, match=r"attempt\.commit"):
+        list(attempt.batches(loader))
