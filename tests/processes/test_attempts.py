@@ -23,6 +23,7 @@ def test_replaced_ranks_change_no_bit(tmp_path: Path) -> None:
     assert plain.finals[0]["losses"] == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_without_the_lost_ranks_the_others_go_on_and_newcomers_join(tmp_path: Path) -> None:
     arguments = ["--die", "1:3:forward,0:5:forward", "--hold", "3"]
     run = Run(tmp_path / "run", 3, *arguments, program=PROGRAM, on_loss="shrink")

@@ -101,6 +101,7 @@ def test_without_spares_that_work_lost_ranks_are_started_again(tmp_path: Path) -
     assert len({final["digest"] for final in run.finals}) == 1
 
 
+@pytest.mark.slow
 def test_after_the_loss_of_all_ranks_a_new_job_goes_on_from_the_snapshot(tmp_path: Path) -> None:
     kind = [*KINDS["oktopk"], "--snapshots"]
     plain = Run(tmp_path / "plain", 2, *kind, str(tmp_path / "none"), on_loss="replace")
