@@ -38,7 +38,7 @@ from totalreduce.recovery.forming import (
     seed_generators,
     send_state,
 )
-from totalreduce.recovery.sampler import ElasticSampler
+from totalreduce.recovery.sampler import needed
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
 from totalreduce.transports.liveness import SILENT
@@ -123,7 +123,7 @@ class Attempt:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left, and have the sampler begin each. The first epoch is 0."""
-        yield from self._sampler("attempt.epochs").epochs(count)
+        yield from needed(self._state.sampler, "attempt.epochs").epochs(count)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of this rank from the position of the state to the end of the epoch.
@@ -136,12 +136,7 @@ class Attempt:
         Raises:
             ConfigurationError: It is not, or the loop's body has not called ``commit``.
         """
-        sampler = self._sampler("attempt.batches")
-        if getattr(loader, "batch_sampler", None) is not sampler:
-            raise ConfigurationError(
-                "attempt.batches needs a DataLoader whose batch_sampler is the sampler of the state: "
-                "DataLoader(dataset, batch_sampler=sampler)"
-            )
+        sampler = needed(self._state.sampler, "attempt.batches", loader)
         iterator = iter(loader)
         while sampler.next_total >= self.group.world_size:
             version = self._state.version
@@ -179,11 +174,6 @@ class Attempt:
             if wanted:
                 raise _MembersChange
 
-    def _sampler(self, user: str) -> ElasticSampler:
-        if self._state.sampler is None:
-            raise ConfigurationError(f"{user} needs a tr.ElasticSampler in the state: tr.State(..., sampler=sampler)")
-        return self._state.sampler
-
 
 @final
 class Attempts:
@@ -218,7 +208,8 @@ class Attempts:
         """Yield an attempt, and another one whenever the members have changed.
 
         Raises:
-            ConfigurationError: This process runs another program, or other settings, than the others.
+            ConfigurationError: This process runs another program, or other settings, than the others. Or the body of
+                the loop is not in ``with attempt``.
             RecoveryError: Too few processes have come in time, nobody has the state any more, or the states differ. Or
                 the others have ended the job without this rank.
             SystemExit: With ``--on-loss shrink``: the others have ended the job, and there is nothing left to do.
@@ -227,7 +218,9 @@ class Attempts:
         if settings.on_loss is None:
             group = self._membership.form()
             self._level(group)
-            yield self._attempt(group, None, 0)
+            attempt = self._attempt(group, None, 0)
+            yield attempt
+            _check_used(attempt)
             return
         world = environment.read_world()
         assembly = open_assembly(settings, world.rank, world.world_size, self._timeout_s)
@@ -243,6 +236,7 @@ class Attempts:
             yield attempt
             is_complete = attempt.is_complete
             if not attempt.is_lost:
+                _check_used(attempt)
                 assembly.finish()
                 return
             self._leave(assembly, attempt)
@@ -304,6 +298,11 @@ class Attempts:
         if state.sampler is not None:
             state.sampler.place(group.rank, group.world_size)
         self._has_state = True
+
+
+def _check_used(attempt: Attempt) -> None:
+    if not attempt.is_complete:
+        raise ConfigurationError("the body of the loop over tr.attempts is not in the attempt: write `with attempt:`")
 
 
 def _loss_in(error: BaseException) -> PeerLost | None:

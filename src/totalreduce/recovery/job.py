@@ -42,7 +42,7 @@ from totalreduce.recovery.forming import (
 )
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.replicas import OwnState
-from totalreduce.recovery.sampler import ElasticSampler
+from totalreduce.recovery.sampler import needed
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
 from totalreduce.transports.liveness import SILENT
@@ -249,12 +249,7 @@ class Job:
         Raises:
             ConfigurationError: It is not; or the loop's body is not in ``with job.step()``.
         """
-        sampler = self._sampler("job.batches")
-        if getattr(loader, "batch_sampler", None) is not sampler:
-            raise ConfigurationError(
-                "job.batches needs a DataLoader whose batch_sampler is the sampler of the state: "
-                "DataLoader(dataset, batch_sampler=sampler)"
-            )
+        sampler = needed(self.state.sampler, "job.batches", loader)
         while sampler.next_total:
             place = sampler.place_now
             self._seed_generators()  # a DataLoader draws the seed of its workers
@@ -267,7 +262,7 @@ class Job:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left, and have the sampler begin each. The first epoch is 0."""
-        yield from self._sampler("job.epochs").epochs(count)
+        yield from needed(self.state.sampler, "job.epochs").epochs(count)
 
     def steps(self, count: int) -> Iterator[int]:
         """Yield the numbers of the steps that are left, for a loop with data of its own: the first is 0.
@@ -338,12 +333,6 @@ class Job:
         optimizer = self.state.optimizer
         assert isinstance(optimizer, DistributedOptimizer)
         return optimizer
-
-    def _sampler(self, user: str) -> ElasticSampler:
-        sampler = self.state.sampler
-        if sampler is None:
-            raise ConfigurationError(f"{user} needs a tr.ElasticSampler in the state: tr.State(..., sampler=sampler)")
-        return sampler
 
     def _until_effective(self, value: Any, kind: _Kind | str) -> Iterator[Any]:
         """Yield a value until a block has taken effect; a batch, no longer than it is this rank's batch."""
@@ -425,7 +414,7 @@ class Job:
         self.state.drop_gradients()
         self._own.commit()
         if self._kind is _Kind.BATCH:
-            self._sampler("a batch").advance()
+            needed(self.state.sampler, "a batch").advance()
         self._kind = _Kind.STEP
 
         snapshots = self._options.snapshots

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["ElasticSampler"]
+__all__ = ["ElasticSampler", "needed"]
 
 
 @final
@@ -166,3 +166,24 @@ class ElasticSampler(Sampler[list[int]]):
 
 def _share(total: int, rank: int, world_size: int) -> int:
     return total // world_size + (rank < total % world_size)
+
+
+def needed(sampler: ElasticSampler | None, user: str, loader: object = None) -> ElasticSampler:
+    """Return the sampler of a state, for a method ``user`` that needs one.
+
+    Args:
+        sampler: The sampler, if the state has one.
+        user: The name of the method, for the error.
+        loader: A ``DataLoader`` that must use the sampler; ``None``: the method takes none.
+
+    Raises:
+        ConfigurationError: The state has no sampler, or the loader uses another one.
+    """
+    if sampler is None:
+        raise ConfigurationError(f"{user} needs a tr.ElasticSampler in the state: tr.State(..., sampler=sampler)")
+    if loader is not None and getattr(loader, "batch_sampler", None) is not sampler:
+        raise ConfigurationError(
+            f"{user} needs a DataLoader whose batch_sampler is the sampler of the state: "
+            "DataLoader(dataset, batch_sampler=sampler)"
+        )
+    return sampler

@@ -76,6 +76,15 @@ def test_a_job_that_the_others_have_ended(monkeypatch: pytest.MonkeyPatch, is_co
             next(loop)
 
 
+def test_a_body_outside_of_the_attempt_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOTALREDUCE_ON_LOSS", raising=False)
+    monkeypatch.setattr(Attempts, "_level", lambda *_: None)
+    membership = SimpleNamespace(form=group_of)
+    with pytest.raises(ConfigurationError, match="with attempt"):
+        for _ in Attempts(make_state(), membership, timeout_s=1.0):
+            pass
+
+
 def test_a_loop_over_batches_commits_each_step() -> None:
     sampler = ElasticSampler(10, 4, seed=1)
     state = make_state(sampler=sampler)
