@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from totalreduce.bench.command import benchmark, split_names
-from totalreduce.bench.faults_records import SAMPLES, FaultsConfig, Final
+from totalreduce.bench.faults_records import SAMPLES, FaultsConfig, Final, end_job_after, last_block
 from totalreduce.bench.faults_torchrun import TorchrunFaults
 from totalreduce.bench.launching import BenchmarkFailedError, Setting, require_success
 from totalreduce.bench.machine import describe_machine
@@ -239,8 +239,7 @@ def _measure_torchrun(
         seed=parameters.seed,
     )
     config = _config(parameters, folder, parameters.step_ms, parameters.snapshot_every)
-    base = {"TOTALREDUCE_LINKS": "off", "OMP_NUM_THREADS": "1", **environment.current()}
-    faults.run(["-m", _WORKER, str(config)], base, hung_s=2 * _HUNG_S)
+    faults.run(["-m", _WORKER, str(config)], {"OMP_NUM_THREADS": "1", **_environment()}, hung_s=2 * _HUNG_S)
     finals = _finals(folder)
     undisturbed = _undisturbed(setting, parameters, finals[0].version) if finals else []
     wrong = [(each.digest, each.buffers) for each in finals] != undisturbed
@@ -262,6 +261,11 @@ def _config(parameters: FaultsParameters, folder: Path, step_ms: float, snapshot
     path = folder / "config.json"
     path.write_text(json.dumps(asdict(config)), encoding="utf-8")
     return path
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of all runs: two that measure links may choose schedules that add in different orders."""
+    return {"TOTALREDUCE_LINKS": "off", **environment.current()}
 
 
 def _finals(folder: Path) -> list[Final]:
@@ -289,8 +293,7 @@ def _run(setting: Setting, parameters: FaultsParameters, folder: Path, injector:
         [sys.executable, "-m", _WORKER, str(path)],
         num_workers=setting.ranks,
         emulate=emulate,
-        # Two runs that measure the links may choose different schedules, which add in different orders.
-        environment={"TOTALREDUCE_LINKS": "off", **environment.current()},
+        environment=_environment(),
         output="capture",
         recovery=recovery,
         timeout_s=_REFERENCE_S if injector is None else None,
@@ -363,9 +366,7 @@ class _Injector:
         if self._wait_until_complete():
             time.sleep(1.0)
             version = max((line["about"] for line in _records(self._folder) if "about" in line), default=0)
-            temporary = self._folder / "stop.new"
-            temporary.write_text(str(version + 25), encoding="utf-8")
-            temporary.rename(self._folder / "stop")
+            end_job_after(self._folder, version)
 
     def _cause(self, kind: str, rank: int) -> None:
         with self._changed:
@@ -421,15 +422,8 @@ class _Injector:
 
     def _has_taken_step(self, members: list[tuple[int, int]], since: float) -> bool:
         """Whether a member has written that a block took effect after a time: then all members have the state."""
-        for seat, incarnation in members:
-            path = self._folder / f"blocks-{seat}-{incarnation}.jsonl"
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                with path.open("rb") as file:
-                    file.seek(max(0, path.stat().st_size - 2000))
-                    lines = file.read().splitlines()
-                if any(b'"done"' in line and json.loads(line)["at"] > since for line in lines[1:]):
-                    return True
-        return False
+        blocks = [last_block(self._folder / f"blocks-{seat}-{incarnation}.jsonl") for seat, incarnation in members]
+        return any(block is not None and block["at"] > since for block in blocks)
 
     def _is_complete(self) -> bool:
         running = [(rank, self._incarnations[rank]) for rank in sorted(self._pids)]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-__all__ = ["SAMPLES", "FaultsConfig", "Final"]
+__all__ = ["SAMPLES", "FaultsConfig", "Final", "end_job_after", "last_block"]
 
 #: The number of samples of an epoch.
 SAMPLES = 1000
+#: The end of a log that is looked at: longer than the lines of several blocks.
+_TAIL_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class FaultsConfig:
     dtype: str
     elements: int
     replicas: int
-    snapshot_every: int = 0
+    snapshot_every: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +57,21 @@ class Final:
     buffers: str
     world_size: int
     step_s: float
+
+
+def last_block(path: Path) -> dict[str, Any] | None:
+    """Return the last line of a worker's log about a block that took effect; ``None`` if there is none near its end."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().split(b"\n")[1:-1]  # the first one and the last one may be incomplete
+    done: list[dict[str, Any]] = [json.loads(line) for line in lines if b'"done"' in line]
+    return done[-1] if done else None
+
+
+def end_job_after(folder: Path, version: int) -> None:
+    """Have the job end 25 blocks after a version. The workers see the file as a whole or not at all."""
+    temporary = folder / "stop.new"
+    temporary.write_text(str(version + 25), encoding="utf-8")
+    temporary.rename(folder / "stop")

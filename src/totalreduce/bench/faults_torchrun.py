@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -12,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from totalreduce.bench.faults_records import end_job_after, last_block
 from totalreduce.bench.launching import BenchmarkFailedError
 
 __all__ = ["TorchrunFaults"]
@@ -69,24 +69,16 @@ class TorchrunFaults:
             pid = int((self._folder / f"pid-{self._random.randrange(self._num_ranks)}").read_text())
             self.times.append(time.time())
             os.kill(pid, signal.SIGKILL)
-        version = self._wait_for_step(process, hung_s)
-        temporary = self._folder / "stop.new"
-        temporary.write_text(str(version + 25), encoding="utf-8")
-        temporary.rename(self._folder / "stop")
+        end_job_after(self._folder, self._wait_for_step(process, hung_s))
 
     def _wait_for_step(self, process: subprocess.Popen[bytes], hung_s: float) -> int:
         """Return the version of a block that has taken effect since the last fault."""
         since = self.times[-1] if self.times else 0.0
         give_up_at = time.monotonic() + hung_s
         while process.poll() is None:
-            path = self._folder / "blocks-0-0.jsonl"
-            if path.exists():
-                with path.open("rb") as file:
-                    file.seek(max(0, path.stat().st_size - 2000))
-                    lines = file.read().split(b"\n")[1:-1]
-                done = [json.loads(line) for line in lines if b'"done"' in line]
-                if done and done[-1]["at"] > since + _LOOK_S:
-                    return int(done[-1]["done"])
+            block = last_block(self._folder / "blocks-0-0.jsonl")
+            if block is not None and block["at"] > since + _LOOK_S:
+                return int(block["done"])
             if time.monotonic() >= give_up_at:
                 raise subprocess.TimeoutExpired("torchrun", hung_s)
             time.sleep(_LOOK_S)

@@ -10,7 +10,6 @@ all ranks *vote*: the vote passes when every rank has come to it.
 The modules, from the plain objects to the processes: ``membership`` (the rules of the decision), ``assembly`` (the
 decision through a store), ``keeper`` (the process that serves the store), ``state`` (what is recovered), ``sampler``
 (which rank trains on which samples), ``replicas`` (copies of the state that each rank has for itself), ``snapshots``
-(the state on disk), ``forming``
-(the group of an epoch, and one state on its ranks), ``job`` and ``attempts`` (what users call).
-See docs/recovery.md and docs/design/0012-recovery.md.
+(the state on disk), ``forming`` (the group of an epoch, and one state on its ranks), ``job`` and ``attempts``
+(what users call). See docs/recovery.md and docs/design/0012-recovery.md.
 """

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Protocol, Self, final
@@ -19,29 +18,26 @@ from typing import Any, Protocol, Self, final
 import torch
 
 from totalreduce.foundation import checks, environment
-from totalreduce.foundation.errors import (
-    ConfigurationError,
-    DeadlineExceededError,
-    PeerLost,
-    RecoveryError,
-    RendezvousError,
-)
+from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.launch.rendezvous import StoreRank
 from totalreduce.recovery.assembly import Assembly
 from totalreduce.recovery.forming import (
+    begin_from_disk,
     compare_states,
+    end_too_late,
+    enter_next_epoch,
     form_group,
-    free_old_groups,
     open_assembly,
+    report_loss,
     seed_generators,
     send_state,
 )
+from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.sampler import needed
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
-from totalreduce.transports.liveness import SILENT
 
 __all__ = ["Attempt", "Attempts", "Membership"]
 
@@ -138,12 +134,11 @@ class Attempt:
         """
         sampler = needed(self._state.sampler, "attempt.batches", loader)
         iterator = iter(loader)
+        # This has drawn a number, at the begin of the epoch or of the attempt: the step begins as after ``commit``.
+        seed_generators(self._seed, self._state.version, self.group.rank)
         while sampler.next_total >= self.group.world_size:
             version = self._state.version
-            batch = next(iterator)
-            # Making the iterator has drawn a number, which an attempt without a loss draws in its first step only.
-            seed_generators(self._seed, version, self.group.rank)
-            yield batch
+            yield next(iterator)
             if self._state.version != version + 1:
                 raise ConfigurationError(
                     "a step of attempt.batches ends with attempt.commit(), called once after optimizer.step()"
@@ -247,39 +242,28 @@ class Attempts:
     def _leave(self, assembly: Assembly, attempt: Attempt) -> None:
         error = attempt.error
         if error is not None:
-            _log.info("rank %d: %s; the ranks that are left form a new group", attempt.group.rank, error)
-            if error.reason.startswith(SILENT):
-                assembly.suspect(error.rank)
+            report_loss(assembly, attempt.group.rank, error)
         self._membership.leave(str(error) if error is not None else "other processes join")
 
     def _form(self, assembly: Assembly) -> Group | None:
         """Form the next group, and bring its ranks to one state; ``None``: the job has ended."""
-        give_up_at = time.monotonic() + self._timeout_s
-        while True:
-            decision = assembly.meet(has_state=self._has_state, version=self._state.version)
-            if decision is None:
-                if self._has_state:
-                    return None
-                if assembly.policy.on_loss == "replace":
-                    raise RecoveryError(f"rank {assembly.seat}: the job ended before this process could join it")
-                _log.info("the job ended before this process could join it")
-                raise SystemExit(0)
-            try:
-                group = form_group(assembly, self._membership.form)
-                self._level(group)
-            except RecoveryError:
-                raise
-            except (PeerLost, DeadlineExceededError, RendezvousError) as error:
-                _log.info("epoch %d could not be formed: %s", decision.epoch, error)
-                self._membership.leave(str(error))
-                if time.monotonic() >= give_up_at:
-                    raise
-            else:
-                if group.rank == 0:
-                    size, version = group.world_size, self._state.version
-                    _log.info("epoch %d: %d ranks, version %d", decision.epoch, size, version)
-                free_old_groups(decision.epoch)
-                return group
+        formed: list[Group] = []
+
+        def enter(decision: Decision) -> None:
+            group = form_group(assembly, self._membership.form)
+            self._level(group)
+            if group.rank == 0:
+                _log.info("epoch %d: %d ranks, version %d", decision.epoch, group.world_size, self._state.version)
+            formed.append(group)
+
+        def meet() -> Decision | None:
+            return assembly.meet(has_state=self._has_state, version=self._state.version)
+
+        if enter_next_epoch(assembly, meet, enter, self._membership.leave):
+            return formed[-1]
+        if not self._has_state:
+            end_too_late(assembly)
+        return None
 
     def _level(self, group: Group) -> None:
         """Bring all ranks to the state of the first rank with the latest version. Collective."""
@@ -289,9 +273,8 @@ class Attempts:
         others = [rank for rank, version in enumerate(versions) if version < versions[source]]
         if versions[source] < 0:  # the job begins: rank 0 has what all begin with
             others = [rank for rank in range(group.world_size) if rank != source]
-            if self._snapshots is not None and group.rank == source and (latest := self._snapshots.latest()):
-                state.load_shared(self._snapshots.read_shared(latest))
-                _log.info("the job begins with version %d, from %s", latest, self._snapshots.folder)
+            if group.rank == source:
+                begin_from_disk(state, self._snapshots)
         send_state(state, group, source, others)
         if self._verify:
             compare_states(state, group)

@@ -5,17 +5,26 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import logging
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch._C._distributed_c10d import Store
 
 from totalreduce.foundation.environment import Settings
-from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError, RecoveryError
+from totalreduce.foundation.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    PeerLost,
+    PlanMismatchError,
+    RecoveryError,
+    RendezvousError,
+)
 from totalreduce.groups import probe
 from totalreduce.groups.agreement import broadcast_json
 from totalreduce.groups.encoding import decode, empty_tensors, encode
@@ -23,11 +32,25 @@ from totalreduce.groups.group import Group
 from totalreduce.launch.rendezvous import StoreRank
 from totalreduce.pytorch.broadcast import broadcast_tensors
 from totalreduce.recovery.assembly import Assembly, open_keeper
-from totalreduce.recovery.membership import Policy
+from totalreduce.recovery.membership import Decision, Policy
+from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
 from totalreduce.schedules.select import LinkModel
+from totalreduce.transports.liveness import SILENT
 
-__all__ = ["compare_states", "form_group", "free_old_groups", "open_assembly", "seed_generators", "send_state"]
+__all__ = [
+    "begin_from_disk",
+    "compare_states",
+    "end_too_late",
+    "enter_next_epoch",
+    "form_group",
+    "open_assembly",
+    "report_loss",
+    "seed_generators",
+    "send_state",
+]
+
+_log = logging.getLogger("totalreduce")
 
 
 #: The number of epochs after which the memory of closed groups is given back: that takes 0.1 s.
@@ -108,13 +131,72 @@ def compare_states(state: State, group: Group) -> None:
         ) from error
 
 
-def free_old_groups(epoch: int) -> None:
-    """Now and then give the memory of closed groups back: arenas, which objects that refer to each other keep.
+def enter_next_epoch(
+    assembly: Assembly,
+    meet: Callable[[], Decision | None],
+    enter: Callable[[Decision], None],
+    leave: Callable[[str], None],
+) -> bool:
+    """Decide on epochs until one can be entered.
 
-    Python would do so much later, because it does not see how large an arena is.
+    Args:
+        assembly: This process in the decisions.
+        meet: Returns the decision of the next epoch; ``None``: the job has ended.
+        enter: Forms the group of an epoch, and brings its ranks to one state. Collective.
+        leave: Ends a group that could not be entered, so that the other ranks learn the reason.
+
+    Returns:
+        Whether there is a group; ``False``: the job has ended.
+
+    Raises:
+        RecoveryError: The job cannot go on.
+        PeerLost, DeadlineExceededError, RendezvousError: No epoch could be entered before the deadline of the policy.
     """
-    if epoch % _COLLECT_EVERY == 0:
-        gc.collect()
+    give_up_at = time.monotonic() + assembly.policy.deadline_s
+    while (decision := meet()) is not None:
+        try:
+            enter(decision)
+        except RecoveryError:
+            raise
+        except (PeerLost, DeadlineExceededError, RendezvousError) as error:
+            _log.info("epoch %d could not be formed: %s", decision.epoch, error)
+            leave(str(error))
+            if time.monotonic() >= give_up_at:
+                raise
+        else:
+            if decision.epoch % _COLLECT_EVERY == 0:
+                # Objects of closed groups refer to each other, and keep arenas, whose size Python does not see.
+                gc.collect()
+            return True
+    return False
+
+
+def end_too_late(assembly: Assembly) -> NoReturn:
+    """End a process that came when the others had ended the job.
+
+    Raises:
+        RecoveryError: With ``replace``: its rank is missing.
+        SystemExit: With ``shrink``: there is nothing left to do.
+    """
+    if assembly.policy.on_loss == "replace":
+        raise RecoveryError(f"rank {assembly.seat}: the job ended before this process could join it")
+    _log.info("the job ended before this process could join it")
+    raise SystemExit(0)
+
+
+def report_loss(assembly: Assembly, rank: int, error: PeerLost) -> None:
+    """Log a loss, and tell the launcher of a rank that is silent."""
+    _log.info("rank %d: %s; the ranks that are left form a new group", rank, error)
+    if error.reason.startswith(SILENT):
+        assembly.suspect(error.rank)
+
+
+def begin_from_disk(state: State, snapshots: Snapshots | None) -> None:
+    """Begin with the last version on disk, if there is one. On one rank; the others then get the state."""
+    version = 0 if snapshots is None else snapshots.latest()
+    if snapshots is not None and version:
+        state.load_shared(snapshots.read_shared(version))
+        _log.info("the job begins with version %d, from %s", version, snapshots.folder)
 
 
 def seed_generators(seed: int, version: int, rank: int) -> None:

@@ -25,18 +25,19 @@ from typing import Any, Self, final
 from totalreduce.foundation import checks, environment
 from totalreduce.foundation.errors import (
     ConfigurationError,
-    DeadlineExceededError,
     PeerLost,
     RecoveryError,
-    RendezvousError,
 )
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.assembly import Assembly
 from totalreduce.recovery.forming import (
+    begin_from_disk,
     compare_states,
+    end_too_late,
+    enter_next_epoch,
     form_group,
-    free_old_groups,
     open_assembly,
+    report_loss,
     seed_generators,
     send_state,
 )
@@ -45,7 +46,6 @@ from totalreduce.recovery.replicas import OwnState
 from totalreduce.recovery.sampler import needed
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
-from totalreduce.transports.liveness import SILENT
 
 __all__ = ["Change", "Job", "recoverable"]
 
@@ -207,7 +207,8 @@ class Job:
         if group.formation is None:
             if group.world_size > 1 and group.rank == 0:
                 _log.warning("the launcher does not replace ranks: a loss ends the job (totalreduce run --on-loss)")
-            self._read_shared()
+            if group.rank == 0:
+                begin_from_disk(state, self._options.snapshots)
             send_state(state, group, 0, range(1, group.world_size))
             self._read_own()
             self._place()
@@ -218,10 +219,7 @@ class Job:
         )
         group.close(_CLOSE_S)
         if not self._form_group(has_state=False):
-            if assembly.policy.on_loss == "replace":
-                raise RecoveryError(f"rank {assembly.seat}: the job ended before this process could join it")
-            _log.info("the job ended before this process could join it")
-            raise SystemExit(0)
+            end_too_late(assembly)
         return self
 
     def __exit__(
@@ -422,15 +420,6 @@ class Job:
             shared = self.state.shared() if self.group.rank == 0 else None
             snapshots.write(self.state.version, self.group.rank, self.group.world_size, shared, self._own.current())
 
-    def _read_shared(self) -> None:
-        """On rank 0 begin with the last version on disk, if there is one. The other ranks then get the state."""
-        snapshots = self._options.snapshots
-        if snapshots is not None and self.group.rank == 0:
-            version = snapshots.latest()
-            if version:
-                self.state.load_shared(snapshots.read_shared(version))
-                _log.info("the job begins with version %d, from %s", version, snapshots.folder)
-
     def _read_own(self) -> None:
         """Begin with what this rank had for itself in the version on disk, if the job begins with one."""
         snapshots = self._options.snapshots
@@ -460,10 +449,8 @@ class Job:
         assembly = self._assembly
         if assembly is None:
             return False
-        _log.info("rank %d: %s; the ranks that are left form a new group", self.group.rank, error)
         self._left = (time.time(), str(error))
-        if error.reason.startswith(SILENT):
-            assembly.suspect(error.rank)
+        report_loss(assembly, self.group.rank, error)
         self.group.close(_CLOSE_S, reason=str(error))
         return True
 
@@ -482,26 +469,17 @@ class Job:
         """
         assembly = self._assembly
         assert assembly is not None
-        give_up_at = time.monotonic() + assembly.policy.deadline_s
-        while True:
-            if decision is None:
-                decision = assembly.meet(has_state=has_state, version=self.state.version)
-                if decision is None:
-                    return False
+
+        def meet() -> Decision | None:
+            nonlocal decision
+            met, decision = decision, None
+            return met or assembly.meet(has_state=has_state, version=self.state.version)
+
+        def enter(met: Decision) -> None:
             self._pending, self._wants_newcomers = None, False
-            try:
-                self._enter_epoch(assembly, decision, has_state=has_state)
-            except RecoveryError:
-                raise
-            except (PeerLost, DeadlineExceededError, RendezvousError) as error:
-                _log.info("epoch %d could not be formed: %s", decision.epoch, error)
-                self.group.close(_CLOSE_S, reason=str(error))
-                if time.monotonic() >= give_up_at:
-                    raise
-                decision = None
-            else:
-                free_old_groups(decision.epoch)
-                return True
+            self._enter_epoch(assembly, met, has_state=has_state)
+
+        return enter_next_epoch(assembly, meet, enter, lambda reason: self.group.close(_CLOSE_S, reason=reason))
 
     def _enter_epoch(self, assembly: Assembly, decision: Decision, *, has_state: bool) -> None:
         """Form the group of an epoch, and have all members begin with one state. Collective."""
@@ -514,8 +492,8 @@ class Job:
         group.take_over(form_group(assembly, group.formation))
         self._optimizer.form_again()
         begins = not any(member.has_state for member in decision.members)
-        if begins:
-            self._read_shared()
+        if begins and rank == decision.source:
+            begin_from_disk(state, self._options.snapshots)
         send_state(state, group, decision.source, decision.newcomers)
         self._own.restore(decision, has_state=has_state)
         if begins:
