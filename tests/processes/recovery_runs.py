@@ -26,7 +26,7 @@ class Run:
             [sys.executable, str(program), str(folder), *arguments],
             num_workers=num_workers,
             output="capture",
-            timeout_s=100.0,
+            timeout_s=300.0,
             recovery=RecoveryOptions(on_event=follow, **options),
         )
         self.finals = [json.loads(path.read_text()) for path in sorted(folder.glob("final-*.json"))]

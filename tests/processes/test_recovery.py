@@ -58,6 +58,37 @@ def test_replaced_ranks_change_no_bit(tmp_path: Path, kind: str) -> None:
     assert were_spares == [False] * 3 + [bool(spares)] * 3
 
 
+def test_the_loss_of_the_store_changes_no_bit(tmp_path: Path) -> None:
+    """The process that serves it is killed at once, after the first epoch was decided, and when a rank has died."""
+    plain = Run(tmp_path / "plain", 3, on_loss="replace")
+    keepers, begun, killed = [], [], []
+
+    def kill_keeper(place: str) -> None:
+        if place not in killed:
+            killed.append(place)
+            os.kill(keepers[-1], signal.SIGKILL)
+
+    def follow(event: dict) -> None:
+        if event["event"] == "keeper":
+            keepers.append(event["pid"])
+        elif event["event"] == "epoch":
+            begun.append(event["epoch"])
+            kill_keeper("first epoch")
+        elif event["event"] == "ended" and event["signal"] == "SIGKILL":
+            kill_keeper(f"death of rank {event['rank']}")
+        elif event["event"] == "started":
+            kill_keeper("start")
+
+    deaths = "1:5:forward,2:9:updated"
+    disturbed = Run(tmp_path / "disturbed", 3, "--die", deaths, on_loss="replace", on_event=follow)
+    assert disturbed.result.exit_code == 0, disturbed.result.errors
+    assert killed == ["start", "first epoch", "death of rank 1", "death of rank 2"]
+    assert len(keepers) == 5
+    assert [epoch // 1000 for epoch in begun] == [1, 2, 3, 4]  # a thousand numbers for each new store
+    assert list(map(without_epochs, disturbed.finals)) == list(map(without_epochs, plain.finals))
+    assert len(disturbed.finals) == 3
+
+
 def test_without_the_lost_rank_no_sample_is_lost_or_used_twice(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", 4, "--die", "1:5:forward,3:8:backward", on_loss="shrink", restarts=0)
     assert run.result.exit_code == 0, run.result.errors

@@ -9,13 +9,18 @@ So two processes have equal chains only if the same members contributed to the s
 """
 
 import hashlib
+import json
 import random
 from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from totalreduce.foundation.errors import RecoveryError
-from totalreduce.recovery.assembly import ENDED, FINISHED, PREFIX, Assembly, decision_key
+from totalreduce.recovery.assembly import BEGUN, ENDED, FINISHED, Assembly
+from totalreduce.recovery.launcher_store import FIRST_EPOCH, PREFIX, LauncherStore
 from totalreduce.recovery.membership import Decision, Policy, Report
+
+#: The number of epochs that a store which begins anew passes over (``launch.recovery``).
+EPOCHS_UNSEEN = 1000
 
 
 class Violation(AssertionError):
@@ -23,10 +28,17 @@ class Violation(AssertionError):
 
 
 class MemoryStore:
-    """The methods of ``torch.distributed``'s store that ``Assembly`` calls."""
+    """The methods of ``torch.distributed``'s store that ``LauncherStore`` calls."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
+    def __init__(self, values: dict[str, bytes]) -> None:
+        self._values = values
+        self.is_lost = False
+
+    @property
+    def values(self) -> dict[str, bytes]:
+        if self.is_lost:
+            raise RuntimeError("the server has gone")
+        return self._values
 
     def set(self, key: str, value: str) -> None:
         self.values[key] = value.encode()
@@ -65,12 +77,16 @@ class Plan:
         target: The version at which the job ends.
         faults: How many faults there are at most.
         crash_at: Instead of random faults: (turn, seat) of crashes.
+        store_lost_at: Turns at which the store is lost, too.
+        store_faults: Whether random faults take the store, too.
     """
 
     policy: Policy
     target: int = 4
     faults: int = 3
     crash_at: tuple[tuple[int, int], ...] = ()
+    store_lost_at: tuple[int, ...] = ()
+    store_faults: bool = False
 
 
 class Process:
@@ -78,7 +94,7 @@ class Process:
 
     def __init__(self, job: "SimulatedJob", seat: int, incarnation: int) -> None:
         self.job, self.seat, self.incarnation = job, seat, incarnation
-        self.assembly = job.assembly_of(seat, incarnation)
+        self.assembly: Assembly
         self.has_state = self.frozen = self.ended = self.done = False
         self.version, self.chain = 0, "start"
         self.group: Group | None = None
@@ -87,6 +103,9 @@ class Process:
     def live(self) -> Generator[bool, None, None]:
         """Yield after each action whether the process waits."""
         decision: Decision | None = None
+        while self.job.store.is_lost:
+            yield True
+        self.assembly = self.job.assembly_of(self.seat, self.incarnation)
         while True:
             if decision is None:
                 decision = yield from self.meet(has_voted=False)
@@ -168,7 +187,8 @@ class Process:
     def vote_at_end(self) -> Generator[bool, None, bool]:
         """Return whether the job has ended for this process."""
         if (yield from self.vote()):
-            self.job.store.set(FINISHED, "yes")
+            self.job.has_finished = True
+            self.assembly.finish()
             return True
         return False
 
@@ -189,17 +209,22 @@ class SimulatedJob:
 
     def __init__(self, plan: Plan, seed: int, assembly: type[Assembly] = Assembly) -> None:
         self.plan, self.random, self._assembly = plan, random.Random(seed), assembly
-        self.store = MemoryStore()
+        self.store = MemoryStore({FIRST_EPOCH: b"1"})
+        self.has_finished = False
+        self._begun_was_told, self._first_epoch = False, 1  #: What the launcher knows.
+        self._decisions: dict[int, Decision] = {}
         self.now = 0.0
         self.groups: dict[int, Group] = {}
         self.trace = hashlib.sha256()
         self._ended: dict[int, int] = {}
         self._silent: list[tuple[float, Process]] = []
         self._restart_at: dict[int, float] = {}
+        self._store_random, self._store_restart_at = random.Random(seed + 1), 0.0
         self.processes = {seat: Process(self, seat, 0) for seat in range(plan.policy.world_size)}
 
     def assembly_of(self, seat: int, incarnation: int) -> Assembly:
-        return self._assembly(self.store, self.plan.policy, seat, incarnation, lambda: self.now)
+        store = LauncherStore(lambda _timeout_s: self.store)
+        return self._assembly(store, self.plan.policy, seat, incarnation, lambda: self.now)
 
     def group_of(self, decision: Decision) -> Group:
         return self.groups.setdefault(decision.epoch, Group(decision))
@@ -214,10 +239,10 @@ class SimulatedJob:
         return shrinks and process.version < self.plan.target and process.assembly.has_newcomers()
 
     def decided(self, decision: Decision) -> None:
-        """Check a decision that a process has got against the one in the store."""
-        text = self.store.values[decision_key(decision.epoch)].decode()
-        if Decision.decode(text) != decision:
-            raise Violation(f"two decisions of epoch {decision.epoch}: {decision} and {text}")
+        """Check a decision that a process has got against that of the others."""
+        other = self._decisions.setdefault(decision.epoch, decision)
+        if other != decision:
+            raise Violation(f"two decisions of epoch {decision.epoch}: {decision} and {other}")
         policy, size = self.plan.policy, len(decision.members)
         least = policy.world_size if policy.on_loss == "replace" or decision.epoch == 1 else policy.min_ranks
         if size < least:
@@ -237,6 +262,8 @@ class SimulatedJob:
             for at, seat in self.plan.crash_at:
                 if at == turn and self._may_end(self.processes[seat]):
                     self._end(self.processes[seat])
+            if turn in self.plan.store_lost_at:
+                self._lose_store()
             if not self.plan.crash_at and faults and self.random.random() < 0.03:
                 faults -= self._cause_fault()
             if running:
@@ -284,13 +311,16 @@ class SimulatedJob:
 
     def _may_end(self, process: Process) -> bool:
         """Whether the job can survive the end of a process: another one has the state, or nobody has."""
-        if process.ended or process.done or FINISHED in self.store.values:
+        if process.ended or process.done or self.has_finished:
             return False
         holders = [each for each in self.processes.values() if each.has_state and not each.ended and not each.frozen]
         current = [each for each in holders if self._is_current(each)]
         return not holders or any(each is not process for each in current)
 
     def _cause_fault(self) -> int:
+        if self.plan.store_faults and self._store_random.random() < 0.3:
+            self._lose_store()
+            return 1
         process = self.random.choice(list(self.processes.values()))
         if not self._may_end(process) or process.frozen:
             return 0
@@ -307,11 +337,35 @@ class SimulatedJob:
         if restarts:
             self._restart_at[process.seat] = self.now + self.random.uniform(0.0, 2.0)
 
+    def _lose_store(self) -> None:
+        self.store.is_lost = True
+        self._store_restart_at = self.now + self._store_random.uniform(0.0, 2.0)
+
+    def _say_who_has_ended(self) -> None:
+        if not self.store.is_lost:
+            self.store.set(ENDED, json.dumps(self._ended))
+
+    def _keep_store(self) -> None:
+        """Note what the store has, now and then, and start it again if it is lost."""
+        if not self.store.is_lost:
+            if self._store_random.random() < 0.3:
+                self._begun_was_told = BEGUN in self.store.values
+                self._first_epoch = max(self._first_epoch, max(self._decisions, default=0) + 1)
+        elif self.now >= self._store_restart_at:
+            self._first_epoch += EPOCHS_UNSEEN
+            self.store = MemoryStore({FIRST_EPOCH: str(self._first_epoch).encode()})
+            self._say_who_has_ended()
+            if self._begun_was_told:
+                self.store.set(BEGUN, "yes")
+            if any(process.done for process in self.processes.values()):
+                self.store.set(FINISHED, "yes")
+
     def _launcher(self) -> None:
+        self._keep_store()
         for seat, process in self.processes.items():
             if process.ended and self._ended.get(seat, -1) < process.incarnation and self.random.random() < 0.3:
                 self._ended[seat] = process.incarnation
-                self.store.set(ENDED, str(self._ended).replace("{", '{"').replace(": ", '": ').replace(", ", ', "'))
+                self._say_who_has_ended()
         for at, process in list(self._silent):
             if self.now >= at:
                 self._silent.remove((at, process))
@@ -326,7 +380,7 @@ class SimulatedJob:
         for seat, at in list(self._restart_at.items()):
             if self.now >= at and self._ended.get(seat, -1) >= self.processes[seat].incarnation:
                 del self._restart_at[seat]
-                if FINISHED in self.store.values:
+                if self.has_finished:
                     self.processes[seat].done = True
                 else:
                     self.processes[seat] = Process(self, seat, self.processes[seat].incarnation + 1)

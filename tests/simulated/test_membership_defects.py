@@ -10,6 +10,7 @@ from test_memberships import plan_of
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.recovery import assembly as assembly_module
 from totalreduce.recovery.assembly import ENDED, Assembly, decision_key
+from totalreduce.recovery.launcher_store import FIRST_EPOCH, LauncherStore
 from totalreduce.recovery.membership import Decision, Membership, Policy, Report
 
 
@@ -130,7 +131,7 @@ class WrongEpoch(Assembly):
     """The decision of the last epoch is taken for that of the next one."""
 
     def _read_decision(self, epoch):
-        text = self._text_of(decision_key(epoch)) or (self._text_of(decision_key(epoch - 1)) if epoch > 2 else "")
+        text = self._store.text(decision_key(epoch)) or (self._store.text(decision_key(epoch - 1)) if epoch > 2 else "")
         return Decision.decode(text) if text else None
 
 
@@ -213,6 +214,10 @@ def plan_with_minimum(seed: int) -> Plan:
     return dataclasses.replace(plan, policy=dataclasses.replace(plan.policy, min_ranks=plan.policy.world_size - 1))
 
 
+def plan_with_store_faults(seed: int) -> Plan:
+    return dataclasses.replace(plan_of(seed), faults=4, store_faults=True)
+
+
 @pytest.mark.parametrize("defect", MEMBERSHIPS, ids=lambda defect: defect.__name__)
 def test_a_defect_in_the_rules_is_found(defect: type[Membership], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly_module, "Membership", defect)
@@ -222,7 +227,10 @@ def test_a_defect_in_the_rules_is_found(defect: type[Membership], monkeypatch: p
 
 @pytest.mark.parametrize("defect", ASSEMBLIES, ids=lambda defect: defect.__name__)
 def test_a_defect_in_the_exchange_is_found(defect: type[Assembly]) -> None:
-    assert is_found(lambda seed: SimulatedJob(plan_of(seed), seed, defect)), defect.__doc__
+    def plan(seed: int) -> Plan:
+        return dataclasses.replace(plan_of(seed), store_faults=False)
+
+    assert is_found(lambda seed: SimulatedJob(plan(seed), seed, defect)), defect.__doc__
 
 
 @pytest.mark.parametrize("defect", PROCESSES, ids=lambda defect: defect.__name__)
@@ -236,17 +244,34 @@ def test_a_store_in_which_the_last_proposal_counts_is_found(monkeypatch: pytest.
     assert is_found(lambda seed: SimulatedJob(plan_of(seed), seed))
 
 
+def test_a_new_store_with_the_epochs_of_the_one_before_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memberships.EPOCHS_UNSEEN", 0)
+    assert is_found(lambda seed: SimulatedJob(plan_with_store_faults(seed), seed))
+
+
+def test_a_rank_that_keeps_the_group_of_a_lost_store_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_found(lambda seed: SimulatedJob(plan_with_store_faults(seed), seed, WithoutInterruption))
+
+
 def test_values_of_the_store_that_no_process_writes_are_refused() -> None:
-    store = MemoryStore()
-    policy = Policy("replace", 2)
+    first = {FIRST_EPOCH: b"1"}
+    store, policy = MemoryStore(first), Policy("replace", 2)
+
+    def assembly() -> Assembly:
+        return Assembly(LauncherStore(lambda _: store), policy, 0, 0, lambda: 0.0)
+
     for key, value in ((ENDED, "[]"), (decision_key(1), "{}"), (decision_key(1), "nothing"), (ENDED, "{")):
-        store.values = {key: value.encode()}
+        store = MemoryStore({**first, key: value.encode()})
         with pytest.raises(ProtocolError, match="the store holds"):
-            for _ in Assembly(store, policy, 0, 0, lambda: 0.0).meeting(Report(0, 0)):
+            for _ in assembly().meeting(Report(0, 0)):
                 pass
-    store.values = {decision_key(1): Decision(2, ()).encode().encode()}
+    store = MemoryStore({**first, decision_key(1): Decision(2, ()).encode().encode()})
     with pytest.raises(ProtocolError, match="epoch 2 as that of epoch 1"):
-        next(Assembly(store, policy, 0, 0, lambda: 0.0).meeting(Report(0, 0)))
+        next(assembly().meeting(Report(0, 0)))
+    for number in (b"", b"-1", b"1e3", b"9" * 10):
+        store = MemoryStore({FIRST_EPOCH: number})
+        with pytest.raises(ProtocolError, match="the number of an epoch"):
+            assembly()
     for text in ("1", json.dumps({"seat": -1}), json.dumps({"seat": True, "incarnation": 0, "version": 0})):
         with pytest.raises(ProtocolError):
             Report.decode(text)

@@ -11,7 +11,8 @@ from totalreduce.recovery.membership import Policy
 def plan_of(seed: int) -> Plan:
     size = (2, 3, 4, 5, 8)[seed % 5]
     on_loss = "shrink" if seed % 2 else "replace"
-    return Plan(Policy(on_loss, size, min_ranks=1, settle_s=5.0, deadline_s=1e9), target=3 + seed % 3, faults=seed % 5)
+    policy = Policy(on_loss, size, min_ranks=1, settle_s=5.0, deadline_s=1e9)
+    return Plan(policy, target=3 + seed % 3, faults=seed % 5, store_faults=seed % 3 == 0)
 
 
 @pytest.mark.parametrize("begin", range(0, 1000, 100))
@@ -38,6 +39,15 @@ def test_a_crash_at_every_turn_is_survived(size: int, on_loss: str) -> None:
     policy = Policy(on_loss, size, settle_s=5.0, deadline_s=1e9)
     for turn, seat in itertools.product(range(60 * size), range(size)):
         SimulatedJob(Plan(policy, target=2, crash_at=((turn, seat),)), seed=size).run()
+
+
+@pytest.mark.parametrize("on_loss", ["replace", "shrink"])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_the_loss_of_the_store_and_of_a_rank_at_any_turn_is_survived(size: int, on_loss: str) -> None:
+    policy = Policy(on_loss, size, settle_s=5.0, deadline_s=1e9)
+    turns = range(0, 50 * size, 2 * size)
+    for lost_at, turn, seat in itertools.product(turns, turns, range(size)):
+        SimulatedJob(Plan(policy, target=2, crash_at=((turn, seat),), store_lost_at=(lost_at,)), seed=size).run()
 
 
 @pytest.mark.slow

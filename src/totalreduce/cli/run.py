@@ -171,6 +171,8 @@ def _show_event(event: dict[str, Any], *, file: TextIO | None) -> None:
     elif kind == "suspected":
         why = "is stopped" if event["by"] is None else f"is silent, says rank {event['by']}"
         _note(f"rank {rank} {why}: it is killed")
+    elif kind == "keeper" and event["starts"]:
+        _note("the process that serves the store of the ranks was lost, and is started again")
     elif kind == "epoch" and event["epoch"] > 1:
         _note(f"{len(event['members'])} ranks go on from version {event['version']} (epoch {event['epoch']})")
 

@@ -111,7 +111,9 @@ def run_workers(
             keeper = Keeper(prefix, port, num_workers, environments[0])
             stack.callback(keeper.close)
             supervisor.recover(recovery, keeper, num_workers)
-            environments = [{**each, **worker_variables(recovery, address, port)} for each in environments]
+            # Torch logs a trace whenever the store is lost, which this library reports by itself.
+            quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+            environments = [{**quiet, **each, **worker_variables(recovery, address, port)} for each in environments]
         with _signals_to(supervisor):
             try:
                 supervisor.start(commands, environments)
@@ -155,7 +157,6 @@ class _Supervisor:
         self._interrupted_by: signal.Signals | None = None
         self._timed_out = self._output_is_gone = False
         self._recovery: _Recovery | None = None
-        self._keeper_is_gone = False
         #: By rank: the command and the environment of the worker.
         self._to_start: list[tuple[Sequence[str], Mapping[str, str]]] = []
         self._started_at = self._last_end = time.monotonic()
@@ -169,7 +170,7 @@ class _Supervisor:
     def recover(self, options: RecoveryOptions, keeper: Keeper, num_workers: int) -> None:
         """Start workers again that fail. Call this before ``start``."""
         self._recovery = _Recovery(options, keeper, Restarts(options, num_workers), Spares())
-        self._selector.register(keeper.output, selectors.EVENT_READ)
+        self._follow_new(keeper)
 
     def start(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> None:
         """Start all workers. Raises ``ConfigurationError`` if one cannot be started."""
@@ -227,7 +228,7 @@ class _Supervisor:
             self._look_for_ends(now)
             if self._recovery is not None:
                 self._look_for_spares_ends(self._recovery, now)
-                self._follow_keeper(self._recovery)
+                self._follow_keeper(self._recovery, now)
                 self._restart(self._recovery, now)
             for number in self._take_signals():
                 self._interrupted_by = self._interrupted_by or number
@@ -323,7 +324,7 @@ class _Supervisor:
         """Report the end of a worker to the others and the user; return whether the run fails by it."""
         rank = worker.rank
         incarnation = recovery.restarts.incarnations[rank]
-        recovery.keeper.has_ended(rank, incarnation)
+        recovery.keeper.has_ended(rank, incarnation, finished=not worker.failed)
         end = worker.result(())
         details = {"rank": rank, "incarnation": incarnation, "exit_code": end.exit_code, "signal": end.signal}
         recovery.options.on_event(event("ended", **details))
@@ -340,14 +341,24 @@ class _Supervisor:
             self._workers[rank].finish(now)
             self._workers[rank] = self._start_worker(rank, recovery.restarts.incarnations[rank])
 
-    def _follow_keeper(self, recovery: _Recovery) -> None:
+    def _follow_new(self, keeper: Keeper) -> None:
+        """Notice from now on what a keeper says that was just started."""
+        assert self._recovery is not None
+        self._selector.register(keeper.output, selectors.EVENT_READ)
+        self._recovery.options.on_event(event("keeper", pid=keeper.pid, starts=keeper.starts))
+
+    def _follow_keeper(self, recovery: _Recovery, now: float) -> None:
         """Do what the ranks ask for: end silent workers, and show the user each membership."""
+        keeper = recovery.keeper
+        if keeper.is_lost:
+            if not self._escalation.stopping and keeper.start_again(now):
+                self._follow_new(keeper)
+            return
         try:
-            words = recovery.keeper.read()
+            words = keeper.read()
         except EOFError:
-            if not self._keeper_is_gone:
-                self._keeper_is_gone = True
-                self._selector.unregister(recovery.keeper.output)
+            self._selector.unregister(keeper.output)
+            keeper.lost(now)
             return
         for word in words:
             if "suspected" in word:
@@ -363,7 +374,7 @@ class _Supervisor:
                         worker.send(signal.SIGKILL)
             elif "finished" in word:
                 recovery.restarts.finished()
-            else:
+            elif "members" in word:
                 recovery.options.on_event(event("epoch", **word))
                 self._start_spares(recovery)  # not before, because the ranks need the cores to recover
 

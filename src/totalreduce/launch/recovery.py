@@ -6,6 +6,7 @@ a process of its own, so that the launcher needs no torch, and so that it can li
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -24,6 +25,10 @@ __all__ = ["Keeper", "RecoveryOptions", "Restarts", "event", "worker_variables"]
 #: A worker that exits with an error so soon after its start is started again only after a pause, which doubles.
 _SOON_S = 20.0
 _PAUSE_S, _PAUSE_MAX_S = 1.0, 30.0
+_KEEPER_PAUSE_S = 0.05
+#: The number of epochs that ranks may have decided and the keeper has not told the launcher of, because it was lost. It
+#: tells them every 20 ms, and an epoch takes at least a millisecond.
+_EPOCHS_UNSEEN = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +42,7 @@ class RecoveryOptions:
         min_ranks: With ``"shrink"``: the smallest number of ranks that go on.
         spares: How many processes wait to replace a worker (``spares``).
         on_event: Is called with each event: a dictionary with ``event`` (``ended``, ``started``, ``suspected`` or
-            ``epoch``, ``spare ended``) and its details, JSON values.
+            ``epoch``, ``spare ended``, ``keeper``) and its details, JSON values.
     """
 
     on_loss: Literal["replace", "shrink"]
@@ -134,18 +139,33 @@ class Restarts:
 
 @final
 class Keeper:
-    """The process that serves the store of the ranks' decisions."""
+    """The process that serves the store of the ranks' decisions. If it is lost, another one is started.
+
+    Attributes:
+        pid: The id of the process.
+        starts: How often it was started again.
+        is_lost: Whether the process has ended, and no other one has been started yet.
+    """
 
     def __init__(self, prefix: Sequence[str], port: int, num_workers: int, environment: Mapping[str, str]) -> None:
         """Start it; ``prefix`` is a command before its own, for an emulated host."""
+        self._command = [*prefix, sys.executable, "-m", "totalreduce.recovery.keeper", str(port), str(num_workers)]
+        self._environment = dict(environment)
+        #: What a new store must have, and the launcher knows.
+        self._known: dict[str, Any] = {"first_epoch": 1, "ended": {}, "begun": False, "finished": False}
+        self._due, self._pause_s = 0.0, _KEEPER_PAUSE_S
+        self.starts = 0
+        self._start()
+
+    def _start(self) -> None:
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "totalreduce.recovery.keeper", str(port), str(num_workers)],
+            [*self._command, json.dumps(self._known)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=dict(environment),
+            env=self._environment,
             start_new_session=True,
         )
-        self._unread = b""
+        self.pid, self.is_lost, self._unread = self._process.pid, False, b""
         os.set_blocking(self.output.fileno(), False)
 
     @property
@@ -154,8 +174,12 @@ class Keeper:
         assert self._process.stdout is not None
         return self._process.stdout
 
-    def has_ended(self, seat: int, incarnation: int) -> None:
-        """Tell the ranks that a worker has ended."""
+    def has_ended(self, seat: int, incarnation: int, *, finished: bool) -> None:
+        """Tell the ranks that a worker has ended; ``finished``: by coming to the end of the job."""
+        self._known["ended"][str(seat)] = incarnation
+        self._known["finished"] |= finished
+        if self.is_lost:
+            return
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"ended": [seat, incarnation]}).encode() + b"\n")
@@ -176,12 +200,40 @@ class Keeper:
         if not data:
             raise EOFError
         *lines, self._unread = (self._unread + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        words: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        for word in words:
+            if "epoch" in word and "members" in word:
+                self._known["first_epoch"] = word["epoch"] + 1
+            self._known |= {name: True for name in ("begun", "finished") if name in word}
+        return words
+
+    def lost(self, now: float) -> None:
+        """Note that the process has ended; another one is due after a pause, which doubles if it ends soon, too."""
+        self._reap()
+        self.is_lost = True
+        self._known["first_epoch"] += _EPOCHS_UNSEEN
+        if now > self._due + _SOON_S:
+            self._pause_s = _KEEPER_PAUSE_S
+        self._due = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _PAUSE_MAX_S)
+
+    def start_again(self, now: float) -> bool:
+        """Start another process if one is due; return whether one was started."""
+        if now < self._due:
+            return False
+        self.starts += 1
+        self._start()
+        return True
 
     def close(self) -> None:
         """End it."""
+        if not self.is_lost:
+            self._reap()
+
+    def _reap(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(2.0)
         except subprocess.TimeoutExpired:

@@ -9,12 +9,13 @@ is evaluated; values are bounded JSON.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, dataclass
@@ -250,26 +251,28 @@ class Meeting:
         self._key_source = ""
         self._arrivals: list[Arrival] = []
         self._before = ""
-        # A restarted worker, or a second init, must not read what an earlier one left in the store.
-        generation = store.add(f"totalreduce/{attempt}/{name}/count/{world.rank}", 1)
-        meetings = f"totalreduce/{attempt}/{name}"
-        arrival = Arrival.of(world)
-        self._prefix = self._find_contested(arrival, meetings, generation) or f"{meetings}/{generation}"
-        self.job_id = f"{world.job_id}/{self._prefix}"
-        _announce(store, self._prefix, arrival)
-        if world.rank == 0:
-            store.set(_MEETING, self._prefix)
+        with self._store_needed("announcing this rank"):
+            # A restarted worker, or a second init, must not read what an earlier one left in the store.
+            generation = store.add(f"totalreduce/{attempt}/{name}/count/{world.rank}", 1)
+            meetings = f"totalreduce/{attempt}/{name}"
+            arrival = Arrival.of(world)
+            self._prefix = self._find_contested(arrival, meetings, generation) or f"{meetings}/{generation}"
+            self.job_id = f"{world.job_id}/{self._prefix}"
+            _announce(store, self._prefix, arrival)
+            if world.rank == 0:
+                store.set(_MEETING, self._prefix)
 
     def job_key(self) -> bytes:
         """Return the key that proves membership: from the environment, or made by rank 0 and shared in the store."""
         key = environment.read_job_key()
         self._key_source = "shared through the store" if key is None else "given by the environment"
+        if self._world.rank == 0:
+            with self._store_needed("sharing the job's key"):
+                # A rank without a key must not wait for one that is not shared.
+                self._store.set(f"{self._prefix}/key", _NO_SHARED_KEY if key is not None else secrets.token_hex(32))
         if key is not None:
-            if self._world.rank == 0:
-                self._store.set(f"{self._prefix}/key", _NO_SHARED_KEY)  # a rank without a key must not wait for one
             return key
         if self._world.rank == 0:
-            self._store.set(f"{self._prefix}/key", secrets.token_hex(32))
             _log.info(
                 "no TOTALREDUCE_JOB_KEY: rank 0 made a key and shares it through the store, "
                 "so this job is as safe as its store at %s:%d",
@@ -288,20 +291,21 @@ class Meeting:
             ConfigurationError: The ranks' settings differ, or they are not ranks of one job; on every rank.
         """
         entry = {"member": asdict(member), "settings": {**settings, "job key": self._key_source}}
-        self._store.set(f"{self._prefix}/rank/{self._world.rank}", json.dumps(entry))
         keys = [f"{self._prefix}/rank/{rank}" for rank in range(self._world.world_size)]
-        entries = [json.loads(text) for text in self._read(keys, "the other ranks")]
-        self._compare_arrivals()  # every rank has written its arrival before its entry
-        self._store.add(f"{self._prefix}/read", 1)
-        # If rank 0 fails after this, for instance because of its certificate, the store ends with its process.
-        self._linger(lambda: self._store.add(f"{self._prefix}/read", 0) >= self._world.world_size)
+        with self._store_needed("waiting for the other ranks"):
+            self._store.set(f"{self._prefix}/rank/{self._world.rank}", json.dumps(entry))
+            entries = [json.loads(text) for text in self._read(keys, "the other ranks")]
+            self._compare_arrivals()  # every rank has written its arrival before its entry
+            self._store.add(f"{self._prefix}/read", 1)
+            # If rank 0 fails after this, for instance because of its certificate, the store ends with its process.
+            self._linger(lambda: self._store.add(f"{self._prefix}/read", 0) >= self._world.world_size)
         compare_settings([entry["settings"] for entry in entries])
         return [_member(entry["member"]) for entry in entries]
 
     def _read(self, keys: list[str], what: str) -> list[str]:
         # The store is polled, because torch logs every ``wait`` that runs out, and rank 0 may give up meanwhile.
         pause_s = 0.005
-        try:
+        with self._store_needed(f"waiting for {what}"):
             self._compare_arrivals()
             while not self._store.check(keys):
                 self._check_deadline(keys, what)
@@ -309,11 +313,18 @@ class Meeting:
                 pause_s = min(2 * pause_s, _POLL_S)
                 self._compare_arrivals()
             return [_text_of(self._store, key) for key in keys]
+
+    @contextlib.contextmanager
+    def _store_needed(self, use: str) -> Iterator[None]:
+        """Raise ``RendezvousError`` for an error of the store; ``use``: what this process was doing with it."""
+        try:
+            yield
         except TotalReduceError:  # it is a RuntimeError too, but the store has not raised it
             raise
         except RuntimeError as error:
             raise self._failed(
-                f"the store is gone while waiting for {what} ({_first_line(error)}). Rank 0 serves it: see why it ended"
+                f"the store is gone while {use} ({_first_line(error)}). Rank 0 or the launcher serves it: see why it "
+                "ended"
             ) from error
 
     def _find_contested(self, arrival: Arrival, meetings: str, generation: int) -> str | None:

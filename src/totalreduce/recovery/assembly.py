@@ -2,8 +2,8 @@
 
 Every process appends its report to the epoch's list. Each applies the rules of ``membership`` to what it has read, and
 offers its proposal to the store, which accepts the first one (``compare_set``) and shows it to all. So no process
-leads, and a process may be lost at any moment. The store must not be lost: a process of the launcher serves it
-(``keeper``).
+leads, and a process may be lost at any moment. A process of the launcher serves the store (``keeper``); if that is
+lost, the decision begins anew in the store of the next one (``launcher_store``).
 
 Reports are appended in one step (``Store.append``), so a process that dies while it reports leaves no gap that others
 would wait for.
@@ -14,17 +14,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Generator
-from datetime import timedelta
 from typing import final
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError, RecoveryError
+from totalreduce.recovery.launcher_store import PREFIX, LauncherStore, StoreLost
 from totalreduce.recovery.membership import Decision, Membership, Policy, Report, json_object
 
-__all__ = ["ENDED", "FINISHED", "PREFIX", "WAITING", "Assembly", "decision_key", "open_keeper", "suspicion_key"]
+__all__ = ["BEGUN", "ENDED", "FINISHED", "WAITING", "Assembly", "decision_key", "suspicion_key"]
 
-PREFIX = "totalreduce/recovery"
 #: A JSON object: by seat the last incarnation that has ended. The keeper writes it.
 ENDED = f"{PREFIX}/ended"
 #: Set when the first block has taken effect: from then on, somebody must have the state.
@@ -37,8 +36,6 @@ _WAITING_S = 2.0
 FINISHED = f"{PREFIX}/finished"
 #: The time between two looks into the store: short at first, because most decisions take no longer.
 _PAUSE_S, _PAUSE_MAX_S = 0.001, 0.02
-#: Longer values in the store are none of this library's.
-_VALUE_BYTES_MAX = 4 << 20
 
 
 def decision_key(epoch: int) -> str:
@@ -49,20 +46,6 @@ def decision_key(epoch: int) -> str:
 def suspicion_key(seat: int) -> str:
     """Return the key under which a process says that the process of a seat is silent."""
     return f"{PREFIX}/suspected/{seat}"
-
-
-def open_keeper(address: tuple[str, int], timeout_s: float) -> Store:
-    """Connect to the store of the keeper.
-
-    Raises:
-        RecoveryError: It cannot be reached in time.
-    """
-    try:
-        return TCPStore(*address, None, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-    except (RuntimeError, ValueError) as error:
-        raise RecoveryError(
-            f"the store of the launcher at {address[0]}:{address[1]} cannot be reached: {str(error)[:200]}"
-        ) from error
 
 
 @final
@@ -78,13 +61,13 @@ class Assembly:
 
     def __init__(
         self,
-        store: Store,
+        store: LauncherStore,
         policy: Policy,
         seat: int,
         incarnation: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``store``: a store that outlives every process of the job. ``clock``: returns the time in seconds."""
+        """``clock``: returns the time in seconds."""
         self._store, self._clock = store, clock
         self.policy, self.seat, self.incarnation = policy, seat, incarnation
         self.current: Decision | None = None
@@ -101,24 +84,20 @@ class Assembly:
 
         Raises:
             RecoveryError: Too few processes have come before the deadline; or no process with the state is left; or
-                the others have gone on without this process, which was silent for too long; or the store is gone.
+                the others have gone on without this process, which was silent for too long; or the store is gone, and
+                the launcher has not started another one before the deadline.
         """
         meeting = self.meeting(Report(self.seat, self.incarnation, has_state, version, has_voted))
         pause_s = _PAUSE_S
-        try:
-            while True:
-                try:
-                    waits = next(meeting)
-                except StopIteration as end:
-                    decision: Decision | None = end.value
-                    return decision
-                if waits:
-                    time.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _PAUSE_MAX_S)
-        except (RuntimeError, ValueError) as error:
-            if type(error) not in (RuntimeError, ValueError):  # one of this library's
-                raise
-            raise RecoveryError(f"the store of the launcher is gone: {str(error)[:200]}") from error
+        while True:
+            try:
+                waits = next(meeting)
+            except StopIteration as end:
+                decision: Decision | None = end.value
+                return decision
+            if waits:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     def meeting(self, report: Report) -> Generator[bool, None, Decision | None]:
         """Do what ``meet`` does, one access of the store after the other.
@@ -127,7 +106,11 @@ class Assembly:
             Between two accesses: whether this process now waits for others.
         """
         while True:
-            decision = yield from self._decide(report)
+            try:
+                decision = yield from self._decide(report)
+            except StoreLost as error:
+                yield from self._reconnect(error)
+                continue
             self._waits_since = self._clock()
             if decision is None:
                 return None
@@ -147,12 +130,21 @@ class Assembly:
             return
         member = self.current.members[rank]
         accusation = {"incarnation": member.incarnation, "by": self.seat, "epoch": self.current.epoch}
-        self._store.set(suspicion_key(member.seat), json.dumps(accusation))
+        self._store.set_if_connected(suspicion_key(member.seat), json.dumps(accusation))
 
     def interruption(self) -> str:
         """Return why the group of the current epoch cannot be formed any more; "" if it can."""
+        try:
+            return self._interruption()
+        except StoreLost as error:
+            # Members that have not read the decision yet cannot read it any more.
+            return str(error)
+
+    def _interruption(self) -> str:
         current = self.current
         assert current is not None
+        if current.epoch < self._store.first_epoch:
+            return "the store in which its members were decided is lost"
         self._say_that_it_waits()
         ended = self._read_ended()
         for rank, member in enumerate(current.members):
@@ -169,26 +161,30 @@ class Assembly:
         if self._clock() < self._looked_at + every_s:
             return False
         self._looked_at = self._clock()
-        epoch = 1 if self.current is None else self.current.epoch + 1
-        ended = self._read_ended()
-        reports = self._read_reports(epoch)
+        try:
+            ended = self._read_ended()
+            reports = self._read_reports(self._next_epoch(self.current))
+        except StoreLost:
+            self._store.reconnect()
+            return False
         return any(each.incarnation > ended.get(each.seat, -1) for each in reports if not each.has_state)
 
     def begin(self) -> None:
         """Note that the first block has taken effect."""
-        self._store.set(BEGUN, "yes")
+        self._store.set_if_connected(BEGUN, "yes", lasting=True)
 
     def finish(self) -> None:
         """Note that all ranks have come to the end of the job."""
-        self._store.set(FINISHED, "yes")
+        # If the store is lost now, the launcher learns it from the end of this process.
+        self._store.set_if_connected(FINISHED, "yes")
 
     def first_value(self, name: str, value: str) -> str:
         """Return the value that the first process has set under a name; this one's, if none has."""
-        return self._store.compare_set(f"{PREFIX}/value/{name}", "", value).decode()
+        return self._until_connected(lambda: self._store.first_lasting(f"{PREFIX}/value/{name}", value))
 
     def value(self, name: str) -> str:
         """Return the value that ``first_value`` has set under a name; "" if there is none."""
-        return self._text_of(f"{PREFIX}/value/{name}")
+        return self._until_connected(lambda: self._store.text(f"{PREFIX}/value/{name}"))
 
     def check_equal(self, name: str, description: str) -> None:
         """Compare a description of this process's program with that of the process that came first.
@@ -210,11 +206,11 @@ class Assembly:
     def store_of_epoch(self) -> Store:
         """Return the part of the store in which the members of the current epoch form their group."""
         assert self.current is not None
-        return PrefixStore(f"{PREFIX}/{self.current.epoch}/group", self._store)
+        return PrefixStore(f"{PREFIX}/{self.current.epoch}/group", self._store.raw)
 
     def _decide(self, report: Report) -> Generator[bool, None, Decision | None]:
         last = self.current
-        epoch = 1 if last is None else last.epoch + 1
+        epoch = self._next_epoch(last)
         while (known := self._read_decision(epoch)) is not None:  # others have decided without this process
             if report.has_state or known.rank_of(self.seat, self.incarnation) is not None:
                 return known
@@ -222,7 +218,7 @@ class Assembly:
             yield False
         yield False
         text = report.encode() + "\n"
-        self._store.append(_reports_key(epoch), text)  # type: ignore[attr-defined]
+        self._store.append(_reports_key(epoch), text)
         membership = Membership(self.policy, epoch, last, self._clock())
         num_known = 0
         self._waits_since = self._clock()
@@ -243,14 +239,14 @@ class Assembly:
             if decision is not None:
                 return decision
             yield False
-            if self._store.check([FINISHED]):
+            if self._store.is_set(FINISHED):
                 return None
-            if self._store.check([BEGUN]):
+            if self._store.is_set(BEGUN):
                 membership.begun()
             proposal = membership.proposal(now)
             if proposal is not None:
                 yield False
-                return Decision.decode(self._store.compare_set(decision_key(epoch), "", proposal.encode()).decode())
+                return Decision.decode(self._store.first(decision_key(epoch), proposal.encode()))
             yield True
 
     def _say_that_it_waits(self) -> None:
@@ -259,10 +255,34 @@ class Assembly:
         if now >= self._waits_since + _WAITING_S:
             self._waits_since = now
             self._num_said += 1
-            self._store.set(WAITING, f"{self.seat} {self.incarnation} {self._num_said}")
+            self._store.set_if_connected(WAITING, f"{self.seat} {self.incarnation} {self._num_said}")
+
+    def _next_epoch(self, last: Decision | None) -> int:
+        return max(self._store.first_epoch, 1 if last is None else last.epoch + 1)
+
+    def _reconnect(self, error: StoreLost) -> Generator[bool, None, None]:
+        """Return when the store is connected again. Yields, between two attempts, that this process waits.
+
+        Raises:
+            RecoveryError: The deadline of the policy has passed.
+        """
+        give_up_at = self._clock() + self.policy.deadline_s
+        while not self._store.reconnect():
+            if self._clock() >= give_up_at:
+                raise RecoveryError(f"{error}. The launcher has not started it again") from error
+            yield True
+
+    def _until_connected(self, access: Callable[[], str]) -> str:
+        """Return what an access of the store returns, when the store is connected."""
+        while True:
+            try:
+                return access()
+            except StoreLost as error:
+                for _ in self._reconnect(error):
+                    time.sleep(_PAUSE_MAX_S)
 
     def _read_decision(self, epoch: int) -> Decision | None:
-        text = self._text_of(decision_key(epoch))
+        text = self._store.text(decision_key(epoch))
         if not text:
             return None
         decision = Decision.decode(text)
@@ -271,20 +291,12 @@ class Assembly:
         return decision
 
     def _read_reports(self, epoch: int) -> list[Report]:
-        return [Report.decode(line) for line in self._text_of(_reports_key(epoch)).splitlines()]
+        return [Report.decode(line) for line in self._store.text(_reports_key(epoch)).splitlines()]
 
     def _read_ended(self) -> dict[int, int]:
-        text = self._text_of(ENDED)
+        text = self._store.text(ENDED)
         fields = json_object(text, "list of ended processes") if text else {}
         return {int(seat): int(incarnation) for seat, incarnation in fields.items()}
-
-    def _text_of(self, key: str) -> str:
-        if not self._store.check([key]):
-            return ""
-        value = self._store.get(key)
-        if len(value) > _VALUE_BYTES_MAX:
-            raise ProtocolError(f"{key!r} in the store is longer than any rank writes it")
-        return value.decode(errors="replace")
 
 
 def _reports_key(epoch: int) -> str:

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch._C._distributed_c10d import Store
 
 from totalreduce.foundation.environment import Settings
 from totalreduce.foundation.errors import (
@@ -31,7 +30,8 @@ from totalreduce.groups.encoding import decode, empty_tensors, encode
 from totalreduce.groups.group import Group
 from totalreduce.launch.rendezvous import StoreRank
 from totalreduce.pytorch.broadcast import broadcast_tensors
-from totalreduce.recovery.assembly import Assembly, open_keeper
+from totalreduce.recovery.assembly import Assembly
+from totalreduce.recovery.launcher_store import LauncherStore
 from totalreduce.recovery.membership import Decision, Policy
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
@@ -78,8 +78,7 @@ def open_assembly(settings: Settings, seat: int, world_size: int, timeout_s: flo
         min_ranks=settings.min_ranks,
         deadline_s=timeout_s,
     )
-    store: Store = open_keeper(settings.keeper, timeout_s)
-    return Assembly(store, policy, seat, settings.incarnation)
+    return Assembly(LauncherStore.at(settings.keeper, timeout_s), policy, seat, settings.incarnation)
 
 
 def form_group(assembly: Assembly, formation: Callable[..., Group]) -> Group:

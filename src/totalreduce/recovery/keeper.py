@@ -1,6 +1,9 @@
 """The keeper: a process of the launcher that serves the store of the decisions, and links it with the launcher.
 
-The launcher runs it as ``python -m totalreduce.recovery.keeper PORT WORLD_SIZE``. Each line is a JSON object.
+The launcher runs it as ``python -m totalreduce.recovery.keeper PORT WORLD_SIZE KNOWN``, and again if it is lost. KNOWN
+is a JSON object with what the launcher knows: ``first_epoch``, the number of the first epoch that is decided in this
+store; ``ended``, by seat the last incarnation that has ended; ``begun`` and ``finished``, whether the first block has
+taken effect, and whether all ranks have come to the end of the job. Then each line is a JSON object.
 
 From the launcher (standard input): ``{"ended": [seat, incarnation]}``. The end of the input ends the keeper.
 
@@ -9,6 +12,7 @@ To the launcher (standard output):
 - ``{"suspected": seat, "incarnation": …, "by": seat, "epoch": …}``: a rank is silent;
 - ``{"waiting": true}``: a rank has waited for others for a while;
 - ``{"epoch": …, "members": …, "version": …}``: a decision;
+- ``{"begun": true}``: the first block has taken effect;
 - ``{"finished": true}``: all ranks have come to the end of the job.
 """
 
@@ -22,7 +26,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from totalreduce.recovery.assembly import ENDED, FINISHED, WAITING, decision_key, suspicion_key
+from totalreduce.recovery.assembly import BEGUN, ENDED, FINISHED, WAITING, decision_key, suspicion_key
+from totalreduce.recovery.launcher_store import FIRST_EPOCH
 
 #: How often the keeper looks for suspicions and decisions.
 _LOOK_S = 0.02
@@ -30,17 +35,24 @@ _LOOK_S = 0.02
 
 def main() -> None:
     """Serve the store until the launcher closes the input."""
-    port, world_size = map(int, sys.argv[1:])
+    port, world_size = map(int, sys.argv[1:3])
+    begin = json.loads(sys.argv[3])
     store = TCPStore("0.0.0.0", port, None, True, timeout=timedelta(seconds=30), wait_for_workers=False)  # noqa: S104
     suspicions = [suspicion_key(seat) for seat in range(world_size)]
     store.multi_set(suspicions, [""] * len(suspicions))  # type: ignore[attr-defined]  # torch's stub lacks it
     known = [b""] * len(suspicions)
     store.set(WAITING, "")
     known_waiting = b""
-    ended: dict[int, int] = {}
-    epoch = 1
-    finished = False
+    ended: dict[str, int] = begin["ended"]
+    store.set(ENDED, json.dumps(ended))
+    #: What is not known to be so yet: the key, and the word for it.
+    awaited = {BEGUN: "begun", FINISHED: "finished"}
+    for key, name in awaited.items():
+        if begin[name]:
+            store.set(key, "yes")
     unread = b""
+    epoch = begin["first_epoch"]
+    store.set(FIRST_EPOCH, str(epoch))  # from now on the ranks use the store
     while True:
         ready, _, _ = select.select([sys.stdin], [], [], _LOOK_S)
         if ready:
@@ -50,7 +62,7 @@ def main() -> None:
             *lines, unread = (unread + data).split(b"\n")
             for line in lines:
                 seat, incarnation = json.loads(line)["ended"]
-                ended[seat] = incarnation
+                ended[str(seat)] = incarnation
             store.set(ENDED, json.dumps(ended))
         values = store.multi_get(suspicions)
         for seat, value in enumerate(values):
@@ -64,9 +76,8 @@ def main() -> None:
         while store.check([decision_key(epoch)]):
             _say(json.loads(store.get(decision_key(epoch))))
             epoch += 1
-        if not finished and store.check([FINISHED]):
-            finished = True
-            _say({"finished": True})
+        for key in [key for key in awaited if store.check([key])]:
+            _say({awaited.pop(key): True})
 
 
 def _say(value: dict[str, object]) -> None:
