@@ -18,6 +18,14 @@ from totalreduce.foundation.version import VERSION
 
 if TYPE_CHECKING:
     from totalreduce.c10d.attempts import attempts
+    from totalreduce.codecs.half import Half
+    from totalreduce.codecs.int4 import Int4
+    from totalreduce.codecs.int8 import Int8
+    from totalreduce.codecs.onebit import OneBit
+    from totalreduce.codecs.plain import Plain
+    from totalreduce.codecs.ternary import Ternary
+    from totalreduce.codecs.threshold import Threshold
+    from totalreduce.codecs.topk import Topk
     from totalreduce.coordination.config import CoordinationConfig
     from totalreduce.foundation.config import EngineConfig, TcpConfig, Tls
     from totalreduce.foundation.errors import (
@@ -55,6 +63,7 @@ if TYPE_CHECKING:
     from totalreduce.recovery.snapshots import Snapshots
     from totalreduce.recovery.state import State
     from totalreduce.sparse.auto import Auto
+    from totalreduce.sparse.coded import Coded
     from totalreduce.sparse.dense import Dense
     from totalreduce.sparse.gaussiank import GaussianK
     from totalreduce.sparse.gtopk import GTopk
@@ -69,9 +78,10 @@ __version__ = VERSION
 
 _HOMES = {
     "AdasumOptimizer": "pytorch.adasum",
-    "AuthenticationError": "foundation.errors",
     "Attempt": "recovery.attempts",
+    "AuthenticationError": "foundation.errors",
     "Auto": "sparse.auto",
+    "Coded": "sparse.coded",
     "ConfigurationError": "foundation.errors",
     "CoordinationConfig": "coordination.config",
     "Coordinator": "native.coordinator",
@@ -85,12 +95,17 @@ _HOMES = {
     "GaussianK": "sparse.gaussiank",
     "Group": "groups.group",
     "GroupClosed": "foundation.errors",
+    "Half": "codecs.half",
+    "Int4": "codecs.int4",
+    "Int8": "codecs.int8",
     "Job": "recovery.job",
     "MismatchError": "foundation.errors",
     "MissingTensorError": "foundation.errors",
     "Observer": "foundation.observer",
     "OkTopk": "sparse.oktopk",
+    "OneBit": "codecs.onebit",
     "PeerLost": "foundation.errors",
+    "Plain": "codecs.plain",
     "Plan": "groups.plan",
     "PlanMismatchError": "foundation.errors",
     "PowerSGD": "sparse.powersgd",
@@ -106,7 +121,10 @@ _HOMES = {
     "SyncBatchNorm": "pytorch.sync_batch_norm",
     "TcpConfig": "foundation.config",
     "TensorSpec": "groups.plan",
+    "Ternary": "codecs.ternary",
+    "Threshold": "codecs.threshold",
     "Tls": "foundation.config",
+    "Topk": "codecs.topk",
     "TopkA": "sparse.topka",
     "TopkDSA": "sparse.topkdsa",
     "TotalReduceError": "foundation.errors",
@@ -127,6 +145,7 @@ __all__ = [
     "Attempt",
     "AuthenticationError",
     "Auto",
+    "Coded",
     "ConfigurationError",
     "CoordinationConfig",
     "Coordinator",
@@ -140,12 +159,17 @@ __all__ = [
     "GaussianK",
     "Group",
     "GroupClosed",
+    "Half",
+    "Int4",
+    "Int8",
     "Job",
     "MismatchError",
     "MissingTensorError",
     "Observer",
     "OkTopk",
+    "OneBit",
     "PeerLost",
+    "Plain",
     "Plan",
     "PlanMismatchError",
     "PowerSGD",
@@ -161,7 +185,10 @@ __all__ = [
     "SyncBatchNorm",
     "TcpConfig",
     "TensorSpec",
+    "Ternary",
+    "Threshold",
     "Tls",
+    "Topk",
     "TopkA",
     "TopkDSA",
     "TotalReduceError",

@@ -9,7 +9,7 @@ from totalreduce.bench.app import bench_app
 from totalreduce.bench.launching import BenchmarkFailedError
 from totalreduce.foundation.errors import ConfigurationError
 
-METHODS = ["oktopk", "topka", "gtopk", "topkdsa", "gaussiank", "shared", "powersgd", "dense"]
+METHODS = ["oktopk", "topka", "gtopk", "topkdsa", "gaussiank", "shared", "powersgd", "coded", "dense"]
 PEERS = ["gloo", "fp16", "powersgd-hook"]
 
 

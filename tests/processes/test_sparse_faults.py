@@ -13,7 +13,7 @@ torch.manual_seed(rank)
 model = torch.nn.Linear(64, 64, bias=False)
 group = tr.init(timeout_s=5.0)
 tr.broadcast_parameters(model, group)
-settings = {} if method in ("powersgd", "dense") else {"density": 0.1}
+settings = {} if method in ("powersgd", "dense", "coded") else {"density": 0.1}
 optimizer = tr.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.1), model, group=group, sync=METHODS[method](**settings),
     feedback=tr.ErrorFeedback(elements_min=0),

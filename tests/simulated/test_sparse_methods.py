@@ -20,7 +20,7 @@ from totalreduce.sparse.topkdsa import TopkDSA
 from totalreduce.testing.sparse_conformance import Round, SparseRanks, check_method, check_round, random_gradients
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 7, 8)
-DENSE = ("dense", "powersgd")
+DENSE = ("dense", "powersgd", "coded")
 #: Those whose ranks each choose the k largest of what they have.
 LOCAL = ("topka", "gtopk", "topkdsa", "oktopk")
 
@@ -48,7 +48,7 @@ def run(method, world_size: int, n: int, steps: int, gradients=None, *, checked:
 
 
 def test_all_methods_are_registered_under_their_names() -> None:
-    assert list(METHODS) == ["dense", "topka", "gtopk", "topkdsa", "gaussiank", "oktopk", "shared", "powersgd"]
+    assert list(METHODS) == ["dense", "topka", "gtopk", "topkdsa", "gaussiank", "oktopk", "shared", "powersgd", "coded"]
     for name in METHODS:
         assert make(name).name == name
         assert make(name) == make(name)
@@ -73,7 +73,7 @@ def test_conformance(name: str, world_size: int) -> None:
 
 def check_selected(name: str, density: float, n: int, done: Round) -> None:
     """How many were chosen on every rank, and applied."""
-    k = n if name == "dense" else 0 if density == 0 or n == 0 else max(1, round(density * n))
+    k = n if name in ("dense", "coded") else 0 if density == 0 or n == 0 else max(1, round(density * n))
     some = [min(k, np.count_nonzero(accumulated)) for accumulated in done.accumulated]
     selected, applied = [report.selected for report in done.reports], done.reports[0].applied
     if name in LOCAL:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from optimizer_cases import Net, all_equal, batches, flat, loss_of, shard
 
+from totalreduce.codecs.plain import Plain
 from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
@@ -96,7 +97,7 @@ def matrices(tensors: dict[str, torch.Tensor], group: Group) -> torch.Tensor:
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("powersgd", "gaussiank")])
 def test_with_everything_sent_training_is_that_of_one_process(world_size: int, name: str) -> None:
-    settings = {} if name == "dense" else {"density": 1.0}
+    settings = {"dense": {}, "coded": {"codec": Plain()}}.get(name, {"density": 1.0})
     if name in ("oktopk", "topka", "gtopk", "topkdsa"):
         settings["values"] = "float32"
 
@@ -117,7 +118,7 @@ def test_with_everything_sent_training_is_that_of_one_process(world_size: int, n
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("name", METHODS)
 def test_gradients_are_applied_or_kept_back(world_size: int, name: str) -> None:
-    settings = {} if name in ("dense", "powersgd") else {"density": 0.05}
+    settings = {} if name in ("dense", "powersgd", "coded") else {"density": 0.05}
 
     def body(group: Group) -> torch.Tensor:
         model = Net(FLOAT)
@@ -635,7 +636,7 @@ def step(optimizer: DistributedOptimizer, model: torch.nn.Module, batch: tuple[t
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_saved_state_goes_on_with_the_same_bits(world_size: int, name: str, tmp_path: Path) -> None:
-    settings = {} if name in ("dense", "powersgd") else {"density": 0.1, "warmup_steps": 4}
+    settings = {} if name in ("dense", "powersgd", "coded") else {"density": 0.1, "warmup_steps": 4}
     feedback = ErrorFeedback(momentum=0.5, elements_min=0, bucket_elements=100)
 
     def body(group: Group) -> None:

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from totalreduce.codecs import blocks
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.kernels import coding
-from totalreduce.sparse import blocks
 
 TOP = 2**31 - 1
 PIECE = coding.PIECE

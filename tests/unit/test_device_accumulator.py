@@ -194,7 +194,7 @@ def test_a_selector_chooses_the_same(kernels, k: int) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_give_the_same_bits(kernels, name: str) -> None:
-    settings = {} if name in ("dense", "powersgd") else {"density": 0.1}
+    settings = {} if name in ("dense", "powersgd", "coded") else {"density": 0.1}
     shapes, moves = ((40, 30), (0,), (500,)), name == "gtopk"
 
     def memory(segments: list[np.ndarray]) -> Accumulator:

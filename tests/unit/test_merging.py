@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from totalreduce.codecs import blocks
 from totalreduce.kernels import merging, scattering
-from totalreduce.sparse import blocks
 from totalreduce.sparse.accumulator import HostAccumulator
 
 BLOCK = 1 << 15

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from totalreduce.bench.allreduce import bench_allreduce
+from totalreduce.bench.codecs import bench_codecs
 from totalreduce.bench.collectives import bench_collectives
 from totalreduce.bench.coordination import bench_coordination
 from totalreduce.bench.ddp import bench_ddp
@@ -37,6 +38,7 @@ for _command in (
     bench_step,
     bench_sparse,
     bench_kernels,
+    bench_codecs,
     bench_growth,
     bench_train,
     bench_ddp,

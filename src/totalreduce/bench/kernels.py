@@ -157,8 +157,8 @@ def _kernels(num_elements: int, k: int, distribution: str) -> list[Kernel]:
     import torch
 
     from totalreduce.bench.gradients import GradientSource
+    from totalreduce.codecs import blocks
     from totalreduce.kernels import merging, selection
-    from totalreduce.sparse import blocks
     from totalreduce.sparse.accumulator import HostAccumulator
     from totalreduce.sparse.selector import Selector
 

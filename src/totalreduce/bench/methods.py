@@ -31,5 +31,5 @@ def make_method(name: str, density: float) -> Method:
     """A method's settings; those that send no share of the elements ignore the density."""
     from totalreduce.sparse.methods import METHODS
 
-    settings = {} if name in ("dense", "powersgd") else {"density": density}
+    settings = {} if name in ("dense", "powersgd", "coded") else {"density": density}
     return METHODS[name](**settings)

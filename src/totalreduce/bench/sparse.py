@@ -35,7 +35,7 @@ class SparseParameters:
     elements: Annotated[str, typer.Option(help="Elements of the gradient, float32, as 14.7M.")] = "14.7M"
     density: Annotated[float, typer.Option(help="Share of the elements that is sent, from 0 to 1.")] = 0.01
     methods: Annotated[str, typer.Option(help="Separated by commas.")] = (
-        "oktopk,topka,gtopk,topkdsa,gaussiank,shared,powersgd,dense"
+        "oktopk,topka,gtopk,topkdsa,gaussiank,shared,powersgd,coded,dense"
     )
     distribution: DistributionOption = "normal"
     bucket_elements: Annotated[

@@ -1,4 +1,4 @@
-"""Load every compiled kernel of the sparse methods before the first gradient comes.
+"""Load every compiled kernel of sparse methods and codecs before the first gradient comes.
 
 Numba keeps compiled functions in files. To read them takes a second of processor time, and to compile them ten seconds;
 that belongs to the construction of an optimizer and not to its first step.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from totalreduce.kernels import coding, merging, scattering, selection
+from totalreduce.kernels import coding, merging, quantisation, scattering, selection
 
-__all__ = ["load"]
+__all__ = ["load", "load_codecs"]
 
 
 def load() -> None:
@@ -35,3 +35,23 @@ def load() -> None:
         scattered(values, 0, index, values, one)
     scattering.gather(values, 0, index, values)
     scattering.keep_rest(values, 0, index, values, values, index)
+
+
+def load_codecs() -> None:
+    """Call every kernel of the codecs once; a second call takes no time. ``load`` has those of lists of elements."""
+    values, out = np.ones(10, np.float32), np.zeros(10, np.float32)
+    scale, code = np.ones(2, np.float32), np.zeros(16, np.uint8)
+    one, integers = scale[:1], code[:10].view(np.int8)
+    quantisation.within_limit(values)
+    quantisation.encode_bytes(values.copy(), 10, 0, False, True, one, integers)
+    quantisation.decode_bytes(one, integers, 10, False, out)
+    quantisation.encode_nibbles(values.copy(), 10, 0, False, True, one, code[:5])
+    quantisation.decode_nibbles(one, code[:5], 10, False, out)
+    quantisation.encode_trits(values.copy(), 10, 0, True, one, code[:2])
+    quantisation.decode_trits(one, code[:2], 10, False, out)
+    quantisation.encode_signs(values.copy(), 64, True, scale, code[:8])
+    quantisation.decode_signs(scale, code[:8], 64, False, out)
+    quantisation.round_halves(values.copy(), True, np.zeros(10, np.uint16))
+    listed, signs = np.arange(3, dtype=np.int32), np.zeros(1, np.uint8)
+    quantisation.take_quanta(values.copy(), np.float32(1.0), listed, True, signs)
+    quantisation.write_quanta(signs, np.float32(1.0), listed, out)

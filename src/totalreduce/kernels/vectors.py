@@ -3,7 +3,7 @@
 A comparison of sixty-four lanes with a bound gives one machine word of bits, and at a density of 1 % it has one bit or
 none: the loop over its bits, in ``selection``, takes a few cycles while the next lanes come from memory. (LLVM can also
 move the lanes themselves to the front, but only AVX-512 has an instruction for that; elsewhere it took 70 cycles each
-time.) Numba compiles these functions into the loops of ``selection``, ``scattering`` and ``coding``.
+time.) Numba compiles these functions into the loops of ``selection``, ``scattering``, ``coding`` and ``quantisation``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ __all__ = [
     "fence",
     "load_word",
     "select_lanes",
+    "sign_lanes",
     "store_word",
     "stream_lanes",
     "trailing_zeros",
@@ -80,6 +81,18 @@ def select_lanes(_typing: Any, source: Any, at: Any, bound: Any) -> Any:
         return _reaching(builder, lanes, bound)
 
     return types.uint64(source, types.int64, types.int32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sign_lanes(_typing: Any, source: Any, at: Any) -> Any:
+    """Return a word with a bit for each element of ``source[at:at+64]``, the first one lowest: its sign bit."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        lanes = _load(builder, _pointer(context, builder, signature.args[0], *arguments))
+        negative = builder.icmp_signed("<", builder.bitcast(lanes, _INTS), ir.Constant(_INTS, [0] * LANES))
+        return builder.bitcast(negative, _INDEX)
+
+    return types.uint64(source, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from totalreduce.codecs import blocks
 from totalreduce.kernels import merging
 from totalreduce.kernels.arrays import Array
-from totalreduce.sparse import blocks
 from totalreduce.sparse.accumulator import Accumulator
 from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Broadcast, Messages
 from totalreduce.sparse.candidates import Workspace

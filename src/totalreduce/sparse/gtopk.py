@@ -19,9 +19,9 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
+from totalreduce.codecs import blocks
 from totalreduce.kernels import merging, selection
 from totalreduce.kernels.arrays import Array
-from totalreduce.sparse import blocks
 from totalreduce.sparse.actions import Action, Broadcast, Messages
 from totalreduce.sparse.common import TopkSession
 from totalreduce.sparse.session import BucketShape, Update

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.extensions import Extensions
+from totalreduce.sparse.coded import Coded
 from totalreduce.sparse.dense import Dense
 from totalreduce.sparse.gaussiank import GaussianK
 from totalreduce.sparse.gtopk import GTopk
@@ -37,6 +38,6 @@ def _check(name: str, item: object) -> _Make:
 METHODS: Extensions[_Make] = Extensions(
     "sparse method",
     "totalreduce.sparse_methods",
-    {method.name: method for method in (Dense, TopkA, GTopk, TopkDSA, GaussianK, OkTopk, SharedTopk, PowerSGD)},
+    {method.name: method for method in (Dense, TopkA, GTopk, TopkDSA, GaussianK, OkTopk, SharedTopk, PowerSGD, Coded)},
     _check,
 )

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from totalreduce.codecs import blocks
 from totalreduce.kernels import merging
 from totalreduce.kernels.arrays import Array
-from totalreduce.sparse import blocks
 from totalreduce.sparse.common import TopkSession
 from totalreduce.sparse.settings import TopkSettings
 

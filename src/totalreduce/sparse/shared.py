@@ -14,8 +14,8 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
+from totalreduce.codecs import blocks
 from totalreduce.kernels.arrays import Array
-from totalreduce.sparse import blocks
 from totalreduce.sparse.actions import Action, Allreduce, Broadcast
 from totalreduce.sparse.common import TopkSession
 from totalreduce.sparse.session import BucketShape, Update

@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
+from totalreduce.codecs import blocks
 from totalreduce.kernels.arrays import Array
-from totalreduce.sparse import blocks
 from totalreduce.sparse.actions import Action
 from totalreduce.sparse.common import GatheringSession
 from totalreduce.sparse.greeting import Greetings, greet_with_block

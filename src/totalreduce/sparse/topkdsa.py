@@ -17,8 +17,8 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
+from totalreduce.codecs import blocks
 from totalreduce.kernels.arrays import Array
-from totalreduce.sparse import blocks
 from totalreduce.sparse.actions import Action, Allgather, Alltoall
 from totalreduce.sparse.regions import RegionSession, reduce_region, to_owners
 from totalreduce.sparse.session import BucketShape, Update

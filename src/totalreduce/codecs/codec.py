@@ -1,0 +1,119 @@
+"""The interface of codecs, and the part that codecs with a scale for each block of elements share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from totalreduce.foundation.errors import ProtocolError
+from totalreduce.kernels import quantisation
+from totalreduce.kernels.arrays import Array
+
+__all__ = ["TOO_LARGE", "BlockCodec", "Codec", "check_size", "words"]
+
+#: What ``Codec.encode`` returns if a value is too large.
+TOO_LARGE = -1
+
+
+class Codec(Protocol):
+    """The settings of a codec, as a frozen dataclass; equal on all ranks. All methods release the GIL.
+
+    Attributes:
+        name: The codec's name.
+        has_fixed_size: Whether a code always has ``bytes_max`` bytes.
+    """
+
+    name: ClassVar[str]
+    has_fixed_size: ClassVar[bool]
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Whether the expected value of what is decoded is what was encoded.
+
+        The error of other codecs must be added to the next values (``keeps``), or training does not converge.
+        """
+
+    def bytes_max(self, count: int) -> int:
+        """Return the largest size in bytes of the code of so many values."""
+
+    def encode(self, values: Array, out: Array, *, seed: int = 0, keeps: bool = False) -> int:
+        """Encode values.
+
+        Args:
+            values: float32, contiguous, one-dimensional.
+            out: uint8, contiguous, with room for ``bytes_max``; its memory begins at a multiple of eight.
+            seed: Of the pseudo-random numbers, from 0. The code depends on values and seed alone.
+            keeps: Subtract from the values what ``decode`` will return.
+
+        Returns:
+            The number of bytes written. ``TOO_LARGE`` if the magnitude of a value exceeds ``quantisation.LIMIT``, or
+            it is not a number; then the contents of values and ``out`` are undefined.
+        """
+
+    def decode(self, coded: Array, out: Array, *, adds: bool = False) -> None:
+        """Decode as many values as ``out`` has elements.
+
+        Args:
+            coded: uint8: the code, and nothing behind it.
+            out: float32, contiguous, one-dimensional: is overwritten.
+            adds: Add to ``out`` instead.
+
+        Raises:
+            ProtocolError: The bytes are no code of so many values.
+        """
+
+
+class BlockCodec:
+    """The layout that codecs with ``block`` elements per scale share: all scales, and then all codes of elements.
+
+    Attributes:
+        block: The number of elements that share a scale.
+    """
+
+    has_fixed_size: ClassVar[bool] = True
+    #: The number of float32 for each block.
+    _scales_per_block: ClassVar[int] = 1
+
+    block: int
+
+    def bytes_max(self, count: int) -> int:
+        """Return the size of a code of so many values."""
+        return self._scale_bytes(count) + self._code_bytes(count)
+
+    @abstractmethod
+    def _code_bytes(self, count: int) -> int:
+        """Return the number of bytes of the codes of elements."""
+
+    def _scale_bytes(self, count: int) -> int:
+        return 4 * self._scales_per_block * -(-count // self.block)
+
+    def _split(self, coded: Array, count: int) -> tuple[Array, Array]:
+        """Return the scales and the codes in a code of ``count`` values, which may be longer."""
+        scale_bytes = self._scale_bytes(count)
+        scales = coded[:scale_bytes].view(np.float32)
+        return scales, coded[scale_bytes : scale_bytes + self._code_bytes(count)]
+
+    def _parts(self, coded: Array, count: int) -> tuple[Array, Array]:
+        """Return the scales and the codes of a code that came from another rank.
+
+        Raises:
+            ProtocolError: It has another size than a code of ``count`` values, or a scale is not finite.
+        """
+        check_size(coded, self.bytes_max(count))
+        scales, codes = self._split(words(coded), count)
+        if not (np.abs(scales) <= 2 * quantisation.LIMIT).all():  # means may be rounded up
+            raise ProtocolError("a scale in the code is larger than any encoder writes")
+        return scales, codes
+
+
+def check_size(coded: Array, expected: int) -> None:
+    """Raise ``ProtocolError`` unless a code has so many bytes."""
+    if coded.size != expected:
+        raise ProtocolError(f"a code has {coded.size} bytes where one of {expected} is expected")
+
+
+def words(coded: Array) -> Array:
+    """Return the code, copied unless its memory begins where words may lie."""
+    return coded if coded.ctypes.data % 8 == 0 and coded.flags.c_contiguous else coded.copy()

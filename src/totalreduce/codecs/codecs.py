@@ -1,0 +1,42 @@
+"""All codecs by name. A codec is a file of its own and a line here.
+
+Packages outside add codecs with entry points of the group ``totalreduce.codecs``, programs with ``CODECS.add(name,
+make)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from totalreduce.codecs.codec import Codec
+from totalreduce.codecs.half import Half
+from totalreduce.codecs.int4 import Int4
+from totalreduce.codecs.int8 import Int8
+from totalreduce.codecs.onebit import OneBit
+from totalreduce.codecs.plain import Plain
+from totalreduce.codecs.ternary import Ternary
+from totalreduce.codecs.threshold import Threshold
+from totalreduce.codecs.topk import Topk
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.extensions import Extensions
+
+__all__ = ["CODECS"]
+
+_Make = Callable[..., Codec]
+
+
+def _check(name: str, item: object) -> _Make:
+    if not callable(item) or getattr(item, "name", None) != name:
+        raise ConfigurationError(
+            f"the codec {name!r} is a class of settings with the attribute name={name!r}, not {item!r}"
+        )
+    return item
+
+
+#: The class of a codec's settings, by the codec's name.
+CODECS: Extensions[_Make] = Extensions(
+    "codec",
+    "totalreduce.codecs",
+    {codec.name: codec for codec in (Plain, Half, Int8, Int4, OneBit, Ternary, Threshold, Topk)},
+    _check,
+)
