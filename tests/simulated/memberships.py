@@ -218,8 +218,10 @@ class SimulatedJob:
         self.trace = hashlib.sha256()
         self._ended: dict[int, int] = {}
         self._silent: list[tuple[float, Process]] = []
-        self._restart_at: dict[int, float] = {}
         self._store_random, self._store_restart_at = random.Random(seed + 1), 0.0
+        #: Seats beyond those with which the job begins are taken some time later.
+        joining = range(plan.policy.world_size, plan.policy.num_seats)
+        self._restart_at = {seat: self.random.uniform(0.0, 4.0) for seat in joining}
         self.processes = {seat: Process(self, seat, 0) for seat in range(plan.policy.world_size)}
 
     def assembly_of(self, seat: int, incarnation: int) -> Assembly:
@@ -245,8 +247,8 @@ class SimulatedJob:
             raise Violation(f"two decisions of epoch {decision.epoch}: {decision} and {other}")
         policy, size = self.plan.policy, len(decision.members)
         least = policy.world_size if policy.on_loss == "replace" or decision.epoch == 1 else policy.min_ranks
-        if size < least:
-            raise Violation(f"epoch {decision.epoch} has {size} ranks, and {least} are needed")
+        if not least <= size <= policy.num_seats:
+            raise Violation(f"epoch {decision.epoch} has {size} ranks, and {least} to {policy.num_seats} are allowed")
 
     def run(self, turns: int = 20_000) -> str:
         """Run the job to its end; return a digest of its course.
@@ -378,12 +380,13 @@ class SimulatedJob:
                     if not process.frozen:
                         self._silent.pop()
         for seat, at in list(self._restart_at.items()):
-            if self.now >= at and self._ended.get(seat, -1) >= self.processes[seat].incarnation:
+            last = self.processes.get(seat)
+            if self.now >= at and (last is None or self._ended.get(seat, -1) >= last.incarnation):
                 del self._restart_at[seat]
-                if self.has_finished:
-                    self.processes[seat].done = True
-                else:
-                    self.processes[seat] = Process(self, seat, self.processes[seat].incarnation + 1)
+                if not self.has_finished:
+                    self.processes[seat] = Process(self, seat, 0 if last is None else last.incarnation + 1)
+                elif last is not None:
+                    last.done = True
 
 
 def reports_key(epoch: int) -> str:

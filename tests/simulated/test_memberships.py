@@ -21,6 +21,18 @@ def test_every_seed_ends_with_one_state(begin: int) -> None:
         SimulatedJob(plan_of(seed), seed).run()
 
 
+def test_seats_that_are_taken_later_join_and_end_with_the_same_state() -> None:
+    sizes = set()
+    for seed in range(60):
+        size = 1 + seed % 3
+        policy = Policy("shrink", size, settle_s=5.0, deadline_s=1e9, max_ranks=size + 1 + seed % 2)
+        job = SimulatedJob(Plan(policy, target=40, faults=seed % 4), seed)
+        job.run()
+        largest = max(len(group.decision.members) for group in job.groups.values())
+        sizes.add((size, policy.num_seats, largest == policy.num_seats))
+    assert {(size, seats) for size, seats, complete in sizes if complete} == {(size, seats) for size, seats, _ in sizes}
+
+
 def test_a_rank_that_was_frozen_until_the_end_is_an_error_there() -> None:
     """In this course the others go on without a rank of the first epoch, and it wakes when they have finished."""
     job = SimulatedJob(plan_of(82223), 82223)

@@ -240,6 +240,16 @@ def test_a_job_that_has_begun_needs_a_process_with_its_state() -> None:
     assert (begins.source, begins.newcomers) == (0, (1, 2))
 
 
+def test_a_job_begins_with_fewer_ranks_than_seats() -> None:
+    options = {"last": None, "max_ranks": 5}
+    assert decide("shrink", [Report(0, 0), Report(1, 0)], **options) is None
+    assert decide("shrink", [Report(0, 0), Report(1, 0), Report(2, 0)], **options).version == 0
+    joined = decide("shrink", [*(Report(seat, seat // 2, True, 10) for seat in range(3)), Report(4, 0)], max_ranks=5)
+    assert [(member.seat, member.has_state) for member in joined.members][-1] == (4, False)
+    with pytest.raises(ConfigurationError, match="--max-ranks must be at least the number of workers, 3, not 2"):
+        decide("shrink", [], max_ranks=2)
+
+
 def test_at_the_deadline_the_missing_ranks_are_named() -> None:
     with pytest.raises(RecoveryError, match=r"epoch 5 needs 3 ranks, and 1 have come within 100 s. Missing: rank 1, 2"):
         decide("replace", [Report(0, 0, True, 10)], now=100.0)

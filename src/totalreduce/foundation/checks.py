@@ -47,11 +47,12 @@ def integer(name: str, value: Any, *, minimum: int | None = None, maximum: int |
     return number
 
 
-def min_ranks(value: int, num_workers: int) -> int:
-    """Return the smallest number of ranks that go on after a loss, if it is from 1 to the number of workers."""
-    if not 1 <= value <= num_workers:
-        raise ConfigurationError(f"--min-ranks must be from 1 to the number of workers, {num_workers}, not {value}")
-    return value
+def rank_limits(least: int, num_workers: int, most: int) -> None:
+    """Check the smallest and the largest number of ranks of a job that begins with ``num_workers`` ranks."""
+    if not 1 <= least <= num_workers:
+        raise ConfigurationError(f"--min-ranks must be from 1 to the number of workers, {num_workers}, not {least}")
+    if most < num_workers:
+        raise ConfigurationError(f"--max-ranks must be at least the number of workers, {num_workers}, not {most}")
 
 
 def real_number(

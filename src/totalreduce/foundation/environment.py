@@ -50,6 +50,7 @@ class Settings:
         keeper: Address and port of the store that outlives the ranks, with ``on_loss``.
         incarnation: How often the launcher has started this rank before, with ``on_loss``.
         min_ranks: The smallest number of ranks that go on, with ``on_loss``.
+        begin_ranks: The number of ranks with which the job begins, with ``on_loss``; ``None``: all ranks.
         warnings: Sentences to log once: unknown variables, a key that others can read.
     """
 
@@ -67,6 +68,7 @@ class Settings:
     keeper: tuple[str, int] | None = None
     incarnation: int = 0
     min_ranks: int = 1
+    begin_ranks: int | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -113,6 +115,8 @@ def _whole_number(minimum: int) -> Callable[[str, str], int]:
 
 #: The variable that a spare process has until it has a seat.
 SPARE = "TOTALREDUCE_SPARE"
+#: The variable that names the processes of one worker on another host, so that all of them can be ended.
+REMOTE_WORKER = "TOTALREDUCE_REMOTE_WORKER"
 #: By variable: the field of ``Settings``, and the function that reads its value.
 _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "TOTALREDUCE_TIMEOUT_S": ("timeout_s", _seconds),
@@ -128,11 +132,12 @@ _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "TOTALREDUCE_KEEPER": ("keeper", _address_and_port),
     "TOTALREDUCE_INCARNATION": ("incarnation", _whole_number(0)),
     "TOTALREDUCE_MIN_RANKS": ("min_ranks", _whole_number(1)),
+    "TOTALREDUCE_BEGIN_RANKS": ("begin_ranks", _whole_number(1)),
 }
 #: Every variable of the library; documented in ``docs/launching.md``. ``world.py`` reads those of ranks and hosts.
 _KNOWN_NAMES = frozenset(
     (
-        *(*_SETTINGS, *_TLS_NAMES, "TOTALREDUCE_DEBUG", SPARE),
+        *(*_SETTINGS, *_TLS_NAMES, "TOTALREDUCE_DEBUG", SPARE, REMOTE_WORKER),
         *(f"TOTALREDUCE_{name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "JOB_ID")),
         *(f"TOTALREDUCE_{name}" for name in ("MASTER_ADDRESS", "MASTER_PORT", "JOB_KEY", "JOB_KEY_FILE")),
     )

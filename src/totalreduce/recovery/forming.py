@@ -57,13 +57,13 @@ _log = logging.getLogger("totalreduce")
 _COLLECT_EVERY = 4
 
 
-def open_assembly(settings: Settings, seat: int, world_size: int, timeout_s: float) -> Assembly:
+def open_assembly(settings: Settings, seat: int, num_seats: int, timeout_s: float) -> Assembly:
     """Connect to the launcher's store.
 
     Args:
         settings: What the launcher has set.
         seat: The rank that it gave this process.
-        world_size: The number of seats.
+        num_seats: The number of seats, which is the world size that it gave this process.
         timeout_s: How long a decision may take.
 
     Raises:
@@ -74,9 +74,10 @@ def open_assembly(settings: Settings, seat: int, world_size: int, timeout_s: flo
         raise ConfigurationError("TOTALREDUCE_ON_LOSS is set and TOTALREDUCE_KEEPER is not: use totalreduce run")
     policy = Policy(
         on_loss="shrink" if settings.on_loss == "shrink" else "replace",
-        world_size=world_size,
+        world_size=settings.begin_ranks or num_seats,
         min_ranks=settings.min_ranks,
         deadline_s=timeout_s,
+        max_ranks=num_seats,
     )
     return Assembly(LauncherStore.at(settings.keeper, timeout_s), policy, seat, settings.incarnation)
 

@@ -438,7 +438,7 @@ class Job:
         if self.group.rank != 0 or assembly.policy.on_loss != "shrink":
             return 0
         # Every rank is to have samples in the rest of the epoch.
-        if sampler is not None and 0 < sampler.left - sampler.next_total < assembly.policy.world_size:
+        if sampler is not None and 0 < sampler.left - sampler.next_total < assembly.policy.num_seats:
             return 0
         return int(assembly.has_newcomers(_NEWCOMERS_S))
 

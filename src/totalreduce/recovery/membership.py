@@ -32,12 +32,14 @@ class Policy:
     Attributes:
         on_loss: ``"replace"``: the others wait until the launcher has started the process again, and the world size
             never changes. ``"shrink"``: the others go on without it; processes that are started again join later.
-        world_size: The number of seats.
+        world_size: The number of ranks with which the job begins.
         min_ranks: With ``"shrink"``: the smallest world size with which training goes on.
         settle_s: With ``"shrink"``: how long a process of the last epoch may take to report after the first report,
             before the others go on without it. It must be longer than the time after which silence counts as a loss,
             because a process that has not noticed the loss yet does not report.
         deadline_s: How long a process waits for a decision before it gives up.
+        max_ranks: With ``"shrink"``: the number of seats, which is the largest number of ranks. By default as many as
+            the job begins with.
     """
 
     on_loss: OnLoss
@@ -45,6 +47,7 @@ class Policy:
     min_ranks: int = 1
     settle_s: float = 10.0
     deadline_s: float = 300.0
+    max_ranks: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -52,7 +55,12 @@ class Policy:
         Raises:
             ConfigurationError: A value is out of range.
         """
-        checks.min_ranks(self.min_ranks, self.world_size)
+        checks.rank_limits(self.min_ranks, self.world_size, self.num_seats)
+
+    @property
+    def num_seats(self) -> int:
+        """The number of seats. Processes of seats from ``world_size`` on join after the begin of the job."""
+        return self.world_size if self.max_ranks is None else self.max_ranks
 
 
 @dataclass(frozen=True, slots=True)
