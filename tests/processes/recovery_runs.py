@@ -13,7 +13,18 @@ PROGRAM = Path(__file__).parent / "programs" / "recoverable.py"
 class Run:
     """One run of the program: its result, its events, and the files that the processes wrote."""
 
-    def __init__(self, folder: Path, num_workers: int, *arguments: str, on_event=None, program=PROGRAM, **options):
+    def __init__(
+        self,
+        folder: Path,
+        num_workers: int,
+        *arguments: str,
+        on_event=None,
+        program=PROGRAM,
+        hosts=None,
+        emulate=None,
+        python=None,
+        **options,
+    ):
         self.folder, self.events = folder, []
         folder.mkdir()
 
@@ -23,8 +34,10 @@ class Run:
                 on_event(event)
 
         self.result = run_workers(
-            [sys.executable, str(program), str(folder), *arguments],
+            [str(python or sys.executable), str(program), str(folder), *arguments],
             num_workers=num_workers,
+            hosts=hosts,
+            emulate=emulate,
             output="capture",
             timeout_s=300.0,
             recovery=RecoveryOptions(on_event=follow, **options),

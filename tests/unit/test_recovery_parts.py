@@ -260,20 +260,29 @@ def test_at_the_deadline_the_missing_ranks_are_named() -> None:
 # ------------------------------------------------------------------------------------------------------------ restarts
 
 
+def start_again(restarts: Restarts, rank: int, now: float) -> None:
+    restarts.placed(rank)
+    restarts.started(rank, now)
+
+
 def test_workers_are_started_again_at_once_after_a_signal_and_later_after_an_error() -> None:
     restarts = Restarts(RecoveryOptions(on_loss="replace", restarts=4), 2)
     for rank in range(2):
         restarts.started(rank, 0.0)
     assert restarts.failed(0, 1, 5.0, by_signal=True)
     assert restarts.due(5.0) == [0]
+    start_again(restarts, 0, 5.0)
     assert restarts.failed(1, 1, 5.0, by_signal=False)
     assert (restarts.due(5.9), restarts.due(6.0)) == ([], [1])
-    restarts.started(1, 6.0)
+    start_again(restarts, 1, 6.0)
     assert restarts.failed(1, 1, 7.0, by_signal=False)
     assert (restarts.due(8.9), restarts.due(9.0)) == ([], [1])
+    start_again(restarts, 1, 9.0)
     assert restarts.incarnations == [1, 2]
     assert restarts.failed(0, 1, 50.0, by_signal=False)
     assert restarts.due(50.0) == [0], "it ran for long, so the program is not broken"
+    assert restarts.is_pending
+    start_again(restarts, 0, 50.0)
     assert (restarts.left, restarts.is_pending) == (0, False)
     assert not restarts.failed(0, 1, 60.0, by_signal=True)
 
@@ -287,10 +296,43 @@ def test_shrink_goes_on_without_restarts_down_to_the_minimum() -> None:
 
 def test_of_two_ranks_that_accuse_each_other_one_is_ended() -> None:
     restarts = Restarts(RecoveryOptions(on_loss="replace"), 3)
+    for rank in range(3):
+        restarts.started(rank, 0.0)
     assert restarts.is_to_end(1, 0, by=0, epoch=2)
     assert not restarts.is_to_end(0, 0, by=1, epoch=2)
     assert not restarts.is_to_end(2, 1, by=0, epoch=2), "this incarnation is none of the worker's"
     assert restarts.is_to_end(0, 0, by=1, epoch=3)
+
+
+def test_seats_beyond_the_number_of_workers_are_started_when_the_job_has_begun() -> None:
+    restarts = Restarts(RecoveryOptions(on_loss="shrink", restarts=1, max_ranks=4), 2)
+    for rank in range(2):
+        restarts.started(rank, 0.0)
+    assert restarts.due(1.0) == []
+    restarts.begun()
+    assert restarts.due(1.0) == [2, 3]
+    start_again(restarts, 2, 1.0)
+    assert (restarts.due(1.0), restarts.incarnations, restarts.left) == ([3], [0, 0, 0, -1], 1)
+    assert not restarts.is_pending, "the run does not wait for seats without a slot"
+
+
+def test_a_worker_that_loses_its_host_costs_no_restart() -> None:
+    restarts = Restarts(RecoveryOptions(on_loss="shrink", restarts=1), 3)
+    for rank in range(3):
+        restarts.started(rank, 0.0)
+    assert restarts.displaced(1, num_running=2)
+    assert (restarts.due(0.0), restarts.left, restarts.is_pending) == ([1], 1, False)
+    assert not restarts.displaced(0, num_running=0), "no process has the state of the job any more"
+    assert restarts.failed(2, 0, 5.0, by_signal=True)
+    assert restarts.displaced(0, num_running=0), "rank 2 is to be started again"
+    assert restarts.due(5.0) == [2, 0, 1]
+
+
+def test_numbers_of_ranks_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--max-ranks must be at least the number of workers, 4, not 3"):
+        RecoveryOptions(on_loss="shrink", max_ranks=3).check(4)
+    with pytest.raises(ConfigurationError, match="--max-ranks 5 is more than the number of workers, 4, which never"):
+        RecoveryOptions(on_loss="replace", max_ranks=5).check(4)
 
 
 def test_after_the_end_nothing_is_started_again() -> None:

@@ -1,13 +1,15 @@
-"""``totalreduce run``: start a script as several local workers, or in emulated hosts."""
+"""``totalreduce run``: start a script as several workers on this host, on others, or in emulated hosts."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -17,7 +19,9 @@ import typer
 
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.launch.local import EmulateOptions, RecoveryOptions, RunResult, run_workers
+from totalreduce.launch.hosts import Host, parse_hosts
+from totalreduce.launch.local import EmulateOptions, HostOptions, RecoveryOptions, RunResult, run_workers
+from totalreduce.launch.placement import launcher_address, read_host_file, ssh_command
 from totalreduce.launch.workers import default_num_threads
 
 __all__ = ["run"]
@@ -51,6 +55,48 @@ def run(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write how every worker ended.")
     ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            "-H", "--hosts", metavar="node0:4,node1:4", help="Hosts and their slots.", rich_help_panel="Several hosts"
+        ),
+    ] = None,
+    hosts_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A host in each line: node0:4 or node0 slots=4. With --on-loss, changes of the file are followed.",
+            rich_help_panel="Several hosts",
+        ),
+    ] = None,
+    ssh_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of ssh.", rich_help_panel="Several hosts")
+    ] = None,
+    ssh_identity: Annotated[
+        Path | None, typer.Option(help="Private key for ssh.", rich_help_panel="Several hosts")
+    ] = None,
+    remote_shell: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Instead of ssh: COMMAND HOST 'command line' must run the command line on the host.",
+            rich_help_panel="Several hosts",
+        ),
+    ] = None,
+    remote_python: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Python of the other hosts.",
+            show_default="as here",
+            rich_help_panel="Several hosts",
+        ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of this host for the others.", show_default="route to them", rich_help_panel="Several hosts"
+        ),
+    ] = None,
     emulate_hosts: Annotated[
         int | None,
         typer.Option(min=1, help="Emulate so many hosts (root, Linux).", rich_help_panel="Emulation"),
@@ -79,11 +125,21 @@ def run(
         int | None,
         typer.Option(min=1, help="Go on with so many workers at least.", show_default="1", rich_help_panel="Recovery"),
     ] = None,
+    max_ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With shrink: take in further workers while hosts have slots, up to so many.",
+            show_default="-n",
+            rich_help_panel="Recovery",
+        ),
+    ] = None,
     spares: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Keep so many further processes in tr.init(), to replace lost workers without starting Python.",
+            help="Keep so many further processes in tr.init() on each host, to replace lost workers without starting "
+            "Python.",
             show_default="0",
             rich_help_panel="Recovery",
         ),
@@ -93,7 +149,7 @@ def run(
         typer.Option(metavar="FILE", help="Write losses and restarts as JSON lines.", rich_help_panel="Recovery"),
     ] = None,
 ) -> None:
-    """Start a script as several local workers, or in emulated hosts.
+    """Start a script as several workers: on this host, on others over ssh, or in emulated hosts.
 
     Every worker gets the variables that torchrun sets: a script runs unchanged under either.
     If one fails, the others are stopped and its exit code is passed on.
@@ -105,10 +161,26 @@ def run(
     totalreduce run -n 2 -m package.train
     totalreduce run -n 4 --output logs train.py
     totalreduce run -n 2 --no-python ./train.sh
+    totalreduce run -H node0:4,node1:4 train.py
+    totalreduce run -n 8 --hosts-file hosts --ssh-port 2222 train.py
     totalreduce run --emulate-hosts 8 --emulate-rate 1gbit train.py
     totalreduce run -n 8 --on-loss replace --restarts 20 train.py
     totalreduce run -n 8 --on-loss replace --spares 1 train.py
+    totalreduce run -n 8 --on-loss shrink --min-ranks 4 --max-ranks 12 --hosts-file hosts train.py
     """
+    listed = _listed_hosts(hosts, hosts_file)
+    ssh = {"--ssh-port": ssh_port, "--ssh-identity": ssh_identity}
+    remote = {**ssh, "--remote-shell": remote_shell, "--remote-python": remote_python, "--address": address}
+    several = None
+    if listed is not None:
+        if remote_shell is not None and any(value is not None for value in ssh.values()):
+            raise ConfigurationError("--ssh-port and --ssh-identity are options of ssh: put them into --remote-shell")
+        shell = ssh_command(port=ssh_port, identity=ssh_identity) if remote_shell is None else shlex.split(remote_shell)
+        python = remote_python or sys.executable
+        several = HostOptions(hosts=listed, file=hosts_file, shell=tuple(shell), python=python, address=address)
+        num_workers = num_workers or sum(host.slots for host in listed)
+    elif given := [name for name, value in remote.items() if value is not None]:
+        raise ConfigurationError(f"{given[0]} goes with --hosts or --hosts-file")
     emulate = None
     if emulate_hosts is not None:
         per_host = ranks_per_host or _ranks_per_host(num_workers, emulate_hosts)
@@ -120,7 +192,7 @@ def run(
         _warn_of_late_options(script, arguments or [])
     num_workers = num_workers or 1
     argv = _command(script, arguments or [], module=module, no_python=no_python)
-    _say_what_was_chosen(num_workers, emulate)
+    several = _say_what_was_chosen(num_workers, emulate, several)
     with contextlib.ExitStack() as stack:
         recovery = None
         if on_loss is not None:
@@ -129,15 +201,17 @@ def run(
                 on_loss=on_loss.value,
                 restarts=10 if restarts is None else restarts,
                 min_ranks=min_ranks or 1,
+                max_ranks=max_ranks,
                 spares=spares or 0,
                 on_event=functools.partial(_show_event, file=file),
             )
-        elif any(value is not None for value in (restarts, min_ranks, spares, events)):
-            raise ConfigurationError("--restarts, --min-ranks, --spares and --events go with --on-loss")
+        elif any(value is not None for value in (restarts, min_ranks, max_ranks, spares, events)):
+            raise ConfigurationError("--restarts, --min-ranks, --max-ranks, --spares and --events go with --on-loss")
         result = run_workers(
             argv,
             num_workers=num_workers,
             emulate=emulate,
+            hosts=several,
             output="all" if output == "all" else "rank0" if output == "rank0" else Path(output),
             grace_s=grace,
             timeout_s=timeout,
@@ -173,6 +247,21 @@ def _show_event(event: dict[str, Any], *, file: TextIO | None) -> None:
         _note(f"rank {rank} {why}: it is killed")
     elif kind == "keeper" and event["starts"]:
         _note("the process that serves the store of the ranks was lost, and is started again")
+    elif kind == "host added":
+        _note(f"host {event['host']} is listed with {event['slots']} slots")
+    elif kind == "host removed":
+        _note(f"host {event['host']} is listed with {event['slots'] or 'no'} slots: workers without a slot are ended")
+    elif kind == "host blacklisted":
+        why = (
+            "workers fail there" if event["is_reached"] else "no worker can be started there, or the connection is lost"
+        )
+        _note(f"host {event['host']} gets no workers for {event['seconds']:g} s: {why}")
+        for line in event["last_errors"]:
+            _note(f"  {line}")
+    elif kind == "host back":
+        _note(f"host {event['host']} is tried again")
+    elif kind == "hosts refused":
+        _note(f"the hosts stay as they are: {event['error']}")
     elif kind == "epoch" and event["epoch"] > 1:
         _note(f"{len(event['members'])} ranks go on from version {event['version']} (epoch {event['epoch']})")
 
@@ -209,19 +298,38 @@ def _command(script: str, arguments: list[str], *, module: bool, no_python: bool
     return [sys.executable, script, *arguments]
 
 
-def _say_what_was_chosen(num_workers: int, emulate: EmulateOptions | None) -> None:
+def _listed_hosts(hosts: str | None, hosts_file: Path | None) -> tuple[Host, ...] | None:
+    if hosts is not None and hosts_file is not None:
+        raise ConfigurationError("--hosts and --hosts-file exclude each other")
+    if hosts is not None:
+        return parse_hosts(hosts)
+    return None if hosts_file is None else read_host_file(hosts_file)
+
+
+def _say_what_was_chosen(
+    num_workers: int, emulate: EmulateOptions | None, several: HostOptions | None
+) -> HostOptions | None:
+    """Show what the user has not chosen; return the options of the hosts with the address that is shown."""
+    if several is not None:
+        address, how = launcher_address(several)
+        names = ", ".join(f"{host.name}:{host.slots}" for host in several.hosts[:8])
+        names += f" and {len(several.hosts) - 8} more" if len(several.hosts) > 8 else ""
+        _note(f"{num_workers} workers on {names}; they reach this host at {address} ({how}; --address chooses it)")
+        return dataclasses.replace(several, address=address)
     if emulate is not None:
         per_host = emulate.ranks_per_host
         _note(f"{emulate.num_hosts} emulated hosts, {emulate.rate} links, {per_host} worker(s) each")
     if num_workers > 1 and not current().get("OMP_NUM_THREADS"):
         threads = default_num_threads(num_workers)
         _note(f"OMP_NUM_THREADS={threads} for each of {num_workers} workers; set it to choose otherwise")
+    return None
 
 
 def _report(result: RunResult, timeout_s: float | None) -> None:
     failure = result.first_failure
     if failure is not None:
-        _note(f"rank {failure.rank} failed first: {failure.describe()} after {failure.seconds:.1f} s")
+        where = "" if failure.host == "localhost" else f" on {failure.host}"
+        _note(f"rank {failure.rank}{where} failed first: {failure.describe()} after {failure.seconds:.1f} s")
         for line in failure.last_errors:
             _note(f"  {line}")
         others = [w for w in result.workers if w.rank != failure.rank]

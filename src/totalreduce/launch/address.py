@@ -13,7 +13,7 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import is_out_of_descriptors
 from totalreduce.foundation.world import World
 
-__all__ = ["choose_address", "host_identity", "interface_of"]
+__all__ = ["choose_address", "host_identity", "interface_of", "towards"]
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 #: TEST-NET-1: the route to it has the default route's address; nothing is sent.
@@ -35,13 +35,13 @@ def choose_address(world: World, settings: Settings) -> tuple[str, str]:
     if settings.interface is not None:
         return _of_interface(settings.interface), f"interface {settings.interface}"
     if world.master_address:
-        address = _towards(world.master_address)
+        address = towards(world.master_address)
         if address is None:
             raise ConfigurationError(
                 f"rank {world.rank}: no route to rank 0's host {world.master_address!r}; set TOTALREDUCE_ADDRESS"
             )
         return address, f"route to {world.master_address}"
-    address = _towards(_ANYWHERE)
+    address = towards()
     return (address, "default route") if address is not None else ("127.0.0.1", "no route: loopback")
 
 
@@ -67,8 +67,11 @@ def interface_of(address: str) -> str:
     raise ConfigurationError(f"no network interface has the address {address}")
 
 
-def _towards(host: str) -> str | None:
-    """Return the kernel's source address for packets to ``host``; connecting a datagram socket sends nothing."""
+def towards(host: str = _ANYWHERE) -> str | None:
+    """Return the kernel's source address for packets to ``host``, by default for the default route; ``None``: no route.
+
+    Connecting a datagram socket sends nothing.
+    """
     try:
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -18,12 +18,13 @@ class Escalation:
     """Signals to send to every worker that still runs, in order of time.
 
     Attributes:
+        grace_s: The time from SIGTERM to SIGKILL.
         stopping: Whether signals are planned: the end of a worker is then no failure of its own.
     """
 
     def __init__(self, linger_s: float, grace_s: float) -> None:
         """Survivors of a failure may go on for ``linger_s``; after the first signal a worker may take ``grace_s``."""
-        self._linger_s, self._grace_s = linger_s, grace_s
+        self._linger_s, self.grace_s = linger_s, grace_s
         self._steps: list[tuple[float, signal.Signals]] = []
         self._interruptions = 0
         self.stopping = False
@@ -33,7 +34,7 @@ class Escalation:
         if not self.stopping:
             self.stopping = True
             begin = now + self._linger_s
-            self._steps = [(begin, signal.SIGTERM), (begin + self._grace_s, signal.SIGKILL)]
+            self._steps = [(begin, signal.SIGTERM), (begin + self.grace_s, signal.SIGKILL)]
 
     def interrupted(self, by: signal.Signals, now: float) -> None:
         """Plan to pass on a signal that the launcher got. After a second one all workers are killed at once."""
@@ -42,9 +43,9 @@ class Escalation:
         if self._interruptions > 1:
             self._steps = [(now, signal.SIGKILL)]
             return
-        self._steps = [(now, by), (now + self._grace_s, signal.SIGKILL)]
+        self._steps = [(now, by), (now + self.grace_s, signal.SIGKILL)]
         if by is not signal.SIGTERM:
-            self._steps.insert(1, (now + self._grace_s / 2, signal.SIGTERM))
+            self._steps.insert(1, (now + self.grace_s / 2, signal.SIGTERM))
 
     def due(self, now: float) -> signal.Signals | None:
         """Return the signal to send now, if any: each once, and of several that are due only the last."""
@@ -62,17 +63,18 @@ def find_first_failure(first_to_end: WorkerResult, results: Sequence[WorkerResul
     the search follows these names from the process that ended first. Only a worker that ended with an exit code of its
     own, other than 0, continues the chain: the launcher itself ends workers by signals.
     """
+    by_rank = {result.rank: result for result in results}
     seen = {first_to_end.rank}
     found = first_to_end
     while True:
         lost = _lost_rank(found.last_errors)
         if lost in seen:  # ranks that lost each other, for instance by a cut cable: nothing says which failed first
             return first_to_end
-        if lost is None or lost >= len(results):
+        if lost is None or lost not in by_rank:
             return found
-        if results[lost].signal is not None or results[lost].exit_code == 0:
+        if by_rank[lost].signal is not None or by_rank[lost].exit_code == 0:
             return found
-        found = results[lost]
+        found = by_rank[lost]
         seen.add(lost)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Guard", "remove_namespaces"]
+__all__ = ["Guard", "kill_processes", "remove_namespaces"]
 
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 COMMAND_TIMEOUT_S = 20.0
@@ -94,13 +94,13 @@ class Guard:
                 pipe.flush()
 
 
-def _kill_job(job_id: str) -> int:
-    """Send SIGKILL to every process of a job, until none is found, because one may fork meanwhile.
+def kill_processes(name: str, value: str) -> int:
+    """Send SIGKILL to every process whose environment has ``name=value``, until none is found: one may fork meanwhile.
 
     Returns:
         The number of processes killed.
     """
-    marker = f"TOTALREDUCE_JOB_ID={job_id}".encode()
+    marker = f"{name}={value}".encode()
     killed: set[int] = set()
     for _ in range(20):
         found = [pid for pid in _process_ids() if pid != os.getpid() and marker in _environment_of(pid)]
@@ -156,7 +156,7 @@ def _run(*command: str) -> str:
 
 def _clean_up(jobs: list[str], namespaces: list[str]) -> None:
     for job_id in jobs:
-        _kill_job(job_id)
+        kill_processes("TOTALREDUCE_JOB_ID", job_id)
     remove_namespaces(namespaces)
 
 

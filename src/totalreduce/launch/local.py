@@ -1,4 +1,4 @@
-"""Start workers on this machine, watch them, and clean up after them.
+"""Start the workers of a run, watch them, and clean up after them.
 
 One thread waits for output, ends of workers and signals at once:
 
@@ -6,7 +6,8 @@ One thread waits for output, ends of workers and signals at once:
   ``RecoveryOptions`` it is started again, or the others go on without it (``recovery``).
 - SIGINT, SIGTERM and SIGHUP are passed on, and followed by harder signals. A second one kills at once.
 - Processes that workers left running in their process groups are killed. A pipe that one holds open is left.
-- If this process is killed itself, the guard kills the workers.
+- If this process is killed itself, the guard kills the workers; those on other hosts end with their connection.
+- With a file of hosts, workers end and begin as the file changes (``hosts``, ``placement``).
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from typing import IO, NamedTuple
 
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.launch.emulate import EmulatedNetwork, EmulateOptions
+from totalreduce.launch.emulate import EmulatedHost, EmulatedNetwork, EmulateOptions
 from totalreduce.launch.ending import Escalation, find_first_failure
 from totalreduce.launch.guard import Guard
+from totalreduce.launch.hosts import Host, HostPool
 from totalreduce.launch.output import Output, Relay, open_relay
+from totalreduce.launch.placement import HostOptions, HostsFile, Placement, is_this_host, launcher_address
 from totalreduce.launch.recovery import Keeper, RecoveryOptions, Restarts, event, worker_variables
 from totalreduce.launch.spares import Spare, Spares
-from totalreduce.launch.workers import RunResult, Worker, WorkerResult, free_port, worker_environments
+from totalreduce.launch.workers import RunResult, Worker, WorkerResult, common_environment, free_port
 
-__all__ = ["EmulateOptions", "RecoveryOptions", "RunResult", "WorkerResult", "run_workers"]
+__all__ = ["EmulateOptions", "HostOptions", "RecoveryOptions", "RunResult", "WorkerResult", "run_workers"]
 
 #: Longer than it takes a survivor to notice a frozen peer (2 s) and to print its error.
 LINGER_S = 3.0
@@ -51,6 +54,7 @@ def run_workers(
     *,
     num_workers: int,
     emulate: EmulateOptions | None = None,
+    hosts: HostOptions | None = None,
     environment: Mapping[str, str] | None = None,
     output: Output = "all",
     grace_s: float = 5.0,
@@ -66,8 +70,10 @@ def run_workers(
 
     Args:
         argv: The command, equal for all ranks.
-        num_workers: World size, at least 1.
+        num_workers: World size, at least 1. With ``recovery``: the number of ranks with which the job begins.
         emulate: Put the workers into emulated hosts; ``num_workers`` must then be hosts times ranks per host.
+        hosts: Other hosts on which workers run; by default all run on this one. The first hosts of the list are filled
+            first.
         environment: The environment that the workers' environments extend; by default this process's.
         output: Where the workers' output goes; see :data:`totalreduce.launch.output.Output`.
         grace_s: Time from SIGTERM to SIGKILL.
@@ -76,47 +82,54 @@ def run_workers(
         recovery: What happens when a worker fails; by default the run ends.
 
     Raises:
-        ConfigurationError: The command cannot be started, or the emulated network cannot be made.
+        ConfigurationError: The command cannot be started, the emulated network cannot be made, or the hosts have too
+            few slots.
     """
-    workers_per_host = _workers_per_host(num_workers, emulate)
+    num_seats = num_workers
     if recovery is not None:
         recovery.check(num_workers)
-        if recovery.spares and emulate is not None:
-            raise ConfigurationError("--spares needs all workers on one host: a spare cannot move to another host")
+        num_seats = recovery.num_seats(num_workers)
+    pool = _pool(num_workers, num_seats, emulate, hosts)
     job_id = f"run-{os.getpid()}-{secrets.token_hex(8)}"
     base = current() if environment is None else environment
     with contextlib.ExitStack() as stack:
         guard = stack.enter_context(Guard())
-        commands = [list(argv)] * num_workers
-        address = "127.0.0.1"
+        address = master = "127.0.0.1"
         prefix: list[str] = []
+        emulated: dict[str, EmulatedHost] = {}
+        num_local = num_workers
+        if hosts is not None:
+            address, _ = launcher_address(hosts)
+            first = hosts.hosts[0]
+            master = address if is_this_host(first.name) else first.address
+            num_local = max([1, *(host.slots for host in hosts.hosts if is_this_host(host.name))])
         if emulate is not None:
-            options = emulate
-            network = EmulatedNetwork(options.num_hosts, options.rate, queue_ms=options.queue_ms)
-            hosts = stack.enter_context(network).hosts
-            commands = [hosts[rank // workers_per_host].command(argv) for rank in range(num_workers)]
-            address, prefix = hosts[0].address, hosts[0].command([])
+            network = EmulatedNetwork(emulate.num_hosts, emulate.rate, queue_ms=emulate.queue_ms)
+            emulated = dict(zip(pool.usable, stack.enter_context(network).hosts, strict=True))
+            address, prefix = network.hosts[0].address, network.hosts[0].command([])
+            master = address
             # gloo, NCCL and c10d look up the host's name, which has no address inside a namespace.
             interface = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
             # Every emulated host sees all the cores.
             compute = {} if len(os.sched_getaffinity(0)) >= 2 * num_workers else {"TOTALREDUCE_COMPUTE": "inline"}
             base = {"TORCH_CPP_LOG_LEVEL": "ERROR", **interface, **compute, **base}
-        environments = worker_environments(
-            base, num_workers, workers_per_host=workers_per_host, master_address=address, job_id=job_id
-        )
+        common = common_environment(base, num_seats, master_address=master, job_id=job_id)
         guard.watch_job(job_id)
-        supervisor = _Supervisor(open_relay(output, num_workers), Escalation(linger_s, grace_s))
+        kept: _Recovery | None = None
         if recovery is not None:
             port = free_port()
-            keeper = Keeper(prefix, port, num_workers, environments[0])
+            keeper = Keeper(prefix, port, num_seats, common)
             stack.callback(keeper.close)
-            supervisor.recover(recovery, keeper, num_workers)
             # Torch logs a trace whenever the store is lost, which this library reports by itself.
-            quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-            environments = [{**quiet, **each, **worker_variables(recovery, address, port)} for each in environments]
+            common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            common |= worker_variables(recovery, num_workers, address, port)
+            file = None if hosts is None or hosts.file is None else HostsFile(hosts.file)
+            kept = _Recovery(recovery, keeper, Restarts(recovery, num_workers), Spares(), file)
+        placement = Placement(pool, argv, common, num_local=num_local, options=hosts, emulated=emulated)
+        supervisor = _Supervisor(open_relay(output, num_seats), Escalation(linger_s, grace_s), placement, kept)
         with _signals_to(supervisor):
             try:
-                supervisor.start(commands, environments)
+                supervisor.start(num_workers)
                 supervisor.watch(timeout_s)
             finally:
                 supervisor.finish()
@@ -124,17 +137,28 @@ def run_workers(
         return supervisor.result()
 
 
-def _workers_per_host(num_workers: int, emulate: EmulateOptions | None) -> int:
+def _pool(num_workers: int, num_seats: int, emulate: EmulateOptions | None, hosts: HostOptions | None) -> HostPool:
+    """Return the hosts of a run, which have a slot for every worker."""
     if num_workers < 1:
         raise ConfigurationError(f"the number of workers must be at least 1, not {num_workers}")
+    if hosts is not None:
+        if emulate is not None:
+            raise ConfigurationError("a run has emulated hosts or a list of hosts, and not both")
+        pool = HostPool(hosts.hosts)
+        if pool.num_slots < num_workers:
+            raise ConfigurationError(
+                f"{num_workers} workers need as many slots, and the hosts have {pool.num_slots}: list more hosts, or "
+                f"start with -n {pool.num_slots}"
+            )
+        return pool
     if emulate is None:
-        return num_workers
+        return HostPool([Host("localhost", num_seats)])
     if emulate.num_hosts * emulate.ranks_per_host != num_workers:
         raise ConfigurationError(
             f"{emulate.num_hosts} emulated hosts with {emulate.ranks_per_host} ranks each make "
             f"{emulate.num_hosts * emulate.ranks_per_host} workers, not {num_workers}"
         )
-    return emulate.ranks_per_host
+    return HostPool([Host(f"host{index}", emulate.ranks_per_host) for index in range(emulate.num_hosts)])
 
 
 class _Recovery(NamedTuple):
@@ -142,23 +166,24 @@ class _Recovery(NamedTuple):
     keeper: Keeper
     restarts: Restarts
     spares: Spares
+    file: HostsFile | None
 
 
 class _Supervisor:
     """Watches the workers of one run."""
 
-    def __init__(self, relay: Relay, escalation: Escalation) -> None:
+    def __init__(self, relay: Relay, escalation: Escalation, placement: Placement, recovery: _Recovery | None) -> None:
         self._relay, self._escalation = relay, escalation
+        self._placement, self._recovery = placement, recovery
         self._selector = selectors.DefaultSelector()
-        self._workers: list[Worker] = []
+        if recovery is not None:
+            self._follow_new(recovery, recovery.keeper)
+        self._workers: dict[int, Worker] = {}
         self._pipes: dict[IO[bytes], tuple[IO[bytes], Worker, bool]] = {}
         self._first_to_end: Worker | None = None
         self._signals: list[signal.Signals] = []
         self._interrupted_by: signal.Signals | None = None
         self._timed_out = self._output_is_gone = False
-        self._recovery: _Recovery | None = None
-        #: By rank: the command and the environment of the worker.
-        self._to_start: list[tuple[Sequence[str], Mapping[str, str]]] = []
         self._started_at = self._last_end = time.monotonic()
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -167,45 +192,50 @@ class _Supervisor:
         if self._interrupted_by or len(self._signals) > 1:
             self._send_all(signal.SIGKILL)
 
-    def recover(self, options: RecoveryOptions, keeper: Keeper, num_workers: int) -> None:
-        """Start workers again that fail. Call this before ``start``."""
-        self._recovery = _Recovery(options, keeper, Restarts(options, num_workers), Spares())
-        self._follow_new(keeper)
+    def start(self, num_workers: int) -> None:
+        """Start the workers. Raises ``ConfigurationError`` if one cannot be started."""
+        for rank in range(num_workers):
+            self._placement.queue(rank)
+        self._start_waiting(time.monotonic())
 
-    def start(self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> None:
-        """Start all workers. Raises ``ConfigurationError`` if one cannot be started."""
-        self._to_start = list(zip(commands, environments, strict=True))
-        for rank in range(len(commands)):
-            self._workers.append(self._start_worker(rank, 0))
+    def _start_waiting(self, now: float) -> None:
+        """Start the workers that have a place, as many as can be started at the same time."""
+        if self._escalation.stopping:
+            self._placement.waiting.clear()
+        for rank in self._placement.take_startable():
+            if rank in self._workers:
+                self._workers[rank].finish(now)
+            self._workers[rank] = self._start_worker(rank, now)
 
-    def _start_worker(self, rank: int, incarnation: int) -> Worker:
-        """Start the worker of a rank, or give the seat to a spare."""
-        command, environment = self._to_start[rank]
-        recovery = self._recovery
+    def _start_worker(self, rank: int, now: float) -> Worker:
+        """Start the worker of a rank, or give the seat to a spare of its host."""
+        placement, recovery = self._placement, self._recovery
         if recovery is None:
-            return self._watched(Worker(rank, command, environment, *self._relay.targets[rank]))
-        environment = {**environment, "TOTALREDUCE_INCARNATION": str(incarnation)}
-        recovery.restarts.started(rank, time.monotonic())
-        was_spare = bool(recovery.spares.waiting)
-        if was_spare:
-            spare = recovery.spares.waiting.pop(0)
-            spare.seat(rank, environment)
+            return self._watched(placement.start(rank, None, self._relay.targets[rank]))
+        recovery.restarts.started(rank, now)
+        incarnation, place = recovery.restarts.incarnations[rank], placement.pool.place_of(rank)
+        spare = None if place is None else recovery.spares.take(place.host)
+        if spare is not None:
+            spare.seat(rank, placement.environment(rank, incarnation))
             worker = spare.worker
             for is_error, data in enumerate(spare.held):
                 self._shown(functools.partial(self._relay.feed, rank, bytes(data), is_error=bool(is_error)))
         else:
-            worker = self._watched(Worker(rank, command, environment, *self._relay.targets[rank]))
-        details = {"rank": rank, "incarnation": incarnation, "pid": worker.process.pid, "was_spare": was_spare}
-        recovery.options.on_event(event("started", **details, restarts_left=recovery.restarts.left))
+            worker = self._watched(placement.start(rank, incarnation, self._relay.targets[rank]))
+        details = {"rank": rank, "incarnation": incarnation, "pid": worker.process.pid, "host": worker.host}
+        details |= {"was_spare": spare is not None, "restarts_left": recovery.restarts.left}
+        recovery.options.on_event(event("started", **details))
         return worker
 
     def _start_spares(self, recovery: _Recovery) -> None:
         """Start the spares that are missing. They cost time of the workers' cores until they wait."""
         wanted = recovery.options.spares if recovery.restarts.is_possible and not recovery.spares.fail else 0
-        while len(recovery.spares.waiting) < wanted:
-            spare = Spare(*self._to_start[0])
-            recovery.spares.waiting.append(spare)
-            self._watched(spare.worker)
+        counts = recovery.spares.count()
+        for host in self._placement.pool.usable:
+            for _ in range(wanted - counts.get(host, 0)):
+                spare = self._placement.start_spare(host)
+                recovery.spares.waiting.append(spare)
+                self._watched(spare.worker)
 
     def _watched(self, worker: Worker) -> Worker:
         """Return a worker whose output and end are noticed from now on."""
@@ -229,7 +259,9 @@ class _Supervisor:
             if self._recovery is not None:
                 self._look_for_spares_ends(self._recovery, now)
                 self._follow_keeper(self._recovery, now)
+                self._follow_hosts(self._recovery, now)
                 self._restart(self._recovery, now)
+            self._start_waiting(now)
             for number in self._take_signals():
                 self._interrupted_by = self._interrupted_by or number
                 self._escalation.interrupted(number, now)
@@ -244,7 +276,7 @@ class _Supervisor:
     def finish(self) -> None:
         """Kill the workers that still run, reap all, read and close the pipes."""
         now = time.monotonic()
-        for worker in self._workers:
+        for worker in self._workers.values():
             if worker.exit_descriptor is not None and not worker.ended:
                 self._selector.unregister(worker.exit_descriptor)
             worker.finish(now)
@@ -258,8 +290,9 @@ class _Supervisor:
 
     def result(self) -> RunResult:
         """Return the result of the run, after :meth:`finish`."""
-        results = tuple(worker.result(self._relay.last_errors(worker.rank)) for worker in self._workers)
-        first = find_first_failure(results[self._first_to_end.rank], results) if self._first_to_end else None
+        results = {rank: each.result(self._relay.last_errors(rank)) for rank, each in sorted(self._workers.items())}
+        ended = self._first_to_end
+        first = find_first_failure(results[ended.rank], tuple(results.values())) if ended is not None else None
         if self._interrupted_by:
             code = 128 + self._interrupted_by
         elif self._timed_out:
@@ -271,7 +304,7 @@ class _Supervisor:
         output, errors = self._relay.captured()
         return RunResult(
             exit_code=code,
-            workers=results,
+            workers=tuple(results.values()),
             first_failure=first,
             interrupted_by=self._interrupted_by.name if self._interrupted_by else None,
             timed_out=self._timed_out,
@@ -281,7 +314,7 @@ class _Supervisor:
         )
 
     def _all_done(self) -> bool:
-        if not all(worker.ended for worker in self._workers):
+        if self._placement.waiting or not all(worker.ended for worker in self._workers.values()):
             return False
         if self._recovery is not None and self._recovery.restarts.is_pending and not self._escalation.stopping:
             return False
@@ -294,22 +327,28 @@ class _Supervisor:
         for pipe in (spare.worker.process.stdout, spare.worker.process.stderr):
             if pipe in self._pipes:
                 self._close_pipe(pipe)
-        spare.close(now)
+        spare.worker.finish(now)
 
     def _look_for_spares_ends(self, recovery: _Recovery, now: float) -> None:
         """Without spares the job goes on: lost workers are then started from the beginning."""
         for spare in recovery.spares.take_ended(now):
+            self._read_rest(spare.worker)
             self._end_spare(spare, now)
+            if spare.worker.has_lost_host:  # this says nothing about the program
+                self._host_failed(recovery, spare.worker, 0.0, now)
+                continue
+            recovery.spares.fail = True
             end = spare.worker.result(())
             lines = spare.held[1].decode("utf-8", "replace").splitlines()
             recovery.options.on_event(event("spare ended", exit_code=end.exit_code, last_errors=lines[-10:]))
 
     def _look_for_ends(self, now: float) -> None:
-        ended = [worker for worker in self._workers if worker.poll(now)]
+        ended = [worker for worker in self._workers.values() if worker.poll(now)]
         if not ended:
             return
         self._last_end = now
         for worker in ended:
+            self._read_rest(worker)
             if worker.exit_descriptor is not None:
                 self._selector.unregister(worker.exit_descriptor)
         failed = [worker for worker in ended if worker.failed]
@@ -322,37 +361,99 @@ class _Supervisor:
 
     def _ends_run(self, recovery: _Recovery, worker: Worker, now: float) -> bool:
         """Report the end of a worker to the others and the user; return whether the run fails by it."""
-        rank = worker.rank
-        incarnation = recovery.restarts.incarnations[rank]
-        recovery.keeper.has_ended(rank, incarnation, finished=not worker.failed)
+        rank, restarts = worker.rank, recovery.restarts
+        incarnation = restarts.incarnations[rank]
+        is_leaving = self._placement.leaving.pop(rank, None) is not None
+        recovery.keeper.has_ended(rank, incarnation, finished=not (worker.failed or is_leaving))
         end = worker.result(())
         details = {"rank": rank, "incarnation": incarnation, "exit_code": end.exit_code, "signal": end.signal}
-        recovery.options.on_event(event("ended", **details))
-        if not worker.failed:
-            recovery.restarts.finished()
+        recovery.options.on_event(event("ended", **details, host=worker.host))
+        if not worker.failed and not is_leaving:
+            restarts.finished()
             return False
-        num_running = sum(not each.ended for each in self._workers)
-        return not recovery.restarts.failed(rank, num_running, now, by_signal=worker.ended_by_signal)
+        if not is_leaving:
+            self._host_failed(recovery, worker, restarts.seconds_since_start(rank, now), now)
+        num_running = sum(not each.ended for each in self._workers.values()) + len(self._placement.waiting)
+        if is_leaving or worker.has_lost_host:
+            return not restarts.displaced(rank, num_running)
+        return not restarts.failed(rank, num_running, now, by_signal=worker.ended_by_signal)
+
+    def _host_failed(self, recovery: _Recovery, worker: Worker, after_s: float, now: float) -> None:
+        """Count the failure of a worker against its host."""
+        if not self._placement.blacklists:
+            return
+        lost = worker.has_lost_host
+        cool_down_s = self._placement.pool.failed(worker.host, now, after_s=after_s, is_reached=not lost)
+        if cool_down_s is not None:
+            for rank in self._placement.withdraw(worker.host):
+                recovery.restarts.displaced(rank, 1)
+            details = {"host": worker.host, "seconds": cool_down_s, "is_reached": not lost}
+            last_errors = list(self._relay.last_errors(worker.rank)) if lost and worker.rank >= 0 else []
+            recovery.options.on_event(event("host blacklisted", **details, last_errors=last_errors))
 
     def _restart(self, recovery: _Recovery, now: float) -> None:
+        """Have workers started whose seats wait for it, if there are slots."""
         if self._escalation.stopping:
             return
+        spares = recovery.spares.count()
         for rank in recovery.restarts.due(now):
-            self._workers[rank].finish(now)
-            self._workers[rank] = self._start_worker(rank, recovery.restarts.incarnations[rank])
+            host = self._placement.queue(rank, spares)
+            if host is not None:
+                recovery.restarts.placed(rank)
+                spares[host] = max(0, spares.get(host, 0) - 1)
 
-    def _follow_new(self, keeper: Keeper) -> None:
+    def _follow_hosts(self, recovery: _Recovery, now: float) -> None:
+        """Use the hosts of the file if it has changed, and blacklisted ones again; kill workers that do not end."""
+        if self._escalation.stopping:
+            return
+        on_event, placement = recovery.options.on_event, self._placement
+        hosts = None
+        try:
+            hosts = None if recovery.file is None else recovery.file.changed(now)
+        except ConfigurationError as error:
+            on_event(event("hosts refused", error=str(error)))
+        back = placement.pool.returned(now)
+        for name in back:
+            on_event(event("host back", host=name))
+        if hosts is not None:
+            self._use_hosts(recovery, hosts, now)
+        if recovery.restarts.has_begun and (back or hosts is not None):
+            self._start_spares(recovery)
+        for rank, kill_at in placement.leaving.items():
+            if now >= kill_at:
+                self._workers[rank].send(signal.SIGKILL)
+
+    def _use_hosts(self, recovery: _Recovery, hosts: Sequence[Host], now: float) -> None:
+        """Take another list of hosts: end the workers that have lost their slots; free slots are used afterwards."""
+        on_event, placement = recovery.options.on_event, self._placement
+        update = placement.pool.update(hosts)
+        for host in update.added:
+            on_event(event("host added", host=host.name, slots=host.slots))
+        for name in update.removed:
+            on_event(event("host removed", host=name, slots=placement.pool.slots_of(name)))
+        for rank in update.displaced:
+            if rank in placement.waiting:
+                placement.waiting.remove(rank)
+                recovery.restarts.displaced(rank, 1)
+            elif rank in self._workers and not self._workers[rank].ended:
+                placement.leaving[rank] = now + self._escalation.grace_s
+                self._workers[rank].send(signal.SIGTERM)
+        for spare in list(recovery.spares.waiting):
+            if not placement.pool.slots_of(spare.worker.host):
+                recovery.spares.waiting.remove(spare)
+                self._end_spare(spare, now)
+
+    def _follow_new(self, recovery: _Recovery, keeper: Keeper) -> None:
         """Notice from now on what a keeper says that was just started."""
-        assert self._recovery is not None
         self._selector.register(keeper.output, selectors.EVENT_READ)
-        self._recovery.options.on_event(event("keeper", pid=keeper.pid, starts=keeper.starts))
+        recovery.options.on_event(event("keeper", pid=keeper.pid, starts=keeper.starts))
 
     def _follow_keeper(self, recovery: _Recovery, now: float) -> None:
         """Do what the ranks ask for: end silent workers, and show the user each membership."""
         keeper = recovery.keeper
         if keeper.is_lost:
             if not self._escalation.stopping and keeper.start_again(now):
-                self._follow_new(keeper)
+                self._follow_new(recovery, keeper)
             return
         try:
             words = keeper.read()
@@ -368,14 +469,14 @@ class _Supervisor:
                     if not self._workers[rank].ended:
                         self._workers[rank].send(signal.SIGKILL)
             elif "waiting" in word:
-                for worker in self._workers:
-                    if worker.is_stopped:
+                for worker in self._workers.values():
+                    if worker.end_if_stopped():
                         recovery.options.on_event(event("suspected", rank=worker.rank, by=None))
-                        worker.send(signal.SIGKILL)
             elif "finished" in word:
                 recovery.restarts.finished()
             elif "members" in word:
                 recovery.options.on_event(event("epoch", **word))
+                recovery.restarts.begun()
                 self._start_spares(recovery)  # not before, because the ranks need the cores to recover
 
     def _take_signals(self) -> list[signal.Signals]:
@@ -383,7 +484,7 @@ class _Supervisor:
         return taken
 
     def _send_all(self, number: signal.Signals) -> None:
-        for worker in self._workers:
+        for worker in self._workers.values():
             if not worker.ended:
                 worker.send(number)
 
@@ -400,12 +501,18 @@ class _Supervisor:
             data = os.read(pipe.fileno(), _READ_BYTES)
         except BlockingIOError:
             return True
+        shown = worker.shown(data, is_error=is_error)
         spare = None if self._recovery is None else self._recovery.spares.of(worker)
         if spare is not None:
-            spare.hold(data, is_error=is_error)
+            spare.hold(shown, is_error=is_error)
             return bool(data)
-        self._shown(lambda: self._relay.feed(worker.rank, data, is_error=is_error))
+        self._shown(lambda: self._relay.feed(worker.rank, shown, is_error=is_error))
         return bool(data)
+
+    def _read_rest(self, worker: Worker) -> None:
+        """Read what a worker that has ended has written, which says whether it was started, or why not."""
+        for source in [each for each in self._pipes.values() if each[1] is worker]:
+            self._read_pipe(*source)
 
     def _close_pipe(self, pipe: IO[bytes]) -> None:
         self._selector.unregister(pipe)

@@ -290,7 +290,7 @@ class _RankZero(Relay):
 
     def feed(self, rank: int, data: bytes, *, is_error: bool) -> None:
         super().feed(rank, data, is_error=is_error)
-        if rank == 0:  # its worker was a spare, which has a pipe
+        if rank == 0:  # its worker was a spare or runs on another host, and has a pipe
             _write(sys.stderr if is_error else sys.stdout, data)
 
 
@@ -324,7 +324,7 @@ class _Files(Relay):
 
     def feed(self, rank: int, data: bytes, *, is_error: bool) -> None:
         super().feed(rank, data, is_error=is_error)
-        # Only a worker that was a spare has a pipe.
+        # Only a worker that was a spare or runs on another host has a pipe.
         self._files[rank].write(data)
         self._files[rank].flush()
 

@@ -40,24 +40,37 @@ class RecoveryOptions:
             may join again.
         restarts: How many workers are started again in the whole run.
         min_ranks: With ``"shrink"``: the smallest number of ranks that go on.
-        spares: How many processes wait to replace a worker (``spares``).
-        on_event: Is called with each event: a dictionary with ``event`` (``ended``, ``started``, ``suspected`` or
-            ``epoch``, ``spare ended``, ``keeper``) and its details, JSON values.
+        max_ranks: With ``"shrink"``: the number of seats. While hosts have free slots, processes are started for seats
+            beyond the number of workers, and join. By default no more than the job begins with.
+        spares: How many processes wait on each host to replace a worker (``spares``).
+        on_event: Is called with each event: a dictionary with ``event`` (``ended``, ``started``, ``suspected``,
+            ``epoch``, ``spare ended``, ``keeper``, ``host added``, ``host removed``, ``host blacklisted``,
+            ``host back`` or ``hosts refused``) and its details, JSON values.
     """
 
     on_loss: Literal["replace", "shrink"]
     restarts: int = 10
     min_ranks: int = 1
+    max_ranks: int | None = None
     spares: int = 0
     on_event: Callable[[dict[str, Any]], None] = lambda _: None
 
     def check(self, num_workers: int) -> None:
         """Raise ``ConfigurationError`` if the numbers do not fit the number of workers."""
-        checks.min_ranks(self.min_ranks, num_workers)
+        checks.rank_limits(self.min_ranks, num_workers, self.num_seats(num_workers))
+        if self.on_loss == "replace" and self.num_seats(num_workers) > num_workers:
+            raise ConfigurationError(
+                f"--max-ranks {self.max_ranks} is more than the number of workers, {num_workers}, which never changes "
+                "with --on-loss replace: use --on-loss shrink"
+            )
         if self.restarts < 0:
             raise ConfigurationError(f"--restarts must be at least 0, not {self.restarts}")
         if self.spares < 0:
             raise ConfigurationError(f"--spares must be at least 0, not {self.spares}")
+
+    def num_seats(self, num_workers: int) -> int:
+        """Return the number of seats of a job that begins with so many workers."""
+        return num_workers if self.max_ranks is None else self.max_ranks
 
 
 @final
@@ -65,18 +78,21 @@ class Restarts:
     """Decides which workers are started again, and which must be ended because others have lost them.
 
     Attributes:
-        incarnations: By rank: how often the worker was started again.
+        incarnations: By seat: how often the worker was started again; -1 if it was not started at all.
         left: The number of restarts that are left.
+        has_begun: Whether the ranks have decided on the first epoch.
     """
 
     def __init__(self, options: RecoveryOptions, num_workers: int) -> None:
-        self._options = options
-        self.incarnations = [0] * num_workers
+        num_seats = options.num_seats(num_workers)
+        self._options, self._num_workers = options, num_workers
+        self.incarnations = [-1] * num_seats
         self.left = options.restarts
-        self._started_at = [0.0] * num_workers
-        self._pauses = [_PAUSE_S] * num_workers
-        self._due: dict[int, float] = {}
-        self._has_finished = False
+        self._started_at = [0.0] * num_seats
+        self._pauses = [_PAUSE_S] * num_seats
+        self._due: dict[int, float] = {}  #: By seat of a worker that has failed: when it is started again.
+        self._vacant: set[int] = set()  #: Seats that wait for a slot: nothing has failed there.
+        self.has_begun = self._has_finished = False
         self._accused: dict[int, set[int]] = {}  #: By epoch: the ranks that were accused.
 
     @property
@@ -86,19 +102,40 @@ class Restarts:
 
     @property
     def is_pending(self) -> bool:
-        """Whether workers wait for their restart."""
+        """Whether workers that have failed wait for their restart."""
         return bool(self._due)
 
     def started(self, rank: int, now: float) -> None:
-        """Note that a worker was started."""
+        """Note that a worker was started, which counts its incarnation."""
         self._started_at[rank] = now
+        self.incarnations[rank] += 1
+
+    def seconds_since_start(self, rank: int, now: float) -> float:
+        """Return the time from the last start of a worker until now."""
+        return now - self._started_at[rank]
+
+    def begun(self) -> None:
+        """Note that the job has begun: processes of seats beyond the number of workers can join from now on."""
+        if not self.has_begun and not self._has_finished:
+            self._vacant.update(range(self._num_workers, len(self.incarnations)))
+        self.has_begun = True
+
+    def displaced(self, rank: int, num_running: int) -> bool:
+        """Note that a worker has ended because of its host, which costs no restart; return whether the run goes on.
+
+        Its seat waits for a slot of another host. If no worker runs, nothing has the state of the job any more.
+        """
+        if self._has_finished:
+            return True
+        self._vacant.add(rank)
+        return num_running + len(self._due) > 0
 
     def failed(self, rank: int, num_running: int, now: float, *, by_signal: bool) -> bool:
         """Note that a worker has failed; return whether the run goes on.
 
         Args:
             rank: Its rank.
-            num_running: The number of workers that still run.
+            num_running: The number of workers that still run or are just being started.
             now: The time in seconds.
             by_signal: Whether a signal has ended it, so that its program is not to blame.
         """
@@ -116,14 +153,16 @@ class Restarts:
         """Note that the job has come to its end: nothing is started again."""
         self._has_finished = True
         self._due.clear()
+        self._vacant.clear()
 
     def due(self, now: float) -> list[int]:
-        """Return the ranks that are to be started now; their incarnations are counted."""
-        ranks = sorted(rank for rank, at in self._due.items() if at <= now)
-        for rank in ranks:
-            del self._due[rank]
-            self.incarnations[rank] += 1
-        return ranks
+        """Return the seats that are to be started as soon as there is a slot: those that have failed first."""
+        return [*sorted(rank for rank, at in self._due.items() if at <= now), *sorted(self._vacant - set(self._due))]
+
+    def placed(self, rank: int) -> None:
+        """Note that a seat of ``due`` has a slot."""
+        self._due.pop(rank, None)
+        self._vacant.discard(rank)
 
     def is_to_end(self, accused: int, incarnation: int, by: int, epoch: int) -> bool:
         """Return whether a worker that another one calls silent is to be ended.
@@ -242,9 +281,9 @@ class Keeper:
         self.output.close()
 
 
-def worker_variables(options: RecoveryOptions, address: str, port: int) -> dict[str, str]:
+def worker_variables(options: RecoveryOptions, num_workers: int, address: str, port: int) -> dict[str, str]:
     """Return the variables by which a worker knows the keeper and the policy."""
-    values = (options.on_loss, f"{address}:{port}", str(options.min_ranks), "0")
+    values = (options.on_loss, f"{address}:{port}", str(options.min_ranks), str(num_workers), "0")
     return dict(zip(RECOVERY_VARIABLES, values, strict=True))
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import final
 
 from totalreduce.foundation.environment import SPARE, current
@@ -21,7 +21,7 @@ from totalreduce.launch.workers import Worker
 __all__ = ["Spare", "Spares", "await_seat"]
 
 #: The variables that differ between seats.
-_SEAT_VARIABLES = ("RANK", "ROLE_RANK", "LOCAL_RANK", "GROUP_RANK", "TOTALREDUCE_INCARNATION")
+_SEAT_VARIABLES = ("RANK", "ROLE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TOTALREDUCE_INCARNATION")
 #: The most bytes that are kept of each stream of a spare without a seat.
 _HELD_BYTES_MAX = 64 * 1024
 
@@ -35,17 +35,15 @@ class Spare:
         held: What it has written to standard output and standard error without a seat.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it; command and environment are those of any seat."""
+    def __init__(self, start: Callable[[Mapping[str, str]], Worker], environment: Mapping[str, str]) -> None:
+        """Start it.
+
+        Args:
+            start: Starts a worker with rank -1, pipes for its output, a standard input, and these variables.
+            environment: The variables of any seat.
+        """
         common = {name: text for name, text in environment.items() if name not in _SEAT_VARIABLES}
-        reader, self._input = os.pipe()
-        try:
-            self.worker = Worker(-1, command, {**common, SPARE: "1"}, subprocess.PIPE, subprocess.PIPE, stdin=reader)
-        except BaseException:
-            os.close(self._input)
-            raise
-        finally:
-            os.close(reader)
+        self.worker = start({**common, SPARE: "1"})
         self.held = (bytearray(), bytearray())
 
     def hold(self, data: bytes, *, is_error: bool) -> None:
@@ -56,21 +54,8 @@ class Spare:
     def seat(self, rank: int, environment: Mapping[str, str]) -> None:
         """Give it the seat of a rank; ``environment`` is what a worker of this seat would get."""
         self.worker.rank = rank
-        line = json.dumps({name: environment[name] for name in _SEAT_VARIABLES}).encode() + b"\n"
-        try:
-            os.write(self._input, line)
-        except BrokenPipeError:
-            return  # it has ended just now, which the launcher notices as the end of this rank's worker
-        finally:
-            os.close(self._input)
-            self._input = -1
-
-    def close(self, now: float) -> None:
-        """End a spare that has no seat."""
-        if self._input >= 0:
-            os.close(self._input)
-            self._input = -1
-        self.worker.finish(now)
+        # If it has ended just now, the launcher notices that as the end of this rank's worker.
+        self.worker.give(json.dumps({name: environment[name] for name in _SEAT_VARIABLES}).encode() + b"\n")
 
 
 @final
@@ -79,12 +64,23 @@ class Spares:
 
     Attributes:
         waiting: Those without a seat, the oldest first.
-        fail: Whether one has ended without a seat: then no more are started.
+        fail: Whether one has ended by itself without a seat: then no more are started.
     """
 
     def __init__(self) -> None:
         self.waiting: list[Spare] = []
         self.fail = False
+
+    def count(self) -> dict[str, int]:
+        """Return by host how many spares wait there."""
+        return Counter(spare.worker.host for spare in self.waiting)
+
+    def take(self, host: str) -> Spare | None:
+        """Return the oldest spare of a host, which waits no more; ``None`` if there is none."""
+        found = next((spare for spare in self.waiting if spare.worker.host == host), None)
+        if found is not None:
+            self.waiting.remove(found)
+        return found
 
     def of(self, worker: Worker) -> Spare | None:
         """Return the spare without a seat whose process this is, if it is one."""
@@ -94,7 +90,6 @@ class Spares:
         """Return the spares that have ended since the last call; they wait no more."""
         ended = [spare for spare in self.waiting if spare.worker.poll(now)]
         self.waiting = [spare for spare in self.waiting if spare not in ended]
-        self.fail = self.fail or bool(ended)
         return ended
 
 

@@ -1,7 +1,8 @@
-"""A local worker: its environment, its process, and the result of its end."""
+"""A worker: its environment, its process on this host, and the result of its end."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import secrets
@@ -14,22 +15,31 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
-from totalreduce.foundation.environment import SPARE
+from totalreduce.foundation.environment import REMOTE_WORKER, SPARE
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error
+from totalreduce.launch.hosts import Place
 
 __all__ = [
     "RECOVERY_VARIABLES",
     "RunResult",
     "Worker",
     "WorkerResult",
+    "common_environment",
     "default_num_threads",
     "free_port",
+    "seat_environment",
     "worker_environments",
 ]
 
 #: The variables by which a worker knows that it can be replaced, and by whom.
-RECOVERY_VARIABLES = ("TOTALREDUCE_ON_LOSS", "TOTALREDUCE_KEEPER", "TOTALREDUCE_MIN_RANKS", "TOTALREDUCE_INCARNATION")
+RECOVERY_VARIABLES = (
+    "TOTALREDUCE_ON_LOSS",
+    "TOTALREDUCE_KEEPER",
+    "TOTALREDUCE_MIN_RANKS",
+    "TOTALREDUCE_BEGIN_RANKS",
+    "TOTALREDUCE_INCARNATION",
+)
 #: A standard stream as ``subprocess.Popen`` takes it.
 Target = int | IO[bytes] | None
 
@@ -45,6 +55,7 @@ class WorkerResult:
         signal: Name of the signal that ended it, for example ``SIGKILL``; ``None`` if it exited.
         seconds: Time from its start to its end.
         last_errors: The last lines of its standard error, if that went through the launcher.
+        host: The name of its host in the list of hosts.
     """
 
     rank: int
@@ -53,6 +64,7 @@ class WorkerResult:
     signal: str | None
     seconds: float
     last_errors: tuple[str, ...] = ()
+    host: str = "localhost"
 
     def describe(self) -> str:
         """Return ``exit code 3`` or ``killed by SIGKILL``."""
@@ -98,6 +110,7 @@ class Worker:
 
     Attributes:
         rank: Rank of the worker.
+        host: The name of its host in the list of hosts.
         process: Its process.
         exit_descriptor: Readable when it has ended; ``None`` if the kernel is too old (before 5.3) for it.
     """
@@ -109,13 +122,29 @@ class Worker:
         environment: Mapping[str, str],
         stdout: Target,
         stderr: Target,
-        stdin: Target = subprocess.DEVNULL,
+        *,
+        host: str = "localhost",
+        has_input: bool = False,
     ) -> None:
-        """Start the worker. Raises ``ConfigurationError`` if the command cannot be started."""
+        """Start the worker.
+
+        Args:
+            rank: Its rank.
+            command: Its command line.
+            environment: Its environment, complete.
+            stdout: Where its standard output goes, as for ``subprocess.Popen``.
+            stderr: Where its standard error goes.
+            host: The name of its host.
+            has_input: Whether it has a standard input, for ``give``.
+
+        Raises:
+            ConfigurationError: The command cannot be started.
+        """
         try:
             self.process = subprocess.Popen(
                 command,
-                stdin=stdin,
+                stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
+                bufsize=0,
                 stdout=stdout,
                 stderr=stderr,
                 env=dict(environment),
@@ -123,7 +152,7 @@ class Worker:
             )
         except OSError as error:
             raise ConfigurationError(f"cannot start {command[0]!r}: {describe_error(error)}") from error
-        self.rank = rank
+        self.rank, self.host = rank, host
         self.exit_descriptor = _pidfd(self.process.pid)
         self._started_at = time.monotonic()
         self._ended_at: float | None = None
@@ -135,14 +164,9 @@ class Worker:
         return self._ended_at is not None
 
     @property
-    def is_stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP has stopped its process, which then does nothing and says nothing."""
-        if self.ended:
-            return False
-        try:
-            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        except OSError:
-            return False
+    def has_lost_host(self) -> bool:
+        """Whether it has ended because its host cannot be reached or cannot start it, and not by its program."""
+        return False
 
     @property
     def ended_by_signal(self) -> bool:
@@ -169,6 +193,33 @@ class Worker:
             self._signal = signal.Signals(status.si_status).name
         return True
 
+    def end_if_stopped(self) -> bool:
+        """Kill it if a signal such as SIGSTOP has stopped it: it then does nothing and says nothing.
+
+        Returns:
+            Whether it was stopped. ``False`` for a worker on another host, where this is found out.
+        """
+        if self.ended:
+            return False
+        try:
+            stopped = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
+        if stopped:
+            self.send(signal.SIGKILL)
+        return stopped
+
+    def shown(self, data: bytes, *, is_error: bool) -> bytes:  # noqa: ARG002  (see ``RemoteWorker``)
+        """Return the part of the bytes from one of its pipes that the worker itself has written."""
+        return data
+
+    def give(self, line: bytes) -> None:
+        """Write a line to its standard input, if it has one, and close that. A worker that has ended gets nothing."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(line)
+            self.process.stdin.close()
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal to its process group, as a terminal would."""
         try:
@@ -181,6 +232,8 @@ class Worker:
         if self.exit_descriptor is not None:
             os.close(self.exit_descriptor)
         self.send(signal.SIGKILL)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
         if not self.ended:
             try:
                 self.process.wait(5.0)
@@ -198,7 +251,8 @@ class Worker:
         """Return the result of its end."""
         ended_at = self._started_at if self._ended_at is None else self._ended_at
         seconds = round(ended_at - self._started_at, 3)
-        return WorkerResult(self.rank, self.process.pid, self._exit_code, self._signal or None, seconds, last_errors)
+        number = self._signal or None
+        return WorkerResult(self.rank, self.process.pid, self._exit_code, number, seconds, last_errors, self.host)
 
 
 def _pidfd(pid: int) -> int | None:
@@ -211,16 +265,35 @@ def _pidfd(pid: int) -> int | None:
 def worker_environments(
     base: Mapping[str, str], num_workers: int, *, workers_per_host: int, master_address: str, job_id: str
 ) -> list[dict[str, str]]:
-    """Return the variables of every worker: torchrun's, the job's id and key, a fair share of the cores.
+    """Return the variables of every worker of a run with equally many workers on each host.
 
-    ``base`` is the environment to extend; variables of another launcher about ranks are replaced or removed.
+    All hosts share the cores of this one. See ``common_environment``.
+    """
+    common = common_environment(base, num_workers, master_address=master_address, job_id=job_id)
+    common.setdefault("OMP_NUM_THREADS", str(default_num_threads(num_workers)))
+    places = [
+        Place("", rank // workers_per_host, rank % workers_per_host, workers_per_host) for rank in range(num_workers)
+    ]
+    return [{**common, **seat_environment(rank, place)} for rank, place in enumerate(places)]
+
+
+def common_environment(
+    base: Mapping[str, str], num_workers: int, *, master_address: str, job_id: str
+) -> dict[str, str]:
+    """Return the variables that all workers share: torchrun's, the job's id and key.
+
+    Args:
+        base: The environment to extend; variables of another launcher about ranks are replaced or removed.
+        num_workers: The world size.
+        master_address: The address of rank 0's host.
+        job_id: The id of the job.
     """
     foreign = ("TORCHELASTIC_", "TOTALREDUCE_LOCAL_", "TOTALREDUCE_MASTER_")
-    exact = ("TOTALREDUCE_RANK", "TOTALREDUCE_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_NAME", *RECOVERY_VARIABLES, SPARE)
+    exact = {"TOTALREDUCE_RANK", "TOTALREDUCE_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_NAME", SPARE, REMOTE_WORKER}
+    exact |= set(RECOVERY_VARIABLES)
     common = {name: text for name, text in base.items() if not name.startswith(foreign) and name not in exact}
     if "TOTALREDUCE_JOB_KEY" not in common and "TOTALREDUCE_JOB_KEY_FILE" not in common:
         common["TOTALREDUCE_JOB_KEY"] = secrets.token_hex(32)
-    common.setdefault("OMP_NUM_THREADS", str(default_num_threads(num_workers)))
     # A spinning barrier of one worker takes the core of another one: measured 40x slower with two workers too many.
     common.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Gradients are new memory in every step: in pages of 4 KiB a tenth of a step with 15 M parameters was page faults.
@@ -229,17 +302,18 @@ def worker_environments(
     common.setdefault("PYTHONUNBUFFERED", "1")
     common |= {"TOTALREDUCE_JOB_ID": job_id, "WORLD_SIZE": str(num_workers), "ROLE_WORLD_SIZE": str(num_workers)}
     common |= {"MASTER_ADDR": master_address, "MASTER_PORT": str(free_port())}
-    common["LOCAL_WORLD_SIZE"] = str(workers_per_host)
-    return [
-        {
-            **common,
-            "RANK": str(rank),
-            "ROLE_RANK": str(rank),
-            "LOCAL_RANK": str(rank % workers_per_host),
-            "GROUP_RANK": str(rank // workers_per_host),
-        }
-        for rank in range(num_workers)
-    ]
+    return common
+
+
+def seat_environment(seat: int, place: Place) -> dict[str, str]:
+    """Return the variables that say who a worker is; ``place``: where it runs."""
+    return {
+        "RANK": str(seat),
+        "ROLE_RANK": str(seat),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_RANK": str(place.host_number),
+    }
 
 
 def default_num_threads(num_workers: int) -> int:

@@ -1,7 +1,8 @@
 """Train a small model in a job that outlives its ranks, and write what it did to a folder.
 
-Files: ``final-RANK.json`` (digest of parameters and optimizer state, steps, epochs), and
-``samples-SEAT-INCARNATION.jsonl`` (one line for each step, after its vote: version, epoch, samples).
+Files: ``final-RANK.json`` (digest of parameters and optimizer state, steps, epochs),
+``samples-SEAT-INCARNATION.jsonl`` (one line for each step, after its vote: version, epoch, samples), and
+``place-SEAT-INCARNATION`` (local rank, local world size, number of the host).
 """
 
 import argparse
@@ -45,15 +46,24 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--die", default="", help="SEAT:VERSION:PLACE[,...], by the first incarnation of the seat")
     parser.add_argument("--hold", type=int, default=0, help="wait for so many ranks before the second epoch")
+    parser.add_argument("--sizes", default="", help="EPOCH:RANKS[,...]: wait for so many ranks before this epoch")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--snapshots", type=Path)
     arguments = parser.parse_args()
     group = tr.init()
     seat, incarnation = int(os.environ["RANK"]), int(os.environ.get("TOTALREDUCE_INCARNATION", "0"))
+    place = [int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
+    (arguments.folder / f"place-{seat}-{incarnation}").write_text(json.dumps(place))
     deaths = [death.split(":") for death in arguments.die.split(",") if death]
     mine = {(int(version), place) for where, version, place in deaths if int(where) == seat and incarnation == 0}
 
+    told_to_end = []
+    signal.signal(signal.SIGTERM, lambda *_: told_to_end.append(True))
+    sizes = dict(map(int, size.split(":")) for size in arguments.sizes.split(",") if size)
+
     def die_at(place: str) -> None:
+        if told_to_end and place == "forward":
+            os._exit(128 + signal.SIGTERM)  # not between the vote and the line in the log
         if (state.version, place) in mine:
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
@@ -82,9 +92,12 @@ def main() -> None:
     snapshots = tr.Snapshots(arguments.snapshots, every=5, keep=100) if arguments.snapshots else None
     with tr.recoverable(state, replicas=arguments.replicas, snapshots=snapshots) as job:
         for epoch in job.epochs(arguments.epochs):
-            while epoch == 1 and group.world_size < arguments.hold:
+            while (epoch == 1 and group.world_size < arguments.hold) or group.world_size != sizes.get(
+                epoch, group.world_size
+            ):
                 for _ in job.once(f"hold {state.version}"):
                     with job.step():
+                        die_at("forward")
                         time.sleep(0.1)
             for indices, inputs, targets in job.batches(loader):
                 version, samples = state.version, indices.tolist()

@@ -1,0 +1,332 @@
+"""Workers on other hosts: the launcher's side, ``RemoteWorker``, and the program that a remote shell runs there.
+
+The launcher runs ``ssh HOST 'exec PYTHON -m totalreduce.launch.remote'`` for each worker. What the worker is goes there
+on standard input, so that the job's key is on no command line. Each line is a JSON object. The first one is the order:
+
+- ``command``, ``folder``, ``environment``: what is started, in a process group of its own;
+- ``has_input``: whether it has a standard input;
+- ``num_local``: the number of workers that share the cores of the host;
+- ``mark``: the value of a variable that all processes of this worker have.
+
+The lines that follow are ``{"signal": number}``, ``{"input": text}`` (written to the worker's standard input, which
+ends there), ``{"end_if_stopped": true}``, and ``{}``, which says that the launcher is still there.
+
+The worker's output and exit code are passed on; the exit code is 128 plus the number of a signal that has ended it.
+When the standard input ends (the connection is lost, or the launcher has ended), or nothing comes for a minute, all
+processes of the worker are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from totalreduce.foundation.environment import REMOTE_WORKER, current
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.os_errors import describe_error
+from totalreduce.launch.guard import kill_processes
+from totalreduce.launch.workers import Worker, default_num_threads
+
+__all__ = ["RemoteWorker"]
+
+#: What the program writes to standard error when the worker has been started. No text contains the first byte.
+_STARTED = b"\0totalreduce: started\n"
+#: How long it may take until the worker has been started, or until the program gets its order.
+_START_S = 60.0
+#: How often the launcher says that it is still there, and the silence after which the program ends its worker.
+_BEAT_S, _SILENCE_S = 5.0, 60.0
+#: How long the program waits for output after the worker's end, if a process that it started holds the pipe open.
+_DRAIN_S = 1.0
+_TICK_S = 0.5
+#: An order has the environment, which Linux limits to 2 MiB; a line is not longer than this.
+_LINE_BYTES_MAX = 8 << 20
+#: The exit code of ssh when it cannot connect or loses the connection.
+_CONNECTION_LOST = 255
+
+#: Variables that belong to the launcher's login or terminal and have no meaning on another host.
+_NOT_SENT = frozenset(
+    ("HOME", "USER", "LOGNAME", "SHELL", "SHLVL", "PWD", "OLDPWD", "_", "HOSTNAME", "MAIL", "TMPDIR", "DISPLAY")
+)
+_NOT_SENT_PREFIXES = ("SSH_", "XDG_", "DBUS_", "XAUTH")
+
+
+@final
+class RemoteWorker(Worker):
+    """A worker on another host, at the end of a remote shell.
+
+    Its process is that of the remote shell (ssh), which ends with the worker's exit code.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        host: str,
+        shell: Sequence[str],
+        python: str,
+        num_local: int,
+        has_input: bool = False,
+    ) -> None:
+        """Start it. Its output comes through pipes.
+
+        Args:
+            rank: Its rank.
+            command: Its command line on the other host.
+            environment: Its variables; those of the launcher's login are left out.
+            host: The name of the host, for the remote shell.
+            shell: The remote shell: a command to which the host and a command line for it are appended.
+            python: The Python interpreter of the other host.
+            num_local: The number of workers that share the cores of the host.
+            has_input: Whether the worker has a standard input, for ``give``.
+
+        Raises:
+            ConfigurationError: The remote shell cannot be started.
+        """
+        program = f"exec {shlex.quote(python)} -m totalreduce.launch.remote"
+        # The guard knows the processes of a job by its id.
+        own = {**current(), "TOTALREDUCE_JOB_ID": environment["TOTALREDUCE_JOB_ID"]}
+        super().__init__(
+            rank, [*shell, host, program], own, subprocess.PIPE, subprocess.PIPE, host=host, has_input=True
+        )
+        assert self.process.stdin is not None
+        os.set_blocking(self.process.stdin.fileno(), False)
+        order = {
+            "command": list(command),
+            "folder": str(Path.cwd()),
+            "environment": _sent(environment),
+            "has_input": has_input,
+            "num_local": num_local,
+            "mark": secrets.token_hex(8),
+        }
+        self._is_started = False
+        self._unread = b""  #: The begin of what may be the word that the worker was started.
+        self._unsent = b""
+        self._begin = self._said_at = time.monotonic()
+        self._say(order)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the program on the other host has not said yet that it has started the worker."""
+        return not (self._is_started or self.ended)
+
+    @property
+    def has_lost_host(self) -> bool:
+        """Whether the worker was not started, or the connection was lost."""
+        return self.ended and (not self._is_started or self._exit_code == _CONNECTION_LOST)
+
+    def poll(self, now: float) -> bool:
+        """Return whether it has ended since the last call; keep the connection alive until then."""
+        if self.ended:
+            return False
+        if not self._is_started and now >= self._begin + _START_S:
+            self.send(signal.SIGKILL)
+        if now >= self._said_at + _BEAT_S and not self._unsent:
+            self._said_at = now
+            self._say({})
+        self._flush()
+        if not super().poll(now):
+            return False
+        if not self._signal and self._exit_code - 128 in set(signal.Signals):
+            self._signal = signal.Signals(self._exit_code - 128).name
+        assert self.process.stdin is not None
+        self.process.stdin.close()  # a remote shell that was killed has not closed the other end
+        return True
+
+    def end_if_stopped(self) -> bool:
+        """Have the other host kill the worker if it is stopped. Returns ``False``: the launcher does not know."""
+        self._say({"end_if_stopped": True})
+        return False
+
+    def shown(self, data: bytes, *, is_error: bool) -> bytes:
+        """Return the bytes without the word of the program that it has started the worker."""
+        if self._is_started or not is_error:
+            return data
+        data = self._unread + data
+        before, first, after = data.partition(_STARTED[:1])
+        word = first + after
+        if not first or not word.startswith(_STARTED[: len(word)]):
+            self._unread = b""
+            return data
+        self._is_started = len(word) >= len(_STARTED)
+        self._unread = b"" if self._is_started else word
+        return before + word[len(_STARTED) :]
+
+    def give(self, line: bytes) -> None:
+        """Write a line to the worker's standard input, and close that."""
+        self._say({"input": line.decode()})
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the worker's process group. SIGKILL ends the connection, which has the same effect."""
+        if number is signal.SIGKILL:
+            super().send(number)
+        else:
+            self._say({"signal": int(number)})
+
+    def _say(self, value: Mapping[str, Any]) -> None:
+        if not self.ended:
+            self._unsent += json.dumps(value).encode() + b"\n"
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write what the remote shell can take now; ``poll`` goes on with the rest."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BlockingIOError):
+            try:
+                while self._unsent:
+                    self._unsent = self._unsent[os.write(self.process.stdin.fileno(), self._unsent) :]
+            except (BrokenPipeError, ValueError):  # it has ended, which its exit status shows
+                self._unsent = b""
+
+
+def _sent(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: text
+        for name, text in environment.items()
+        if name not in _NOT_SENT and not name.startswith(_NOT_SENT_PREFIXES)
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- on the other host
+
+
+class _Launcher:
+    """The lines that the launcher sends. ``EOFError`` ends them."""
+
+    def __init__(self) -> None:
+        self._unread = b""
+        self._heard_at = time.monotonic()
+
+    def order(self) -> dict[str, Any]:
+        """Return the order, the first line."""
+        give_up_at = time.monotonic() + _START_S
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([0], [], [], max(0.0, give_up_at - time.monotonic()))
+            if not ready:
+                raise EOFError
+            self._read()
+        line, _, self._unread = self._unread.partition(b"\n")
+        order: dict[str, Any] = json.loads(line)
+        return order
+
+    def lines(self, *, is_readable: bool) -> list[dict[str, Any]]:
+        """Return the lines that have come; ``is_readable``: whether there is something to read."""
+        if is_readable:
+            self._read()
+        elif time.monotonic() > self._heard_at + _SILENCE_S:
+            raise EOFError
+        *lines, self._unread = self._unread.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def _read(self) -> None:
+        data = os.read(0, 1 << 16)
+        if not data or len(self._unread) > _LINE_BYTES_MAX:
+            raise EOFError
+        self._unread += data
+        self._heard_at = time.monotonic()
+
+
+def _attend(worker: Worker, launcher: _Launcher) -> int:
+    """Do what the launcher says, and pass output on, until the worker has ended; return its exit code.
+
+    Raises:
+        EOFError, BrokenPipeError: The launcher is gone.
+    """
+    selector = selectors.DefaultSelector()
+    selector.register(0, selectors.EVENT_READ)
+    pipes = {pipe.fileno(): target for target, pipe in ((1, worker.process.stdout), (2, worker.process.stderr)) if pipe}
+    for pipe in pipes:
+        os.set_blocking(pipe, False)
+        selector.register(pipe, selectors.EVENT_READ)
+    if worker.exit_descriptor is not None:
+        selector.register(worker.exit_descriptor, selectors.EVENT_READ)
+    leave_at = float("inf")
+    while True:
+        ready = {key.fd for key, _ in selector.select(_TICK_S)}
+        for line in launcher.lines(is_readable=0 in ready):
+            _obey(worker, line)
+        for pipe in ready & set(pipes):
+            data = os.read(pipe, 1 << 16)
+            _write(pipes[pipe], data)
+            if not data:
+                selector.unregister(pipe)
+                del pipes[pipe]
+        now = time.monotonic()
+        if worker.poll(now):
+            leave_at = now + _DRAIN_S
+            worker.send(signal.SIGKILL)  # the rest of its process group
+            if worker.exit_descriptor is not None:
+                selector.unregister(worker.exit_descriptor)
+        if worker.ended and (not pipes or now >= leave_at):
+            return worker.result(()).exit_code
+
+
+def _obey(worker: Worker, line: Mapping[str, Any]) -> None:
+    if "signal" in line and not worker.ended:
+        worker.send(signal.Signals(line["signal"]))
+    elif "input" in line:
+        worker.give(line["input"].encode())
+    elif "end_if_stopped" in line:
+        worker.end_if_stopped()
+
+
+def _write(target: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(target, data) :]
+
+
+def main() -> int:
+    """Run one worker for a launcher on another host; return the exit code."""
+    # The launcher passes on what the worker is to get. A handler, because a worker would inherit that they are ignored.
+    for ignored in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(ignored, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    launcher = _Launcher()
+    try:
+        order = launcher.order()
+    except EOFError:
+        return _CONNECTION_LOST
+    environment = {**current(), **order["environment"], REMOTE_WORKER: order["mark"]}
+    environment.setdefault("OMP_NUM_THREADS", str(default_num_threads(order["num_local"])))
+    try:
+        os.chdir(order["folder"])
+        worker = Worker(
+            0, order["command"], environment, subprocess.PIPE, subprocess.PIPE, has_input=order["has_input"]
+        )
+    except (OSError, ConfigurationError) as error:
+        where = f"on {socket.gethostname()}, in the folder {order['folder']}"
+        print(f"totalreduce: a worker cannot be started {where}: {describe_error(error)}", file=sys.stderr)  # noqa: T201
+        return 127
+    ended_well = False
+    try:
+        _write(2, _STARTED)
+        code = _attend(worker, launcher)
+        ended_well = True
+        return code
+    except (EOFError, BrokenPipeError):
+        return _CONNECTION_LOST
+    finally:
+        worker.finish(time.monotonic())
+        if not ended_well:
+            kill_processes(REMOTE_WORKER, order["mark"])
+
+
+if __name__ == "__main__":
+    code = main()
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    os._exit(code)  # the output was written without buffers, and nobody may be there to read the rest
