@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
-from totalreduce.recovery import attempts as module
+from totalreduce.recovery import runs as module
 from totalreduce.recovery.attempts import Attempt, Attempts
+from totalreduce.recovery.runs import Runs
 from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.state import State
 
@@ -62,7 +63,7 @@ def test_a_job_that_the_others_have_ended(monkeypatch: pytest.MonkeyPatch, is_co
     monkeypatch.setenv("TOTALREDUCE_ON_LOSS", "replace")
     assembly = SimpleNamespace(check_equal=lambda *_: None, finish=lambda: None, policy=None, suspect=lambda _: None)
     monkeypatch.setattr(module, "open_assembly", lambda *_: assembly)
-    monkeypatch.setattr(Attempts, "_form", lambda *_: next(formed))
+    monkeypatch.setattr(Runs, "_form", lambda *_: next(formed))
     membership = SimpleNamespace(leave=lambda _: None)
     loop = iter(Attempts(make_state(), membership, timeout_s=1.0))
     with next(loop) as attempt:
@@ -78,7 +79,7 @@ def test_a_job_that_the_others_have_ended(monkeypatch: pytest.MonkeyPatch, is_co
 
 def test_a_body_outside_of_the_attempt_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOTALREDUCE_ON_LOSS", raising=False)
-    monkeypatch.setattr(Attempts, "_level", lambda *_: None)
+    monkeypatch.setattr(Attempts, "level", lambda *_, **__: None)
     membership = SimpleNamespace(form=group_of)
     with pytest.raises(ConfigurationError, match="with attempt"):
         for _ in Attempts(make_state(), membership, timeout_s=1.0):

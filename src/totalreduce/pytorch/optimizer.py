@@ -217,6 +217,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._hooks = HookHandles()
         self._no_sync_depth = 0
         self._planned = self._closed = False
+        self._round = Round([], group.world_size)  #: Until there is a plan, a round without reducers.
         #: The call that a time-out interrupted, if any. ``Joining``: ``join()`` is running or was interrupted.
         #: ``ClosureLoss``: ``step(closure)`` timed out after the closure had returned, before gradients and loss were
         #: reduced. ``EndingPlan``: ``replan()`` or ``add_param_group()`` timed out while it ended the round.
@@ -224,7 +225,7 @@ class DistributedOptimizer(OptimizerWrapper):
         #: ``ComparingPlans``: then only ``close()`` is possible.
         self._unfinished: Unfinished | None = None
         self.skipped_steps = 0
-        if group.formation is None or not group.operations.runner.refusal:  # else ``tr.recoverable`` calls form_again()
+        if group.formation is None or not group.operations.runner.refusal:  # else what forms it calls form_again()
             self._plan_gradients()
 
     # -------------------- planning
@@ -247,7 +248,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """Make a plan in the group after its members have changed. Collective among the new members.
 
         Gradients in flight are dropped. Parameters, the torch optimizer's state and residuals stay, and the sparse
-        sessions begin anew. ``tr.recoverable`` calls this.
+        sessions begin anew. ``tr.recoverable`` and ``hvd.elastic.run`` call this.
 
         Raises:
             PlanMismatchError, ConfigurationError, UnsupportedError, DeadlineExceededError, PeerLost: As ``replan``.
@@ -557,7 +558,8 @@ class DistributedOptimizer(OptimizerWrapper):
         ``group.close()``. Call it before you read parameters in other ways, for example to copy the model, to average
         its weights, or to compute a norm.
         """
-        self._deferred.flush()
+        if self._planned:
+            self._deferred.flush()
 
     def join(self) -> int:
         """Announce that this rank has no more data, and take part in rounds until all ranks have joined. Collective.
@@ -622,7 +624,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         if isinstance(self._unfinished, ClosureLoss):
             raise ConfigurationError(self._unfinished.advice)
-        if not set_to_none:
+        if not set_to_none and self._planned:
             self._deferred.keep_contributions()
         self._inner.zero_grad(set_to_none)
         self._round.forget_result()
@@ -674,7 +676,10 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._unfinished is not None and (completes is None or not isinstance(self._unfinished, completes)):
             raise ConfigurationError(self._unfinished.advice)
         if planned and not self._planned:
-            raise ConfigurationError("the last plan failed: correct the model and call replan() on every rank")
+            raise ConfigurationError(
+                self._group.operations.runner.refusal
+                or "the last plan failed: correct the model and call replan() on every rank"
+            )
         if between_rounds and self._round.in_flight:
             raise ConfigurationError(
                 "gradients of this step are in flight: call flush_residuals(), residual_state_dict() or "

@@ -1,0 +1,252 @@
+"""Runs: a part of a program that is run again, with a new group, when the members of a job change.
+
+``Runs`` forms the groups one after the other, and has the ranks come to one state before each run. What this state is,
+and how ranks come to it, is up to a ``Part``: ``tr.attempts`` (``attempts``) and Horovod's elastic training
+(``horovod.elastic``) each have one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar, final
+
+import torch
+
+from totalreduce.foundation import environment
+from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.group import Group
+from totalreduce.launch.rendezvous import StoreRank
+from totalreduce.recovery.assembly import Assembly
+from totalreduce.recovery.forming import end_too_late, enter_next_epoch, form_group, open_assembly, report_loss
+from totalreduce.recovery.membership import Decision
+
+__all__ = ["Membership", "Part", "Run", "Runs", "latest_version"]
+
+_log = logging.getLogger("totalreduce")
+
+#: How often rank 0 looks for processes that want to join.
+_NEWCOMERS_S = 0.25
+
+
+class Membership(Protocol):
+    """What forms and ends the groups of the runs."""
+
+    def form(self, *, store: StoreRank | None = None, **options: Any) -> Group:
+        """Form a group with the processes that meet in the store, or with those that the launcher names."""
+        ...
+
+    def leave(self, reason: str) -> None:
+        """End the group, if there is one, so that the other ranks learn the reason."""
+        ...
+
+
+class Run(ABC):
+    """One run of the program's part with one group; a context manager.
+
+    Attributes:
+        group: The ranks.
+        number: The number of this run, from 0, as this process counts.
+        is_lost: Whether the run has ended because the members change.
+        is_complete: Whether this rank has come to the end of the program's part.
+        error: The loss of a rank with which the run has ended; ``None`` if there was none.
+    """
+
+    def __init__(self, group: Group, assembly: Assembly | None, number: int, *, has_begun: bool) -> None:
+        """Note the group.
+
+        Args:
+            group: The ranks.
+            assembly: This process in the decisions; ``None`` if ranks cannot be replaced.
+            number: See the attribute.
+            has_begun: Whether a step has taken effect in an earlier run.
+        """
+        self.group, self.number = group, number
+        self.is_lost = self.is_complete = False
+        self.error: PeerLost | None = None
+        self._assembly, self._has_begun = assembly, has_begun
+
+    @property
+    @abstractmethod
+    def interruption(self) -> type[BaseException]:
+        """The exception that ends a run on all ranks because processes join."""
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        """Wait for all ranks to come to the end. After a loss, return true: the next run follows."""
+        if error is None:
+            self.is_complete = True
+            try:
+                self.group.control.barrier()
+            except PeerLost as lost:
+                error = lost
+            else:
+                return False
+        if self._assembly is None:
+            if kind is None:
+                raise error
+            return False
+        self.error = _loss_in(error)
+        self.is_lost = self.error is not None or isinstance(error, self.interruption)
+        return self.is_lost
+
+    def note_step(self) -> None:
+        """Note that a step has taken effect: from then on, the job does not begin anew without the state."""
+        if self._assembly is not None and not self._has_begun:
+            self._has_begun = True
+            self._assembly.begin()
+
+    @property
+    def takes_newcomers(self) -> bool:
+        """Whether processes can join between two steps; equal on all ranks."""
+        return self._assembly is not None and self._assembly.policy.on_loss == "shrink"
+
+    def has_newcomers(self) -> bool:
+        """Return whether processes wait to join; equal on all ranks. Collective if ``takes_newcomers``."""
+        assembly = self._assembly
+        if assembly is None or not self.takes_newcomers:
+            return False
+        wanted = torch.tensor([int(self.group.rank == 0 and assembly.has_newcomers(_NEWCOMERS_S))])
+        self.group.control.allreduce(wanted, name="recovery/newcomers", op=ReduceOp.MAX).wait()
+        return bool(wanted)
+
+
+_AnyRun = TypeVar("_AnyRun", bound=Run)
+_MadeRun_co = TypeVar("_MadeRun_co", bound=Run, covariant=True)
+
+
+class Part(Protocol[_MadeRun_co]):
+    """The part of the program that is run again, and its state."""
+
+    @property
+    def version(self) -> int:
+        """How far this rank's state is: larger on a rank whose state is later."""
+        ...
+
+    def describe(self) -> str:
+        """Return what must be equal in all processes of the job, one line for each item."""
+        ...
+
+    def level(self, group: Group, *, has_state: bool, epoch: int) -> None:
+        """Bring all ranks to the state of a rank with the latest version. Collective.
+
+        Args:
+            group: The ranks.
+            has_state: Whether this rank has the state of the job. In the first run no rank has it.
+            epoch: The number of the membership; 0 if ranks cannot be replaced.
+        """
+        ...
+
+    def begin(self, group: Group, assembly: Assembly | None, number: int) -> _MadeRun_co:
+        """Return the run that begins now; the arguments are those of ``Run``."""
+        ...
+
+
+@final
+class Runs(Generic[_AnyRun]):
+    """The runs of a program's part: iterate over them once."""
+
+    def __init__(self, part: Part[_AnyRun], membership: Membership, timeout_s: float) -> None:
+        """Note the arguments; nothing is formed yet. ``timeout_s``: the deadline of each decision on the members."""
+        self._part, self._membership, self._timeout_s = part, membership, timeout_s
+        self._has_state = False
+
+    def __iter__(self) -> Iterator[_AnyRun]:
+        """Yield a run, and another one whenever the members have changed.
+
+        Raises:
+            ConfigurationError: This process runs another program, or other settings, than the others. Or the body of
+                the loop is not in ``with`` the run.
+            RecoveryError: Too few processes have come in time, nobody has the state any more, or the states differ. Or
+                the others have ended the job without this rank.
+            SystemExit: With ``--on-loss shrink``: the others have ended the job, and there is nothing left to do.
+        """
+        settings, part = environment.read_settings(), self._part
+        if settings.on_loss is None:
+            group = self._membership.form()
+            part.level(group, has_state=False, epoch=0)
+            run = part.begin(group, None, 0)
+            yield run
+            _check_used(run)
+            return
+        world = environment.read_world()
+        assembly = open_assembly(settings, world.rank, world.world_size, self._timeout_s)
+        assembly.check_equal("program", part.describe())
+        is_complete = False
+        for number in itertools.count():
+            formed = self._form(assembly)
+            if formed is None:
+                if not is_complete:
+                    raise RecoveryError("the other ranks have come to the end of the job, and this rank has not")
+                return
+            run = part.begin(formed, assembly, number)
+            yield run
+            is_complete = run.is_complete
+            if not run.is_lost:
+                _check_used(run)
+                assembly.finish()
+                return
+            if run.error is not None:
+                report_loss(assembly, run.group.rank, run.error)
+            self._membership.leave(str(run.error) if run.error is not None else "other processes join")
+
+    def _form(self, assembly: Assembly) -> Group | None:
+        """Form the next group, and bring its ranks to one state; ``None``: the job has ended."""
+        part = self._part
+        formed: list[Group] = []
+
+        def enter(decision: Decision) -> None:
+            group = form_group(assembly, self._membership.form)
+            part.level(group, has_state=self._has_state, epoch=decision.epoch)
+            self._has_state = True
+            if group.rank == 0:
+                _log.info("epoch %d: %d ranks, version %d", decision.epoch, group.world_size, part.version)
+            formed.append(group)
+
+        def meet() -> Decision | None:
+            return assembly.meet(has_state=self._has_state, version=part.version)
+
+        if enter_next_epoch(assembly, meet, enter, self._membership.leave):
+            return formed[-1]
+        if not self._has_state:
+            end_too_late(assembly)
+        return None
+
+
+def latest_version(group: Group, version: int | None) -> tuple[int, list[int]]:
+    """Return the first rank with the latest version of the state, and the version of each rank. Collective.
+
+    Args:
+        group: The ranks.
+        version: The version of this rank; ``None`` if it has no state. Such ranks have -1 in the result. If no rank has
+            the state, the first rank of the result is 0.
+    """
+    versions = group.control.allgather_object(-1 if version is None else version)
+    return versions.index(max(versions)), versions
+
+
+def _check_used(run: Run) -> None:
+    if not run.is_complete:
+        raise ConfigurationError("the body of the loop over tr.attempts is not in the attempt: write `with attempt:`")
+
+
+def _loss_in(error: BaseException) -> PeerLost | None:
+    """Return the loss of a rank that has caused an error; ``None`` if it has another cause.
+
+    ``torch.distributed`` raises errors of its own, whose cause is that of this library.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, PeerLost):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
