@@ -10,10 +10,9 @@ Names, arguments and results are those of ``horovod.torch`` 0.28. ``docs/horovod
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from totalreduce import __version__
 from totalreduce.foundation.errors import TotalReduceError as HorovodInternalError
+from totalreduce.horovod import elastic
 from totalreduce.horovod.basics import (
     add_process_set,
     ccl_built,
@@ -122,6 +121,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -157,12 +157,3 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
-
-
-def __getattr__(name: str) -> NoReturn:
-    if name == "elastic":
-        raise AttributeError(
-            "totalreduce.horovod has no elastic training yet: a lost rank raises PeerLost on all others. Restart the "
-            "job (torchrun --max-restarts does) and go on from a checkpoint"
-        )
-    raise AttributeError(f"module 'totalreduce.horovod' has no attribute {name!r}")

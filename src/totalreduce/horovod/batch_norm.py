@@ -31,7 +31,7 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
         dtype: torch.dtype | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        members = context.members(process_set)
+        members = context.declared(process_set)
         super().__init__(
             num_features,
             eps,

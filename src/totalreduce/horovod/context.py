@@ -19,13 +19,14 @@ import torch.distributed as dist
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.foundation import environment
 from totalreduce.foundation.config import EngineConfig
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.groups.agreement import agree_or_refuse
 from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.groups.group import Group
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set, ranks_of_communicator
 from totalreduce.launch.address import host_identity
 from totalreduce.launch.bootstrap import init
+from totalreduce.launch.rendezvous import StoreRank
 from totalreduce.native.coordinator import Coordinator
 from totalreduce.observe import Timeline, rank_path
 from totalreduce.pytorch.adasum import Adasum
@@ -39,6 +40,13 @@ _STALL_WARNING_S = 10.0
 #: Share of the time-out after which all ranks together give up an operation that some rank does not submit, with one
 #: error. The rest of the time is for messages about it, before a rank's own wait ends.
 _STALL_ABORT_SHARE = 0.9
+#: How long the end of a group may take whose members are lost.
+_CLOSE_S = 1.0
+#: What operations raise before the group is formed, where ranks can be replaced.
+_NOT_FORMED = (
+    "ranks of this job can be replaced (--on-loss), so its group is formed by the function with @hvd.elastic.run: move "
+    "this collective into that function. A process that is started later could not take part in it here"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +76,19 @@ class Members:
     Attributes:
         ranks: The members, as ranks of the job.
         group: The group of these ranks.
-        coordinator: Carries out collectives that come in any order.
-        optimizers: The optimizers in use: ``join`` takes part in their rounds.
+        formed: The coordinator; ``None`` before the group is formed.
+        optimizers: The optimizers in use, by name, in the order in which they were made: ``join`` takes part in their
+            rounds.
         made: The number of objects of each kind that were made for the set; their names contain it.
         adasums: The ``Adasum`` of each operation's name.
     """
 
     ranks: tuple[int, ...]
     group: Group
-    coordinator: Coordinator
-    optimizers: weakref.WeakSet[DistributedOptimizer] = field(default_factory=weakref.WeakSet)
+    formed: Coordinator | None
+    optimizers: weakref.WeakValueDictionary[str, DistributedOptimizer] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     made: Counter[str] = field(default_factory=Counter)
     adasums: dict[str, Adasum] = field(default_factory=dict)
 
@@ -85,6 +96,17 @@ class Members:
     def of(cls, group: Group, ranks: Sequence[int], config: CoordinationConfig) -> Members:
         """Make the coordinator of a process set. Collective among the members."""
         return cls(tuple(ranks), group, group.coordinator or group.coordinate(config=config))
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """Carries out collectives that come in any order.
+
+        Raises:
+            ConfigurationError: The group is not formed yet.
+        """
+        if self.formed is None:
+            raise ConfigurationError(_NOT_FORMED)
+        return self.formed
 
     @property
     def needs_host_memory(self) -> bool:
@@ -117,10 +139,41 @@ class Members:
 
     def close(self) -> None:
         """End the set: pending operations fail, and other optimizers may take the models' parameters."""
-        for optimizer in list(self.optimizers):
+        for optimizer in list(self.optimizers.values()):
             optimizer.close()
-        self.coordinator.close()
+        if self.formed is not None:
+            self.formed.close()
         self.group.close()
+
+    def form_again(self, config: CoordinationConfig, optimizers: Sequence[DistributedOptimizer]) -> None:
+        """Begin anew, after the group has other members. Collective among these.
+
+        Args:
+            config: The settings of the coordinator.
+            optimizers: The optimizers that go on; all ranks have the same ones, in the same order.
+        """
+        self.ranks = tuple(range(self.group.world_size))
+        self.formed = self.group.coordinate(config=config)
+        self.adasums.clear()
+        for optimizer in optimizers:
+            optimizer.form_again()
+
+
+@final
+@dataclass(slots=True)
+class _Lasting:
+    """What outlives a change of the members: what the program has made before the group was formed for the first time.
+
+    Newly started processes have the same. What the function with ``@hvd.elastic.run`` makes is made again by each call.
+
+    Attributes:
+        optimizers: The optimizers, in the order in which they were made. The references are strong, so that the list is
+            the same on all ranks, whenever their garbage is collected.
+        made: The numbers of objects of each kind (see ``Members``).
+    """
+
+    optimizers: list[DistributedOptimizer] = field(default_factory=list)
+    made: Counter[str] = field(default_factory=Counter)
 
 
 @final
@@ -140,11 +193,17 @@ class Context:
         self._members: dict[int, Members] = {}
         self._next_set = 1
         self._timeline: Timeline | None = None
+        self._lasting = _Lasting()  #: Used where ranks can be replaced.
 
     @property
     def is_initialized(self) -> bool:
         """Whether there is a job."""
         return self._group is not None
+
+    @property
+    def formed_group(self) -> Group | None:
+        """The group of all ranks; ``None`` if there is no job, or its group is not formed yet (``elastic``)."""
+        return None if self._group is None or self._members[0].formed is None else self._group
 
     @property
     def group(self) -> Group:
@@ -178,7 +237,8 @@ class Context:
     ) -> None:
         """Join the job (see ``basics.init``)."""
         if self._group is not None:
-            if self._members[0].coordinator.ended is None:
+            formed = self._members[0].formed
+            if self._group.formation is not None or formed is None or formed.ended is None:
                 return
             self.stop()  # all ranks know that the job has failed, so they do not count this rank as lost
         self._config = coordination or _default_config(timeout_s)
@@ -190,9 +250,12 @@ class Context:
         try:
             everybody = range(group.world_size)
             _check_complete(comm, everybody)
-            self._locality = Locality.among(_places(group), group.rank)
             self._known[0] = [global_process_set]
-            self._members[0] = Members.of(group, everybody, self._config)
+            if group.formation is None:
+                self._locality = Locality.among(_places(group), group.rank)
+                self._members[0] = Members.of(group, everybody, self._config)
+            else:
+                self._await_formation(group, process_sets)
             global_process_set.register(0, everybody, group.rank)
             for process_set in process_sets:
                 self.add(process_set)
@@ -214,7 +277,64 @@ class Context:
             for process_set in known:
                 process_set.invalidate()
         self._known.clear()
-        self._next_set, self._locality = 1, None
+        self._next_set, self._locality, self._lasting = 1, None, _Lasting()
+
+    # -------------------------------------------------------------------------------- members that change (``elastic``)
+
+    def _await_formation(self, group: Group, process_sets: Sequence[ProcessSet]) -> None:
+        """Take the place of this process from the launcher's variables until ``form`` is called."""
+        if self.transport == "torch":
+            raise UnsupportedError(
+                "ranks cannot be replaced (--on-loss) where torch.distributed carries the operations out"
+            )
+        if process_sets:
+            raise UnsupportedError(
+                "hvd.init() takes no process sets where ranks can be replaced (--on-loss), because the ranks change: "
+                "add them in the function with @hvd.elastic.run"
+            )
+        group.operations.runner.refusal = _NOT_FORMED
+        world = environment.read_world()
+        whole = world.local_world_size
+        self._locality = Locality(world.local_rank, whole, world.rank // whole, -(-world.world_size // whole), True)
+        self._members[0] = Members(tuple(range(group.world_size)), group, None)
+
+    def form(self, *, store: StoreRank | None = None, **options: Any) -> Group:
+        """Form the job's group anew with the processes that meet in the store. Collective among these.
+
+        Without a store the group is the one that ``start`` has formed.
+        """
+        group = self.group
+        if store is None:
+            return group
+        members, lasting = self._members[0], self._lasting
+        if members.formed is None:
+            lasting.made = members.made.copy()
+        assert group.formation is not None
+        group.take_over(group.formation(store=store, **options))
+        self._locality = Locality.among(_places(group), group.rank)
+        members.made = lasting.made.copy()
+        members.form_again(self._config, lasting.optimizers)
+        global_process_set.register(0, members.ranks, group.rank)
+        if self._timeline is not None:
+            group.observers.append(self._timeline)
+        return group
+
+    def leave(self, reason: str) -> None:
+        """End the group, so that the other ranks learn the reason, and what belongs to its members."""
+        group, members = self.group, self._members[0]
+        group.close(_CLOSE_S, reason=reason)
+        for optimizer in list(members.optimizers.values()):
+            if all(optimizer is not each for each in self._lasting.optimizers):
+                optimizer.close()
+        if members.formed is not None:
+            members.formed.close(_CLOSE_S, reason=reason)
+        for number in [number for number in self._known if number != 0]:
+            removed = self._members.pop(number, None)
+            if removed is not None:
+                removed.close()
+            for process_set in self._known.pop(number):
+                process_set.invalidate()
+        self._next_set = 1
 
     # ------------------------------------------------------------------------------------------------ process sets
 
@@ -266,7 +386,18 @@ class Context:
         return self._known[number][0]
 
     def members(self, process_set: ProcessSet) -> Members:
-        """Return the members of a process set.
+        """Return the members of a process set, for a collective.
+
+        Raises:
+            ConfigurationError: There is no job, the set is not registered, this process is no member, or the group is
+                not formed yet (``elastic``).
+        """
+        members = self.declared(process_set)
+        members.coordinator  # noqa: B018  (raises)
+        return members
+
+    def declared(self, process_set: ProcessSet) -> Members:
+        """Return the members of a process set, whose group need not be formed yet.
 
         Raises:
             ConfigurationError: There is no job, the set is not registered, or this process is no member.
@@ -276,10 +407,19 @@ class Context:
             raise ConfigurationError(f"rank {self.group.rank} is not a member of {process_set}")
         return members
 
+    def enlist(self, optimizer: DistributedOptimizer, name: str, process_set: ProcessSet) -> None:
+        """Note that an optimizer of a process set is in use."""
+        members = self.declared(process_set)
+        members.optimizers[name] = optimizer
+        if members.formed is None:
+            self._lasting.optimizers.append(optimizer)
+
     def forget(self, optimizer: DistributedOptimizer) -> None:
         """Note that an optimizer is not in use any more."""
+        self._lasting.optimizers = [each for each in self._lasting.optimizers if each is not optimizer]
         for members in self._members.values():
-            members.optimizers.discard(optimizer)
+            for name in [name for name, each in members.optimizers.items() if each is optimizer]:
+                del members.optimizers[name]
 
     def number(self, process_set: ProcessSet) -> int:
         """Return the id of a process set.
@@ -318,7 +458,8 @@ class Context:
         observers = (group or self.group).observers
         timeline, self._timeline = self._timeline, None
         if timeline is not None:
-            observers.remove(timeline)
+            if timeline in observers:
+                observers.remove(timeline)
             timeline.close()
 
 

@@ -27,7 +27,7 @@ def join(device: int = -1) -> int:  # noqa: ARG001
     """
     members = context.members(global_process_set)
     # Each of them waits for the next operation of the other ranks, so each has a thread.
-    bodies = [members.coordinator.join, *(optimizer.join for optimizer in members.optimizers)]
+    bodies = [members.coordinator.join, *(optimizer.join for optimizer in members.optimizers.values())]
     outcomes: queue.SimpleQueue[tuple[int, int | BaseException]] = queue.SimpleQueue()
 
     def run(place: int) -> None:

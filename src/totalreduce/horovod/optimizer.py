@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.horovod.arguments import checked_compression, checked_factor
@@ -81,6 +81,11 @@ class GradientOptimizer(plain.DistributedOptimizer):
         """
         self._settings = dataclasses.replace(self._settings, backward_passes_per_step=_checked_passes(passes))
         self._round.restart_passes()
+
+    def form_again(self) -> None:
+        """Make a plan in the group after its members have changed (see the base class)."""
+        self._user_synchronized = False
+        super().form_again()
 
     def close(self) -> None:
         """Close the optimizer; ``join`` does not take part in its steps any more."""
@@ -172,7 +177,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         name=name,
     )
     if process_set.included():
-        context.members(process_set).optimizers.add(wrapped)
+        context.enlist(wrapped, name, process_set)
     return wrapped
 
 
@@ -186,6 +191,8 @@ def _adasum(
     if compression is not Compression.none:
         warnings.warn("op=Adasum: updates travel as they are, without compression", stacklevel=3)
     _checked_passes(passes)
+    if context.group.formation is not None:
+        raise UnsupportedError("op=Adasum is not supported where ranks can be replaced (--on-loss): use hvd.Average")
     names = ParameterSource(optimizer, None, named).names()
     group, name = _place(process_set, "AdasumOptimizer")
     wrapped = AdasumOptimizer(optimizer, _Names(names), group=group.control, name=name)
@@ -210,7 +217,7 @@ def _place(process_set: ProcessSet, kind: str) -> tuple[Group, str]:
     if process_set.included() is False:
         group = context.group
         return group.subgroup([group.rank]), kind
-    members = context.members(process_set)
+    members = context.declared(process_set)
     return members.group, members.name(kind)
 
 

@@ -8,9 +8,9 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -103,7 +103,19 @@ def form_group(assembly: Assembly, formation: Callable[..., Group]) -> Group:
     return group
 
 
-def send_state(state: State, group: Group, source: int, receivers: Sequence[int]) -> None:
+class Shared(Protocol):
+    """A state that ranks give to each other."""
+
+    def shared(self) -> dict[str, Any]:
+        """Return everything that a process needs to begin with this state. Tensors are not copied."""
+        ...
+
+    def load_shared(self, shared: Mapping[str, Any], /) -> None:
+        """Begin with what ``shared`` has returned in another process."""
+        ...
+
+
+def send_state(state: Shared, group: Group, source: int, receivers: Sequence[int]) -> None:
     """Give the source's state to the receivers. Collective among these; the other ranks return at once."""
     if not receivers or group.rank not in (source, *receivers):
         return

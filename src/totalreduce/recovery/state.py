@@ -15,7 +15,7 @@ from totalreduce.groups.encoding import encode
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.sampler import ElasticSampler
 
-__all__ = ["State"]
+__all__ = ["State", "Stateful", "load_object"]
 
 #: Names of attributes that the program cannot use for its values.
 _FIELDS = ("model", "optimizer", "sampler", "version", "steps")
@@ -24,10 +24,16 @@ _SMALL_ELEMENTS = 65_536
 
 
 @runtime_checkable
-class _Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
+class Stateful(Protocol):
+    """An object whose state can be read and set."""
 
-    def load_state_dict(self, state: Mapping[str, Any], /) -> Any: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> Any:
+        """Set the object to a state."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +185,7 @@ class State:
         self._inner = inner
         self.version = self.steps = 0
         self._done: dict[str, int] = {}  #: By label: the epoch in which a block of ``job.once`` took effect last.
-        self._objects = {name: value for name, value in values.items() if isinstance(value, _Stateful)}
+        self._objects = {name: value for name, value in values.items() if isinstance(value, Stateful)}
         self._names = tuple(name for name in values if name not in self._objects)
         self._buffers = _KeptBuffers(model)
         for name, value in values.items():
@@ -229,12 +235,7 @@ class State:
         for name, value in copy.deepcopy(kept.values).items():
             setattr(self, name, value)
         for name, value in copy.deepcopy(kept.objects).items():
-            target: Any = self._objects[name]
-            target.load_state_dict(value)
-            if isinstance(target, torch.amp.GradScaler):
-                # The block may have ended between unscale_() and update(). The scaler refuses a second unscale_(), and
-                # its state_dict() does not have that it saw the first one.
-                target._per_optimizer_states.clear()
+            load_object(self._objects[name], value)
         for group, settings in zip(self._inner.param_groups, kept.settings, strict=True):
             group.update(copy.deepcopy(settings))
         if self.sampler is not None and kept.sampler is not None:
@@ -321,6 +322,15 @@ class State:
         named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         named.update((f"buffer {name}", buffer) for name, buffer in self.model.named_buffers())
         return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def load_object(target: Any, state: Mapping[str, Any]) -> None:
+    """Set an object with ``load_state_dict`` to a state, in the middle of a step."""
+    target.load_state_dict(state)
+    if isinstance(target, torch.amp.GradScaler):
+        # The step may have ended between unscale_() and update(). The scaler refuses a second unscale_(), and its
+        # state_dict() does not have that it saw the first one.
+        target._per_optimizer_states.clear()
 
 
 def _sha256(tensor: torch.Tensor) -> str:
