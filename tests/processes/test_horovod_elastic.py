@@ -15,6 +15,7 @@ from totalreduce.launch.local import run_workers
 
 PROGRAM = Path(__file__).parent / "programs" / "horovod_elastic.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod_elastic.py"
+PAGE = Path(__file__).parents[2] / "docs" / "horovod.md"
 
 
 @pytest.fixture(autouse=True)
@@ -156,24 +157,49 @@ def test_without_the_launcher_the_same_loop_runs_and_a_loss_is_an_error(tmp_path
     assert finals["plain"][0] == finals["plain"][1]
 
 
-def test_the_example_goes_on_when_a_worker_is_killed(tmp_path: Path) -> None:
-    pids = {}
+class Killing:
+    """Kills a rank in the first group of a run."""
 
-    def kill_rank_1(event):
+    def __init__(self, rank: int) -> None:
+        self._rank, self._pids = rank, {}
+
+    def __call__(self, event: dict) -> None:
         if event["event"] == "started":
-            pids[event["rank"]] = event["pid"]
+            self._pids[event["rank"]] = event["pid"]
         if event["event"] == "epoch" and event["epoch"] == 1:
-            os.kill(pids[1], signal.SIGKILL)
+            os.kill(self._pids[self._rank], signal.SIGKILL)
 
+
+def test_the_example_goes_on_when_a_worker_is_killed(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         f"import runpy, sys\nsys.argv = [{str(EXAMPLE)!r}, '--examples', '600', '--batch-size', '8']\n"
         f"sys.path.insert(0, {str(EXAMPLE.parent)!r})\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    found = Run(tmp_path / "run", 2, program=program, on_loss="replace", on_event=kill_rank_1)
+    found = Run(tmp_path / "run", 2, program=program, on_loss="replace", on_event=Killing(1))
     assert found.result.exit_code == 0, found.result.errors
     assert len(found.epochs()) == 2
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) on 2 ranks", found.result.output[0])]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
     assert "parameters are equal on all 2 ranks" in found.result.output[0]
+
+
+def test_the_program_of_the_documentation_runs(tmp_path: Path) -> None:
+    """It has two ranks after a loss, with the learning rate of two, and has trained on every sample in each epoch."""
+    [text] = re.findall(r"```python\n(import torch, [^`]*@hvd\.elastic\.run[^`]*)```", PAGE.read_text())
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch\n"
+        "def make_model():\n    return torch.nn.Linear(4, 3)\n"
+        "def make_dataset():\n"
+        "    inputs = torch.randn(300, 4, generator=torch.Generator().manual_seed(1))\n"
+        "    return [(row, int(row[:3].argmax())) for row in inputs]\n"
+        f"{text}\n"
+        "weights = hvd.allgather_object(model.weight.detach())\n"
+        "assert all(torch.equal(each, weights[0]) for each in weights)\n"
+        "print(len(weights), hvd.rank(), state.epoch, sampler.epoch, optimizer.param_groups[0]['lr'])\n"
+    )
+    found = Run(tmp_path / "run", 3, program=program, on_loss="shrink", restarts=0, on_event=Killing(0))
+    assert found.result.exit_code == 0, found.result.errors
+    assert [found.result.output[seat] for seat in (1, 2)] == ["2 0 9 10 0.02\n", "2 1 9 10 0.02\n"]

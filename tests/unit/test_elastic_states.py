@@ -1,5 +1,6 @@
 """``hvd.elastic`` in one process: the sampler under losses and joins, commits, and what is refused."""
 
+import contextlib
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import totalreduce.horovod as hvd
 from totalreduce.foundation.errors import ConfigurationError, PeerLost
+from totalreduce.horovod.elastic import running
 from totalreduce.horovod.elastic import sampler as sampler_module
 from totalreduce.horovod.elastic.state import progress_of
 
@@ -264,6 +266,28 @@ def test_a_function_runs_once_with_its_arguments_and_raises_its_errors() -> None
         assert state.batch == 5
     with pytest.raises(ConfigurationError, match="is a state, such as"):
         train(None, 1, second=2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_loss_after_the_end_of_the_job_undoes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have come to the end and left, and this rank has not heard of the last barrier."""
+
+    class Ended(contextlib.AbstractContextManager):
+        error = PeerLost(1, "it has left")
+
+        def __exit__(self, *_) -> None:
+            pass
+
+    monkeypatch.setattr(running, "Runs", lambda *_: [Ended()])
+    state = hvd.elastic.ObjectState(batch=0)
+
+    @hvd.elastic.run
+    def train(state):
+        state.batch = 7
+        return "end"
+
+    assert train(state) == "end"
+    assert state.batch == 7
 
 
 @pytest.mark.usefixtures("alone")

@@ -60,21 +60,20 @@ def run(
                 "once: a process that is started later could not know which call the others are in. Put all phases "
                 "into one function, and the present phase into the state"
             )
-        progress = progress_of(state)
+        function = _Function(state)
         results: list[_Result] = []
         try:
-            for call in Runs(_Function(state), context, group.timeout_s):
+            for call in Runs(function, context, group.timeout_s):
                 with call:
                     results.append(func(state, *args, **kwargs))
                 if call.error is not None:
-                    state.restore()
-                    progress.version = progress.committed
+                    function.has_lost = True
         except BaseException as error:
             if can_replace:
                 context.leave(f"{type(error).__name__}: {error}")
             raise
         finally:
-            progress.run = None
+            progress_of(state).run = None
         return results[-1]
 
     return cast("Callable[Concatenate[_AnyState, _Arguments], _Result]", wrapper)
@@ -82,28 +81,37 @@ def run(
 
 @final
 class _Function:
-    """A function with its state, as a part of the program that is run again (``recovery.runs.Part``)."""
+    """A function with its state, as a part of the program that is run again (``recovery.runs.Part``).
+
+    Attributes:
+        has_lost: Whether the last call has ended by a loss. Then the state goes back to the last commit, but not before
+            the next call is certain: if the others have ended the job meanwhile, the state is what the function left.
+    """
 
     def __init__(self, state: State) -> None:
         self._state, self._progress = state, progress_of(state)
+        self.has_lost = False
 
     @property
     def version(self) -> int:
-        return self._progress.version
+        return self._progress.committed if self.has_lost else self._progress.version
 
     def describe(self) -> str:
         return self._state.describe()
 
     def level(self, group: Group, *, has_state: bool, epoch: int) -> None:
         state, progress = self._state, self._progress
-        source, versions = latest_version(group, progress.version if has_state else None)
+        source, versions = latest_version(group, self.version if has_state else None)
         progress.source = source
+        if self.has_lost:
+            state.restore()
         if epoch > 1:
             state.on_reset()
         state.sync()
         progress.level(max(0, versions[source]))
+        self.has_lost = False
 
     def begin(self, group: Group, assembly: Assembly | None, number: int) -> ElasticRun:
         progress = self._progress
-        progress.run = ElasticRun(group, assembly, number, has_begun=progress.committed > 0)
+        progress.run = ElasticRun(group, assembly, number, has_begun=False)
         return progress.run

@@ -324,7 +324,7 @@ def _copied(value: Any, known: Any = None) -> Any:
     """Return a copy of a nested value. Tensors are copied into those of ``known`` where these have the same shape."""
     if isinstance(value, torch.Tensor):
         if _is_alike(value, known):
-            return known.copy_(value)
+            return known.copy_(value.detach())
         return value.detach().clone()
     if type(value) is dict:
         of_key = known if type(known) is dict else {}
