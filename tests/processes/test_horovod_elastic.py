@@ -2,7 +2,6 @@
 
 import collections
 import json
-import os
 import re
 import signal
 import sys
@@ -157,28 +156,42 @@ def test_without_the_launcher_the_same_loop_runs_and_a_loss_is_an_error(tmp_path
     assert finals["plain"][0] == finals["plain"][1]
 
 
-class Killing:
-    """Kills a rank in the first group of a run."""
+DEADLY = """
+import os, signal
 
-    def __init__(self, rank: int) -> None:
-        self._rank, self._pids = rank, {}
+class Deadly:
+    \"\"\"A data set whose hundredth sample kills the first process of a seat.\"\"\"
 
-    def __call__(self, event: dict) -> None:
-        if event["event"] == "started":
-            self._pids[event["rank"]] = event["pid"]
-        if event["event"] == "epoch" and event["epoch"] == 1:
-            os.kill(self._pids[self._rank], signal.SIGKILL)
+    def __init__(self, samples, seat):
+        self.samples, self.reads = samples, 0
+        self.is_deadly = (os.environ["RANK"], os.environ["TOTALREDUCE_INCARNATION"]) == (seat, "0")
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        self.reads += 1
+        if self.is_deadly and self.reads == 100:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.samples[index]
+"""
 
 
 def test_the_example_goes_on_when_a_worker_is_killed(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        f"import runpy, sys\nsys.argv = [{str(EXAMPLE)!r}, '--examples', '600', '--batch-size', '8']\n"
-        f"sys.path.insert(0, {str(EXAMPLE.parent)!r})\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+        f"{DEADLY}\n"
+        "import runpy, sys\n"
+        f"sys.argv = [{str(EXAMPLE)!r}, '--examples', '600', '--batch-size', '8', '--batches-per-commit', '5']\n"
+        f"sys.path.insert(0, {str(EXAMPLE.parent)!r})\n"
+        "import horovod_mnist\n"
+        "draw = horovod_mnist.draw_digits\n"
+        "horovod_mnist.draw_digits = lambda count: Deadly(draw(count), '1')\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    found = Run(tmp_path / "run", 2, program=program, on_loss="replace", on_event=Killing(1))
+    found = Run(tmp_path / "run", 2, program=program, on_loss="replace")
     assert found.result.exit_code == 0, found.result.errors
-    assert len(found.epochs()) == 2
+    assert [event["version"] for event in found.epochs()] == [0, 2]
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) on 2 ranks", found.result.output[0])]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
@@ -186,20 +199,21 @@ def test_the_example_goes_on_when_a_worker_is_killed(tmp_path: Path) -> None:
 
 
 def test_the_program_of_the_documentation_runs(tmp_path: Path) -> None:
-    """It has two ranks after a loss, with the learning rate of two, and has trained on every sample in each epoch."""
+    """Rank 0 dies in the fourth batch of the first epoch; the others finish, with the learning rate of two ranks."""
     [text] = re.findall(r"```python\n(import torch, [^`]*@hvd\.elastic\.run[^`]*)```", PAGE.read_text())
     program = tmp_path / "program.py"
     program.write_text(
+        f"{DEADLY}\n"
         "import torch\n"
         "def make_model():\n    return torch.nn.Linear(4, 3)\n"
         "def make_dataset():\n"
-        "    inputs = torch.randn(300, 4, generator=torch.Generator().manual_seed(1))\n"
-        "    return [(row, int(row[:3].argmax())) for row in inputs]\n"
+        "    inputs = torch.randn(900, 4, generator=torch.Generator().manual_seed(1))\n"
+        "    return Deadly([(row, int(row[:3].argmax())) for row in inputs], '0')\n"
         f"{text}\n"
         "weights = hvd.allgather_object(model.weight.detach())\n"
         "assert all(torch.equal(each, weights[0]) for each in weights)\n"
         "print(len(weights), hvd.rank(), state.epoch, sampler.epoch, optimizer.param_groups[0]['lr'])\n"
     )
-    found = Run(tmp_path / "run", 3, program=program, on_loss="shrink", restarts=0, on_event=Killing(0))
+    found = Run(tmp_path / "run", 3, program=program, on_loss="shrink", restarts=0)
     assert found.result.exit_code == 0, found.result.errors
     assert [found.result.output[seat] for seat in (1, 2)] == ["2 0 9 10 0.02\n", "2 1 9 10 0.02\n"]
