@@ -147,7 +147,7 @@ def test_a_state_goes_to_another_process_bit_by_bit() -> None:
 
     different, equal, numbers, done, other, description = in_one_rank(body)
     assert (different, equal, done, other) == (True, True, True, False)
-    assert numbers == (2, 1, 3.5, {"epoch": 2, "cursor": 4}, 0.0125)
+    assert numbers == (2, 1, 3.5, {"epoch": 2, "cursor": 4, "part": 0, "begun": 0}, 0.0125)
     assert "parameter 0.weight: torch.float32[4, 3]" in description.splitlines()
 
 
@@ -180,7 +180,7 @@ def test_parts_that_cannot_be_recovered_are_refused() -> None:
     assert "LBFGS" in lbfgs
     assert "'version'" in name
     assert "object" in kind
-    assert "tr.ElasticSampler, not a list" in sampler
+    assert "a tr.ElasticSampler or a tr.ElasticStream, not a list" in sampler
 
 
 def test_states_that_differ_are_an_error_on_every_rank() -> None:

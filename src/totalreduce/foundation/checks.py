@@ -6,9 +6,10 @@ that names the value. ``bool`` is no number here: ``priority=True`` is a mistake
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
 from totalreduce.foundation.errors import ConfigurationError
@@ -16,6 +17,7 @@ from totalreduce.foundation.errors import ConfigurationError
 __all__ = [
     "NAME_BYTES_MAX",
     "SECONDS_MAX",
+    "first_difference",
     "integer",
     "integer_fields",
     "one_of",
@@ -33,6 +35,14 @@ __all__ = [
 NAME_BYTES_MAX: Final = 1024
 #: The longest time, some thirty years. System calls and Python's functions allow little more.
 SECONDS_MAX: Final = 1e9
+
+
+def first_difference(theirs: Sequence[str], mine: Sequence[str]) -> tuple[str, str] | None:
+    """Return the first lines in which two descriptions differ, or ``None``; "nothing" stands for a missing line."""
+    for there, here in itertools.zip_longest(theirs, mine, fillvalue="nothing"):
+        if there != here:
+            return there, here
+    return None
 
 
 def integer(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None) -> int:

@@ -204,17 +204,30 @@ class CompressedReducer(GradientReducer):
         Gradients whose buckets have not left stay. If the round was to send everything, the next one is.
         """
         state = self._state
-        self.send_dense = state.dense
-        state.joined = state.closed = True
-        for index in range(len(self._plan.buckets)):
-            if index not in state.left:
-                self._send(index, 1.0)
-        updates = self.rounds.finish(self._settings.timeout_s) if state.result is None else state.result
+        updates = self._end_exchange()
         if updates is not None:
             if state.result is None:
                 self._mask(updates)
             self._take_back(updates)
         state.accumulated.clear()
+
+    def drop(self) -> None:
+        """End an open round without a result; residuals and velocities stay as they were. See ``abandon``."""
+        self._end_exchange()
+        self._correction.discard()
+        self._state.accumulated.clear()
+
+    def _end_exchange(self) -> list[Update] | None:
+        """Send the buckets that have not left, without gradients, and return what has come."""
+        state = self._state
+        self.send_dense = state.dense
+        if not state.closed:
+            self._readiness.close()
+        state.joined = state.closed = True
+        for index in range(len(self._plan.buckets)):
+            if index not in state.left:
+                self._send(index, 1.0)
+        return self.rounds.finish(self._settings.timeout_s) if state.result is None else state.result
 
     def end(self) -> None:
         """End the thread of the exchanges."""

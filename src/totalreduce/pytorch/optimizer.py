@@ -260,6 +260,24 @@ class DistributedOptimizer(OptimizerWrapper):
         self._compressed.name = self._name
         self._plan_gradients()
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether gradients of this rank may be in flight."""
+        return self._round.in_flight
+
+    def drop_round(self) -> None:
+        """End the present round without a result: gradients, residuals and parameters are as if it had not begun.
+
+        Collective; ranks that have no gradients in flight take part without. ``tr.recoverable`` calls this for the
+        optimizers that a block does not step, whose gradients another one's backward pass has computed.
+
+        Raises:
+            DeadlineExceededError: It takes longer than the group's ``timeout_s``.
+            PeerLost: A rank died.
+        """
+        self._round.drop()
+        self._inner.zero_grad()
+
     def replan(self) -> None:
         """Plan again after parameters were frozen or unfrozen, or the model changed its dtype. Collective.
 

@@ -205,6 +205,7 @@ class Reducer(GradientReducer):
                     bucket.capture(empty=True)
                     self._submit(index)
             self._closed = True
+            self._readiness.close()
         for index, bucket in enumerate(self.buckets):
             self.wait(index)
             bucket.release()

@@ -84,6 +84,17 @@ class GradientReducer(ABC):
             DeadlineExceededError: It takes longer than the group's ``timeout_s``; may be called again.
         """
 
+    def drop(self) -> None:
+        """End an open round without a result, and without a trace in what outlives it (residuals, velocities).
+
+        Other than with ``abandon``, the gradients of this rank may be lost. Collective.
+
+        Raises:
+            PeerLost: A rank is lost.
+            DeadlineExceededError: It takes longer than the group's ``timeout_s``.
+        """
+        self.abandon()
+
     def end(self) -> None:  # noqa: B027
         """Give back threads and operations. No round is open."""
 
@@ -270,8 +281,16 @@ class Round:
         if not self.in_flight:
             self.open()
         for reducer in self.reducers:
-            reducer.abandon()
+            reducer.drop()
         self.phase = Phase.LOCAL
+
+    def drop(self) -> None:
+        """End the round without a result and without a trace. If none is open, open one first, as ``abandon`` does."""
+        if not self.in_flight:
+            self.open()
+        for reducer in self.reducers:
+            reducer.drop()
+        self.end_step()
 
     def forget_result(self) -> None:
         """Have the next ``step()`` synchronise again: the installed gradients were changed or consumed."""

@@ -18,6 +18,7 @@ from typing import final
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError, RecoveryError
 from totalreduce.recovery.launcher_store import PREFIX, LauncherStore, StoreLost
 from totalreduce.recovery.membership import Decision, Membership, Policy, Report, json_object
@@ -193,11 +194,10 @@ class Assembly:
             ConfigurationError: They differ. The message has the first line that differs.
         """
         first = self.first_value(name, description)
-        if first == description:
+        difference = checks.first_difference(first.splitlines(), description.splitlines())
+        if difference is None:
             return
-        theirs, mine = first.splitlines(), description.splitlines()
-        pairs = zip(theirs + ["nothing"] * len(mine), mine + ["nothing"] * len(theirs), strict=False)
-        there, here = next(pair for pair in pairs if pair[0] != pair[1])
+        there, here = difference
         raise ConfigurationError(
             f"this process cannot join the job, because its {name} is another one: {here!r} here, and {there!r} in the "
             "job. Start the same program with the same arguments"

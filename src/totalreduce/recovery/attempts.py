@@ -16,9 +16,9 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.group import Group
 from totalreduce.recovery.assembly import Assembly
+from totalreduce.recovery.dealing import needed
 from totalreduce.recovery.forming import begin_from_disk, compare_states, seed_generators, send_state
 from totalreduce.recovery.runs import Membership, Run, Runs, latest_version
-from totalreduce.recovery.sampler import needed
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
 
@@ -75,18 +75,23 @@ class Attempt(Run):
         Fewer samples than there are ranks are not used at the end: each rank has a batch in each step.
 
         Args:
-            loader: A ``DataLoader`` whose ``batch_sampler`` is the state's ``ElasticSampler``.
+            loader: A ``DataLoader`` whose ``batch_sampler`` is the state's ``ElasticSampler``, or whose data set is its
+                ``ElasticStream``.
 
         Raises:
             ConfigurationError: It is not, or the loop's body has not called ``commit``.
         """
-        sampler = needed(self._state.sampler, "attempt.batches", loader)
+        dealer = needed(self._state.sampler, "attempt.batches", loader)
+        if dealer.is_over:
+            return
         iterator = iter(loader)
         # This has drawn a number, at the begin of the epoch or of the attempt: the step begins as after ``commit``.
         seed_generators(self._seed, self._state.version, self.group.rank)
-        while sampler.next_total >= self.group.world_size:
+        for batch in dealer.deal(iterator):
+            if dealer.next_total < self.group.world_size:
+                return
             version = self._state.version
-            yield next(iterator)
+            yield batch
             if self._state.version != version + 1:
                 raise ConfigurationError(
                     "a step of attempt.batches ends with attempt.commit(), called once after optimizer.step()"

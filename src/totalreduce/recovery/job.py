@@ -17,19 +17,15 @@ import enum
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, final
 
 from totalreduce.foundation import checks, environment
-from totalreduce.foundation.errors import (
-    ConfigurationError,
-    PeerLost,
-    RecoveryError,
-)
-from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
 from totalreduce.recovery.assembly import Assembly
+from totalreduce.recovery.dealing import NO_BATCH, needed
 from totalreduce.recovery.forming import (
     begin_from_disk,
     compare_states,
@@ -42,8 +38,8 @@ from totalreduce.recovery.forming import (
     send_state,
 )
 from totalreduce.recovery.membership import Decision
+from totalreduce.recovery.optimizers import Optimizers
 from totalreduce.recovery.replicas import OwnState
-from totalreduce.recovery.sampler import needed
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
 
@@ -78,11 +74,17 @@ class Change:
     seconds: float
 
 
-class _Kind(enum.Enum):
-    """What a block is, but for those of ``Job.once``."""
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a block is: by default a step with data of the program's own.
 
-    BATCH = "a step with a batch of the sampler"
-    STEP = "a step with other data"
+    Attributes:
+        label: Of a block of ``Job.once``: its label.
+        num_parts: Of a block with a batch of the sampler: the number of blocks that work on the batch.
+    """
+
+    label: str | None = None
+    num_parts: int = 0
 
 
 class _Phase(enum.Enum):
@@ -91,20 +93,6 @@ class _Phase(enum.Enum):
     OUTSIDE = "outside of blocks"
     BEFORE_VOTE = "in a block whose vote has not passed"
     AFTER_VOTE = "in a block whose vote has passed"
-
-
-@dataclass(frozen=True, slots=True)
-class _Guard:
-    """What the optimizer calls in each round (``RoundGuard``)."""
-
-    wait: Callable[[], None]
-    install: Callable[[], None]
-
-    def before_wait(self) -> None:
-        self.wait()
-
-    def before_install(self) -> None:
-        self.install()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +142,11 @@ def recoverable(
         snapshots: Writes the state to disk beside training. The job begins with its last version, if there is one.
 
     Raises:
-        ConfigurationError: The state's optimizer is no ``DistributedOptimizer``, the group is of another kind than
-            ``tr.init`` makes it, or a number is out of range.
+        ConfigurationError: An optimizer of the state is no ``DistributedOptimizer``, the optimizers have different
+            groups, the group is of another kind than ``tr.init`` makes it, or a number is out of range.
     """
-    if not isinstance(state.optimizer, DistributedOptimizer):
-        raise ConfigurationError(
-            f"tr.recoverable needs a state with a DistributedOptimizer, not a {type(state.optimizer).__name__}. For "
-            "other optimizers, with DistributedDataParallel, there is tr.attempts(state)"
-        )
-    return Job(state, state.optimizer, replicas, _Options(checks.integer("seed", seed), bool(verify), snapshots))
+    options = _Options(checks.integer("seed", seed), bool(verify), snapshots)
+    return Job(state, Optimizers(state.optimizers), replicas, options)
 
 
 @final
@@ -176,19 +160,19 @@ class Job:
         changes: The last changes of the members that this process has seen, a thousand at most.
     """
 
-    def __init__(self, state: State, optimizer: DistributedOptimizer, replicas: int, options: _Options) -> None:
-        """See ``recoverable``; ``optimizer`` is that of the state."""
-        self.state, self.group = state, optimizer.group
+    def __init__(self, state: State, optimizers: Optimizers, replicas: int, options: _Options) -> None:
+        """See ``recoverable``; ``optimizers`` are those of the state."""
+        self.state, self.group, self._optimizers = state, optimizers.group, optimizers
         self.epoch = 0
         self.changes: deque[Change] = deque(maxlen=1000)
         self._left = (time.time(), "the job began")  #: When and why the last group ended.
         self._options = options
-        self._own = OwnState(state, optimizer, checks.integer("replicas", replicas, minimum=0))
+        self._own = OwnState(state, optimizers, checks.integer("replicas", replicas, minimum=0))
         self._assembly: Assembly | None = None
         self._phase = _Phase.OUTSIDE
         self._has_begun = False  #: Whether the body of the loop has begun a block.
         self._is_in_loop = False
-        self._kind: _Kind | str = _Kind.STEP  #: The kind of the block; of ``once`` its label.
+        self._kind = _Kind()  #: The kind of the block.
         self._wants_newcomers = False
         self._pending: Decision | None = None  #: The next epoch, if it was decided before the end of a block.
 
@@ -203,7 +187,7 @@ class Job:
         state, group, settings = self.state, self.group, environment.read_settings()
         if group.coordinator is not None:
             raise ConfigurationError("tr.recoverable needs collectives='engine': a native library cannot replace ranks")
-        self._optimizer.guard = _Guard(self._before_wait, self._before_install)
+        self._optimizers.guard(self._before_wait, self._before_install)
         if group.formation is None:
             if group.world_size > 1 and group.rank == 0:
                 _log.warning("the launcher does not replace ranks: a loss ends the job (totalreduce run --on-loss)")
@@ -232,7 +216,7 @@ class Job:
             else:
                 self.group.close(_CLOSE_S, reason=f"{kind.__name__}: {error}")
         finally:
-            self._optimizer.guard = None
+            self._optimizers.release()
             if self._options.snapshots is not None:
                 self._options.snapshots.wait()
 
@@ -242,21 +226,40 @@ class Job:
         """Yield the batches of the rest of the epoch. A batch comes again until its block has taken effect.
 
         Args:
-            loader: A ``DataLoader`` whose ``batch_sampler`` is the state's ``ElasticSampler``.
+            loader: A ``DataLoader`` whose ``batch_sampler`` is the state's ``ElasticSampler``, or whose data set is its
+                ``ElasticStream``.
 
         Raises:
             ConfigurationError: It is not; or the loop's body is not in ``with job.step()``.
         """
-        sampler = needed(self.state.sampler, "job.batches", loader)
-        while sampler.next_total:
-            place = sampler.place_now
-            self._seed_generators()  # a DataLoader draws the seed of its workers
-            iterator = iter(loader)
-            while sampler.next_total and sampler.place_now == place:
-                if sampler.next_share == 0:
-                    self._take_part_without_batch()
-                    continue
-                yield from self._until_effective(next(iterator), _Kind.BATCH)
+        for _, batch in self._parts_of_batches("job.batches", loader, 1):
+            yield batch
+
+    def parts(self, loader: Iterable[Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """Yield each batch of the rest of the epoch several times, once for each part of a step, with the part's name.
+
+        Each part is a block, so a step with several optimizers has a part for each::
+
+            for part, batch in job.parts(loader, ("discriminator", "generator")):
+                with job.step():
+                    losses[part](batch).backward()
+                    optimizers[part].step()
+
+        A part that has taken effect does not come again: if ranks are lost or join between the first part and the last
+        one, the other parts work on the same samples of all ranks. The next batch comes when the last part has taken
+        effect. (If ranks are lost in a step, the shares of the rest are then larger than ``batch_size``.)
+
+        Args:
+            loader: As for ``batches``.
+            names: The names of the parts, in order; equal on all ranks.
+
+        Raises:
+            ConfigurationError: As ``batches``; or there are no names, or one comes twice.
+        """
+        if isinstance(names, str) or not names or len(set(names)) < len(names):
+            raise ConfigurationError(f"job.parts needs different names of the parts of a step, not {names!r}")
+        for part, batch in self._parts_of_batches("job.parts", loader, len(names)):
+            yield names[part], batch
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left, and have the sampler begin each. The first epoch is 0."""
@@ -269,7 +272,7 @@ class Job:
         """
         count = checks.integer("the number of steps", count)
         while self.state.steps < count:
-            yield from self._until_effective(self.state.steps, _Kind.STEP)
+            yield from self._until_effective(self.state.steps, _Kind())
 
     def once(self, label: str) -> Iterator[None]:
         """Yield until one block has taken effect, for work that is no step, once in each epoch of the sampler.
@@ -286,29 +289,43 @@ class Job:
                 in this job), nothing is yielded: a process that joins the job later comes to this place, too.
         """
         if not self.state.is_done(label):
-            yield from self._until_effective(None, label)
+            yield from self._until_effective(None, _Kind(label))
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Run a block, which takes effect on all ranks or on none.
 
         If a rank is lost before the vote has passed, the block ends, the remaining ranks (and new ones) form a group,
-        and ``batches``, ``steps`` or ``once`` let the block run again. After ``optimizer.step()`` each rank finishes
-        the block by itself: collectives raise ``ConfigurationError`` there.
+        and ``batches``, ``parts``, ``steps`` or ``once`` let the block run again. After ``optimizer.step()`` each rank
+        finishes the block by itself: collectives raise ``ConfigurationError`` there.
 
         Raises:
-            ConfigurationError: A block is running already; or the block has two steps of the optimizer.
+            ConfigurationError: A block is running already; or it is not the only one in the body of a loop; or it has
+                two steps of optimizers, or ends with gradients and without a step.
             RecoveryError: The job cannot go on.
         """
         if self._phase is not _Phase.OUTSIDE:
             raise ConfigurationError("a block of job.step() is running already: the blocks of a job follow one another")
-        self._phase, self._has_begun = _Phase.BEFORE_VOTE, True
+        if not self._is_in_loop or self._has_begun:
+            raise ConfigurationError(
+                "a block of job.step() is the only one in the body of a loop over job.batches, job.parts, job.steps or "
+                "job.once, which runs it again after a loss. For several blocks with one batch there is job.parts"
+            )
+        self._has_begun = True
+        with self._block():
+            yield
+
+    @contextlib.contextmanager
+    def _block(self) -> Iterator[None]:
+        """Run a block; see ``step``."""
+        self._phase = _Phase.BEFORE_VOTE
         try:
             self.state.keep()
             self._seed_generators()
+            self._optimizers.begin_block()
             yield
             if self._phase is _Phase.BEFORE_VOTE:
-                self._vote()
+                self._end_without_step()
         except PeerLost as error:
             if self._phase is _Phase.AFTER_VOTE or not self._leave_group(error):
                 raise
@@ -326,18 +343,33 @@ class Job:
 
     # ----------------------------------------------------------------------------------------------------------- blocks
 
-    @property
-    def _optimizer(self) -> DistributedOptimizer:
-        optimizer = self.state.optimizer
-        assert isinstance(optimizer, DistributedOptimizer)
-        return optimizer
+    def _parts_of_batches(self, user: str, loader: Iterable[Any], num_parts: int) -> Iterator[tuple[int, Any]]:
+        """Yield the number of the part, and the batch, until all parts of all steps of the epoch have taken effect."""
+        dealer = needed(self.state.sampler, user, loader)
+        if dealer.part >= num_parts:
+            raise ConfigurationError(
+                f"{dealer.part} parts of the present step have taken effect, and {user} gives a step {num_parts}: go "
+                "on with the parts that the step has begun with"
+            )
+        while not dealer.is_over:
+            place = dealer.place_now
+            self._seed_generators()  # a DataLoader draws the seed of its workers
+            for batch in dealer.deal(iter(loader)):
+                cursor = dealer.cursor
+                while dealer.place_now == place and dealer.cursor == cursor:
+                    if batch is NO_BATCH:
+                        self._take_part_without_batch(num_parts)
+                    else:
+                        yield from self._until_effective((dealer.part, batch), _Kind(num_parts=num_parts))
+                if dealer.place_now != place:
+                    break
 
-    def _until_effective(self, value: Any, kind: _Kind | str) -> Iterator[Any]:
+    def _until_effective(self, value: Any, kind: _Kind) -> Iterator[Any]:
         """Yield a value until a block has taken effect; a batch, no longer than it is this rank's batch."""
         if self._is_in_loop:
             raise ConfigurationError(
-                "a loop over job.once, job.steps or job.batches is in the body of another one: ranks may change in it, "
-                "and the outer loop's batch would be another rank's. Move it behind the outer loop"
+                "a loop over job.once, job.steps, job.parts or job.batches is in the body of another one: ranks may "
+                "change in it, and the outer loop's batch would be another rank's. Move it behind the outer loop"
             )
         version, sampler = self.state.version, self.state.sampler
         place = None if sampler is None else sampler.place_now
@@ -348,32 +380,47 @@ class Job:
                 yield value
                 if not self._has_begun:
                     raise ConfigurationError("the loop's body is not in a block: write `with job.step():` around it")
-                if kind is _Kind.BATCH and sampler is not None and sampler.place_now != place:
+                if kind.num_parts and sampler is not None and sampler.place_now != place:
                     return
         finally:
             self._is_in_loop = False
 
-    def _take_part_without_batch(self) -> None:
+    def _take_part_without_batch(self, num_parts: int) -> None:
         """Run the block of a step in which this rank has no sample: its gradients count as zeros."""
-        self._kind = _Kind.BATCH
-        with self.step():
-            self._optimizer.step()
+        self._kind = _Kind(num_parts=num_parts)
+        with self._block():
+            self._optimizers.step_as_others()
+
+    def _end_without_step(self) -> None:
+        """Vote at the end of a block without ``optimizer.step()``."""
+        if self._kind.label is None and any(each.grad is not None for each in self.state.model.parameters()):
+            raise ConfigurationError(
+                "a block of job.step() has ended with gradients and without optimizer.step(): at the end of a block "
+                "all gradients are reset, so these would be lost. To accumulate gradients, call backward() several "
+                "times in one block, each time with a part of its batch"
+            )
+        self._optimizers.settle(None)
+        self._vote()
 
     def _seed_generators(self) -> None:
         seed_generators(self._options.seed, self.state.version, self.group.rank)
 
-    def _before_wait(self) -> None:
-        if self._phase is _Phase.BEFORE_VOTE and self._assembly is not None:
-            self._own.begin()
-
-    def _before_install(self) -> None:
-        """Vote before the gradients of all ranks are installed; ``DistributedOptimizer`` calls it."""
+    def _before_wait(self, name: str) -> None:
+        """End the rounds of the other optimizers; ``DistributedOptimizer`` calls it when its gradients have left."""
         if self._phase is _Phase.OUTSIDE:
             raise ConfigurationError(
                 "optimizer.step() was called outside of a block: write `with job.step():` around it"
             )
         if self._phase is _Phase.AFTER_VOTE:
-            raise ConfigurationError("optimizer.step() was called twice in one block of job.step()")
+            raise ConfigurationError(
+                "two optimizers were stepped in one block of job.step(), or one twice: each has its block (job.parts)"
+            )
+        if self._assembly is not None:
+            self._own.begin()
+        self._optimizers.settle(name)
+
+    def _before_install(self) -> None:
+        """Vote before the gradients of all ranks are installed; ``DistributedOptimizer`` calls it."""
         self._vote()
 
     def _vote(self) -> None:
@@ -389,7 +436,7 @@ class Job:
             self._own.send(assembly.current)
             ballot = self._look_for_newcomers(assembly)
             try:
-                self._wants_newcomers = bool(self._own.vote(ballot))
+                self._wants_newcomers = bool(self._own.vote(ballot, self._samples_of_block()))
             except PeerLost as error:
                 self._leave_group(error)
                 decision = assembly.meet(has_state=True, version=self.state.version, has_voted=True)
@@ -399,21 +446,22 @@ class Job:
                 self._pending = decision
         self._phase = _Phase.AFTER_VOTE
         group.operations.runner.refusal = (
-            "collectives are not possible after optimizer.step() in a block of job.step(), which each rank finishes by "
-            "itself: move this one before optimizer.step(), or into a block of its own (`for _ in job.once():`)"
+            "collectives are not possible after optimizer.step() or optimizer.synchronize() in a block of job.step(), "
+            "which each rank finishes by itself: move this one before it, or into a block of its own (`for _ in "
+            "job.once(label):`). That goes for a second optimizer.step(), too: each optimizer has its block (job.parts)"
         )
 
     def _commit(self) -> None:
         """Count a block that has taken effect."""
         self.group.operations.runner.refusal = ""
-        self.state.count(self._kind if isinstance(self._kind, str) else None)
+        self.state.count(self._kind.label)
         if self.state.version == 1 and self._assembly is not None:
             self._assembly.begin()
         self.state.drop_gradients()
+        self._optimizers.end_block()
         self._own.commit()
-        if self._kind is _Kind.BATCH:
-            needed(self.state.sampler, "a batch").advance()
-        self._kind = _Kind.STEP
+        if self._kind.num_parts:
+            needed(self.state.sampler, "a batch").advance(self._kind.num_parts)
 
         snapshots = self._options.snapshots
         if snapshots is not None and snapshots.is_due(self.state.version):
@@ -432,13 +480,16 @@ class Job:
         self.group.operations.runner.refusal = ""
         self.state.restore()
 
+    def _samples_of_block(self) -> int:
+        """Return the number of samples of all ranks in the block; 0 if it has no batch."""
+        return needed(self.state.sampler, "a batch").next_total if self._kind.num_parts else 0
+
     def _look_for_newcomers(self, assembly: Assembly) -> int:
         """Return 1 if processes wait for the next epoch and can join now, else 0. Rank 0 looks for all."""
         sampler = self.state.sampler
         if self.group.rank != 0 or assembly.policy.on_loss != "shrink":
             return 0
-        # Every rank is to have samples in the rest of the epoch.
-        if sampler is not None and 0 < sampler.left - sampler.next_total < assembly.policy.num_seats:
+        if sampler is not None and not sampler.has_samples_for(assembly.policy.num_seats, self._kind.num_parts):
             return 0
         return int(assembly.has_newcomers(_NEWCOMERS_S))
 
@@ -490,7 +541,7 @@ class Job:
         if has_state and state.version != version:
             raise RecoveryError(f"rank {rank} has version {state.version} of the state, and the others have {version}")
         group.take_over(form_group(assembly, group.formation))
-        self._optimizer.form_again()
+        self._optimizers.form_again()
         begins = not any(member.has_state for member in decision.members)
         if begins and rank == decision.source:
             begin_from_disk(state, self._options.snapshots)

@@ -17,11 +17,12 @@ from typing import Any, final
 
 import torch
 
+from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.encoding import pack, unpack
 from totalreduce.groups.group import Group
-from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.membership import Decision
+from totalreduce.recovery.optimizers import Optimizers
 from totalreduce.recovery.state import State
 from totalreduce.tensors.work import Work
 
@@ -172,23 +173,23 @@ class OwnState:
         num_copies: The number of ranks that have a copy.
     """
 
-    def __init__(self, state: State, optimizer: DistributedOptimizer, num_copies: int) -> None:
-        """``optimizer``: that of the state."""
-        self._state, self._group = state, optimizer.group
-        self._compressed = optimizer.compressed
+    def __init__(self, state: State, optimizers: Optimizers, num_copies: int) -> None:
+        """``optimizers``: those of the state."""
+        self._state, self._group, self._optimizers = state, optimizers.group, optimizers
         self.num_copies = num_copies
         self._replicas = Replicas(num_copies)
         self._world_size = self._group.world_size  #: Of the last epoch.
-        #: The states of the sparse sessions at the present version, and after the block.
-        self._sessions: list[dict[str, Any]] = []
-        self._next_sessions: list[dict[str, Any]] = []
+        #: By optimizer the states of the sparse sessions, at the present version and after the block.
+        self._sessions: dict[str, list[dict[str, Any]]] = {}
+        self._next_sessions: dict[str, list[dict[str, Any]]] = {}
         self._rows: _BufferRows | None = None  #: For small buffers.
-        self._ballot = torch.zeros(1, dtype=torch.int64)
+        #: What ranks vote with (``vote``), and the total with its sign changed, so that MAX finds the smallest one.
+        self._ballot = torch.zeros(3, dtype=torch.int64)
 
     @property
     def _exists(self) -> bool:
         """Whether ranks have residuals or buffers, which differ from rank to rank. Equal on all ranks."""
-        return self._compressed.reducer is not None or next(self._state.model.buffers(), None) is not None
+        return self._optimizers.compresses or next(self._state.model.buffers(), None) is not None
 
     def begin(self) -> None:
         """Send what may be sent while gradients are exchanged. Collective, before ``send``; may be left out."""
@@ -204,15 +205,26 @@ class OwnState:
         if self._exists:
             self._next_sessions = self._send(decision, self._state.version + 1)
 
-    def vote(self, ballot: int) -> int:
+    def vote(self, ballot: int, num_samples: int) -> int:
         """Return the largest ballot of all ranks, when all have come to the vote. Collective.
 
+        Args:
+            ballot: What this rank votes with.
+            num_samples: The number of samples of all ranks in the step.
+
         Raises:
+            ConfigurationError: The ranks disagree about the number of samples. On every rank.
             PeerLost: A rank is lost, and others may have the result.
         """
-        self._ballot.fill_(ballot)
+        self._ballot[0], self._ballot[1], self._ballot[2] = ballot, num_samples, -num_samples
         self._vote.start().wait()
-        return int(self._ballot)
+        largest, most, fewest = self._ballot.tolist()
+        if most != -fewest:
+            raise ConfigurationError(
+                f"a step has {-fewest} samples on some rank and {most} on another one; on rank {self._group.rank} it "
+                f"has {num_samples}: the data set must be the same on all ranks"
+            )
+        return int(largest)
 
     def commit(self) -> None:
         """Note that the vote has passed."""
@@ -221,15 +233,32 @@ class OwnState:
 
     def current(self) -> dict[str, Any] | None:
         """Return this rank's own state as it is between two blocks; ``None`` if no rank has any."""
-        return {**self._compressed.pending(), "buffers": self._state.own_buffers()} if self._exists else None
+        return {"optimizers": self._pending(), "buffers": self._state.own_buffers()} if self._exists else None
 
     def load(self, own: Mapping[str, Any]) -> None:
         """Begin with what ``current`` has returned in a process of the same rank. On all ranks."""
+        self._load(own)
+        self._load_sessions()
+
+    def _pending(self) -> dict[str, dict[str, Any]]:
+        """Return the residuals and sessions of all optimizers as they will be after this block; not copied."""
+        return {name: each.pending() for name, each in self._optimizers.compressions.items()}
+
+    def _load(self, own: Mapping[str, Any]) -> None:
+        """Begin with the buffers and residuals that another process had, and note its sessions."""
         self._state.load_own_buffers(own["buffers"])
-        if self._compressed.reducer is not None:
-            self._compressed.load_pending(own)
-            self._sessions = own["sessions"]
-            self._compressed.load_sessions(self._sessions)
+        self._load_residuals(own)
+        self._sessions = _sessions_of(own["optimizers"])
+
+    def _load_residuals(self, own: Mapping[str, Any], *, adds: bool = False) -> None:
+        for name, each in self._optimizers.compressions.items():
+            if each.reducer is not None:
+                each.load_pending(own["optimizers"][name], adds=adds)
+
+    def _load_sessions(self) -> None:
+        for name, each in self._optimizers.compressions.items():
+            if each.reducer is not None:
+                each.load_sessions(self._sessions[name])
 
     def restore(self, decision: Decision, *, has_state: bool) -> None:
         """Give new ranks the state of the ranks that they replace, from the copies. Collective, in a new epoch.
@@ -257,11 +286,11 @@ class OwnState:
             self._hand_over(seats[newcomer], holders.get(seats[newcomer]), newcomer)
         for seat in held:
             if seat not in seats:
-                if holders[seat] == self._group.rank and self._compressed.reducer is not None:
-                    self._compressed.load_pending(unpack(self._replicas.take(seat)), adds=True)
+                if holders[seat] == self._group.rank and self._optimizers.compresses:
+                    self._load_residuals(unpack(self._replicas.take(seat)), adds=True)
                 self._replicas.forget(seat)
         if self._are_known(said, decision.newcomers, seats, holders):
-            self._compressed.load_sessions(self._sessions)
+            self._load_sessions()
         # Ranks that were lost had copies, too: without new ones, the next loss could be of a rank without a copy.
         self._sessions = self._send(decision, decision.version)
         self._replicas.commit()
@@ -278,11 +307,7 @@ class OwnState:
             if self._rows is not None:
                 self._state.load_own_buffers(self._rows.read(copy))
                 return
-            own = unpack(copy)
-            self._state.load_own_buffers(own["buffers"])
-            if self._compressed.reducer is not None:
-                self._compressed.load_pending(own)
-                self._sessions = own["sessions"]
+            self._load(unpack(copy))
 
     def _are_known(
         self,
@@ -292,7 +317,7 @@ class OwnState:
         holders: Mapping[int, int],
     ) -> bool:
         """Whether all ranks know the states of their sparse sessions: otherwise all begin anew."""
-        return self._compressed.reducer is not None and all(
+        return self._optimizers.compresses and all(
             seats[rank] in holders if rank in newcomers else words["sessions"] for rank, words in enumerate(said)
         )
 
@@ -300,17 +325,20 @@ class OwnState:
         """Whether the ranks have buffers, which may go to all ranks, and nothing else. Equal on all ranks."""
         sizes = [_aligned(buffer) for _, buffer in self._state.named_buffers()]
         size = self._group.world_size
-        needed = size > 1 and self.num_copies > 0 and self._compressed.reducer is None
+        needed = size > 1 and self.num_copies > 0 and not self._optimizers.compresses
         return needed and 0 < size * sum(sizes) <= _ROWS_BYTES_MAX
 
-    def _send(self, decision: Decision, version: int) -> list[dict[str, Any]]:
-        """Send the state as that of a version; return the states of the sparse sessions."""
+    def _send(self, decision: Decision, version: int) -> dict[str, list[dict[str, Any]]]:
+        """Send the state as that of a version; return the states of the sparse sessions, by optimizer."""
         if self._rows is not None:
             self._replicas.receive_all(decision, version, self._group.rank, self._rows.finish())
-            return []
-        own = self._compressed.pending()
+            return {}
+        pending = self._pending()
         if self.num_copies and self._group.world_size > 1:
-            buffers = self._state.own_buffers()
-            self._replicas.exchange(self._group, decision, version, pack({**own, "buffers": buffers}))
-        sessions: list[dict[str, Any]] = own.get("sessions", [])
-        return sessions
+            own = {"optimizers": pending, "buffers": self._state.own_buffers()}
+            self._replicas.exchange(self._group, decision, version, pack(own))
+        return _sessions_of(pending)
+
+
+def _sessions_of(pending: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    return {name: each.get("sessions", []) for name, each in pending.items()}

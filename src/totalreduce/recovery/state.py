@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
 import torch
 
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.encoding import encode
 from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.recovery.dealing import Dealer
 from totalreduce.recovery.sampler import ElasticSampler
 
 __all__ = ["State", "Stateful", "load_object"]
 
 #: Names of attributes that the program cannot use for its values.
-_FIELDS = ("model", "optimizer", "sampler", "version", "steps")
+_FIELDS = ("model", "optimizer", "optimizers", "sampler", "version", "steps")
 #: The most elements of a buffer that is copied in every block.
 _SMALL_ELEMENTS = 65_536
 
@@ -43,8 +45,8 @@ class _Kept:
     Attributes:
         values: The plain values.
         objects: The ``state_dict`` of each object: of schedulers, of a ``GradScaler``.
-        settings: The optimizer's hyper-parameters, by group.
-        sampler: The ``state_dict`` of the sampler, or nothing.
+        settings: The hyper-parameters of all optimizers, by group.
+        sampler: The ``state_dict`` of the sampler or stream, or nothing.
     """
 
     values: dict[str, Any]
@@ -128,21 +130,28 @@ class _KeptBuffers:
 class State:
     """The state of a job that ``tr.recoverable`` or ``tr.attempts`` keeps on all ranks.
 
-    The model's parameters and buffers, the optimizer's state with its residuals, the position in the data, and values
+    The model's parameters and buffers, the optimizers' state with residuals, the position in the data, and values
     of the program. Objects with ``state_dict()`` and ``load_state_dict()``, such as learning rate schedulers and a
     ``GradScaler``, are values, too. All others are plain values, of the types that the object collectives send
     (docs/collectives.md); they are attributes that the program may set::
 
         state = tr.State(model=model, optimizer=optimizer, sampler=sampler, scheduler=scheduler, best=0.0)
 
+    Several models are one, and several optimizers have names::
+
+        model = torch.nn.ModuleDict({"generator": generator, "discriminator": discriminator})
+        state = tr.State(model=model, optimizer={"generator": first, "discriminator": second}, sampler=sampler)
+
     Gradients are no part of it.
 
     Attributes:
         model: The module; with DistributedDataParallel the module in it.
-        optimizer: The ``DistributedOptimizer``; for ``tr.attempts`` any optimizer of torch.
+        optimizer: What the program has passed: an optimizer, or optimizers by name. For ``tr.recoverable`` each is a
+            ``DistributedOptimizer``, for ``tr.attempts`` any optimizer of torch.
+        optimizers: The optimizers by name. The name of a single one is "".
         sampler: The ``ElasticSampler``, or ``None``.
         version: The number of blocks that have taken effect.
-        steps: How many of these were steps, of ``job.batches`` or ``job.steps``.
+        steps: How many of these were steps, of ``job.batches``, ``job.parts`` or ``job.steps``.
     """
 
     sampler: ElasticSampler | None
@@ -155,26 +164,23 @@ class State:
         self,
         *,
         model: torch.nn.Module,
-        optimizer: DistributedOptimizer | torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         sampler: ElasticSampler | None = None,
         **values: Any,
     ) -> None:
         """Collect the parts. Nothing is copied.
 
         Raises:
-            ConfigurationError: The optimizer is none, the model is wrapped, a name is taken, or a value is of a type
-                that cannot be sent.
+            ConfigurationError: An optimizer is none, or has a parameter that the model has not; the model is wrapped; a
+                name is taken; or a value is of a type that cannot be sent.
         """
-        inner = optimizer.wrapped if isinstance(optimizer, DistributedOptimizer) else optimizer
-        if not isinstance(inner, torch.optim.Optimizer):
-            raise ConfigurationError(f"tr.State needs an optimizer of torch, not a {type(optimizer).__name__}")
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             raise ConfigurationError("tr.State needs the module itself, not DistributedDataParallel: model.module")
-        if isinstance(inner, torch.optim.LBFGS):
-            raise ConfigurationError(
-                "tr.State does not support LBFGS, which changes the parameters several times in one step"
-            )
-        if sampler is not None and not isinstance(sampler, ElasticSampler):
+        self.optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"": optimizer}
+        self._inners = {name: _inner(name, each, model) for name, each in self.optimizers.items()}
+        if not self.optimizers:
+            raise ConfigurationError("tr.State needs an optimizer, and optimizer={} has none")
+        if sampler is not None and not isinstance(sampler, Dealer):
             raise ConfigurationError(
                 f"the sampler of a tr.State is a tr.ElasticSampler, not a {type(sampler).__name__}"
             )
@@ -182,7 +188,6 @@ class State:
         if taken:
             raise ConfigurationError(f"tr.State cannot hold a value of the name {taken[0]!r}: choose another one")
         self.model, self.optimizer, self.sampler = model, optimizer, sampler
-        self._inner = inner
         self.version = self.steps = 0
         self._done: dict[str, int] = {}  #: By label: the epoch in which a block of ``job.once`` took effect last.
         self._objects = {name: value for name, value in values.items() if isinstance(value, Stateful)}
@@ -195,16 +200,23 @@ class State:
 
     def describe(self) -> str:
         """Return what must be equal in all processes of the job, one part in a line."""
-        inner = self._inner
-        lines = [f"parameter {name}: {each.dtype}{list(each.shape)}" for name, each in self.model.named_parameters()]
-        lines += [f"buffer {name}: {each.dtype}{list(each.shape)}" for name, each in self.model.named_buffers()]
-        lines += [f"optimizer: {type(inner).__qualname__} with {len(inner.param_groups)} groups"]
-        if isinstance(self.optimizer, DistributedOptimizer):
-            lines += [self.optimizer.describe()]
-        lines += [f"value {name}" for name in self._names]
-        lines += [f"object {name}: {type(value).__qualname__}" for name, value in self._objects.items()]
+        lines = self._layout()
+        for name, each in self.optimizers.items():
+            if isinstance(each, DistributedOptimizer):
+                lines += [f"{name} {each.describe()}".lstrip()]
         lines += [] if self.sampler is None else [self.sampler.describe()]
         return "\n".join(lines)
+
+    def _layout(self) -> list[str]:
+        """Return what must be equal in a process that goes on with this state, one part in a line."""
+        lines = [f"parameter {name}: {each.dtype}{list(each.shape)}" for name, each in self.model.named_parameters()]
+        lines += [f"buffer {name}: {each.dtype}{list(each.shape)}" for name, each in self.model.named_buffers()]
+        for name, inner in self._inners.items():
+            sizes = [len(group["params"]) for group in inner.param_groups]
+            lines += [f"optimizer{_of(name)}: {type(inner).__qualname__} with groups of {sizes} parameters"]
+        lines += [f"value {name}" for name in self._names]
+        lines += [f"object {name}: {type(value).__qualname__}" for name, value in self._objects.items()]
+        return lines
 
     def is_done(self, label: str) -> bool:
         """Whether a block of ``job.once(label)`` has taken effect in this epoch of the sampler."""
@@ -236,7 +248,7 @@ class State:
             setattr(self, name, value)
         for name, value in copy.deepcopy(kept.objects).items():
             load_object(self._objects[name], value)
-        for group, settings in zip(self._inner.param_groups, kept.settings, strict=True):
+        for group, settings in zip(self._groups(), kept.settings, strict=True):
             group.update(copy.deepcopy(settings))
         if self.sampler is not None and kept.sampler is not None:
             self.sampler.load_state_dict(kept.sampler)
@@ -260,12 +272,14 @@ class State:
         for parameter in self.model.parameters():
             parameter.grad = None
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for inner in self._inners.values() for group in inner.param_groups]
+
     def _light(self) -> _Kept:
-        groups = self._inner.param_groups
         return _Kept(
             values={name: copy.deepcopy(getattr(self, name)) for name in self._names},
             objects={name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()},
-            settings=[{key: copy.deepcopy(group[key]) for key in group if key != "params"} for group in groups],
+            settings=[{key: copy.deepcopy(group[key]) for key in group if key != "params"} for group in self._groups()],
             sampler=None if self.sampler is None else self.sampler.state_dict(),
         )
 
@@ -278,8 +292,9 @@ class State:
             "version": self.version,
             "steps": self.steps,
             "done": self._done,
+            "layout": self._layout(),
             "model": self._tensors(),
-            "optimizer": self._inner.state_dict(),
+            "optimizers": {name: inner.state_dict() for name, inner in self._inners.items()},
             "values": light.values,
             "objects": light.objects,
             "sampler": light.sampler,
@@ -289,16 +304,19 @@ class State:
         """Begin with what ``shared`` has returned in another process.
 
         Raises:
-            ConfigurationError: It is the state of another program.
+            ConfigurationError: It is the state of another program. Nothing has changed.
         """
-        mine = self._tensors()
-        if shared["model"].keys() != mine.keys():
-            odd = sorted(shared["model"].keys() ^ mine.keys())[0]
-            raise ConfigurationError(f"the state of the job and this process's model differ in {odd!r}")
+        difference = checks.first_difference(shared["layout"], self._layout())
+        if difference is not None:
+            raise ConfigurationError(
+                f"the state of the job has {difference[0]!r}, and this process's has {difference[1]!r}: start the "
+                "program that the state is of"
+            )
         with torch.no_grad():
-            for name, tensor in mine.items():
+            for name, tensor in self._tensors().items():
                 tensor.copy_(shared["model"][name])
-        self._inner.load_state_dict(shared["optimizer"])
+        for name, inner in self._inners.items():
+            inner.load_state_dict(shared["optimizers"][name])
         for name in self._names:
             setattr(self, name, shared["values"][name])
         for name, value in self._objects.items():
@@ -313,10 +331,11 @@ class State:
 
     def _compared(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.model.named_parameters()
-        for index, entry in self._inner.state_dict()["state"].items():
-            for key, value in entry.items():
-                if isinstance(value, torch.Tensor):
-                    yield f"optimizer state {index}, {key}", value
+        for name, inner in self._inners.items():
+            for index, entry in inner.state_dict()["state"].items():
+                for key, value in entry.items():
+                    if isinstance(value, torch.Tensor):
+                        yield f"optimizer{_of(name)} state {index}, {key}", value
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
@@ -331,6 +350,33 @@ def load_object(target: Any, state: Mapping[str, Any]) -> None:
         # The step may have ended between unscale_() and update(). The scaler refuses a second unscale_(), and its
         # state_dict() does not have that it saw the first one.
         target._per_optimizer_states.clear()
+
+
+def _inner(name: str, optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of torch, if the state can have it."""
+    inner = optimizer.wrapped if isinstance(optimizer, DistributedOptimizer) else optimizer
+    if not isinstance(name, str):
+        raise ConfigurationError(f"the names of the optimizers of a tr.State are strings, not {name!r}")
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise ConfigurationError(f"tr.State needs an optimizer of torch, not a {type(optimizer).__name__}")
+    if isinstance(inner, torch.optim.LBFGS):
+        raise ConfigurationError(
+            "tr.State does not support LBFGS, which changes the parameters several times in one step"
+        )
+    known = set(model.parameters())
+    for number, group in enumerate(inner.param_groups):
+        odd = [list(parameter.shape) for parameter in group["params"] if parameter not in known]
+        if odd:
+            raise ConfigurationError(
+                f"optimizer{_of(name)} has a parameter of shape {odd[0]} in group {number} that is not in the model of "
+                "the tr.State, so it would not be recovered. Several modules are one model in a torch.nn.ModuleDict"
+            )
+    return inner
+
+
+def _of(name: str) -> str:
+    """Return how messages name one of several optimizers, after a word."""
+    return f" {name}" if name else ""
 
 
 def _sha256(tensor: torch.Tensor) -> str:

@@ -1,0 +1,155 @@
+"""``Optimizers``: the optimizers of a job, of which each block steps at most one.
+
+A backward pass may compute gradients for an optimizer that the block does not step: that of a generator goes through
+the discriminator. Its hooks then send these gradients, and the round that they belong to must end on all ranks without
+a result. So before the vote the ranks tell each other which optimizers have gradients in flight, and which one they
+step. With a single optimizer, there is nothing to tell when it is stepped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.group import Group
+from totalreduce.pytorch.compression import Compression
+from totalreduce.pytorch.optimizer import DistributedOptimizer
+
+__all__ = ["Optimizers"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Guard:
+    """What an optimizer calls in each round (``RoundGuard``)."""
+
+    name: str
+    wait: Callable[[str], None]
+    install: Callable[[], None]
+
+    def before_wait(self) -> None:
+        self.wait(self.name)
+
+    def before_install(self) -> None:
+        self.install()
+
+
+@final
+class Optimizers:
+    """The ``DistributedOptimizer`` objects of a job, by name.
+
+    Attributes:
+        group: The group of all of them.
+    """
+
+    def __init__(self, optimizers: Mapping[str, Any]) -> None:
+        """Check the optimizers of a state.
+
+        Raises:
+            ConfigurationError: One is no ``DistributedOptimizer``, or their groups differ.
+        """
+        for name, each in optimizers.items():
+            if not isinstance(each, DistributedOptimizer):
+                what = f"a {type(each).__name__}" + (f" under the name {name!r}" if name else "")
+                raise ConfigurationError(
+                    f"tr.recoverable needs a state with a DistributedOptimizer, not {what}. For other optimizers, with "
+                    "DistributedDataParallel, there is tr.attempts(state)"
+                )
+        self._all: dict[str, DistributedOptimizer] = dict(optimizers)
+        first, *others = self._all
+        self.group: Group = self._all[first].group
+        for other in others:
+            group = self._all[other].group
+            if group is not self.group:
+                raise ConfigurationError(
+                    f"all optimizers of a tr.State use one group, but that of {first!r} has {self.group.world_size} "
+                    f"ranks, and that of {other!r} is another one, with {group.world_size} ranks: pass the same group= "
+                    "to each DistributedOptimizer"
+                )
+        self._is_settled = False
+
+    @property
+    def compressions(self) -> dict[str, Compression]:
+        """The compressed gradients of each optimizer, and their residuals."""
+        return {name: each.compressed for name, each in self._all.items()}
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the plan of any optimizer compresses gradients. Equal on all ranks."""
+        return any(each.reducer is not None for each in self.compressions.values())
+
+    def guard(self, before_wait: Callable[[str], None], before_install: Callable[[], None]) -> None:
+        """Have every optimizer call these functions in each round; the first one is called with its name."""
+        for name, each in self._all.items():
+            each.guard = _Guard(name, before_wait, before_install)
+
+    def release(self) -> None:
+        """Have the optimizers call nothing any more."""
+        for each in self._all.values():
+            each.guard = None
+
+    def form_again(self) -> None:
+        """Make the plans in the group after its members have changed. Collective among the new members."""
+        for each in self._all.values():
+            each.form_again()
+
+    def begin_block(self) -> None:
+        """Note that a block begins."""
+        self._is_settled = False
+
+    def end_block(self) -> None:
+        """Drop all gradients, also of optimizers that the block has not stepped."""
+        for each in self._all.values():
+            each.zero_grad()
+
+    def step_as_others(self) -> bool:
+        """Take part in a block without data: step the optimizer that the others step; return whether they step one."""
+        name = next(iter(self._all)) if len(self._all) == 1 else self._settle(None)
+        if name is not None:
+            self._all[name].step()
+        return name is not None
+
+    def settle(self, stepped: str | None) -> None:
+        """End the rounds of all optimizers but the one that this block steps. Collective, once in each block.
+
+        Args:
+            stepped: The name of the optimizer that this rank steps; ``None``: the block has no step.
+
+        Raises:
+            ConfigurationError: The ranks step different optimizers. On every rank.
+            PeerLost: A rank is lost.
+        """
+        found = self._settle(stepped)
+        if found != stepped:
+            raise ConfigurationError(f"this block steps {_said(stepped)}, and on other ranks it steps {_said(found)}")
+
+    def _settle(self, stepped: str | None) -> str | None:
+        """End the rounds of the others; return the name of the optimizer that some rank steps."""
+        if self._is_settled or (len(self._all) == 1 and stepped is not None):
+            return stepped
+        self._is_settled = True
+        names = list(self._all)
+        flags = torch.tensor(
+            [[each.in_flight for each in self._all.values()], [name == stepped for name in names]], dtype=torch.int64
+        )
+        if self.group.world_size > 1:
+            self.group.control.allreduce(flags, name="recovery/optimizers", op=ReduceOp.MAX).wait()
+        in_flight, are_stepped = flags.bool().tolist()
+        found = [name for name, is_stepped in zip(names, are_stepped, strict=True) if is_stepped]
+        if len(found) > 1:
+            raise ConfigurationError(
+                f"the ranks step different optimizers in one block: {', '.join(map(repr, found))}; this rank steps "
+                f"{_said(stepped)}"
+            )
+        for name, is_in_flight in zip(names, in_flight, strict=True):
+            if is_in_flight and name not in found:
+                self._all[name].drop_round()
+        return found[0] if found else None
+
+
+def _said(name: str | None) -> str:
+    return "no optimizer" if name is None else f"the optimizer {name!r}"
