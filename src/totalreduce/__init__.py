@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from totalreduce.recovery.sampler import ElasticSampler
     from totalreduce.recovery.snapshots import Snapshots
     from totalreduce.recovery.state import State
+    from totalreduce.recovery.stream import ElasticStream
     from totalreduce.sparse.auto import Auto
     from totalreduce.sparse.coded import Coded
     from totalreduce.sparse.dense import Dense
@@ -89,6 +90,7 @@ _HOMES = {
     "Dense": "sparse.dense",
     "DistributedOptimizer": "pytorch.optimizer",
     "ElasticSampler": "recovery.sampler",
+    "ElasticStream": "recovery.stream",
     "EngineConfig": "foundation.config",
     "ErrorFeedback": "pytorch.error_feedback",
     "GTopk": "sparse.gtopk",
@@ -153,6 +155,7 @@ __all__ = [
     "Dense",
     "DistributedOptimizer",
     "ElasticSampler",
+    "ElasticStream",
     "EngineConfig",
     "ErrorFeedback",
     "GTopk",

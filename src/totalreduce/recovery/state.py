@@ -16,6 +16,7 @@ from totalreduce.groups.encoding import encode
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.dealing import Dealer
 from totalreduce.recovery.sampler import ElasticSampler
+from totalreduce.recovery.stream import ElasticStream
 
 __all__ = ["State", "Stateful", "load_object"]
 
@@ -149,12 +150,12 @@ class State:
         optimizer: What the program has passed: an optimizer, or optimizers by name. For ``tr.recoverable`` each is a
             ``DistributedOptimizer``, for ``tr.attempts`` any optimizer of torch.
         optimizers: The optimizers by name. The name of a single one is "".
-        sampler: The ``ElasticSampler``, or ``None``.
+        sampler: The ``ElasticSampler`` or ``ElasticStream``, or ``None``.
         version: The number of blocks that have taken effect.
         steps: How many of these were steps, of ``job.batches``, ``job.parts`` or ``job.steps``.
     """
 
-    sampler: ElasticSampler | None
+    sampler: ElasticSampler | ElasticStream | None
 
     if TYPE_CHECKING:  # the program's values are attributes
 
@@ -165,7 +166,7 @@ class State:
         *,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
-        sampler: ElasticSampler | None = None,
+        sampler: ElasticSampler | ElasticStream | None = None,
         **values: Any,
     ) -> None:
         """Collect the parts. Nothing is copied.
@@ -182,7 +183,8 @@ class State:
             raise ConfigurationError("tr.State needs an optimizer, and optimizer={} has none")
         if sampler is not None and not isinstance(sampler, Dealer):
             raise ConfigurationError(
-                f"the sampler of a tr.State is a tr.ElasticSampler, not a {type(sampler).__name__}"
+                "the sampler of a tr.State is a tr.ElasticSampler or a tr.ElasticStream, not a "
+                f"{type(sampler).__name__}"
             )
         taken = sorted(name for name in values if name.startswith("_") or hasattr(type(self), name) or name in _FIELDS)
         if taken:
