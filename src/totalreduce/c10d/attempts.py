@@ -13,7 +13,7 @@ from totalreduce.c10d.names import BACKEND_NAME
 from totalreduce.c10d.process_group import ProcessGroupTotalReduce
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.group import Group
-from totalreduce.launch.bootstrap import init
+from totalreduce.launch.bootstrap import describe_settings, init
 from totalreduce.launch.rendezvous import StoreRank
 from totalreduce.launch.spares import await_seat
 from totalreduce.recovery.attempts import Attempt, Attempts
@@ -72,7 +72,13 @@ def attempts(
     membership = _DefaultProcessGroup(timeout)
     try:
         yield from Attempts(
-            state, membership, timeout_s=timeout.total_seconds(), seed=seed, verify=verify, snapshots=snapshots
+            state,
+            membership,
+            timeout_s=timeout.total_seconds(),
+            seed=seed,
+            verify=verify,
+            snapshots=snapshots,
+            settings=describe_settings(),
         )
     finally:
         if snapshots is not None:

@@ -54,6 +54,8 @@ class Group(Collectives):
         self._at_close: list[Callable[[], None]] = []
         #: Forms the group of an epoch: ``init`` with the arguments of this group. ``None``: ranks cannot be replaced.
         self.formation: Callable[..., Group] | None = None
+        #: What must be equal on all ranks for that, one setting in a line.
+        self.formation_settings = ""
         if operations is None:
             # The exit of the interpreter closes the group, so that other ranks do not take this rank for lost.
             self._finalizer = weakref.finalize(self.operations, _close, runner, self._at_close)
@@ -151,16 +153,17 @@ class Group(Collectives):
 
     # ------------------------------------------------------------------------------------------------- epochs of a job
 
-    def await_formation(self, rank: int, world_size: int, formation: Callable[..., Group]) -> None:
+    def await_formation(self, rank: int, world_size: int, formation: Callable[..., Group], settings: str = "") -> None:
         """Have the group refuse operations until ``tr.recoverable`` forms it.
 
         Args:
             rank: The rank that this process probably has then.
             world_size: The number of ranks that the group probably has then.
             formation: Forms the group (see the attribute).
+            settings: What must be equal on all ranks that form it, one setting in a line.
         """
         self.rank, self.world_size, self.ranks = rank, world_size, tuple(range(world_size))
-        self.formation, self._control = formation, self
+        self.formation, self.formation_settings, self._control = formation, settings, self
         self._runner.refusal = (
             "ranks of this job can be replaced (--on-loss), so its group is formed by `with tr.recoverable(...)`: "
             "move this collective into that context. A process that is started later could not take part in it here"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hmac
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -35,7 +36,7 @@ from totalreduce.observe import Timeline, rank_path
 from totalreduce.runner.runner import ComputeMode, Runner
 from totalreduce.transports.inproc import InprocNetwork
 
-__all__ = ["init"]
+__all__ = ["describe_settings", "init"]
 
 Collectives = Literal["auto", "engine", "native"]
 
@@ -120,6 +121,9 @@ def init(
     if tcp is None and settings.peer_timeout_s is not None:
         beat_s = min(tcp_config.heartbeat_s, settings.peer_timeout_s / 4)
         tcp_config = TcpConfig(silence_s=settings.peer_timeout_s, heartbeat_s=beat_s)
+    tls = tls or settings.tls
+    policy = probe.resolve(links, settings.links)
+    wire = _wire_settings(transport, engine, engine_config, tls, collectives, policy)
     spec = TRANSPORTS[transport]
     rank, world_size = spec.rank_and_size(store)
     _set_up_log(settings, rank, world_size)
@@ -139,17 +143,9 @@ def init(
             coordination=coordination,
         )
         group = Group(Runner(Engine(0, 1, engine_config), InprocNetwork(1).transport(0)), name)
-        group.await_formation(rank, world_size, formation)
+        group.await_formation(rank, world_size, formation, _description(wire))
         return group
     recorder = _timeline(timeline or settings.timeline, rank, world_size)
-    tls = tls or settings.tls
-    wire: dict[str, int | str] = {"wire version": _WIRE_VERSION, "transport": transport, "TLS": "on" if tls else "off"}
-    wire["engine"] = "given" if engine else "default"
-    if collectives not in get_args(Collectives):
-        raise ConfigurationError(f"collectives are 'auto', 'engine' or 'native', not {collectives!r}")
-    wire["collectives"] = collectives
-    policy = probe.resolve(links, settings.links)
-    wire["links"] = probe.wire_setting(policy)
     link = connect(
         JoinRequest(
             transport=transport,
@@ -158,7 +154,7 @@ def init(
             timeout_s=engine_config.timeout_s,
             tcp=tcp_config,
             tls=tls,
-            wire={**wire, **engine_config.wire_settings()},
+            wire=wire,
             store=store,
             board_bytes=BOARD_BYTES if engine_config.has_fast_lane else 0,
         )
@@ -195,6 +191,46 @@ def init(
             group.close(1.0)
             raise
     return group
+
+
+def describe_settings() -> str:
+    """Return what must be equal on all ranks of ``init()`` without arguments, one setting in a line.
+
+    A process that joins a running job compares it with the job's before it meets the other ranks.
+    """
+    settings = environment.read_settings()
+    config = dataclasses.replace(EngineConfig(), fast_lane=settings.fast_lane)
+    policy = probe.resolve(None, settings.links)
+    return _description(_wire_settings("auto", None, config, settings.tls, "auto", policy))
+
+
+def _wire_settings(
+    transport: str,
+    engine: EngineConfig | None,
+    engine_config: EngineConfig,
+    tls: Tls | None,
+    collectives: Collectives,
+    links: LinkPolicy,
+) -> dict[str, int | str]:
+    """Return what must be equal on all ranks; see ``init`` for the arguments."""
+    if collectives not in get_args(Collectives):
+        raise ConfigurationError(f"collectives are 'auto', 'engine' or 'native', not {collectives!r}")
+    return {
+        "wire version": _WIRE_VERSION,
+        "transport": transport,
+        "TLS": "on" if tls else "off",
+        "engine": "given" if engine else "default",
+        "collectives": collectives,
+        "links": probe.wire_setting(links),
+        **engine_config.wire_settings(),
+    }
+
+
+def _description(wire: Mapping[str, int | str]) -> str:
+    """Return settings and a fingerprint of the job's key, one in a line. The key cannot be found from it."""
+    key = environment.read_job_key()
+    fingerprint = "none" if key is None else hmac.new(key, b"totalreduce fingerprint", "sha256").hexdigest()[:8]
+    return "\n".join([*(f"{name}: {value}" for name, value in wire.items()), f"fingerprint of the key: {fingerprint}"])
 
 
 def _coordination(

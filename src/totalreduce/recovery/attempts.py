@@ -129,6 +129,7 @@ class Attempts:
         seed: int = 0,
         verify: bool = True,
         snapshots: Snapshots | None = None,
+        settings: str = "",
     ) -> None:
         """Note the parts; nothing is formed yet.
 
@@ -139,14 +140,16 @@ class Attempts:
             seed: Of the generators of random numbers, with the version and the rank.
             verify: Compare SHA-256 of parameters and optimizer state on all ranks when an attempt begins.
             snapshots: Writes the state to disk. The job begins with its last version, if there is one.
+            settings: What must be equal on all ranks to form a group, one setting in a line.
         """
+        self._settings = settings
         self._state, self._membership, self._timeout_s = state, membership, timeout_s
         self._seed, self._verify = checks.integer("seed", seed), bool(verify)
         self._snapshots = snapshots
 
     def __iter__(self) -> Iterator[Attempt]:
         """Yield an attempt, and another one whenever the members have changed. Raises what ``Runs`` does."""
-        return iter(Runs(self, self._membership, self._timeout_s))
+        return iter(Runs(self, self._membership, self._timeout_s, self._settings))
 
     # ------------------------------------------------------------------------------------- a part of a program (Runs)
 

@@ -201,6 +201,7 @@ class Job:
         assembly.check_equal(
             "program", f"{state.describe()}\nseed={self._options.seed}, replicas={self._own.num_copies}"
         )
+        assembly.check_equal("settings", group.formation_settings)
         group.close(_CLOSE_S)
         if not self._form_group(has_state=False):
             end_too_late(assembly)

@@ -155,9 +155,16 @@ class Part(Protocol[_MadeRun_co]):
 class Runs(Generic[_AnyRun]):
     """The runs of a program's part: iterate over them once."""
 
-    def __init__(self, part: Part[_AnyRun], membership: Membership, timeout_s: float) -> None:
-        """Note the arguments; nothing is formed yet. ``timeout_s``: the deadline of each decision on the members."""
-        self._part, self._membership, self._timeout_s = part, membership, timeout_s
+    def __init__(self, part: Part[_AnyRun], membership: Membership, timeout_s: float, settings: str) -> None:
+        """Note the arguments; nothing is formed yet.
+
+        Args:
+            part: The part of the program.
+            membership: Forms the groups.
+            timeout_s: The deadline of each decision on the members.
+            settings: What must be equal on all ranks to form a group, one setting in a line.
+        """
+        self._part, self._membership, self._timeout_s, self._settings = part, membership, timeout_s, settings
         self._has_state = False
 
     def __iter__(self) -> Iterator[_AnyRun]:
@@ -181,6 +188,7 @@ class Runs(Generic[_AnyRun]):
         world = environment.read_world()
         assembly = open_assembly(settings, world.rank, world.world_size, self._timeout_s)
         assembly.check_equal("program", part.describe())
+        assembly.check_equal("settings", self._settings)
         is_complete = False
         for number in itertools.count():
             formed = self._form(assembly)

@@ -63,7 +63,7 @@ def run(
         function = _Function(state)
         results: list[_Result] = []
         try:
-            for call in Runs(function, context, group.timeout_s):
+            for call in Runs(function, context, group.timeout_s, group.formation_settings):
                 with call:
                     results.append(func(state, *args, **kwargs))
                 if call.error is not None:
