@@ -1,13 +1,17 @@
 """Snapshots on disk: what comes back, which version counts, and errors that name the file."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, RecoveryError
+from totalreduce.recovery.forming import begin_from_disk
+from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.snapshots import Snapshots
+from totalreduce.recovery.state import State
 
 
 def shared_of(version: int) -> dict:
@@ -105,3 +109,121 @@ def test_wrong_numbers_are_refused(tmp_path: Path) -> None:
         Snapshots(tmp_path, every=1, keep=0)
     assert [Snapshots(tmp_path, every=10).is_due(version) for version in (0, 5, 10, 20)] == [False, False, True, True]
     assert Snapshots(tmp_path / "none", every=10).latest() == 0
+
+
+def test_a_format_of_another_library_is_named(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    path = tmp_path / "version-000000010" / "shared" / "part.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 7}))
+    with pytest.raises(RecoveryError, match="has format 7, and this library reads format 1") as caught:
+        Snapshots(tmp_path, every=10).latest()
+    assert str(path) in str(caught.value)
+
+
+def test_a_disk_that_is_full_is_a_warning_and_the_last_version_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The limit of a file's size stands for the disk's: the system refuses the write with an error of its own."""
+    snapshots = Snapshots(tmp_path, every=10)
+    snapshots.write(10, 0, 1, shared_of(10), None)
+    snapshots.wait()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        snapshots.write(20, 0, 1, {"weights": torch.ones(200_000)}, None)
+        snapshots.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (snapshots.written, snapshots.failed) == (10, 1)
+    assert "the snapshot of version 20" in caplog.text
+    assert "is not written: File too large (EFBIG)" in caplog.text
+    assert Snapshots(tmp_path, every=10).latest() == 10
+    assert [path.name for path in (tmp_path / "version-000000020").iterdir()] == []
+    snapshots.write(30, 0, 1, shared_of(30), None)
+    snapshots.wait()
+    assert (snapshots.written, Snapshots(tmp_path, every=10).latest()) == (30, 30)
+
+
+def make_state(width: int, kind=torch.optim.AdamW, *, frozen: bool = False, **values) -> State:
+    model = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.BatchNorm1d(width))
+    return State(model=model, optimizer=kind(model[: 1 if frozen else 2].parameters(), lr=0.1), **values)
+
+
+@pytest.mark.parametrize(
+    ("other", "theirs", "mine"),
+    [
+        (lambda: make_state(5), "parameter 0.weight: torch.float32[4, 3]", "parameter 0.weight: torch.float32[5, 3]"),
+        (lambda: make_state(1), "parameter 0.weight: torch.float32[4, 3]", "parameter 0.weight: torch.float32[1, 3]"),
+        (
+            lambda: make_state(4, torch.optim.SGD),
+            "optimizer: AdamW with groups of [4] parameters",
+            "optimizer: SGD with groups of [4] parameters",
+        ),
+        (
+            lambda: make_state(4, frozen=True),
+            "optimizer: AdamW with groups of [4] parameters",
+            "optimizer: AdamW with groups of [2] parameters",
+        ),
+        (lambda: make_state(4, best=1.0), "nothing", "value best"),
+    ],
+)
+def test_a_version_of_another_program_is_refused_and_nothing_changes(tmp_path: Path, other, theirs, mine) -> None:
+    snapshots = Snapshots(tmp_path, every=1)
+    snapshots.write(1, 0, 1, make_state(4).shared(), None)
+    snapshots.wait()
+    state = other()
+    before = state.digests()
+    with pytest.raises(ConfigurationError) as caught:
+        begin_from_disk(state, Snapshots(tmp_path, every=1))
+    assert f"the state of the job has {theirs!r}, and this process's has {mine!r}" in str(caught.value)
+    assert state.digests() == before
+
+
+def test_several_optimizers_come_back(tmp_path: Path) -> None:
+    def make():
+        model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 1)})
+        optimizers = {
+            "a": torch.optim.AdamW(model["a"].parameters()),
+            "b": torch.optim.SGD(model["b"].parameters(), 1.0),
+        }
+        return State(model=model, optimizer=optimizers, sampler=ElasticSampler(10, 2))
+
+    state, other = make(), make()
+    for _ in range(2):
+        state.model["b"](state.model["a"](torch.ones(1, 3))).sum().backward()
+        for each in state.optimizers.values():
+            each.step()
+    state.optimizers["b"].param_groups[0]["lr"] = 0.25
+    state.sampler.advance(2)
+    state.count(None)
+    snapshots = Snapshots(tmp_path, every=1)
+    snapshots.write(1, 0, 1, state.shared(), None)
+    snapshots.wait()
+    assert other.digests() != state.digests()
+    begin_from_disk(other, snapshots)
+    assert other.digests() == state.digests()
+    assert {name.split(" state")[0] for name in state.digests() if name.startswith("optimizer")} == {"optimizer a"}
+    assert other.optimizers["b"].param_groups[0]["lr"] == 0.25
+    assert other.sampler.state_dict() == {"epoch": 0, "cursor": 0, "part": 1, "begun": 2}
+    assert "optimizer b: SGD with groups of [2] parameters" in state.describe().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ({}, "needs an optimizer, and optimizer={} has none"),
+        ({3: None}, "names of the optimizers of a tr.State are strings, not 3"),
+        ({"a": "sgd"}, "needs an optimizer of torch, not a str"),
+    ],
+)
+def test_optimizers_that_are_none_are_refused(optimizer, message) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        State(model=torch.nn.Linear(1, 1), optimizer=optimizer)
+
+
+def test_a_parameter_that_is_not_in_the_model_is_refused() -> None:
+    other = torch.nn.Linear(5, 6)
+    with pytest.raises(
+        ConfigurationError, match=r"optimizer b has a parameter of shape \[6, 5\] in group 0 that is not"
+    ):
+        State(model=torch.nn.Linear(1, 1), optimizer={"b": torch.optim.SGD(other.parameters(), lr=0.1)})

@@ -36,6 +36,8 @@ _log = logging.getLogger("totalreduce")
 _SHARED = "shared"
 _PART_FILE = "part.json"
 _PREFIX = "version-"
+#: The version of the format of a part, which is in its description. Raise it if a part changes.
+_FORMAT = 1
 #: Each part is written by one process alone, which torch finds worth a warning.
 _ALONE = "torch.distributed is disabled"
 
@@ -92,7 +94,7 @@ class Snapshots:
             parts[f"own-{rank}"] = own
         if not parts:
             return
-        about = {"version": version, "world_size": world_size, "has_own": own is not None}
+        about = {"format": _FORMAT, "version": version, "world_size": world_size, "has_own": own is not None}
         encoded = {name: _copied(value) for name, value in parts.items()}
         self._writer = threading.Thread(
             target=self._write_all, args=(version, rank, about, encoded), name="totalreduce snapshot", daemon=True
@@ -163,9 +165,15 @@ class Snapshots:
         path = self._path(version, part) / _PART_FILE
         try:
             about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            written = about["format"]
             about["version"], about["world_size"], about["has_own"], about["files"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RecoveryError(f"the snapshot's file {path} cannot be read: {error}") from error
+        if written != _FORMAT:
+            raise RecoveryError(
+                f"the snapshot's file {path} has format {written!r}, and this library reads format {_FORMAT}: go on "
+                "with the library that has written it, or remove the folder"
+            )
         return about
 
     def _read(self, version: int, part: str) -> Any:
@@ -208,9 +216,9 @@ class Snapshots:
             self.written = version
             if rank == 0:
                 self._remove_old()
-        except Exception as error:
+        except BaseException as error:  # torch's CheckpointException is no Exception
             self.failed += 1
-            reason = describe_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            reason = describe_error(_cause(error))
             _log.warning("the snapshot of version %d in %s is not written: %s", version, self.folder, reason)
 
     def _write_part(self, path: Path, about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -251,6 +259,16 @@ def _copied(value: Any) -> dict[str, torch.Tensor]:
     document, tensors = encode(value)
     copies = {f"tensor-{index}": tensor.detach().cpu().clone() for index, tensor in enumerate(tensors)}
     return {**copies, "document": torch.frombuffer(bytearray(document.encode()), dtype=torch.uint8)}
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the error of the system behind an error of torch, if there is one."""
+    failures = getattr(error, "failures", None)  # of a CheckpointException: by rank an error and its traceback
+    first = next(iter(failures.values()))[0] if failures else error
+    cause: BaseException | None = first
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return first if cause is None else cause
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
