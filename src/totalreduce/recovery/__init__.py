@@ -8,8 +8,9 @@ epoch. A *block* is the smallest part of a program that takes effect on all rank
 all ranks *vote*: the vote passes when every rank has come to it.
 
 The modules, from the plain objects to the processes: ``membership`` (the rules of the decision), ``assembly`` (the
-decision through a store), ``launcher_store`` (the connection to it), ``keeper`` (the process that serves it), ``state``
-(what is recovered), ``sampler`` (which rank trains on which samples), ``replicas`` (copies of the state that each rank
-has for itself), ``snapshots`` (the state on disk), ``forming`` (the group of an epoch, and one state on its ranks),
-``job`` and ``attempts`` (what users call). See docs/recovery.md and docs/design/0012-recovery.md.
+decision through a store), ``launcher_store`` (the connection to it), ``keeper`` (the process that serves it),
+``dealing``, ``sampler`` and ``stream`` (which rank trains on which samples), ``state`` (what is recovered),
+``optimizers`` (of which a block steps one), ``replicas`` (copies of the state that each rank has for itself),
+``snapshots`` (the state on disk), ``forming`` (the group of an epoch, and one state on its ranks), ``job`` and
+``attempts`` (what users call). See docs/recovery.md and docs/design/0012-recovery.md.
 """
