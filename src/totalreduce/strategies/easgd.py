@@ -1,0 +1,103 @@
+"""EASGD: each rank explores by itself, and an elastic force pulls it to a centre that all ranks have.
+
+Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NeurIPS 2015, in its synchronous form. The
+centre is equal on all ranks, so there is no server. With momentum in the torch optimizer it is the paper's EAMSGD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import numpy as np
+
+from totalreduce.codecs.codec import Codec
+from totalreduce.foundation import checks
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.kernels.arrays import Array
+from totalreduce.strategies.strategy import Pending, Replica, mean_of
+
+__all__ = ["EASGD", "EASGDSession"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EASGD:
+    """Settings of EASGD.
+
+    Attributes:
+        period: The number of steps between two pulls.
+        beta: The force of all ranks together on the centre, the paper's beta: a rank moves by ``beta / world_size`` of
+            its distance. Above 0, at most 1.
+        codec: Encodes distances, with error feedback. ``None``: they are sent as they are.
+
+    Raises:
+        ConfigurationError: A value makes no sense.
+    """
+
+    name: ClassVar[str] = "easgd"
+
+    period: int = 10
+    beta: float = 0.9
+    codec: Codec | None = None
+
+    def __post_init__(self) -> None:
+        checks.integer_fields(self, "period", minimum=1)
+        checks.real_field(self, "beta", above=0, maximum=1)
+
+    def session(self, replica: Replica, rank: int, world_size: int) -> EASGDSession:
+        """Return the session of one rank."""
+        return EASGDSession(self, replica, rank, world_size)
+
+
+@final
+class EASGDSession:
+    """The session of EASGD."""
+
+    def __init__(self, settings: EASGD, replica: Replica, rank: int, world_size: int) -> None:
+        """The centre begins where all ranks are."""
+        self._settings, self._replica = settings, replica
+        self._rank, self._world_size = rank, world_size
+        self._steps = 0
+        self._tensors = range(len(replica.sizes))
+        self._centre = replica.read(self._tensors)
+        self._rest = np.zeros_like(self._centre)
+
+    def exchanges_gradients(self) -> bool:
+        """Gradients are never exchanged."""
+        return False
+
+    def stepped(self, weight: float) -> list[Pending]:
+        """Begin a pull if a period has ended."""
+        del weight
+        self._steps += 1
+        if self._steps % self._settings.period:
+            return []
+        values = self._replica.read(self._tensors)
+        distance = values - self._centre
+        self._rest += distance
+        number, codec = self._steps, self._settings.codec
+        exchange = mean_of(self._rest, codec, self._rank, self._world_size, number)
+
+        def apply(mean: Array) -> None:
+            pull = values.dtype.type(self._settings.beta / self._world_size)
+            self._replica.write(self._tensors, values - pull * distance)
+            self._centre += values.dtype.type(self._settings.beta) * mean
+
+        return [Pending(0, self._steps, exchange, apply)]
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the number of steps, the centre, and what was not sent."""
+        return {"shared": {"steps": self._steps, "centre": self._centre}, "own": {"rest": self._rest}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            ConfigurationError: It is the state of another model.
+        """
+        centre = state["shared"]["centre"]
+        if centre.size != self._centre.size:
+            raise ConfigurationError(f"the saved centre has {centre.size} elements, the model {self._centre.size}")
+        self._steps, self._centre = state["shared"]["steps"], centre.copy()
+        self._rest = state["own"]["rest"].copy()

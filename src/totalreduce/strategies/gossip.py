@@ -1,0 +1,142 @@
+"""Gossip: after each step a rank gives half of its parameters to one other rank, and takes what one other rank gives.
+
+Assran, Loizou, Ballas and Rabbat, "Stochastic Gradient Push", ICML 2019 (push-sum over directed graphs); Lian, Zhang,
+Zhang and Liu, "Asynchronous Decentralized Parallel SGD", ICML 2018 (random pairs, here without their asynchrony). Every
+rank knows all partners of all steps, so no rank asks and none can wait in a circle.
+
+A *push-sum weight* goes with the parameters, because a graph may give some ranks more than others. Parameters are
+divided by it, so that all ranks come to the average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar, Literal, final
+
+import numpy as np
+
+from totalreduce.foundation import checks
+from totalreduce.kernels.arrays import Array
+from totalreduce.sparse.actions import Action, Messages
+from totalreduce.strategies.strategy import Pending, Replica
+
+__all__ = ["Gossip", "GossipSession", "partners"]
+
+Graph = Literal["ring", "exponential", "random"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gossip:
+    """Settings of gossip.
+
+    Attributes:
+        graph: ``"exponential"``: the distance of the partner doubles from step to step, so that all ranks hear of each
+            other within log2(P) exchanges; ``"ring"``: the partner is the next rank; ``"random"``: pairs are drawn anew
+            for each exchange, and average with each other.
+        period: The number of steps between two exchanges.
+        overlap: The number of steps that go on while parameters are exchanged.
+        seed: Of the random pairs.
+
+    Raises:
+        ConfigurationError: A value makes no sense.
+    """
+
+    name: ClassVar[str] = "gossip"
+
+    graph: Graph = "exponential"
+    period: int = 1
+    overlap: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks.one_of("graph", self.graph, ("ring", "exponential", "random"))
+        checks.integer_fields(self, "period", minimum=1)
+        checks.integer_fields(self, "overlap", minimum=0)
+        checks.integer_fields(self, "seed", minimum=0)
+
+    def session(self, replica: Replica, rank: int, world_size: int) -> GossipSession:
+        """Return the session of one rank."""
+        return GossipSession(self, replica, rank, world_size)
+
+
+def partners(settings: Gossip, number: int, rank: int, world_size: int) -> tuple[int | None, int | None]:
+    """Return the rank to which this one sends in an exchange, and the rank that sends to it; ``None``: it rests."""
+    if world_size == 1:
+        return None, None
+    if settings.graph == "random":
+        order = list(range(world_size))
+        Random(settings.seed * 1_000_003 + number).shuffle(order)
+        place = order.index(rank) ^ 1
+        partner = order[place] if place < world_size else None
+        return partner, partner
+    distance = 1
+    if settings.graph == "exponential":
+        distance = 1 << (number % max(1, (world_size - 1).bit_length()))
+    return (rank + distance) % world_size, (rank - distance) % world_size
+
+
+@final
+class GossipSession:
+    """The session of gossip."""
+
+    def __init__(self, settings: Gossip, replica: Replica, rank: int, world_size: int) -> None:
+        """Begin with a push-sum weight of one."""
+        self._settings, self._replica = settings, replica
+        self._rank, self._world_size = rank, world_size
+        self._steps = self._number = 0
+        self._tensors = range(len(replica.sizes))
+        self._weight = 1.0
+
+    def exchanges_gradients(self) -> bool:
+        """Gradients are never exchanged."""
+        return False
+
+    def stepped(self, weight: float) -> list[Pending]:
+        """Begin an exchange with the partners of this step."""
+        del weight
+        self._steps += 1
+        if self._steps % self._settings.period:
+            return []
+        to, source = partners(self._settings, self._number, self._rank, self._world_size)
+        self._number += 1
+        channel = self._number % (self._settings.overlap + 1)
+        due = self._steps + self._settings.overlap
+        if to is None or source is None:
+            return [Pending(channel, due, _rest(), self._take)]
+        half = self._weight / 2
+        self._weight = half
+        values = self._replica.read(self._tensors)
+        message = np.append(values * values.dtype.type(half), values.dtype.type(half))
+        return [Pending(channel, due, _swap(message, to, source), self._take)]
+
+    def _take(self, message: Array | None) -> None:
+        """Add what has come to this rank's share."""
+        if message is None:
+            return
+        share, came, weight = self._weight, message[:-1], float(message[-1])
+        self._weight = share + weight
+        kind = message.dtype.type
+        values = self._replica.read(self._tensors)
+        self._replica.write(self._tensors, (values * kind(share) + came) / kind(self._weight))
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the numbers of steps and exchanges, and the weight."""
+        return {"shared": {"steps": self._steps, "number": self._number}, "own": {"weight": self._weight}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self._steps, self._number = state["shared"]["steps"], state["shared"]["number"]
+        self._weight = state["own"]["weight"]
+
+
+def _rest() -> Generator[Action, Any, None]:
+    """Take part in an exchange in which this rank has no partner."""
+    yield Messages({}, {})
+
+
+def _swap(message: Array, to: int, source: int) -> Generator[Action, Any, Array]:
+    block = message.view(np.uint8)
+    came = yield Messages({to: block}, {source: block.size})
+    return np.ascontiguousarray(came[source]).view(message.dtype)

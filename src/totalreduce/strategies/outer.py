@@ -1,0 +1,263 @@
+"""Updates that are averaged, and applied by an outer optimizer: DiLoCo, in its streaming form, too, and SlowMo.
+
+Every rank trains by itself. After a period, the ranks average how far they have come from the parameters that all had
+(the *update*), and an outer optimizer moves these common parameters along the average. With an outer learning rate of 1
+and no momentum that is parameter averaging.
+
+Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023 (arXiv 2311.08105), with
+Nesterov momentum; "Streaming DiLoCo with overlapping communication", 2025 (arXiv 2501.18512): fragments take turns, and
+steps go on while a fragment is exchanged. Wang, Tantia, Ballas and Rabbat, "SlowMo", ICLR 2020, with heavy-ball
+momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, final
+
+import numpy as np
+
+from totalreduce.codecs.codec import Codec
+from totalreduce.foundation import checks
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.kernels.arrays import Array
+from totalreduce.strategies.strategy import Pending, Replica, mean_of
+
+__all__ = ["DiLoCo", "HeavyBall", "Nesterov", "OuterOptimizer", "OuterSession", "SlowMo", "fragments_of"]
+
+
+class OuterOptimizer(Protocol):
+    """The rule by which the common parameters move along the averaged update."""
+
+    def move(self, common: Array, update: Array, velocity: Array) -> None:
+        """Change the common parameters and the velocity in place.
+
+        Args:
+            common: The parameters that all ranks have.
+            update: Their change on average, with the opposite sign: it stands in the place of a gradient.
+            velocity: Zeros at first.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Nesterov:
+    """SGD with Nesterov momentum, as ``torch.optim.SGD(nesterov=True)``.
+
+    Attributes:
+        lr: The learning rate.
+        momentum: The momentum.
+
+    Raises:
+        ConfigurationError: A value makes no sense.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        checks.real_field(self, "lr", above=0)
+        checks.real_field(self, "momentum", minimum=0, below=1)
+
+    def move(self, common: Array, update: Array, velocity: Array) -> None:
+        """Step against update plus momentum times velocity."""
+        velocity *= velocity.dtype.type(self.momentum)
+        velocity += update
+        common -= velocity.dtype.type(self.lr) * (update + velocity.dtype.type(self.momentum) * velocity)
+
+
+@dataclass(frozen=True, slots=True)
+class HeavyBall:
+    """SGD with momentum, as ``torch.optim.SGD``.
+
+    Attributes:
+        lr: The learning rate.
+        momentum: The momentum.
+
+    Raises:
+        ConfigurationError: A value makes no sense.
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.5
+
+    def __post_init__(self) -> None:
+        checks.real_field(self, "lr", above=0)
+        checks.real_field(self, "momentum", minimum=0, below=1)
+
+    def move(self, common: Array, update: Array, velocity: Array) -> None:
+        """Step against the velocity."""
+        velocity *= velocity.dtype.type(self.momentum)
+        velocity += update
+        common -= velocity.dtype.type(self.lr) * velocity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiLoCo:
+    """Settings of DiLoCo.
+
+    Attributes:
+        period: The number of steps between two exchanges of the same parameters.
+        outer: The outer optimizer.
+        fragments: The number of parts of the model, of about the same size. They are exchanged one after the other,
+            at even distances within a period.
+        overlap: The number of steps that go on while a fragment is exchanged; below ``period``. 0: training waits.
+        mix: The weight of this rank's own parameters where a result is taken over; with ``overlap`` only.
+        codec: Encodes updates, with error feedback. ``None``: they are sent as they are.
+
+    Raises:
+        ConfigurationError: A value makes no sense.
+    """
+
+    name: ClassVar[str] = "diloco"
+
+    period: int = 100
+    outer: OuterOptimizer = field(default_factory=Nesterov)
+    fragments: int = 1
+    overlap: int = 0
+    mix: float = 0.5
+    codec: Codec | None = None
+
+    def __post_init__(self) -> None:
+        checks.integer_fields(self, "period", "fragments", minimum=1)
+        checks.integer_fields(self, "overlap", minimum=0)
+        checks.real_field(self, "mix", minimum=0, below=1)
+        if self.overlap >= self.period:
+            raise ConfigurationError(f"overlap must be below the period, {self.period}, not {self.overlap}")
+        if self.fragments > self.period:
+            raise ConfigurationError(f"{self.fragments} fragments need a period of as many steps, not {self.period}")
+
+    def session(self, replica: Replica, rank: int, world_size: int) -> OuterSession:
+        """Return the session of one rank."""
+        return OuterSession(self, replica, rank, world_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowMo:
+    """Settings of SlowMo: averages, and momentum on their changes.
+
+    Attributes:
+        period: The number of steps between two averages.
+        lr: The slow learning rate, the paper's alpha.
+        momentum: The slow momentum, the paper's beta.
+
+    Raises:
+        ConfigurationError: A value makes no sense.
+    """
+
+    name: ClassVar[str] = "slowmo"
+
+    period: int = 16
+    lr: float = 1.0
+    momentum: float = 0.5
+
+    def __post_init__(self) -> None:
+        self._outer()
+
+    def session(self, replica: Replica, rank: int, world_size: int) -> OuterSession:
+        """Return the session of one rank."""
+        return OuterSession(self._outer(), replica, rank, world_size)
+
+    def _outer(self) -> DiLoCo:
+        return DiLoCo(period=self.period, outer=HeavyBall(self.lr, self.momentum))
+
+
+def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Return the tensors of each fragment: neighbours, of about the same number of elements together.
+
+    There are fewer fragments if there are fewer tensors.
+    """
+    fragments: list[list[int]] = [[] for _ in range(count)]
+    total, done = sum(sizes), 0
+    for tensor, size in enumerate(sizes):
+        middle = done + size / 2
+        fragments[min(count - 1, int(middle * count / total)) if total else 0].append(tensor)
+        done += size
+    return [fragment for fragment in fragments if fragment]
+
+
+@final
+class _Fragment:
+    """A part of the model.
+
+    Attributes:
+        tensors: The numbers of its tensors.
+        common: The parameters that all ranks have.
+        velocity: That of the outer optimizer.
+        rest: What this rank's codes have not expressed.
+    """
+
+    def __init__(self, tensors: Sequence[int], replica: Replica) -> None:
+        self.tensors = tensors
+        self.common = replica.read(tensors)
+        self.velocity = np.zeros_like(self.common)
+        self.rest = np.zeros_like(self.common)
+
+
+@final
+class OuterSession:
+    """The session of DiLoCo and SlowMo."""
+
+    def __init__(self, settings: DiLoCo, replica: Replica, rank: int, world_size: int) -> None:
+        """Begin with what the replica has, which all ranks have."""
+        self._settings, self._replica = settings, replica
+        self._rank, self._world_size = rank, world_size
+        self._steps = 0
+        self._fragments = [_Fragment(tensors, replica) for tensors in fragments_of(replica.sizes, settings.fragments)]
+
+    def exchanges_gradients(self) -> bool:
+        """Gradients are never exchanged."""
+        return False
+
+    def stepped(self, weight: float) -> list[Pending]:
+        """Begin the exchange of the fragments whose turn it is."""
+        del weight
+        self._steps += 1
+        settings, count = self._settings, len(self._fragments)
+        pending = []
+        for number, fragment in enumerate(self._fragments):
+            turn = -(-(number + 1) * settings.period // count)
+            if self._steps % settings.period != turn % settings.period:
+                continue
+            update = fragment.rest
+            update += fragment.common - self._replica.read(fragment.tensors)
+            exchange = mean_of(update, settings.codec, self._rank, self._world_size, self._steps)
+            apply = _Apply(self._replica, fragment, settings)
+            pending.append(Pending(number, self._steps + settings.overlap, exchange, apply))
+        return pending
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the number of steps; common parameters and velocities; and what was not sent."""
+        shared = {
+            "steps": self._steps,
+            "common": [fragment.common for fragment in self._fragments],
+            "velocities": [fragment.velocity for fragment in self._fragments],
+        }
+        return {"shared": shared, "own": {"rests": [fragment.rest for fragment in self._fragments]}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        shared, own = state["shared"], state["own"]
+        self._steps = shared["steps"]
+        parts = zip(self._fragments, shared["common"], shared["velocities"], own["rests"], strict=True)
+        for fragment, common, velocity, rest in parts:
+            fragment.common, fragment.velocity, fragment.rest = common.copy(), velocity.copy(), rest.copy()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Apply:
+    """Moves the common parameters of a fragment, and the replica to them."""
+
+    replica: Replica
+    fragment: _Fragment
+    settings: DiLoCo
+
+    def __call__(self, update: Array) -> None:
+        fragment, settings = self.fragment, self.settings
+        settings.outer.move(fragment.common, update, fragment.velocity)
+        values = fragment.common
+        if settings.overlap and settings.mix:
+            mix = values.dtype.type(settings.mix)
+            values = mix * self.replica.read(fragment.tensors) + (1 - mix) * values
+        self.replica.write(fragment.tensors, values)

@@ -1,0 +1,101 @@
+"""Strategies whose ranks live in one process: no thread, no network, every byte counted. Public.
+
+``StrategyRanks`` has a session and an array of parameters for each rank. ``step`` adds an update to each rank's
+parameters, as a local step does, and carries the exchanges out that begin; their results are applied when they are due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from totalreduce.kernels.arrays import Array
+from totalreduce.strategies.strategy import Pending, Strategy
+from totalreduce.testing.lockstep import run_exchanges
+
+__all__ = ["ArrayReplica", "StrategyRanks"]
+
+
+@final
+class ArrayReplica:
+    """A ``Replica`` that is a list of arrays.
+
+    Attributes:
+        arrays: The tensors, one-dimensional, of one dtype.
+        sizes: The number of elements of each.
+        dtype: The dtype.
+    """
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self.arrays = list(arrays)
+        self.sizes = [array.size for array in arrays]
+        self.dtype: np.dtype[Any] = arrays[0].dtype
+
+    def read(self, tensors: Sequence[int]) -> Array:
+        """Return a copy of the elements of these tensors."""
+        return np.concatenate([self.arrays[tensor] for tensor in tensors])
+
+    def write(self, tensors: Sequence[int], values: Array) -> None:
+        """Set the elements of these tensors."""
+        begin = 0
+        for tensor in tensors:
+            array = self.arrays[tensor]
+            array[:] = values[begin : begin + array.size]
+            begin += array.size
+
+
+@final
+class StrategyRanks:
+    """All ranks of a strategy.
+
+    Attributes:
+        replicas: By rank.
+        sessions: By rank.
+        sent: By rank: the bytes that it has sent.
+        steps: The number of steps.
+    """
+
+    def __init__(self, strategy: Strategy, world_size: int, start: Sequence[Array]) -> None:
+        """``start``: the tensors with which all ranks begin; they are copied."""
+        self.replicas = [ArrayReplica([array.copy() for array in start]) for _ in range(world_size)]
+        self.sessions = [strategy.session(replica, rank, world_size) for rank, replica in enumerate(self.replicas)]
+        self.sent = np.zeros(world_size, np.int64)
+        self.steps = 0
+        self._waiting: list[tuple[int, list[tuple[Pending, Any]]]] = []
+
+    def parameters(self, rank: int) -> Array:
+        """Return a copy of a rank's parameters."""
+        replica = self.replicas[rank]
+        return replica.read(range(len(replica.sizes)))
+
+    def step(self, updates: Sequence[Array], weights: Sequence[float] | None = None) -> None:
+        """Take a step on all ranks.
+
+        Args:
+            updates: What is added to the parameters of each rank. In a step in which the strategy exchanges gradients,
+                their mean is added on all ranks.
+            weights: What the step counts on each rank.
+        """
+        synchronous = {session.exchanges_gradients() for session in self.sessions}
+        assert len(synchronous) == 1, "ranks differ in whether gradients are exchanged"
+        if synchronous.pop():
+            updates = [np.mean(updates, axis=0, dtype=updates[0].dtype)] * len(updates)
+        for replica, update in zip(self.replicas, updates, strict=True):
+            everything = range(len(replica.sizes))
+            replica.write(everything, replica.read(everything) + update)
+        self.steps += 1
+        begun = [
+            session.stepped(1.0 if weights is None else weights[rank]) for rank, session in enumerate(self.sessions)
+        ]
+        for pending in zip(*begun, strict=True):
+            assert len({(each.channel, each.due) for each in pending}) == 1, "ranks begin different exchanges"
+            results, traffic = run_exchanges([each.exchange for each in pending])
+            self.sent += traffic.sent
+            self._waiting.append((pending[0].due, list(zip(pending, results, strict=True))))
+        for due, done in list(self._waiting):
+            if due <= self.steps:
+                self._waiting.remove((due, done))
+                for each, result in done:
+                    each.apply(result)

@@ -1,0 +1,288 @@
+"""Strategies, their ranks in lockstep: what they compute, beside loops in plain NumPy."""
+
+import numpy as np
+import pytest
+
+from totalreduce.codecs.int8 import Int8
+from totalreduce.codecs.topk import Topk
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.strategies.averaging import LocalSGD, PostLocalSGD
+from totalreduce.strategies.easgd import EASGD
+from totalreduce.strategies.gossip import Gossip, partners
+from totalreduce.strategies.outer import DiLoCo, HeavyBall, Nesterov, SlowMo, fragments_of
+from totalreduce.testing.strategies import StrategyRanks
+
+SIZES = (1, 2, 3, 4, 5, 7, 8)
+sizes = pytest.mark.parametrize("world_size", SIZES)
+SHAPE = [7, 30, 1, 12]
+N = sum(SHAPE)
+
+
+def start(dtype=np.float64) -> list[np.ndarray]:
+    random = np.random.default_rng(1)
+    return [random.standard_normal(size).astype(dtype) for size in SHAPE]
+
+
+def update(step: int, rank: int, dtype=np.float64) -> np.ndarray:
+    return (np.random.default_rng([step, rank]).standard_normal(N) / 10).astype(dtype)
+
+
+def run(strategy, world_size: int, steps: int, dtype=np.float64, ranks: StrategyRanks | None = None, first: int = 0):
+    ranks = ranks or StrategyRanks(strategy, world_size, start(dtype))
+    for step in range(first, first + steps):
+        ranks.step([update(step, rank, dtype) for rank in range(world_size)])
+    return ranks
+
+
+def everybody(ranks: StrategyRanks) -> np.ndarray:
+    return np.stack([ranks.parameters(rank) for rank in range(len(ranks.replicas))])
+
+
+def begin(world_size: int) -> np.ndarray:
+    return np.tile(np.concatenate(start()), (world_size, 1))
+
+
+@sizes
+def test_parameters_are_averaged_after_each_period(world_size: int) -> None:
+    ranks, expected = StrategyRanks(LocalSGD(period=3), world_size, start()), begin(world_size)
+    for step in range(8):
+        ranks.step([update(step, rank) for rank in range(world_size)])
+        expected += [update(step, rank) for rank in range(world_size)]
+        if step % 3 == 2:
+            expected[:] = expected.mean(axis=0)
+            assert len({parameters.tobytes() for parameters in everybody(ranks)}) == 1
+        np.testing.assert_allclose(everybody(ranks), expected, rtol=0, atol=1e-12)
+
+
+def test_averages_are_weighted_by_samples() -> None:
+    ranks = StrategyRanks(LocalSGD(period=2, weights="samples"), 3, start())
+    expected, weights = begin(3), np.array([[3.0, 0.0, 1.0], [1.0, 2.0, 3.0]])
+    for step in range(2):
+        ranks.step([update(step, rank) for rank in range(3)], weights[step])
+        expected += [update(step, rank) for rank in range(3)]
+    mean = np.average(expected, axis=0, weights=weights.sum(axis=0))
+    np.testing.assert_allclose(everybody(ranks), np.tile(mean, (3, 1)), rtol=0, atol=1e-6)
+    unweighted = run(LocalSGD(period=2), 3, 2)
+    assert np.abs(everybody(unweighted)[0] - mean).max() > 1e-3
+    for step in range(2):
+        ranks.step([update(step, rank) for rank in range(3)], [0.0] * 3)
+    assert np.isfinite(everybody(ranks)).all()
+
+
+@sizes
+def test_averages_and_averaged_updates_are_the_same(world_size: int) -> None:
+    """The survey's equivalence of parameter averaging and update-based methods, with plain SGD."""
+    averaged = run(LocalSGD(period=4), world_size, 12)
+    for outer in (Nesterov(1.0, 0.0), HeavyBall(1.0, 0.0)):
+        moved = run(DiLoCo(period=4, outer=outer), world_size, 12)
+        np.testing.assert_allclose(everybody(moved), everybody(averaged), rtol=0, atol=1e-12)
+
+
+@sizes
+def test_synchronous_steps_first(world_size: int) -> None:
+    ranks, expected = (
+        StrategyRanks(PostLocalSGD(start=5, then=LocalSGD(period=2)), world_size, start()),
+        begin(world_size),
+    )
+    for step in range(9):
+        updates = np.stack([update(step, rank) for rank in range(world_size)])
+        assert ranks.sessions[0].exchanges_gradients() == (step < 5)
+        ranks.step(list(updates))
+        expected += updates.mean(axis=0) if step < 5 else updates
+        if step in (6, 8):
+            expected[:] = expected.mean(axis=0)
+        np.testing.assert_allclose(everybody(ranks), expected, rtol=0, atol=1e-12)
+
+
+@sizes
+def test_with_period_one_gradients_are_exchanged_and_nothing_else(world_size: int) -> None:
+    ranks = run(LocalSGD(period=1), world_size, 5)
+    assert all(session.exchanges_gradients() for session in ranks.sessions)
+    assert not ranks.sent.any()
+
+
+@sizes
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_diloco_is_what_the_papers_say(world_size: int, overlap: int) -> None:
+    """Fragments in turn, an outer Nesterov step for each, and mixing where training has gone on."""
+    lr, momentum, period, mix = 0.7, 0.9, 6, 0.25
+    strategy = DiLoCo(period=period, outer=Nesterov(lr, momentum), fragments=3, overlap=overlap, mix=mix)
+    ranks = StrategyRanks(strategy, world_size, start())
+    edges = np.cumsum([0, *SHAPE])
+    parts = [slice(edges[part[0]], edges[part[-1] + 1]) for part in fragments_of(SHAPE, 3)]
+    expected, common, velocity = begin(world_size), begin(1)[0], np.zeros(N)
+    waiting = []
+    for step in range(1, 20):
+        updates = [update(step, rank) for rank in range(world_size)]
+        ranks.step(updates)
+        expected += updates
+        for number, part in enumerate(parts):
+            if step % period == ((number + 1) * period // 3) % period:
+                waiting.append((step + overlap, part, (common[part] - expected[:, part]).mean(axis=0)))
+        for due, part, delta in list(waiting):
+            if due == step:
+                waiting = [each for each in waiting if each[1] is not part]
+                velocity[part] = momentum * velocity[part] + delta
+                common[part] -= lr * (delta + momentum * velocity[part])
+                expected[:, part] = mix * expected[:, part] + (1 - mix) * common[part] if overlap else common[part]
+        np.testing.assert_allclose(everybody(ranks), expected, rtol=0, atol=1e-12)
+
+
+def test_fragments_are_neighbours_of_the_same_size() -> None:
+    assert fragments_of([10, 10, 10, 10], 2) == [[0, 1], [2, 3]]
+    assert fragments_of([100, 1, 1, 1], 2) == [[0], [1, 2, 3]]
+    assert fragments_of([5], 4) == [[0]]
+    assert fragments_of([0, 0], 2) == [[0, 1]]
+    assert [tensor for part in fragments_of(list(range(20)), 6) for tensor in part] == list(range(20))
+
+
+@sizes
+def test_slowmo_has_heavy_ball_momentum(world_size: int) -> None:
+    ranks, expected = StrategyRanks(SlowMo(period=2, lr=0.8, momentum=0.6), world_size, start()), begin(world_size)
+    common, velocity = begin(1)[0], np.zeros(N)
+    for step in range(8):
+        updates = [update(step, rank) for rank in range(world_size)]
+        ranks.step(updates)
+        expected += updates
+        if step % 2:
+            velocity = 0.6 * velocity + (common - expected.mean(axis=0))
+            common = common - 0.8 * velocity
+            expected[:] = common
+        np.testing.assert_allclose(everybody(ranks), expected, rtol=0, atol=1e-12)
+
+
+@sizes
+def test_easgd_pulls_ranks_and_centre_together(world_size: int) -> None:
+    ranks, expected, centre = (
+        StrategyRanks(EASGD(period=2, beta=0.6), world_size, start()),
+        begin(world_size),
+        begin(1)[0],
+    )
+    for step in range(8):
+        updates = [update(step, rank) for rank in range(world_size)]
+        ranks.step(updates)
+        expected += updates
+        if step % 2:
+            distance = expected - centre
+            expected -= 0.6 / world_size * distance
+            centre = centre + 0.6 / world_size * distance.sum(axis=0)
+        np.testing.assert_allclose(everybody(ranks), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(ranks.sessions[0].state()["shared"]["centre"], centre, rtol=0, atol=1e-12)
+
+
+@sizes
+@pytest.mark.parametrize("graph", ["ring", "exponential", "random"])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_gossip_keeps_the_sum_and_comes_to_the_average(world_size: int, graph: str, overlap: int) -> None:
+    ranks = StrategyRanks(Gossip(graph=graph, overlap=overlap), world_size, start())
+    updates = np.stack([update(0, rank) for rank in range(world_size)])
+    ranks.step(list(updates))
+    for _ in range(300):
+        ranks.step(list(np.zeros_like(updates)))
+    weights = [session.state()["own"]["weight"] for session in ranks.sessions]
+    if not overlap:
+        assert sum(weights) == pytest.approx(world_size)
+    mean = begin(1)[0] + updates.mean(axis=0)
+    np.testing.assert_allclose(everybody(ranks), np.tile(mean, (world_size, 1)), rtol=0, atol=1e-3)
+
+
+@sizes
+@pytest.mark.parametrize("graph", ["ring", "exponential", "random"])
+def test_partners_are_pairs_of_sender_and_receiver(world_size: int, graph: str) -> None:
+    for number in range(20):
+        found = [partners(Gossip(graph=graph), number, rank, world_size) for rank in range(world_size)]
+        for rank, (to, source) in enumerate(found):
+            assert (to is None) == (source is None)
+            if to is not None:
+                assert found[to][1] == rank
+                assert to != rank
+        resting = sum(to is None for to, _ in found)
+        assert resting == (1 if world_size == 1 else world_size % 2 if graph == "random" else 0)
+
+
+CODED = [
+    LocalSGD(period=2, codec=Int8()),
+    DiLoCo(period=2, codec=Int8(), outer=Nesterov(1.0, 0.0)),
+    EASGD(period=2, codec=Int8()),
+    DiLoCo(period=2, codec=Topk(density=0.2), outer=Nesterov(1.0, 0.0)),
+]
+
+
+@sizes
+@pytest.mark.parametrize("strategy", CODED, ids=str)
+def test_with_a_codec_nothing_is_lost(strategy, world_size: int) -> None:
+    """The mean of what ranks have moved is what was applied and what they have not sent, to the rounding of float32."""
+    ranks = StrategyRanks(strategy, world_size, start(np.float32))
+    total, common = np.zeros(N), begin(1)[0]
+    for step in range(10):
+        updates = [update(step, rank, np.float32) for rank in range(world_size)]
+        ranks.step(updates)
+        total += np.mean(updates, axis=0, dtype=np.float64)
+        if step % 2 == 0 or isinstance(strategy, EASGD):
+            continue
+        states = [session.state() for session in ranks.sessions]
+        rests = [
+            np.concatenate(state["own"]["rests"]) if "rests" in state["own"] else state["own"]["rest"]
+            for state in states
+        ]
+        applied = everybody(ranks)[0].astype(np.float64) - common
+        sign = -1 if isinstance(strategy, DiLoCo) else 1  # its updates stand in the place of gradients
+        np.testing.assert_allclose(applied + sign * np.mean(rests, axis=0, dtype=np.float64), total, rtol=0, atol=1e-5)
+        assert len({parameters.tobytes() for parameters in everybody(ranks)}) == 1
+    if isinstance(strategy, EASGD):
+        assert len({session.state()["shared"]["centre"].tobytes() for session in ranks.sessions}) == 1
+
+
+ALL = [
+    LocalSGD(period=3),
+    LocalSGD(period=3, codec=Int8()),
+    PostLocalSGD(start=2, then=LocalSGD(period=2)),
+    DiLoCo(period=4, fragments=2, codec=Int8(stochastic=True)),
+    SlowMo(period=2),
+    EASGD(period=2, codec=Int8()),
+    Gossip(graph="random"),
+]
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=str)
+def test_a_run_goes_on_from_its_state_bit_by_bit(strategy) -> None:
+    whole = run(strategy, 4, 12, np.float32)
+    first = run(strategy, 4, 7, np.float32)
+    second = StrategyRanks(strategy, 4, start(np.float32))
+    for rank in range(4):
+        second.replicas[rank].write(range(len(SHAPE)), first.parameters(rank))
+        second.sessions[rank].load_state(first.sessions[rank].state())
+    second.steps = 7
+    run(strategy, 4, 5, np.float32, second, 7)
+    np.testing.assert_array_equal(everybody(second), everybody(whole))
+
+
+def test_periods_save_bytes() -> None:
+    dense = 2 * N * 4 * 3 / 4  # what a ring sends in a step
+    for period in (1, 4, 16):
+        if period > 1:
+            ranks = run(LocalSGD(period=period), 4, 32, np.float32)
+            assert ranks.sent.max() / 32 < 1.1 * dense / period
+    ranks = run(DiLoCo(period=16, codec=Int8(block=16), fragments=2), 4, 32, np.float32)
+    assert ranks.sent.max() / 32 < 0.5 * dense / 16
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LocalSGD(period=0),
+        lambda: LocalSGD(weights="heavy"),
+        lambda: LocalSGD(weights="samples", codec=Int8()),
+        lambda: PostLocalSGD(start=-1),
+        lambda: DiLoCo(period=4, overlap=4),
+        lambda: DiLoCo(period=2, fragments=3),
+        lambda: DiLoCo(mix=1.0),
+        lambda: Nesterov(0.0),
+        lambda: SlowMo(momentum=1.0),
+        lambda: EASGD(beta=0.0),
+        lambda: Gossip(graph="torus"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(make) -> None:
+    with pytest.raises(ConfigurationError):
+        make()
