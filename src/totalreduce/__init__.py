@@ -73,6 +73,10 @@ if TYPE_CHECKING:
     from totalreduce.sparse.shared import SharedTopk
     from totalreduce.sparse.topka import TopkA
     from totalreduce.sparse.topkdsa import TopkDSA
+    from totalreduce.strategies.averaging import LocalSGD, PostLocalSGD
+    from totalreduce.strategies.easgd import EASGD
+    from totalreduce.strategies.gossip import Gossip
+    from totalreduce.strategies.outer import DiLoCo, HeavyBall, Nesterov, SlowMo
     from totalreduce.tensors.work import Work
 
 __version__ = VERSION
@@ -88,21 +92,27 @@ _HOMES = {
     "Coordinator": "native.coordinator",
     "DeadlineExceededError": "foundation.errors",
     "Dense": "sparse.dense",
+    "DiLoCo": "strategies.outer",
     "DistributedOptimizer": "pytorch.optimizer",
+    "EASGD": "strategies.easgd",
     "ElasticSampler": "recovery.sampler",
     "ElasticStream": "recovery.stream",
     "EngineConfig": "foundation.config",
     "ErrorFeedback": "pytorch.error_feedback",
     "GTopk": "sparse.gtopk",
     "GaussianK": "sparse.gaussiank",
+    "Gossip": "strategies.gossip",
     "Group": "groups.group",
     "GroupClosed": "foundation.errors",
     "Half": "codecs.half",
+    "HeavyBall": "strategies.outer",
     "Int4": "codecs.int4",
     "Int8": "codecs.int8",
     "Job": "recovery.job",
+    "LocalSGD": "strategies.averaging",
     "MismatchError": "foundation.errors",
     "MissingTensorError": "foundation.errors",
+    "Nesterov": "strategies.outer",
     "Observer": "foundation.observer",
     "OkTopk": "sparse.oktopk",
     "OneBit": "codecs.onebit",
@@ -110,12 +120,14 @@ _HOMES = {
     "Plain": "codecs.plain",
     "Plan": "groups.plan",
     "PlanMismatchError": "foundation.errors",
+    "PostLocalSGD": "strategies.averaging",
     "PowerSGD": "sparse.powersgd",
     "ProtocolError": "foundation.errors",
     "RecoveryError": "foundation.errors",
     "ReduceOp": "foundation.types",
     "RendezvousError": "foundation.errors",
     "SharedTopk": "sparse.shared",
+    "SlowMo": "strategies.outer",
     "Snapshots": "recovery.snapshots",
     "StallError": "foundation.errors",
     "State": "recovery.state",
@@ -143,6 +155,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "EASGD",
     "AdasumOptimizer",
     "Attempt",
     "AuthenticationError",
@@ -153,6 +166,7 @@ __all__ = [
     "Coordinator",
     "DeadlineExceededError",
     "Dense",
+    "DiLoCo",
     "DistributedOptimizer",
     "ElasticSampler",
     "ElasticStream",
@@ -160,14 +174,18 @@ __all__ = [
     "ErrorFeedback",
     "GTopk",
     "GaussianK",
+    "Gossip",
     "Group",
     "GroupClosed",
     "Half",
+    "HeavyBall",
     "Int4",
     "Int8",
     "Job",
+    "LocalSGD",
     "MismatchError",
     "MissingTensorError",
+    "Nesterov",
     "Observer",
     "OkTopk",
     "OneBit",
@@ -175,12 +193,14 @@ __all__ = [
     "Plain",
     "Plan",
     "PlanMismatchError",
+    "PostLocalSGD",
     "PowerSGD",
     "ProtocolError",
     "RecoveryError",
     "ReduceOp",
     "RendezvousError",
     "SharedTopk",
+    "SlowMo",
     "Snapshots",
     "StallError",
     "State",

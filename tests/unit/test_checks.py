@@ -26,6 +26,7 @@ PLAN = PlanSettings(
     sparse="dense",
     join_divisor="world",
     sync=None,
+    strategy=None,
     feedback=tr.ErrorFeedback(),
 )
 SETTINGS = [

@@ -33,6 +33,7 @@ def plan_of(parameters: list[torch.nn.Parameter], sync: Method | None) -> Gradie
         sparse="dense",
         join_divisor="world",
         sync=sync,
+        strategy=None,
         feedback=ErrorFeedback(elements_min=4),
     )
     names = {parameter: [str(number)] for number, parameter in enumerate(parameters)}

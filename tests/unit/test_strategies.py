@@ -69,6 +69,15 @@ def test_averages_are_weighted_by_samples() -> None:
     assert np.isfinite(everybody(ranks)).all()
 
 
+def test_the_state_of_the_optimizer_is_kept_or_averaged() -> None:
+    for policy, expected in (("keep", [0.0, 1.0, 2.0]), ("average", [1.0] * 3)):
+        ranks = StrategyRanks(LocalSGD(period=2, optimizer_state=policy), 3, start())
+        for rank, replica in enumerate(ranks.replicas):
+            replica.state = np.full(5, float(rank))
+        run(None, 3, 2, ranks=ranks)
+        assert [replica.state.tolist() for replica in ranks.replicas] == [[number] * 5 for number in expected]
+
+
 @sizes
 def test_averages_and_averaged_updates_are_the_same(world_size: int) -> None:
     """The survey's equivalence of parameter averaging and update-based methods, with plain SGD."""

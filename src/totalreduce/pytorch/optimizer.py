@@ -47,8 +47,10 @@ from totalreduce.pytorch.sizes import BUCKET_BYTES, NATIVE_BUCKET_BYTES
 from totalreduce.pytorch.sparse_gradients import SparseReducer, SparseResults
 from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.sparse.session import Method, Report
+from totalreduce.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
+    from totalreduce.pytorch.local_steps import LocalSteps
     from totalreduce.sparse.auto import Choice
 
 __all__ = ["DistributedOptimizer"]
@@ -132,7 +134,8 @@ class DistributedOptimizer(OptimizerWrapper):
         sync: The sparse method. Of the gradients of large matrices it sends selected elements only; other gradients
             are reduced as dense ones. ``tr.OkTopk(density=0.01)``, another one of ``totalreduce.sparse``, or
             ``tr.Auto()``, which measures for each bucket whether compression is faster than dense reduction. ``None``:
-            nothing is compressed. See docs/sparse.md.
+            nothing is compressed. See docs/sparse.md. Or a strategy, by which most steps exchange no gradients:
+            ``tr.LocalSGD(period=16)``, ``tr.DiLoCo(period=100)``, or another one of docs/strategies.md.
         feedback: Settings of the residuals, in which a sparse method keeps the elements that it did not send.
         grad_scaler: The ``GradScaler`` in use, if any. Gradients are divided by its loss scale before they are added to
             the residuals.
@@ -171,7 +174,7 @@ class DistributedOptimizer(OptimizerWrapper):
         backward_passes_per_step: int = 1,
         sparse: Literal["dense", "gather"] = "dense",
         join_divisor: Literal["world", "active"] = "world",
-        sync: Method | None = None,
+        sync: Method | Strategy | None = None,
         feedback: ErrorFeedback | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         name: str = "model",
@@ -189,7 +192,9 @@ class DistributedOptimizer(OptimizerWrapper):
             raise ConfigurationError("pass either model or named_parameters, not both: the model has names already")
         super().__init__(optimizer)
         feedback = feedback or ErrorFeedback()
-        if sync is not None:
+        strategy = sync if isinstance(sync, Strategy) else None
+        method = None if isinstance(sync, Strategy) else sync
+        if method is not None:
             refuse_unfit(optimizer, feedback)
         if bucket_bytes is None:
             bucket_bytes = BUCKET_BYTES
@@ -206,7 +211,8 @@ class DistributedOptimizer(OptimizerWrapper):
             backward_passes_per_step=backward_passes_per_step,
             sparse=sparse,
             join_divisor=join_divisor,
-            sync=sync,
+            sync=method,
+            strategy=strategy,
             feedback=feedback,
         )
         self._group, self._name, self._given_name = group, own_name, name
@@ -215,6 +221,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._source = ParameterSource(optimizer, model, None if named_parameters is None else tuple(named_parameters))
         self._compressed = Compression(group, self._name, self._settings, grad_scaler)
         self._hooks = HookHandles()
+        self._local: LocalSteps | None = None  #: The steps of the strategy, if there is one.
         self._no_sync_depth = 0
         self._planned = self._closed = False
         self._round = Round([], group.world_size)  #: Until there is a plan, a round without reducers.
@@ -352,6 +359,10 @@ class DistributedOptimizer(OptimizerWrapper):
             self._unfinished = ComparingPlans()
             raise
         self._plan = plan
+        if settings.strategy is not None and self._local is None:
+            from totalreduce.pytorch.local_steps import LocalSteps
+
+            self._local = LocalSteps(settings.strategy, plan.parameters, self._inner, group, name)
         arithmetic = Arithmetic.of(
             settings.op,
             group.world_size,
@@ -410,6 +421,8 @@ class DistributedOptimizer(OptimizerWrapper):
             made_dense: Whether a sparse gradient becomes a dense one. Otherwise its rows are gathered.
             parameter: The parameter.
         """
+        if self._steps_locally:
+            return
         if made_dense and parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
         if self._deferred.guards_hooks:
@@ -464,6 +477,8 @@ class DistributedOptimizer(OptimizerWrapper):
         note that the program called it.
         """
         self._check_usable()
+        if self._steps_locally:
+            return
         self.flush()
         if self._round.phase is not Phase.SYNCHRONISED:
             self._close_round()
@@ -503,6 +518,8 @@ class DistributedOptimizer(OptimizerWrapper):
                 optimizer and load a checkpoint.
         """
         self._check_usable(completes=None if closure is None else ClosureLoss)
+        if self._steps_locally:
+            return self._step_locally(closure)
         if closure is not None and self.guard is not None:
             raise ConfigurationError(
                 "tr.recoverable does not support step(closure), which may change the parameters several times: "
@@ -525,7 +542,38 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._round.skipped:
             self._compressed.warn_of_skip()
         self._round.end_step()
+        if self._local is not None:
+            self._local.stepped()
         return result
+
+    @property
+    def _steps_locally(self) -> bool:
+        """Whether the present step uses the gradients of this rank alone."""
+        return self._local is not None and not self._local.exchanges_gradients
+
+    def _step_locally(self, closure: Callable[[], Any] | None) -> Any:
+        """Update the parameters with this rank's gradients, and let the strategy do what follows."""
+        assert self._local is not None
+        if self.guard is not None:
+            raise ConfigurationError(
+                f"tr.recoverable does not support sync={self._local.strategy.name!r}, by which ranks have different "
+                "parameters between two exchanges: use tr.Snapshots of your own, or sync=None"
+            )
+        result = self._inner.step() if closure is None else self._inner.step(closure)
+        self._round.restart_passes()
+        self._local.stepped()
+        return result
+
+    @property
+    def local_steps(self) -> LocalSteps:
+        """The steps of the strategy: ``count_samples``, ``spread``, ``state`` and ``load_state``.
+
+        Raises:
+            ConfigurationError: ``sync`` is no strategy.
+        """
+        if self._local is None:
+            raise ConfigurationError("this DistributedOptimizer has no strategy: sync=tr.LocalSGD(...), for example")
+        return self._local
 
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that calls the given one, and reduces its gradients and its loss over the ranks."""
@@ -600,6 +648,10 @@ class DistributedOptimizer(OptimizerWrapper):
             PeerLost: A rank died.
         """
         self._check_usable(completes=Joining)
+        if self._local is not None:
+            raise ConfigurationError(
+                f"join() does not support sync={self._local.strategy.name!r}: give all ranks the same number of steps"
+            )
         if isinstance(self._inner, torch.optim.LBFGS) or not self._plan.buckets:
             raise ConfigurationError(
                 "join() does not support LBFGS, and needs at least one parameter with dense gradients that sync= does "
@@ -671,6 +723,8 @@ class DistributedOptimizer(OptimizerWrapper):
             self.flush()
         finally:
             self._closed, self._unfinished = True, None
+            if self._local is not None:
+                self._local.close()
             if self._planned:
                 self._remove_plan()
 

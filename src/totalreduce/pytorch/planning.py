@@ -19,6 +19,7 @@ from totalreduce.pytorch.buckets import BucketSpec, ParameterSpec, plan_buckets
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback
 from totalreduce.pytorch.hooks import has_weak_hook
 from totalreduce.sparse.session import Method
+from totalreduce.strategies.strategy import Strategy
 
 __all__ = ["GradientPlan", "NamedParameters", "ParameterSource", "PlanSettings", "agree_on_plan", "build_plan"]
 
@@ -45,6 +46,7 @@ class PlanSettings:
     sparse: Literal["dense", "gather"]
     join_divisor: Literal["world", "active"]
     sync: Method | None
+    strategy: Strategy | None
     feedback: ErrorFeedback
 
     def divisor(self, active: int, world_size: int) -> int:
@@ -82,6 +84,10 @@ class PlanSettings:
                 f"sync={self.sync.name!r} needs overlap='backward' and on_missing='zero', not "
                 f"{self.overlap!r} and {self.on_missing!r}: what is selected cannot be taken back one by one"
             )
+        if self.strategy is not None and self.overlap != "backward":
+            raise ConfigurationError(
+                f"sync={self.strategy.name!r} needs overlap='backward': in most of its steps no gradient is exchanged"
+            )
         checks.one_of("join_divisor", self.join_divisor, ("world", "active"))
 
     def document(self) -> dict[str, object]:
@@ -89,6 +95,8 @@ class PlanSettings:
         settings = {**asdict(self), "op": self.op.name.lower()}
         if self.sync is not None:
             settings["sync"]["method"] = self.sync.name
+        if self.strategy is not None:
+            settings["strategy"]["name"] = self.strategy.name
         return settings
 
     @property

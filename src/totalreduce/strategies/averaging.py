@@ -16,7 +16,7 @@ import numpy as np
 from totalreduce.codecs.codec import Codec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.strategies.strategy import Pending, Replica, mean_of, plain_mean
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of, plain_mean
 
 __all__ = ["AveragingSession", "LocalSGD", "PostLocalSGD"]
 
@@ -24,7 +24,7 @@ OptimizerState = Literal["keep", "average"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalSGD:
+class LocalSGD(Strategy):
     """Settings of parameter averaging.
 
     Attributes:
@@ -59,7 +59,7 @@ class LocalSGD:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PostLocalSGD:
+class PostLocalSGD(Strategy):
     """Synchronous steps at first, and then parameter averaging.
 
     Attributes:
@@ -115,15 +115,22 @@ class AveragingSession:
             return []
         if (self._steps - self._start) % self._settings.period:
             return []
-        values, weight = self._replica.read(self._tensors), self._weight
+        weight = self._weight if self._settings.weights == "samples" else 1.0
         self._weight = 0.0
-        codec, rank, world_size = self._settings.codec, self._rank, self._world_size
+        pending = [self._average_of_parameters(weight)]
+        if self._settings.optimizer_state == "average":
+            exchange = plain_mean(self._replica.read_state(), weight, self._world_size)
+            pending.append(Pending(1, self._steps, exchange, self._replica.write_state))
+        return pending
+
+    def _average_of_parameters(self, weight: float) -> Pending:
+        values, codec = self._replica.read(self._tensors), self._settings.codec
         if codec is None:
-            exchange = plain_mean(values, weight if self._settings.weights == "samples" else 1.0, world_size)
-            return [Pending(0, self._steps, exchange, lambda mean: self._replica.write(self._tensors, mean))]
+            exchange = plain_mean(values, weight, self._world_size)
+            return Pending(0, self._steps, exchange, lambda mean: self._replica.write(self._tensors, mean))
         values += self._rest - self._last
         self._rest = values
-        return [Pending(0, self._steps, mean_of(values, codec, rank, world_size, self._steps), self._move)]
+        return Pending(0, self._steps, mean_of(values, codec, self._rank, self._world_size, self._steps), self._move)
 
     def _move(self, mean: Any) -> None:
         self._last += mean

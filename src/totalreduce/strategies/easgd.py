@@ -16,13 +16,13 @@ from totalreduce.codecs.codec import Codec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels.arrays import Array
-from totalreduce.strategies.strategy import Pending, Replica, mean_of
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of
 
 __all__ = ["EASGD", "EASGDSession"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EASGD:
+class EASGD(Strategy):
     """Settings of EASGD.
 
     Attributes:

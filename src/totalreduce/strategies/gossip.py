@@ -20,7 +20,7 @@ import numpy as np
 from totalreduce.foundation import checks
 from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Messages
-from totalreduce.strategies.strategy import Pending, Replica
+from totalreduce.strategies.strategy import Pending, Replica, Strategy
 
 __all__ = ["Gossip", "GossipSession", "partners"]
 
@@ -28,7 +28,7 @@ Graph = Literal["ring", "exponential", "random"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gossip:
+class Gossip(Strategy):
     """Settings of gossip.
 
     Attributes:

@@ -22,7 +22,7 @@ from totalreduce.codecs.codec import Codec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels.arrays import Array
-from totalreduce.strategies.strategy import Pending, Replica, mean_of
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of
 
 __all__ = ["DiLoCo", "HeavyBall", "Nesterov", "OuterOptimizer", "OuterSession", "SlowMo", "fragments_of"]
 
@@ -93,7 +93,7 @@ class HeavyBall:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DiLoCo:
+class DiLoCo(Strategy):
     """Settings of DiLoCo.
 
     Attributes:
@@ -133,7 +133,7 @@ class DiLoCo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlowMo:
+class SlowMo(Strategy):
     """Settings of SlowMo: averages, and momentum on their changes.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -32,6 +33,12 @@ class Replica(Protocol):
 
     def write(self, tensors: Sequence[int], values: Array) -> None:
         """Set the elements of these tensors."""
+
+    def read_state(self) -> Array:
+        """Return a copy of the floating-point tensors in the state of the torch optimizer, as one array."""
+
+    def write_state(self, values: Array) -> None:
+        """Set these tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +83,18 @@ class StrategySession(Protocol):
         """Go on from a state."""
 
 
-class Strategy(Protocol):
+class Strategy(ABC):
     """The settings of a strategy, as a frozen dataclass; equal on all ranks.
 
     Attributes:
         name: The strategy's name.
     """
 
+    __slots__ = ()
+
     name: ClassVar[str]
 
+    @abstractmethod
     def session(self, replica: Replica, rank: int, world_size: int) -> StrategySession:
         """Return the session of one rank. All replicas are equal."""
 

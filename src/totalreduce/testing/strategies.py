@@ -24,12 +24,14 @@ class ArrayReplica:
 
     Attributes:
         arrays: The tensors, one-dimensional, of one dtype.
-        sizes: The number of elements of each.
+        state: Stands for the state of an optimizer.
+        sizes: The number of elements of each tensor.
         dtype: The dtype.
     """
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self.arrays = list(arrays)
+        self.state = np.zeros(0, arrays[0].dtype)
         self.sizes = [array.size for array in arrays]
         self.dtype: np.dtype[Any] = arrays[0].dtype
 
@@ -44,6 +46,14 @@ class ArrayReplica:
             array = self.arrays[tensor]
             array[:] = values[begin : begin + array.size]
             begin += array.size
+
+    def read_state(self) -> Array:
+        """Return a copy of ``state``."""
+        return self.state.copy()
+
+    def write_state(self, values: Array) -> None:
+        """Set ``state``."""
+        self.state = values
 
 
 @final
