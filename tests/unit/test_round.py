@@ -127,6 +127,57 @@ def test_after_a_deadline_the_round_can_be_finished_again() -> None:
     assert calls == [*finished, *((name, "install") for name in "abc")]
 
 
+class Guard:
+    """Notes its calls; ``error`` ends the round before anything but gradients has changed."""
+
+    def __init__(self, calls: list[tuple[object, ...]]) -> None:
+        self.calls = calls
+        self.error: Exception | None = None
+
+    def before_wait(self) -> None:
+        raise AssertionError("the optimizer calls it")
+
+    def before_gradients(self) -> None:
+        self.calls.append(("before gradients",))
+
+    def before_install(self) -> None:
+        self.calls.append(("before install",))
+        if self.error is not None:
+            raise self.error
+
+
+def test_only_gradients_are_installed_while_a_guard_still_waits() -> None:
+    round_, reducers, calls = make()
+    guard = Guard(calls)
+    guard.error = DeadlineExceededError("a rank is late")
+    reducers[0].installs_gradients_only = True
+    round_.open()
+    round_.close()
+    calls.clear()
+    with pytest.raises(DeadlineExceededError):
+        round_.finish(guard)
+    finished = [(name, "finish", 4) for name in "abc"]
+    assert calls == [*finished, ("before gradients",), ("a", "install"), ("before install",)]
+    assert round_.phase is Phase.CLOSED
+    guard.error = None
+    calls.clear()
+    round_.finish(guard)  # the call that is repeated goes on where it was
+    assert calls == [("before install",), ("b", "install"), ("c", "install")]
+    assert round_.phase is Phase.SYNCHRONISED
+    round_.end_step()
+    round_.open()
+    round_.close()
+    calls.clear()
+    round_.finish(guard)  # the next round begins from the beginning
+    assert calls[3:] == [
+        ("before gradients",),
+        ("a", "install"),
+        ("before install",),
+        ("b", "install"),
+        ("c", "install"),
+    ]
+
+
 def test_a_round_is_abandoned_on_ranks_where_none_is_open_too() -> None:
     round_, reducers, calls = make()
     round_.abandon()

@@ -68,6 +68,9 @@ class Backend(Protocol):
     def allgather(self, outputs: Blocks, tensor: torch.Tensor, options: Options) -> Work:
         """Collect every rank's tensor on every rank."""
 
+    def prepare_allgather(self, outputs: Blocks, tensor: torch.Tensor, options: Options) -> PreparedOperation:
+        """Return an allgather that can be started again and again."""
+
     def reduce_scatter(self, tensor: torch.Tensor, inputs: Blocks, op: ReduceOp, options: Options) -> Work:
         """Reduce every rank's block into that rank's tensor."""
 
@@ -124,6 +127,13 @@ class EngineBackend:
         name, algorithm = options.shown, options.algorithm
         operation = checked.allgather(outputs, tensor, name, rank=self._rank, size=self._size, algorithm=algorithm)
         return self._submit(operation, options)
+
+    def prepare_allgather(self, outputs: Blocks, tensor: torch.Tensor, options: Options) -> PreparedOperation:
+        name, algorithm = options.shown, options.algorithm
+        operation = checked.allgather(
+            outputs, tensor, name, rank=self._rank, size=self._size, algorithm=algorithm, repeats=True
+        )
+        return self._operations.prepare(operation, options.name, options.priority, options.timeout_s)
 
     def reduce_scatter(self, tensor: torch.Tensor, inputs: Blocks, op: ReduceOp, options: Options) -> Work:
         name, algorithm = options.shown, options.algorithm
@@ -203,9 +213,10 @@ class NativeBackend:
         return self.coordinator.allreduce(tensor, op=op, **_shared(options))
 
     def prepare_allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> PreparedOperation:
-        raise ConfigurationError(
-            f"{options.shown!r}: a native library has no prepared operations; use allreduce, or collectives='engine'"
-        )
+        raise _unprepared(options, "allreduce")
+
+    def prepare_allgather(self, outputs: Blocks, tensor: torch.Tensor, options: Options) -> PreparedOperation:
+        raise _unprepared(options, "allgather")
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, options: Options) -> Work:
         return self.coordinator.reduce(tensor, root=root, op=op, **_shared(options))
@@ -252,6 +263,12 @@ class NativeBackend:
         return checked.root_blocks(
             blocks, tensor, options.shown, what=what, rank=self._rank, size=self._size, root=root
         )
+
+
+def _unprepared(options: Options, kind: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{options.shown!r}: a native library has no prepared operations; use {kind}, or collectives='engine'"
+    )
 
 
 def _shared(options: Options) -> dict[str, Any]:

@@ -104,12 +104,22 @@ def barrier() -> CheckedOperation:
 
 
 def allgather(
-    outputs: Blocks, tensor: torch.Tensor, name: str, *, rank: int, size: int, algorithm: str
+    outputs: Blocks,
+    tensor: torch.Tensor,
+    name: str,
+    *,
+    rank: int,
+    size: int,
+    algorithm: str,
+    repeats: bool = False,
 ) -> CheckedOperation:
-    """Check an allgather with blocks of any sizes that all ranks know."""
+    """Check an allgather with blocks of any sizes that all ranks know.
+
+    ``repeats``: it is carried out again and again.
+    """
     dtype = dtypes.moved_dtype_of(tensor, name)
     blocks = _blocks_like(tensor, outputs, name, "outputs", rank, size)
-    operands = Operands(name)
+    operands = Operands(name, repeats=repeats)
     buffers = [operands.add(block, writes=True) for block in blocks]
     operands.copy(tensor, buffers[rank])
     sizes = tuple(len(buffer) // dtype.itemsize for buffer in buffers)

@@ -149,6 +149,25 @@ class Collectives:
         """
         return self._backend.allgather(outputs, tensor, Options(name, schedule, priority, timeout_s))
 
+    def prepare_allgather(
+        self,
+        outputs: Blocks,
+        tensor: torch.Tensor,
+        *,
+        name: str | None = None,
+        schedule: str = "auto",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> PreparedOperation:
+        """Return an allgather that can be started again and again, as ``prepare_allreduce`` returns an allreduce.
+
+        Arguments and errors are those of ``allgather``; the other ranks may call either.
+
+        Raises:
+            ConfigurationError: A native library carries out the group's collectives.
+        """
+        return self._backend.prepare_allgather(outputs, tensor, Options(name, schedule, priority, timeout_s))
+
     def reduce_scatter(
         self,
         tensor: torch.Tensor,

@@ -27,7 +27,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -42,7 +42,7 @@ from totalreduce.pytorch.joining import ClosureLoss, ComparingPlans, EndingPlan,
 from totalreduce.pytorch.order import ForwardOrder
 from totalreduce.pytorch.planning import ParameterSource, PlanSettings, agree_on_plan
 from totalreduce.pytorch.reducer import Arithmetic, Reducer
-from totalreduce.pytorch.round import GradientReducer, Phase, Round
+from totalreduce.pytorch.round import GradientReducer, Phase, Round, RoundGuard
 from totalreduce.pytorch.sizes import BUCKET_BYTES, NATIVE_BUCKET_BYTES
 from totalreduce.pytorch.sparse_gradients import SparseReducer, SparseResults
 from totalreduce.pytorch.wrapper import OptimizerWrapper
@@ -74,16 +74,6 @@ def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, tor
 def _unchanged(gradients: list[tuple[torch.Tensor, torch.Tensor, int]]) -> bool:
     """Whether all parameters still have the gradients that ``_gradients`` returned, not changed in place."""
     return all(each.grad is grad and grad._version == version for each, grad, version in gradients)
-
-
-class RoundGuard(Protocol):
-    """Takes part in every round of an optimizer."""
-
-    def before_wait(self) -> None:
-        """Do what may happen while the gradients are exchanged; all of this rank have left."""
-
-    def before_install(self) -> None:
-        """Do what must happen when this rank has all ranks' gradients, before anything changes (``Round.finish``)."""
 
 
 class DistributedOptimizer(OptimizerWrapper):
@@ -484,7 +474,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._close_round()
             if self.guard is not None:
                 self.guard.before_wait()
-            self._round.finish(None if self.guard is None else self.guard.before_install)
+            self._round.finish(self.guard)
             self.skipped_steps += self._round.skipped
 
     def _close_round(self) -> None:

@@ -102,6 +102,8 @@ class Reducer(GradientReducer):
         resubmissions: The number of buckets that were sent twice.
     """
 
+    installs_gradients_only = True
+
     def __init__(
         self,
         group: Group,

@@ -12,15 +12,28 @@ from __future__ import annotations
 import enum
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import final
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol, final
 
 import torch
 
 from totalreduce.foundation.errors import MissingTensorError
 from totalreduce.pytorch.order import ForwardOrder
 
-__all__ = ["BucketReadiness", "GradientReducer", "Phase", "Round"]
+__all__ = ["BucketReadiness", "GradientReducer", "Phase", "Round", "RoundGuard"]
+
+
+class RoundGuard(Protocol):
+    """Takes part in every round of an optimizer, and can end it before parameters and residuals change."""
+
+    def before_wait(self) -> None:
+        """Do what may happen while the gradients are exchanged; all of this rank have left."""
+
+    def before_gradients(self) -> None:
+        """Do what must happen when this rank has all ranks' gradients, before any of its own is replaced."""
+
+    def before_install(self) -> None:
+        """Do what must happen before anything else changes than gradients. Called after ``before_gradients``."""
 
 
 class GradientReducer(ABC):
@@ -35,11 +48,13 @@ class GradientReducer(ABC):
         hooked: Whether a gradient of these parameters opens a round, and the reducer is told when it is ready. Each
             parameter belongs to one such reducer.
         skipped: Whether the last round ended without a result, so that the optimizer must not step.
+        installs_gradients_only: Whether ``install`` changes nothing but the gradients of its parameters.
     """
 
     parameters: Sequence[torch.nn.Parameter]
     hooked = True
     skipped = False
+    installs_gradients_only = False
 
     @abstractmethod
     def begin(self, *, joined: bool = False) -> None:
@@ -188,6 +203,7 @@ class Round:
         self.active = world_size
         #: Of the present round: how many reducers have finished, and the number of ranks with data that they found.
         self._num_finished, self._active_now = 0, world_size
+        self._num_installed = 0  #: Likewise: how many reducers have installed their gradients.
         self._targets = [
             (reducer, member)
             for reducer in self.reducers
@@ -227,6 +243,7 @@ class Round:
             for reducer in self.reducers:
                 reducer.begin(joined=joined)
             self._num_finished, self._active_now = 0, self._world_size
+            self._num_installed = 0
             self.phase = Phase.OPEN
 
     def _use_order(self, order: ForwardOrder) -> None:
@@ -249,12 +266,13 @@ class Round:
             reducer.close()
         self.phase = Phase.CLOSED
 
-    def finish(self, confirm: Callable[[], None] | None = None) -> None:
+    def finish(self, guard: RoundGuard | None = None) -> None:
         """Wait for a closed round, and install its gradients.
 
         Args:
-            confirm: Called when this rank has the gradients of all ranks and nothing has changed yet. If it raises an
-                error, parameters, gradients and residuals stay as they are.
+            guard: Its ``before_gradients`` is called when this rank has the gradients of all ranks and nothing has
+                changed yet. Then reducers that change nothing but gradients install theirs, while what the guard has
+                begun goes on. If ``before_install`` raises an error, parameters and residuals are as before the round.
 
         Raises:
             MissingTensorError: On every rank. The round has ended.
@@ -267,11 +285,18 @@ class Round:
         except MissingTensorError:
             self.phase = Phase.LOCAL
             raise
-        if confirm is not None:
-            confirm()
         # Only now, so that after a time-out no gradient is installed and not all but some.
-        for reducer in self.reducers:
+        if guard is not None and not self._num_installed:
+            guard.before_gradients()
+        while self._num_installed < len(self.reducers):
+            reducer = self.reducers[self._num_installed]
+            if guard is not None and not reducer.installs_gradients_only:
+                guard.before_install()
+                guard = None
             reducer.install()
+            self._num_installed += 1
+        if guard is not None:
+            guard.before_install()
         self.active = self._active_now
         self.phase = Phase.SYNCHRONISED
         self.restart_passes()

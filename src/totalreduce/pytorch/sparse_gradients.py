@@ -32,6 +32,8 @@ class SparseReducer(GradientReducer):
     so that the next ``step()`` synchronises them.
     """
 
+    installs_gradients_only = True
+
     def __init__(
         self,
         group: Group,

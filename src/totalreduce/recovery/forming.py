@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import logging
 import random
@@ -55,6 +54,7 @@ _log = logging.getLogger("totalreduce")
 
 #: The number of epochs after which the memory of closed groups is given back: that takes 0.1 s.
 _COLLECT_EVERY = 4
+_64_BITS = (1 << 64) - 1
 
 
 def open_assembly(settings: Settings, seat: int, num_seats: int, timeout_s: float) -> Assembly:
@@ -213,11 +213,21 @@ def begin_from_disk(state: State, snapshots: Snapshots | None) -> None:
 
 def seed_generators(seed: int, version: int, rank: int) -> None:
     """Seed the generators of torch, NumPy and Python, so that a step that is repeated draws the same numbers."""
-    text = f"{seed} {version} {rank}"
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    number = _mixed(_mixed(_mixed(seed) ^ version) ^ rank)
     # torch.manual_seed looks for devices of every kind, which takes 0.1 ms.
     torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.backends.cuda.is_built() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(number)
     np.random.seed(number & 0xFFFFFFFF)
     random.seed(number)
+
+
+def _mixed(number: int) -> int:
+    """Return 63 bits, each of which depends on all bits of a number.
+
+    SplitMix64 (Steele, Lea, Flood 2014) in a tenth of the time of a hash of text.
+    """
+    number = (number + 0x9E3779B97F4A7C15) & _64_BITS
+    number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _64_BITS
+    number = ((number ^ number >> 27) * 0x94D049BB133111EB) & _64_BITS
+    return (number ^ number >> 31) & (_64_BITS >> 1)

@@ -187,7 +187,7 @@ class Job:
         state, group, settings = self.state, self.group, environment.read_settings()
         if group.coordinator is not None:
             raise ConfigurationError("tr.recoverable needs collectives='engine': a native library cannot replace ranks")
-        self._optimizers.guard(self._before_wait, self._before_install)
+        self._optimizers.guard(self._before_wait, self._begin_vote, self._end_vote)
         if group.formation is None:
             if group.world_size > 1 and group.rank == 0:
                 _log.warning("the launcher does not replace ranks: a loss ends the job (totalreduce run --on-loss)")
@@ -401,13 +401,17 @@ class Job:
                 "times in one block, each time with a part of its batch"
             )
         self._optimizers.settle(None)
-        self._vote()
+        self._begin_vote()
+        self._end_vote()
 
     def _seed_generators(self) -> None:
         seed_generators(self._options.seed, self.state.version, self.group.rank)
 
     def _before_wait(self, name: str) -> None:
-        """End the rounds of the other optimizers; ``DistributedOptimizer`` calls it when its gradients have left."""
+        """End the rounds of the other optimizers, and send what has not to wait for the gradients of the other ranks.
+
+        ``DistributedOptimizer`` calls it when its gradients have left.
+        """
         if self._phase is _Phase.OUTSIDE:
             raise ConfigurationError(
                 "optimizer.step() was called outside of a block: write `with job.step():` around it"
@@ -420,24 +424,29 @@ class Job:
             self._own.begin()
         self._optimizers.settle(name)
 
-    def _before_install(self) -> None:
-        """Vote before the gradients of all ranks are installed; ``DistributedOptimizer`` calls it."""
-        self._vote()
+    def _begin_vote(self) -> None:
+        """Tell the other ranks that this one can finish the block. Until ``_end_vote``, what changes can be undone.
 
-    def _vote(self) -> None:
-        """Return when it is certain that all ranks finish the block.
+        ``DistributedOptimizer`` calls it when this rank has the gradients of all ranks.
 
         Raises:
             PeerLost: A rank was lost before this one had come to the vote.
+        """
+        if self._assembly is not None:
+            assert self._assembly.current is not None
+            self._own.send(self._assembly.current)
+            self._own.begin_vote(self._look_for_newcomers(self._assembly), self._samples_of_block())
+
+    def _end_vote(self) -> None:
+        """Return when it is certain that all ranks finish the block.
+
+        Raises:
             _RepeatBlock: A rank was lost before all had come to the vote.
         """
         group, assembly = self.group, self._assembly
         if assembly is not None:
-            assert assembly.current is not None
-            self._own.send(assembly.current)
-            ballot = self._look_for_newcomers(assembly)
             try:
-                self._wants_newcomers = bool(self._own.vote(ballot, self._samples_of_block()))
+                self._wants_newcomers = bool(self._own.end_vote())
             except PeerLost as error:
                 self._leave_group(error)
                 decision = assembly.meet(has_state=True, version=self.state.version, has_voted=True)

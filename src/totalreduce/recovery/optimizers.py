@@ -29,13 +29,11 @@ class _Guard:
 
     name: str
     wait: Callable[[str], None]
-    install: Callable[[], None]
+    before_gradients: Callable[[], None]
+    before_install: Callable[[], None]
 
     def before_wait(self) -> None:
         self.wait(self.name)
-
-    def before_install(self) -> None:
-        self.install()
 
 
 @final
@@ -82,10 +80,15 @@ class Optimizers:
         """Whether the plan of any optimizer compresses gradients. Equal on all ranks."""
         return any(each.reducer is not None for each in self.compressions.values())
 
-    def guard(self, before_wait: Callable[[str], None], before_install: Callable[[], None]) -> None:
+    def guard(
+        self,
+        before_wait: Callable[[str], None],
+        before_gradients: Callable[[], None],
+        before_install: Callable[[], None],
+    ) -> None:
         """Have every optimizer call these functions in each round; the first one is called with its name."""
         for name, each in self._all.items():
-            each.guard = _Guard(name, before_wait, before_install)
+            each.guard = _Guard(name, before_wait, before_gradients, before_install)
 
     def release(self) -> None:
         """Have the optimizers call nothing any more."""

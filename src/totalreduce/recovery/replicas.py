@@ -5,7 +5,7 @@ sparse sessions and the running statistics of a model's buffers are not: with th
 sends them to the next ranks before each vote. A copy counts when the vote has passed: then it is what the rank goes on
 with, and until then the copy of the version before counts. (Rabit keeps the local models of its ranks so, in a ring.)
 
-Small buffers go to all ranks, by an allreduce that overlaps with the exchange of gradients: they change no more after
+Small buffers go to all ranks, by an allgather that overlaps with the exchange of gradients: they change no more after
 the forward pass.
 """
 
@@ -15,12 +15,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
 
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.errors import ConfigurationError, PeerLost
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.encoding import pack, unpack
 from totalreduce.groups.group import Group
+from totalreduce.recovery.buffers import BufferRow
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.optimizers import Optimizers
 from totalreduce.recovery.state import State
@@ -34,38 +36,31 @@ _log = logging.getLogger("totalreduce")
 _TAG = 0x5EA7
 #: The most bytes that the buffers of all ranks have to be sent to all ranks. Larger ones are sent to the next ranks.
 _ROWS_BYTES_MAX = 128 * 1024
-#: Where a buffer may begin in a row of bytes.
-_ALIGNMENT = 16
 
 
 @final
 class _BufferRows:
-    """The buffers of all ranks, as an allreduce with MAX that is prepared once.
+    """The buffers of all ranks, each as a row of bytes: an allgather that is prepared once."""
 
-    Every rank has a row of bytes for its buffers, and zeros in the rows of the others. So the result has all rows.
-    """
-
-    def __init__(self, state: State, group: Group) -> None:
-        """Lay out the rows. Nothing is sent."""
-        self._state, self._rank = state, group.rank
-        #: By name: where the buffer begins in a row, and a tensor of its shape and dtype.
-        self._places: dict[str, tuple[int, torch.Tensor]] = {}
-        width = 0
-        for name, buffer in state.named_buffers():
-            self._places[name] = (width, torch.empty_like(buffer, device="meta"))
-            width += _aligned(buffer)
-        self._rows = torch.zeros(group.world_size, width, dtype=torch.uint8)
-        self._views = list(self.read(self._rows[self._rank]).values())
-        self._allreduce = group.control.prepare_allreduce(self._rows, name="recovery/buffers", op=ReduceOp.MAX)
+    def __init__(self, layout: BufferRow, group: Group) -> None:
+        """Make the rows. Nothing is sent."""
+        self._layout = layout
+        self._rows = torch.zeros(group.world_size, layout.num_bytes, dtype=torch.uint8)
+        self._mine = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        self._allgather = group.control.prepare_allgather(self._rows, self._mine, name="recovery/buffers")
         self._work: Work | None = None
 
     def start(self) -> None:
-        """Send the buffers as they are now. Collective."""
+        """Send the buffers as they are now. Collective.
+
+        Raises:
+            ConfigurationError: The program has changed the shapes of buffers.
+        """
         if self._work is not None:
             self._work.wait()
-        self._rows.zero_()
-        torch._foreach_copy_(self._views, [buffer.detach() for _, buffer in self._state.named_buffers()])
-        self._work = self._allreduce.start()
+        if self._layout.copy(self._mine) is not self._mine:
+            raise ConfigurationError("the model's buffers have other shapes than when the job began: keep their shapes")
+        self._work = self._allgather.start()
 
     def finish(self) -> list[torch.Tensor]:
         """Return the rows of all ranks. They are not changed any more. Calls ``start`` if nobody has."""
@@ -78,14 +73,7 @@ class _BufferRows:
 
     def read(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the buffers in a row. They share its memory."""
-        found = {}
-        for name, (start, like) in self._places.items():
-            found[name] = row[start : start + like.nbytes].view(like.dtype).view(like.shape)
-        return found
-
-
-def _aligned(buffer: torch.Tensor) -> int:
-    return -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return self._layout.read(row)
 
 
 @final
@@ -183,8 +171,12 @@ class OwnState:
         self._sessions: dict[str, list[dict[str, Any]]] = {}
         self._next_sessions: dict[str, list[dict[str, Any]]] = {}
         self._rows: _BufferRows | None = None  #: For small buffers.
-        #: What ranks vote with (``vote``), and the total with its sign changed, so that MAX finds the smallest one.
-        self._ballot = torch.zeros(3, dtype=torch.int64)
+        self._sends = False  #: Whether there is anything to send before a vote.
+        #: What ranks vote with (``begin_vote``), and the total with its sign changed, so that MAX finds the smallest
+        #: one. An element of a tensor takes 20 times as long to set.
+        self._ballot = np.zeros(3, np.int64)
+        self._num_samples = 0  #: What this rank has voted with.
+        self._voting: Work | PeerLost | None = None  #: The vote in flight, or why it could not begin.
 
     @property
     def _exists(self) -> bool:
@@ -202,27 +194,42 @@ class OwnState:
         Raises:
             PeerLost: A rank is lost. The copies that count are still those of the last version.
         """
-        if self._exists:
+        if self._sends:
             self._next_sessions = self._send(decision, self._state.version + 1)
 
-    def vote(self, ballot: int, num_samples: int) -> int:
-        """Return the largest ballot of all ranks, when all have come to the vote. Collective.
+    def begin_vote(self, ballot: int, num_samples: int) -> None:
+        """Give this rank's ballot, unless the vote of this block has begun. Collective, with ``end_vote``.
 
         Args:
             ballot: What this rank votes with.
             num_samples: The number of samples of all ranks in the step.
+        """
+        if self._voting is None:
+            self._ballot[:] = ballot, num_samples, -num_samples
+            self._num_samples = num_samples
+            try:
+                self._voting = self._vote.start()
+            except PeerLost as error:
+                self._voting = error
+
+    def end_vote(self) -> int:
+        """Return the largest ballot of all ranks, when all have come to the vote.
 
         Raises:
             ConfigurationError: The ranks disagree about the number of samples. On every rank.
             PeerLost: A rank is lost, and others may have the result.
+            DeadlineExceededError: A rank has not come to the vote in time. The call may be repeated.
         """
-        self._ballot[0], self._ballot[1], self._ballot[2] = ballot, num_samples, -num_samples
-        self._vote.start().wait()
+        assert self._voting is not None, "begin_vote comes first"
+        if isinstance(self._voting, PeerLost):
+            raise self._voting
+        self._voting.wait()
+        self._voting = None
         largest, most, fewest = self._ballot.tolist()
         if most != -fewest:
             raise ConfigurationError(
                 f"a step has {-fewest} samples on some rank and {most} on another one; on rank {self._group.rank} it "
-                f"has {num_samples}: the data set must be the same on all ranks"
+                f"has {self._num_samples}: the data set must be the same on all ranks"
             )
         return int(largest)
 
@@ -271,8 +278,12 @@ class OwnState:
             has_state: Whether this rank had the state of the job.
         """
         same_size, self._world_size = self._world_size == self._group.world_size, self._group.world_size
-        self._vote = self._group.control.prepare_allreduce(self._ballot, name="recovery/vote", op=ReduceOp.MAX)
-        self._rows = _BufferRows(self._state, self._group) if self._has_small_buffers() else None
+        self._vote = self._group.control.prepare_allreduce(
+            torch.from_numpy(self._ballot), name="recovery/vote", op=ReduceOp.MAX
+        )
+        layout = self._state.buffer_row()
+        self._rows = _BufferRows(layout, self._group) if self._has_small_buffers(layout) else None
+        self._sends, self._voting = self._exists, None
         if not self._exists or decision.version == 0:
             return
         held = self._replicas.seats(decision.version) if has_state else []
@@ -321,12 +332,11 @@ class OwnState:
             seats[rank] in holders if rank in newcomers else words["sessions"] for rank, words in enumerate(said)
         )
 
-    def _has_small_buffers(self) -> bool:
+    def _has_small_buffers(self, layout: BufferRow) -> bool:
         """Whether the ranks have buffers, which may go to all ranks, and nothing else. Equal on all ranks."""
-        sizes = [_aligned(buffer) for _, buffer in self._state.named_buffers()]
         size = self._group.world_size
         needed = size > 1 and self.num_copies > 0 and not self._optimizers.compresses
-        return needed and 0 < size * sum(sizes) <= _ROWS_BYTES_MAX
+        return needed and 0 < size * layout.num_bytes <= _ROWS_BYTES_MAX
 
     def _send(self, decision: Decision, version: int) -> dict[str, list[dict[str, Any]]]:
         """Send the state as that of a version; return the states of the sparse sessions, by optimizer."""

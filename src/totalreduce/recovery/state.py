@@ -14,6 +14,7 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.encoding import encode
 from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.recovery.buffers import BufferRow, KeptBuffers
 from totalreduce.recovery.dealing import Dealer
 from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.stream import ElasticStream
@@ -22,8 +23,8 @@ __all__ = ["State", "Stateful", "load_object"]
 
 #: Names of attributes that the program cannot use for its values.
 _FIELDS = ("model", "optimizer", "optimizers", "sampler", "version", "steps")
-#: The most elements of a buffer that is copied in every block.
-_SMALL_ELEMENTS = 65_536
+#: The types whose values cannot change, so that they need no copy.
+_FIXED = frozenset((int, float, str, bool, bytes, complex, type(None)))
 
 
 @runtime_checkable
@@ -56,75 +57,22 @@ class _Kept:
     sampler: dict[str, int] | None
 
 
-@final
-class _KeptBuffers:
-    """The buffers of a model as they were when the block began.
+def _copy_of(value: Any) -> Any:
+    """Return a deep copy. Of plain values, of which hyper-parameters consist, it takes a third of ``deepcopy``'s time.
 
-    Torch counts changes of a tensor (``_version``), but not those by the kernels of batch normalisation. So buffers are
-    copied in every block, but for large ones that were not changed by the count: no layer keeps statistics so large.
+    Unlike ``deepcopy`` it makes two copies of a list that has two places in a value, as a process that gets the value
+    from another one does.
     """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        #: Where the modules have their buffers. The program may put other tensors there.
-        self._places = [
-            (f"{prefix}.{key}" if prefix else key, module._buffers, key)
-            for prefix, module in model.named_modules()
-            for key in module._buffers
-        ]
-        self._copies: dict[str, torch.Tensor] = {}
-        self._versions: dict[str, int] = {}
-        self._changed: set[str] = set()
-
-    def named(self) -> list[tuple[str, torch.Tensor]]:
-        """Return what ``named_buffers()`` of the model returns, in less time."""
-        found: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, buffers, key in self._places:
-            buffer = buffers[key]
-            if buffer is not None:
-                found.setdefault(id(buffer), (name, buffer))
-        return list(found.values())
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        """Copy the buffers that may have changed."""
-        sources, copies = [], []
-        for name, buffer in self.named():
-            copy, version = self._copies.get(name), self._versions.get(name)
-            self._versions[name] = buffer._version
-            if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype:
-                self._copies[name] = buffer.detach().clone()
-            elif buffer.numel() <= _SMALL_ELEMENTS or version != buffer._version:
-                sources.append(buffer)
-                copies.append(copy)
-        if copies:
-            torch._foreach_copy_(copies, sources)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Set the buffers to the copies."""
-        for name, buffer in self.named():
-            if buffer.numel() <= _SMALL_ELEMENTS or self._versions[name] != buffer._version:
-                buffer.copy_(self._copies[name])
-                self._versions[name] = buffer._version
-
-    def changed(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that some block has changed."""
-        found = {}
-        for name, buffer in self.named():
-            copy = self._copies.get(name)  # none before the first block
-            large = buffer.numel() > _SMALL_ELEMENTS and self._versions.get(name) == buffer._version
-            if name in self._changed or not (copy is None or large or torch.equal(buffer, copy)):
-                self._changed.add(name)
-                found[name] = buffer.detach()
-        return found
-
-    @torch.no_grad()
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set buffers to those that ``changed`` has returned in another process."""
-        buffers = dict(self.named())
-        for name, tensor in tensors.items():
-            buffers[name].copy_(tensor)
-        self._changed |= tensors.keys()
+    kind = type(value)
+    if kind in _FIXED:
+        return value
+    if kind is dict:
+        return {key: _copy_of(each) for key, each in value.items()}
+    if kind is list:
+        return [_copy_of(each) for each in value]
+    if kind is tuple:
+        return tuple([_copy_of(each) for each in value])
+    return copy.deepcopy(value)
 
 
 @final
@@ -194,7 +142,9 @@ class State:
         self._done: dict[str, int] = {}  #: By label: the epoch in which a block of ``job.once`` took effect last.
         self._objects = {name: value for name, value in values.items() if isinstance(value, Stateful)}
         self._names = tuple(name for name in values if name not in self._objects)
-        self._buffers = _KeptBuffers(model)
+        self._buffers = KeptBuffers(model)
+        #: Where the modules have their parameters: to look for them in every block takes longer than the rest of it.
+        self._parameters = [module._parameters for module in model.modules()]
         for name, value in values.items():
             setattr(self, name, value)
         self._kept = self._light()
@@ -246,12 +196,12 @@ class State:
     def restore(self) -> None:
         """Set everything to what it was when ``keep`` was called, and drop the gradients."""
         kept = self._kept
-        for name, value in copy.deepcopy(kept.values).items():
+        for name, value in _copy_of(kept.values).items():
             setattr(self, name, value)
-        for name, value in copy.deepcopy(kept.objects).items():
+        for name, value in _copy_of(kept.objects).items():
             load_object(self._objects[name], value)
         for group, settings in zip(self._groups(), kept.settings, strict=True):
-            group.update(copy.deepcopy(settings))
+            group.update(_copy_of(settings))
         if self.sampler is not None and kept.sampler is not None:
             self.sampler.load_state_dict(kept.sampler)
         self._buffers.restore()
@@ -260,6 +210,10 @@ class State:
     def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Return the names and the tensors of the model's buffers."""
         return self._buffers.named()
+
+    def buffer_row(self) -> BufferRow:
+        """Return a layout of the model's buffers in a row of bytes."""
+        return self._buffers.row()
 
     def own_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that blocks have changed, which may differ from rank to rank. Not copied."""
@@ -271,17 +225,19 @@ class State:
 
     def drop_gradients(self) -> None:
         """Set all gradients to ``None``: they are no part of the state, so a block begins without any."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        for parameters in self._parameters:
+            for parameter in parameters.values():
+                if parameter is not None:
+                    parameter.grad = None
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for inner in self._inners.values() for group in inner.param_groups]
 
     def _light(self) -> _Kept:
         return _Kept(
-            values={name: copy.deepcopy(getattr(self, name)) for name in self._names},
-            objects={name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()},
-            settings=[{key: copy.deepcopy(group[key]) for key in group if key != "params"} for group in self._groups()],
+            values={name: _copy_of(getattr(self, name)) for name in self._names},
+            objects={name: _copy_of(value.state_dict()) for name, value in self._objects.items()},
+            settings=[{key: _copy_of(group[key]) for key in group if key != "params"} for group in self._groups()],
             sampler=None if self.sampler is None else self.sampler.state_dict(),
         )
 
