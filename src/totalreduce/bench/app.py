@@ -12,6 +12,7 @@ from totalreduce.bench.ddp import bench_ddp
 from totalreduce.bench.faults import bench_faults
 from totalreduce.bench.growth import bench_growth
 from totalreduce.bench.kernels import bench_kernels
+from totalreduce.bench.recovery import bench_recovery
 from totalreduce.bench.replay import bench_replay
 from totalreduce.bench.sparse import bench_sparse
 from totalreduce.bench.step import bench_step
@@ -43,6 +44,7 @@ for _command in (
     bench_train,
     bench_ddp,
     bench_faults,
+    bench_recovery,
     bench_versions,
     bench_trace,
     bench_report,
