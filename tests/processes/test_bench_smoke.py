@@ -241,12 +241,62 @@ def test_a_failed_check_ends_the_command_with_exit_code_1(monkeypatch):
         (("replay", "-n", "1"), "at least 2 ranks"),
         (("step", "--model", "resnet"), "--model is"),
         (("step", "--overlap", "none"), "--overlap is"),
+        (("faults", "--kinds", "kill=2,stop"), "or none"),
+        (("faults", "--torchft", "nowhere/python"), "--torchft names"),
+        (("recovery", "--has", "everything"), "--has takes"),
+        (("recovery", "--step-ms", "soon"), "not soon"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(arguments, complaint):
     found = CliRunner().invoke(bench_app, list(arguments))
     assert isinstance(found.exception, ConfigurationError)
     assert complaint in str(found.exception)
+
+
+def test_a_step_in_a_block_is_compared_with_one_outside(tmp_path, warm_python):
+    out = tmp_path / "out.json"
+    found = run(
+        *("recovery", "-n", 2, "--steps", 8, "--step-ms", "1,4", "--has", "buffers", "--elements", 20_000),
+        *("--json", out),
+    )
+    assert "2 ranks on one host" in found.stdout
+    document = json.loads(out.read_text())
+    figures = document["figures"]
+    assert [(figure["has"], figure["step_ms"]) for figure in figures] == [("buffers", 1.0), ("buffers", 4.0)]
+    # Eight batch normalisations of 50 features: mean and variance, each 208 bytes with a gap, and a count in 16 bytes.
+    row = 8 * (2 * 208 + 16)
+    for figure in figures:
+        assert figure["step_ms"] / 1e3 < figure["outside_s"]["median"] < 10
+        assert 0.1 < figure["ratio"]["median"] < 10
+        assert figure["ratio"]["num_samples"] == 8
+        # The vote and the exchange of buffers, each in the fast lane: two operations without a message.
+        assert (figure["operations"], figure["messages"]) == (2, 0)
+        assert figure["bytes_sent"] == row + 8
+        assert figure["bytes_share"] == pytest.approx(
+            (row + 8) / (document["raw"][0]["ranks"][0]["outside"]["bytes_sent"])
+        )
+        assert figure["memory_bytes"] >= 3 * row  # as the block began, to be sent, and of all ranks
+        assert figure["memory_bytes"] < 12 * row
+    rows = document["raw"][0]["ranks"][1]["rows"]
+    assert [len(samples) for row in rows for samples in (row["inside"], row["outside"])] == [8] * 4
+
+
+def test_faults_of_two_kinds_are_counted_and_survived(tmp_path, warm_python):
+    out = tmp_path / "out.json"
+    run(
+        *("faults", "-n", 2, "--kinds", "kill=1,keeper=1", "--interval", 0.1, "--step-ms", 5, "--elements", 1000),
+        *("--json", out),
+    )
+    (figure,) = json.loads(out.read_text())["figures"]
+    kinds = {
+        kind["kind"]: (kind["injected"], kind["survived"], kind["hung"], kind["wrong"]) for kind in figure["kinds"]
+    }
+    assert kinds == {"kill": (1, 1, 0, 0), "keeper": (1, 1, 0, 0)}
+    total = figure["total"]
+    assert (total["injected"], total["survived"]) == (2, 2)
+    assert 0 < total["detection_p50_s"] < 60
+    assert 0 < total["recovery_max_s"] < 60
+    assert (figure["lost_versions"], figure["lost_samples"], figure["doubled_samples"]) == (0, 0, 0)
 
 
 @pytest.mark.slow

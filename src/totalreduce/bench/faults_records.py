@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SAMPLES", "FaultsConfig", "Final", "end_job_after", "last_block"]
+__all__ = ["SAMPLES", "FaultsConfig", "Final", "end_job_after", "last_block", "read_stop"]
 
 #: The number of samples of an epoch.
 SAMPLES = 1000
@@ -28,6 +28,7 @@ class FaultsConfig:
         elements: The number of elements of a further parameter, so that the state has a size.
         replicas: The number of ranks that have a copy of each rank's residuals.
         snapshot_every: The number of versions from one snapshot on disk to the next; 0: there are none.
+        num_ranks: The number of ranks with which the job begins.
     """
 
     folder: str
@@ -38,6 +39,7 @@ class FaultsConfig:
     elements: int
     replicas: int
     snapshot_every: int
+    num_ranks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +77,12 @@ def end_job_after(folder: Path, version: int) -> None:
     temporary = folder / "stop.new"
     temporary.write_text(str(version + 25), encoding="utf-8")
     temporary.rename(folder / "stop")
+
+
+def read_stop(folder: Path) -> int:
+    """Return the version at which the job ends; 0 if nobody has said so yet."""
+    path = folder / "stop"
+    if not path.exists():
+        return 0
+    text = path.read_text(encoding="utf-8")
+    return int(text) if text else 0

@@ -22,13 +22,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import totalreduce as tr
-from totalreduce.bench.faults_records import SAMPLES, FaultsConfig, Final
+from totalreduce.bench.faults_records import SAMPLES, FaultsConfig, Final, read_stop
 from totalreduce.foundation import environment
 
 _FEATURES, _HIDDEN, _CLASSES = 32, 64, 8
 
 
-class _Points(Dataset[tuple[int, torch.Tensor, int]]):
+class Points(Dataset[tuple[int, torch.Tensor, int]]):
+    """The data set: the index of a sample, its input and its target."""
+
     def __init__(self, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(1)
         self._inputs = torch.randn(SAMPLES, _FEATURES, generator=generator).to(dtype)
@@ -41,7 +43,9 @@ class _Points(Dataset[tuple[int, torch.Tensor, int]]):
         return index, self._inputs[index], self._targets[index]
 
 
-class _Model(torch.nn.Module):
+class Model(torch.nn.Module):
+    """A small model with batch normalisation, dropout, and a parameter that makes its state larger."""
+
     def __init__(self, elements: int) -> None:
         super().__init__()
         self.body = torch.nn.Sequential(
@@ -53,9 +57,16 @@ class _Model(torch.nn.Module):
         )
         self.ballast = torch.nn.Parameter(torch.zeros(max(1, elements // 256), 256))
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # noqa: D102
         output: torch.Tensor = self.body(inputs)
         return output + self.ballast[0].sum() * 0.1
+
+
+def make_optimizer(config: FaultsConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of the job."""
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
 
 def digest_of(state: tr.State) -> str:
@@ -72,16 +83,12 @@ def main() -> None:
     incarnation = environment.read_settings().incarnation
     dtype: torch.dtype = getattr(torch, config.dtype)
     torch.manual_seed(seat)
-    model = _Model(config.elements).to(dtype)
-    inner: torch.optim.Optimizer = (
-        torch.optim.AdamW(model.parameters(), lr=1e-3)
-        if config.optimizer == "adamw"
-        else torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    )
+    model = Model(config.elements).to(dtype)
+    inner = make_optimizer(config, model)
     sync = tr.OkTopk(density=0.05) if config.sync == "oktopk" else None
     feedback = tr.ErrorFeedback(elements_min=1) if sync is not None else None
     optimizer = tr.DistributedOptimizer(inner, model, group=group, sync=sync, feedback=feedback)
-    points = _Points(dtype)
+    points = Points(dtype)
     sampler = tr.ElasticSampler(points, 4, seed=5)
     loader = DataLoader(points, batch_sampler=sampler)
     state = tr.State(model=model, optimizer=optimizer, sampler=sampler, stop=0)
@@ -106,7 +113,7 @@ def main() -> None:
                     time.sleep(config.step_ms / 1e3)
                     samples = indices.tolist()
                     write(about=version, job_epoch=job.epoch, data_epoch=sampler.epoch, samples=samples)
-                    stop = torch.tensor([_read_stop(folder) if group.rank == 0 else 0])
+                    stop = torch.tensor([read_stop(folder) if group.rank == 0 else 0])
                     group.broadcast(stop, root=0)
                     optimizer.step()
                     state.stop = int(stop)  # type: ignore[attr-defined]  # a value of the program
@@ -123,14 +130,6 @@ def main() -> None:
     buffers = sha256(json.dumps([each.tolist() for each in model.buffers()]).encode()).hexdigest()
     final = Final(state.version, digest_of(state), buffers, group.world_size, step_s)
     (folder / f"final-{group.rank}.json").write_text(json.dumps(asdict(final)), encoding="utf-8")
-
-
-def _read_stop(folder: Path) -> int:
-    path = folder / "stop"
-    if not path.exists():
-        return 0
-    text = path.read_text(encoding="utf-8")
-    return int(text) if text else 0
 
 
 if __name__ == "__main__":
