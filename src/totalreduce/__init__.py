@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         ProtocolError,
         RecoveryError,
         RendezvousError,
+        ReplayMismatchError,
         StallError,
         TotalReduceError,
         UnsupportedError,
@@ -58,7 +59,9 @@ if TYPE_CHECKING:
     from totalreduce.pytorch.optimizer import DistributedOptimizer
     from totalreduce.pytorch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from totalreduce.recovery.attempts import Attempt
+    from totalreduce.recovery.checkpoint import Checkpoint
     from totalreduce.recovery.job import Job, recoverable
+    from totalreduce.recovery.replayed import ReplayedJob, replayed
     from totalreduce.recovery.sampler import ElasticSampler
     from totalreduce.recovery.snapshots import Snapshots
     from totalreduce.recovery.state import State
@@ -86,6 +89,7 @@ _HOMES = {
     "Attempt": "recovery.attempts",
     "AuthenticationError": "foundation.errors",
     "Auto": "sparse.auto",
+    "Checkpoint": "recovery.checkpoint",
     "Coded": "sparse.coded",
     "ConfigurationError": "foundation.errors",
     "CoordinationConfig": "coordination.config",
@@ -126,6 +130,8 @@ _HOMES = {
     "RecoveryError": "foundation.errors",
     "ReduceOp": "foundation.types",
     "RendezvousError": "foundation.errors",
+    "ReplayMismatchError": "foundation.errors",
+    "ReplayedJob": "recovery.replayed",
     "SharedTopk": "sparse.shared",
     "SlowMo": "strategies.outer",
     "Snapshots": "recovery.snapshots",
@@ -152,6 +158,7 @@ _HOMES = {
     "ddp_hook": "pytorch.ddp_hook",
     "init": "launch.bootstrap",
     "recoverable": "recovery.job",
+    "replayed": "recovery.replayed",
 }
 
 __all__ = [
@@ -160,6 +167,7 @@ __all__ = [
     "Attempt",
     "AuthenticationError",
     "Auto",
+    "Checkpoint",
     "Coded",
     "ConfigurationError",
     "CoordinationConfig",
@@ -199,6 +207,8 @@ __all__ = [
     "RecoveryError",
     "ReduceOp",
     "RendezvousError",
+    "ReplayMismatchError",
+    "ReplayedJob",
     "SharedTopk",
     "SlowMo",
     "Snapshots",
@@ -226,6 +236,7 @@ __all__ = [
     "ddp_hook",
     "init",
     "recoverable",
+    "replayed",
 ]
 
 

@@ -6,7 +6,8 @@
     ├── ConfigurationError      also a ValueError: a setting, an environment variable, an argument
     │   └── UnsupportedError    a tensor this build cannot synchronise (device, layout, dtype)
     ├── MismatchError           ranks disagree about one operation
-    │   └── PlanMismatchError   ranks disagree about the model or the settings of a plan
+    │   ├── PlanMismatchError   ranks disagree about the model or the settings of a plan
+    │   └── ReplayMismatchError processes of a replayed job make different calls
     ├── StallError              some rank never submitted an operation that others wait for
     ├── MissingTensorError      a rank left a planned tensor out and the policy forbids it
     ├── DeadlineExceededError   also a TimeoutError: the operation goes on, this wait does not
@@ -36,6 +37,7 @@ __all__ = [
     "ProtocolError",
     "RecoveryError",
     "RendezvousError",
+    "ReplayMismatchError",
     "StallError",
     "TotalReduceError",
     "UnsupportedError",
@@ -118,6 +120,30 @@ class PlanMismatchError(MismatchError):
         )
         self.tensor, self.ranks, self.values, self.differences = plan, (), (), differences
         self.sets = ()
+
+
+class ReplayMismatchError(MismatchError):
+    """In ``tr.replayed``, a process makes another call than the others, or another one than before its loss.
+
+    Raised on every rank, before any rank has got data for the call. The job ends with it.
+
+    Attributes:
+        version: The number of checkpoints before the call.
+        position: The number of calls between the last checkpoint and this call.
+        differences: What the processes do in this place.
+    """
+
+    def __init__(self, version: int, position: int, differences: tuple[str, ...]) -> None:
+        where = f"call {position} after version {version}"
+        TotalReduceError.__init__(
+            self,
+            f"{where}: the processes of the job do not make the same calls:\n  "
+            + "\n  ".join(differences)
+            + "\nBetween two checkpoints, every process must make the same calls in the same order, also one that was "
+            "started again.",
+        )
+        self.tensor, self.ranks, self.values, self.sets = where, (), (), ()
+        self.version, self.position, self.differences = version, position, differences
 
 
 class MissingTensorError(TotalReduceError):

@@ -154,7 +154,7 @@ class Group(Collectives):
     # ------------------------------------------------------------------------------------------------- epochs of a job
 
     def await_formation(self, rank: int, world_size: int, formation: Callable[..., Group], settings: str = "") -> None:
-        """Have the group refuse operations until ``tr.recoverable`` forms it.
+        """Have the group refuse operations until ``tr.recoverable`` forms it. ``tr.replayed`` forms a group of its own.
 
         Args:
             rank: The rank that this process probably has then.
@@ -165,8 +165,9 @@ class Group(Collectives):
         self.rank, self.world_size, self.ranks = rank, world_size, tuple(range(world_size))
         self.formation, self.formation_settings, self._control = formation, settings, self
         self._runner.refusal = (
-            "ranks of this job can be replaced (--on-loss), so its group is formed by `with tr.recoverable(...)`: "
-            "move this collective into that context. A process that is started later could not take part in it here"
+            "ranks of this job can be replaced (--on-loss), so its group is formed by `with tr.recoverable(...)` or "
+            "`with tr.replayed(...)`: move this collective into that context. A process that is started later could "
+            "not take part in it here"
         )
 
     def take_over(self, other: Group) -> None:

@@ -106,7 +106,7 @@ def init(
 
     Returns:
         The group. If the launcher can replace ranks (``totalreduce run --on-loss``), it refuses operations until
-        ``with tr.recoverable(...)`` forms it.
+        ``with tr.recoverable(...)`` forms it; with ``tr.replayed``, always.
 
     Raises:
         ConfigurationError: Contradictory variables or settings, on every rank.

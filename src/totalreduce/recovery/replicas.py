@@ -103,6 +103,7 @@ class Replicas:
             PeerLost: A rank is lost. The copies that count are still those of the last version.
         """
         self._next = {}
+        copies = {}
         control, size = group.control, group.world_size
         lengths = torch.zeros(size, dtype=torch.int64)
         lengths[group.rank] = mine.numel()
@@ -114,13 +115,12 @@ class Replicas:
             departure = control.send(mine, dst=to, tag=_TAG)
             arrival.wait()
             departure.wait()
-            self._next[decision.members[source].seat] = (version, copy)
+            copies[decision.members[source].seat] = copy
+        self.note(version, copies)
 
-    def receive_all(self, decision: Decision, version: int, own_rank: int, copies: Sequence[torch.Tensor]) -> None:
-        """Note the states of all ranks of a version, by rank."""
-        self._next = {
-            decision.members[rank].seat: (version, copy) for rank, copy in enumerate(copies) if rank != own_rank
-        }
+    def note(self, version: int, copies: Mapping[int, torch.Tensor]) -> None:
+        """Note copies of a version, by seat. They count when ``commit`` is called."""
+        self._next = {seat: (version, copy) for seat, copy in copies.items()}
 
     def commit(self) -> None:
         """Note that the vote has passed: the copies of the last exchange are those that count."""
@@ -143,6 +143,10 @@ class Replicas:
         copy = torch.empty(int(length), dtype=torch.uint8)
         group.control.recv(copy, src=source, tag=_TAG).wait()
         return copy
+
+    def copy_of(self, seat: int) -> torch.Tensor:
+        """Return the copy of the state of a seat that this rank has."""
+        return self._held[seat][1]
 
     def take(self, seat: int) -> torch.Tensor:
         """Return the copy of the state of a seat that nobody has any more, and forget it."""
@@ -341,7 +345,9 @@ class OwnState:
     def _send(self, decision: Decision, version: int) -> dict[str, list[dict[str, Any]]]:
         """Send the state as that of a version; return the states of the sparse sessions, by optimizer."""
         if self._rows is not None:
-            self._replicas.receive_all(decision, version, self._group.rank, self._rows.finish())
+            rows = enumerate(self._rows.finish())
+            others = {decision.members[rank].seat: row for rank, row in rows if rank != self._group.rank}
+            self._replicas.note(version, others)
             return {}
         pending = self._pending()
         if self.num_copies and self._group.world_size > 1:
