@@ -76,6 +76,7 @@ class Plan:
         policy: The policy.
         target: The version at which the job ends.
         faults: How many faults there are at most.
+        fault_rate: How likely a fault is in a turn.
         crash_at: Instead of random faults: (turn, seat) of crashes.
         store_lost_at: Turns at which the store is lost, too.
         store_faults: Whether random faults take the store, too.
@@ -84,6 +85,7 @@ class Plan:
     policy: Policy
     target: int = 4
     faults: int = 3
+    fault_rate: float = 0.03
     crash_at: tuple[tuple[int, int], ...] = ()
     store_lost_at: tuple[int, ...] = ()
     store_faults: bool = False
@@ -222,7 +224,10 @@ class SimulatedJob:
         #: Seats beyond those with which the job begins are taken some time later.
         joining = range(plan.policy.world_size, plan.policy.num_seats)
         self._restart_at = {seat: self.random.uniform(0.0, 4.0) for seat in joining}
-        self.processes = {seat: Process(self, seat, 0) for seat in range(plan.policy.world_size)}
+        self.processes = {seat: self.new_process(seat, 0) for seat in range(plan.policy.world_size)}
+
+    def new_process(self, seat: int, incarnation: int) -> "Process":
+        return Process(self, seat, incarnation)
 
     def assembly_of(self, seat: int, incarnation: int) -> Assembly:
         store = LauncherStore(lambda _timeout_s: self.store)
@@ -266,7 +271,7 @@ class SimulatedJob:
                     self._end(self.processes[seat])
             if turn in self.plan.store_lost_at:
                 self._lose_store()
-            if not self.plan.crash_at and faults and self.random.random() < 0.03:
+            if not self.plan.crash_at and faults and self.random.random() < self.plan.fault_rate:
                 faults -= self._cause_fault()
             if running:
                 self._turn(self.random.choice(running))
@@ -384,7 +389,7 @@ class SimulatedJob:
             if self.now >= at and (last is None or self._ended.get(seat, -1) >= last.incarnation):
                 del self._restart_at[seat]
                 if not self.has_finished:
-                    self.processes[seat] = Process(self, seat, 0 if last is None else last.incarnation + 1)
+                    self.processes[seat] = self.new_process(seat, 0 if last is None else last.incarnation + 1)
                 elif last is not None:
                     last.done = True
 
