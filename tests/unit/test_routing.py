@@ -9,11 +9,8 @@ from totalreduce.recovery.routing import Route, find_route
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    return [
-        other
-        for other in range(size)
-        if rank in ((other - 1) // 2 if other else None, (other + 1) * 2 - 1, (other + 1) * 2)
-    ]
+    near = [2 * rank + 1, 2 * rank + 2, *([(rank - 1) // 2] if rank else [])]
+    return [other for other in near if other < size]
 
 
 def nearest(size: int, holders: set[int]) -> list[int]:
