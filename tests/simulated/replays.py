@@ -19,7 +19,6 @@ from memberships import Plan, SimulatedJob, Violation
 from totalreduce.foundation.errors import RecoveryError, ReplayMismatchError
 from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
 from totalreduce.recovery import replay
-from totalreduce.recovery.assembly import FINISHED
 from totalreduce.recovery.membership import Decision, Report
 from totalreduce.recovery.replay import Call, Standing
 from totalreduce.recovery.replicas import Replicas
@@ -204,6 +203,7 @@ class Replayer:
                 if not (yield from self.form()):
                     return
             else:
+                self.job.has_finished = True
                 self.assembly.finish()
                 return
 
@@ -372,6 +372,7 @@ class ReplayedSimulation(SimulatedJob):
                 raise Violation(f"a mismatch where all processes make the same calls: {error}") from error
             process.assembly.first_value("mismatch", str(error))
             process.assembly.finish()
+            self.has_finished = True
             process.leave()
             process.done = process.failed = True
         if process.version < before:
@@ -392,7 +393,7 @@ class ReplayedSimulation(SimulatedJob):
 
     def _may_end(self, process: Replayer) -> bool:
         """Whether the job must survive the end of a process: enough others have what a new process needs."""
-        if process.ended or process.done or FINISHED in self.store.values:
+        if process.ended or process.done or self.has_finished:
             return False
         if not process.has_state:
             return True

@@ -210,3 +210,14 @@ def test_entries_of_the_log_are_packed_with_all_that_describes_them() -> None:
         assert unpacked[number].call == call
         assert torch.equal(unpacked[number].result, result)
         assert dataclasses.astuple(unpacked[number].call) == dataclasses.astuple(call)
+
+
+def test_fewer_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOTALREDUCE_ON_LOSS", "shrink")
+
+    def body(group):
+        group.formation = lambda **_: group
+        with pytest.raises(ConfigurationError, match=r"cannot go on with fewer ranks.*--on-loss replace"):
+            replayed(Checkpoint(value=1), group).__enter__()
+
+    run_ranks(1, body)
