@@ -13,4 +13,7 @@ decision through a store), ``launcher_store`` (the connection to it), ``keeper``
 ``optimizers`` (of which a block steps one), ``replicas`` (copies of the state that each rank has for itself),
 ``snapshots`` (the state on disk), ``forming`` (the group of an epoch, and one state on its ranks), ``job`` and
 ``attempts`` (what users call). See docs/recovery.md and docs/design/0012-recovery.md.
+
+For programs without blocks: ``replay`` (the rules of a log of results), ``routing`` (who sends what to whom),
+``checkpoint`` (the values that are saved), ``replayed`` (what users call). See docs/design/0015-replay.md.
 """
