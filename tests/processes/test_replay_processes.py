@@ -47,9 +47,9 @@ def test_ranks_that_are_killed_in_every_place_change_no_bit(tmp_path: Path, warm
     plain = run_kmeans(tmp_path / "plain")
     steps = ("call 0", "result 0", "call 1", "result 1", "exchange", "vote", "committed")
     places = [f"{version}:{step}" for version, step in enumerate(steps, 1)]
-    new = ["0:parcels", "0:exchange", "0:level"]
     for number, place in enumerate([*places, "0:call 0", "8:call 0", "8:result 0"]):
         first, second = number % 4, (number + 1 + number % 3) % 4
+        new = ("0:parcels", f"{place[0]}:exchange", "0:level")  # a new process has the version when it has the parcels
         for name, deaths in {
             "one": (f"{first}:0:{place}",),
             "two": (f"{first}:0:{place}", f"{second}:0:{place}"),
@@ -62,24 +62,30 @@ def test_ranks_that_are_killed_in_every_place_change_no_bit(tmp_path: Path, warm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_ranks_that_are_killed_or_stopped_at_any_time_change_no_bit(tmp_path: Path, warm_python, seed: int) -> None:
-    """The launcher's events say when a group has been formed; a fault follows within 0.3 s, on one rank or two."""
-    sizes = ("--points", "5000", "--clusters", "5", "--rounds", "400")
+def test_ranks_that_are_killed_or_stopped_at_any_time_change_no_bit(tmp_path: Path, seed: int) -> None:
+    """The launcher's events say when a group has been formed; a fault follows within 1 s, on one rank or two.
+
+    With interpreters of their own: the zygote's processes are not stopped by a signal to what the launcher has started.
+    There are enough rounds that no fault comes after the end: nobody would miss a process that is stopped there. The
+    faults of a run hit two ranks only: if a third one were lost while these are replaced, there might be no copy.
+    """
+    sizes = ("--points", "2000", "--clusters", "5", "--rounds", "300")
     chosen, pids = random.Random(seed), {}
+    victims = chosen.sample(range(4), 2)
 
     def fault(event) -> None:
         if event["event"] == "started":
             pids[event["rank"]] = event["pid"]
-        if event["event"] == "epoch" and event["epoch"] <= 8:
-            for rank in chosen.sample(range(4), chosen.randint(1, 2)):
+        if event["event"] == "epoch" and event["epoch"] <= 3:
+            for rank in chosen.sample(victims, chosen.randint(1, 2)):
                 number = chosen.choice(["KILL", "KILL", "STOP"])
-                pause_s = chosen.uniform(0.0, 0.3)
+                pause_s = chosen.uniform(0.0, 1.0)
                 os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", f"sleep {pause_s}; kill -{number} {pids[rank]}")
 
     plain = run_kmeans(tmp_path / "plain", (), sizes)
     disturbed = run_kmeans(tmp_path / "disturbed", (), sizes, on_event=fault, restarts=40)
     check_equal(disturbed, plain)
-    assert len(disturbed.epochs()) > 5
+    assert len(disturbed.epochs()) > 2
 
 
 DEVIATING = """
