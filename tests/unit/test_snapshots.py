@@ -82,6 +82,45 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     assert ("No such file" if damage == "missing" else "is damaged") in str(caught.value)
 
 
+def write_shards(folder: Path, version: int, ranks, token: str = "first", world_size: int = 3) -> None:
+    for rank in ranks:
+        snapshots = Snapshots(folder, every=10)
+        snapshots.write_shard(version, rank, world_size, token, {"rows": torch.full((2,), rank + version / 100)})
+        snapshots.wait()
+        assert snapshots.written == version
+
+
+def test_shards_come_back_if_all_are_there_and_belong_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_shards(tmp_path, 10, [2, 1, 0])
+    write_shards(tmp_path, 20, [0, 2])
+    reader = Snapshots(tmp_path, every=10)
+    assert reader.latest() == 10
+    assert "version 20 in" in caplog.text
+    assert "lacks shard-1" in caplog.text
+    assert reader.num_shards(10) == 3
+    assert [reader.read_shard(10, rank)["rows"][0].item() for rank in range(3)] == pytest.approx([0.1, 1.1, 2.1])
+    write_shards(tmp_path, 20, [1], token="second")  # by ranks that have come to version 20 in another epoch
+    assert reader.latest() == 10
+    write_shards(tmp_path, 20, [0], token="second", world_size=2)
+    assert reader.latest() == 20
+    assert reader.num_shards(20) == 2
+    write_shards(tmp_path, 30, [0, 1, 2])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"version-{each:09d}" for each in (10, 20, 30)]
+    write_shards(tmp_path, 30, [0])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"version-{each:09d}" for each in (20, 30)]
+
+
+def test_a_snapshot_of_the_other_kind_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path / "sharded", 10, [0], world_size=1)
+    write(tmp_path / "shared", 10)
+    with pytest.raises(RecoveryError, match="of a sharded state"):
+        Snapshots(tmp_path / "sharded", every=10).read_shared(10)
+    with pytest.raises(RecoveryError, match="not sharded"):
+        Snapshots(tmp_path / "shared", every=10).num_shards(10)
+
+
 def test_an_unreadable_description_is_named(tmp_path: Path) -> None:
     write(tmp_path, 10)
     path = tmp_path / "version-000000010" / "shared" / "part.json"

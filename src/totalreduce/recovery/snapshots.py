@@ -1,7 +1,8 @@
 """``Snapshots``: the state on disk, for the loss of all processes.
 
 Each version has a folder ``version-000000100``. In it are parts: ``shared`` (what all ranks have in common, written by
-rank 0) and ``own-3`` (what rank 3 has for itself, if ranks have something). A part is a checkpoint of
+rank 0) and ``own-3`` (what rank 3 has for itself, if ranks have something); or ``shard-3`` alone (what rank 3 has of a
+sharded state). A part is a checkpoint of
 ``torch.distributed.checkpoint`` with a file ``part.json``, which has the size and SHA-256 of every file. It is written
 under another name and renamed at the end, so a part is whole or not there. A version counts if all its parts are there.
 
@@ -84,22 +85,30 @@ class Snapshots:
             shared: What all ranks have in common; only rank 0's is written.
             own: What this rank has for itself; ``None``: no rank has anything.
         """
-        if self._writer is not None and self._writer.is_alive():
-            _log.warning(
-                "rank %d: the snapshot of version %d is left out: the last one is not written yet", rank, version
-            )
+        if self._is_writing(version, rank):
             return
         parts = {} if rank != 0 else {_SHARED: shared}
         if own is not None:
             parts[f"own-{rank}"] = own
         if not parts:
             return
-        about = {"format": _FORMAT, "version": version, "world_size": world_size, "has_own": own is not None}
-        encoded = {name: _copied(value) for name, value in parts.items()}
-        self._writer = threading.Thread(
-            target=self._write_all, args=(version, rank, about, encoded), name="totalreduce snapshot", daemon=True
-        )
-        self._writer.start()
+        about = _about(version, world_size, has_own=own is not None)
+        self._start(version, rank, about, parts)
+
+    def write_shard(self, version: int, rank: int, world_size: int, token: str, shard: Any) -> None:
+        """Copy this rank's part of a sharded state, and write it in a thread.
+
+        Args:
+            version: The version of the state.
+            rank: The rank of this process.
+            world_size: The number of ranks, each of which writes a part.
+            token: Equal in the parts that belong together: those that the same ranks write in the same epoch.
+            shard: The part.
+        """
+        if self._is_writing(version, rank):
+            return
+        about = {**_about(version, world_size, has_own=False), "token": token}
+        self._start(version, rank, about, {_shard(rank): shard})
 
     def wait(self) -> None:
         """Return when what this process writes is on disk, or has failed."""
@@ -121,9 +130,35 @@ class Snapshots:
         """Return what all ranks have in common, of a version of ``latest``.
 
         Raises:
-            RecoveryError: A file is missing, or has other bytes than it was written with.
+            RecoveryError: A file is missing, or has other bytes than it was written with. Or the state is sharded.
         """
+        if self._is_sharded(version):
+            raise RecoveryError(
+                f"the snapshot of version {version} in {self.folder} is of a sharded state, which "
+                "tr.attempts(copies=tr.ShardCopies(...)) reads. Use another folder, or the same program as before"
+            )
         return self._read(version, _SHARED)
+
+    def num_shards(self, version: int) -> int:
+        """Return how many ranks have written their part of a sharded state, of a version of ``latest``.
+
+        Raises:
+            RecoveryError: The state is not sharded.
+        """
+        if not self._is_sharded(version):
+            raise RecoveryError(
+                f"the snapshot of version {version} in {self.folder} is of a state that is not sharded. Use another "
+                "folder, or the same program as before"
+            )
+        return int(self._about(version, _shard(0))["world_size"])
+
+    def read_shard(self, version: int, rank: int) -> Any:
+        """Return the part that a rank has written of a sharded state.
+
+        Raises:
+            RecoveryError: As ``read_shared``.
+        """
+        return self._read(version, _shard(rank))
 
     def read_own(self, version: int, rank: int, world_size: int) -> Any:
         """Return what a rank has for itself; ``None`` if nothing was written, or by another number of ranks.
@@ -146,8 +181,11 @@ class Snapshots:
 
     # ------------------------------------------------------------------------------------------------------------ files
 
+    def _folder(self, version: int) -> Path:
+        return self.folder / f"{_PREFIX}{version:09d}"
+
     def _path(self, version: int, part: str) -> Path:
-        return self.folder / f"{_PREFIX}{version:09d}" / part
+        return self._folder(version) / part
 
     def _versions(self) -> list[int]:
         names = [path.name.removeprefix(_PREFIX) for path in self.folder.glob(f"{_PREFIX}*")]
@@ -155,11 +193,25 @@ class Snapshots:
 
     def _missing(self, version: int) -> str:
         """Return the name of a part that a version lacks; "" if it lacks none."""
+        if self._is_sharded(version):
+            head = self._about(version, _shard(0))
+            shards = [_shard(rank) for rank in range(head["world_size"])]
+            return next((shard for shard in shards if not self._belongs(version, shard, head)), "")
         if not (self._path(version, _SHARED) / _PART_FILE).exists():
             return _SHARED
         about = self._about(version, _SHARED)
         parts = [f"own-{rank}" for rank in range(about["world_size"])] if about["has_own"] else []
         return next((part for part in parts if not (self._path(version, part) / _PART_FILE).exists()), "")
+
+    def _is_sharded(self, version: int) -> bool:
+        """Whether rank 0 has written its part of a sharded state."""
+        return (self._path(version, _shard(0)) / _PART_FILE).exists()
+
+    def _belongs(self, version: int, part: str, head: dict[str, Any]) -> bool:
+        """Whether a part is there, and is not one that is left of ranks that had come to this version before."""
+        if not (self._path(version, part) / _PART_FILE).exists():
+            return False
+        return bool(self._about(version, part).get("token") == head.get("token"))
 
     def _about(self, version: int, part: str) -> dict[str, Any]:
         path = self._path(version, part) / _PART_FILE
@@ -207,6 +259,21 @@ class Snapshots:
         document = bytes(tensors.pop("document").numpy()).decode()
         return decode(document, [tensors[f"tensor-{index}"] for index in range(len(tensors))])
 
+    def _is_writing(self, version: int, rank: int) -> bool:
+        """Whether the last version is not written yet, so that this one is left out, which is logged."""
+        if self._writer is None or not self._writer.is_alive():
+            return False
+        _log.warning("rank %d: the snapshot of version %d is left out: the last one is not written yet", rank, version)
+        return True
+
+    def _start(self, version: int, rank: int, about: dict[str, Any], parts: dict[str, Any]) -> None:
+        """Copy the parts, and write them in a thread."""
+        encoded = {name: _copied(value) for name, value in parts.items()}
+        self._writer = threading.Thread(
+            target=self._write_all, args=(version, rank, about, encoded), name="totalreduce snapshot", daemon=True
+        )
+        self._writer.start()
+
     def _write_all(
         self, version: int, rank: int, about: dict[str, Any], parts: dict[str, dict[str, torch.Tensor]]
     ) -> None:
@@ -247,7 +314,15 @@ class Snapshots:
         whole = [version for version in self._versions() if not self._missing(version)]
         for version in self._versions():
             if len(whole) >= self.keep and version < whole[-self.keep]:
-                shutil.rmtree(self._path(version, _SHARED).parent, ignore_errors=True)
+                shutil.rmtree(self._folder(version), ignore_errors=True)
+
+
+def _about(version: int, world_size: int, *, has_own: bool) -> dict[str, Any]:
+    return {"format": _FORMAT, "version": version, "world_size": world_size, "has_own": has_own}
+
+
+def _shard(rank: int) -> str:
+    return f"shard-{rank}"
 
 
 def _copied(value: Any) -> dict[str, torch.Tensor]:
