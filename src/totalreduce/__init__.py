@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from totalreduce.pytorch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from totalreduce.recovery.attempts import Attempt
     from totalreduce.recovery.checkpoint import Checkpoint
+    from totalreduce.recovery.copies import ShardCopies
     from totalreduce.recovery.job import Job, recoverable
     from totalreduce.recovery.replayed import ReplayedJob, replayed
     from totalreduce.recovery.sampler import ElasticSampler
@@ -132,6 +133,7 @@ _HOMES = {
     "RendezvousError": "foundation.errors",
     "ReplayMismatchError": "foundation.errors",
     "ReplayedJob": "recovery.replayed",
+    "ShardCopies": "recovery.copies",
     "SharedTopk": "sparse.shared",
     "SlowMo": "strategies.outer",
     "Snapshots": "recovery.snapshots",
@@ -209,6 +211,7 @@ __all__ = [
     "RendezvousError",
     "ReplayMismatchError",
     "ReplayedJob",
+    "ShardCopies",
     "SharedTopk",
     "SlowMo",
     "Snapshots",

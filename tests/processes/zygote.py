@@ -211,7 +211,7 @@ class Zygote:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Importing everything a worker touches, before the first fork; what is there stays shared.
-    _ = (tr.init, tr.DistributedOptimizer, tr.broadcast_parameters, tr.OkTopk, tr.ddp_hook)
+    _ = (tr.init, tr.DistributedOptimizer, tr.broadcast_parameters, tr.OkTopk, tr.ddp_hook, tr.ShardCopies)
     # The first optimizer of a process imports torch's compiler: seconds, if every worker does it at the same time.
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     # Reading the compiled kernels of the sparse methods takes half a second of CPU time.

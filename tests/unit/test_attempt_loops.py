@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from totalreduce.c10d.attempts import attempts
 from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
 from totalreduce.recovery import runs as module
 from totalreduce.recovery.attempts import Attempt, Attempts
+from totalreduce.recovery.copies import ShardCopies
 from totalreduce.recovery.runs import Runs
 from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.state import State
@@ -84,6 +86,30 @@ def test_a_body_outside_of_the_attempt_is_an_error(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigurationError, match="with attempt"):
         for _ in Attempts(make_state(), membership, timeout_s=1.0):
             pass
+
+
+def test_a_sharded_state_is_synchronized_once_and_before_the_loop() -> None:
+    with pytest.raises(ConfigurationError, match=r"tr\.attempts takes a state, or copies="):
+        next(attempts())
+    with pytest.raises(ConfigurationError, match=r"tr\.attempts takes a state, or copies="):
+        next(attempts(make_state(), copies=ShardCopies()))
+    with pytest.raises(ConfigurationError, match=r"tr\.attempts\(state\) does it by itself"):
+        attempt_of(make_state()).synchronize(make_state())
+    attempt = Attempt(None, group_of(), None, seed=0, number=0, snapshots=None, copies=ShardCopies())
+    with pytest.raises(ConfigurationError, match=r"call attempt\.synchronize"):
+        attempt.commit()
+    attempt = Attempt(make_state(), group_of(), None, seed=0, number=0, snapshots=None, copies=ShardCopies())
+    with pytest.raises(ConfigurationError, match="called once"):
+        attempt.synchronize(make_state())
+
+
+def test_a_model_is_built_from_the_same_random_numbers_in_every_attempt() -> None:
+    drawn = []
+    for rank in range(2):
+        group = SimpleNamespace(rank=rank, world_size=2, control=Control())
+        with Attempt(None, group, None, seed=3, number=rank, snapshots=None, copies=ShardCopies()):
+            drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
 
 
 def test_a_loop_over_batches_commits_each_step() -> None:

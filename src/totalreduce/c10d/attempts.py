@@ -1,10 +1,12 @@
-"""``attempts``: training with DistributedDataParallel that outlives the loss of processes."""
+"""``attempts``: training with DistributedDataParallel or FSDP2 that outlives the loss of processes."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch.distributed as dist
 
@@ -16,16 +18,20 @@ from totalreduce.groups.group import Group
 from totalreduce.launch.bootstrap import describe_settings, init
 from totalreduce.launch.rendezvous import StoreRank
 from totalreduce.launch.spares import await_seat
-from totalreduce.recovery.attempts import Attempt, Attempts
+from totalreduce.recovery.attempts import Attempt, Attempts, ShardedAttempts
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
+
+if TYPE_CHECKING:
+    from totalreduce.recovery.copies import ShardCopies
 
 __all__ = ["attempts"]
 
 
 def attempts(
-    state: State,
+    state: State | None = None,
     *,
+    copies: ShardCopies | None = None,
     seed: int = 0,
     timeout: timedelta = timedelta(minutes=5),
     verify: bool = True,
@@ -51,35 +57,48 @@ def attempts(
     new process in place of the lost one (``totalreduce run --on-loss replace``), or without it (``shrink``). Without
     these options there is one attempt, and a loss is an error. See docs/recovery.md.
 
+    A model that FSDP2 shards is built in each attempt, because ``fully_shard`` binds it to the process group. So
+    ``tr.attempts(copies=tr.ShardCopies(...))`` takes no state, and the program passes it to ``attempt.synchronize``.
+
     Args:
         state: What all ranks begin an attempt with.
+        copies: Keeps copies of a sharded state; in place of ``state``.
         seed: The generators of torch, NumPy and Python are seeded with it, the version and the rank, at the begin and
             after each ``commit``.
         timeout: Deadline of collectives that name none, and of the decision who the members are.
-        verify: Compare SHA-256 of parameters and optimizer state on all ranks when an attempt begins.
+        verify: Compare SHA-256 of parameters and optimizer state on all ranks when an attempt begins. Not with
+            ``copies``.
         snapshots: Writes the state to disk beside training. The job begins with its last version, if there is one.
 
     Raises:
         ConfigurationError: ``torch.distributed`` is initialised already; or this process runs another program, or other
-            settings, than the others.
+            settings, than the others; or there is not one of ``state`` and ``copies``.
         RecoveryError: Too few processes have come in time, nobody has the state any more, or the states differ.
     """
     if dist.is_initialized():
         raise ConfigurationError(
             "tr.attempts forms the default process group itself: leave dist.init_process_group out"
         )
+    if (state is None) == (copies is None):
+        raise ConfigurationError("tr.attempts takes a state, or copies=tr.ShardCopies(...) for a model that is sharded")
     await_seat()
     membership = _DefaultProcessGroup(timeout)
     try:
-        yield from Attempts(
-            state,
-            membership,
-            timeout_s=timeout.total_seconds(),
-            seed=seed,
-            verify=verify,
-            snapshots=snapshots,
-            settings=describe_settings(),
-        )
+        timeout_s, settings = timeout.total_seconds(), describe_settings()
+        if state is not None:
+            yield from Attempts(
+                state,
+                membership,
+                timeout_s=timeout_s,
+                seed=seed,
+                verify=verify,
+                snapshots=snapshots,
+                settings=settings,
+            )
+        elif copies is not None:
+            yield from ShardedAttempts(
+                copies, membership, timeout_s=timeout_s, seed=seed, snapshots=snapshots, settings=settings
+            )
     finally:
         if snapshots is not None:
             snapshots.wait()
@@ -119,3 +138,17 @@ class _DefaultProcessGroup:
         if isinstance(default, ProcessGroupTotalReduce):
             default.group.close(1.0, reason=reason)
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Have DTensor forget the meshes of process groups that have ended.
+
+    It remembers the mesh of each operation's first result, and gives it to the results on equal meshes later. Seen in
+    torch 2.13: the results on the next group's mesh then belong to the mesh of the group that has ended.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        with suppress(ImportError):  # a function that torch does not document
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

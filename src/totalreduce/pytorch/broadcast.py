@@ -20,7 +20,7 @@ from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.tensors.dtypes import problem_of_layout
 from totalreduce.tensors.work import Work
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters", "broadcast_tensors"]
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters", "broadcast_tensors", "room_of", "slots_of"]
 
 #: Bytes of one piece: large enough to hide the latency, and small enough to need little memory.
 _PIECE_BYTES = 16 * 1024 * 1024
@@ -120,9 +120,9 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], group: Group, root: int, 
     """
     in_flight: list[tuple[Work, torch.Tensor, list[torch.Tensor]]] = []
     for number, piece in enumerate(_pieces(tensors)):
-        buffer = torch.zeros(sum(map(_room, piece)), dtype=torch.uint8)
+        buffer = torch.zeros(sum(map(room_of, piece)), dtype=torch.uint8)
         if group.rank == root:
-            for slot, tensor in zip(_slots(buffer, piece), piece, strict=True):
+            for slot, tensor in zip(slots_of(buffer, piece), piece, strict=True):
                 slot.copy_(tensor)
         work = group.control.broadcast(buffer, root=root, name=f"{name}/{number}", async_op=True)
         in_flight.append((work, buffer, piece))
@@ -135,7 +135,7 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], group: Group, root: int, 
 def _receive(work: Work, buffer: torch.Tensor, piece: list[torch.Tensor], *, is_root: bool) -> None:
     work.wait()
     if not is_root:
-        for slot, tensor in zip(_slots(buffer, piece), piece, strict=True):
+        for slot, tensor in zip(slots_of(buffer, piece), piece, strict=True):
             tensor.copy_(slot)
 
 
@@ -143,25 +143,26 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     pieces: list[list[torch.Tensor]] = []
     room = 0
     for tensor in tensors:
-        if not pieces or room + _room(tensor) > _PIECE_BYTES:
+        if not pieces or room + room_of(tensor) > _PIECE_BYTES:
             pieces.append([])
             room = 0
         pieces[-1].append(tensor)
-        room += _room(tensor)
+        room += room_of(tensor)
     return pieces
 
 
-def _room(tensor: torch.Tensor) -> int:
+def room_of(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes in a buffer of ``slots_of``."""
     num_bytes = tensor.numel() * tensor.element_size()
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _slots(buffer: torch.Tensor, piece: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of the buffer with the tensors' shapes and dtypes."""
+def slots_of(buffer: torch.Tensor, piece: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of a buffer of bytes with the tensors' shapes and dtypes, one after the other."""
     slots = []
     offset = 0
     for tensor in piece:
         num_bytes = tensor.numel() * tensor.element_size()
         slots.append(buffer[offset : offset + num_bytes].view(tensor.dtype).view(tensor.shape))
-        offset += _room(tensor)
+        offset += room_of(tensor)
     return slots

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Generator
-from typing import final
+from typing import TypeVar, final
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -47,6 +47,9 @@ def decision_key(epoch: int) -> str:
 def suspicion_key(seat: int) -> str:
     """Return the key under which a process says that the process of a seat is silent."""
     return f"{PREFIX}/suspected/{seat}"
+
+
+_Value = TypeVar("_Value", bool, str)
 
 
 @final
@@ -174,6 +177,10 @@ class Assembly:
         """Note that the first block has taken effect."""
         self._store.set_if_connected(BEGUN, "yes", lasting=True)
 
+    def has_begun(self) -> bool:
+        """Return whether a step has taken effect in any epoch, so that the job must not begin anew."""
+        return self._until_connected(lambda: self._store.is_set(BEGUN))
+
     def finish(self) -> None:
         """Note that all ranks have come to the end of the job."""
         # If the store is lost now, the launcher learns it from the end of this process.
@@ -272,7 +279,7 @@ class Assembly:
                 raise RecoveryError(f"{error}. The launcher has not started it again") from error
             yield True
 
-    def _until_connected(self, access: Callable[[], str]) -> str:
+    def _until_connected(self, access: Callable[[], _Value]) -> _Value:
         """Return what an access of the store returns, when the store is connected."""
         while True:
             try:

@@ -5,12 +5,17 @@ Unlike the blocks of ``job``, nothing is undone here and there is no vote: each 
 ranks and not others. The next attempt begins with the state of a rank that has taken the most steps, so no step is lost
 that any of the remaining ranks has taken. That needs nothing of the program but that it finds its place by the state,
 and costs nothing while no rank is lost.
+
+A model that FSDP2 shards is bound to one group, so the program builds it in each attempt and passes its state to
+``Attempt.synchronize`` (``ShardedAttempts``). The shards of a lost rank come from copies (``copies``), and all ranks go
+back to the version of the copies.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
-from typing import Any, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
@@ -22,7 +27,12 @@ from totalreduce.recovery.runs import Membership, Run, Runs, latest_version
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
 
-__all__ = ["Attempt", "Attempts"]
+if TYPE_CHECKING:
+    from totalreduce.recovery.copies import ShardCopies  # which imports FSDP2: programs for DDP do without it
+
+__all__ = ["Attempt", "Attempts", "ShardedAttempts"]
+
+_log = logging.getLogger("totalreduce")
 
 
 class _MembersChange(BaseException):
@@ -42,17 +52,38 @@ class Attempt(Run):
 
     def __init__(
         self,
-        state: State,
+        state: State | None,
         group: Group,
         assembly: Assembly | None,
         *,
         seed: int,
         number: int,
         snapshots: Snapshots | None,
+        copies: ShardCopies | None = None,
     ) -> None:
-        """``assembly``: ``None`` if ranks cannot be replaced."""
-        super().__init__(group, assembly, number, has_begun=state.version > 0)
-        self._state, self._seed, self._snapshots = state, seed, snapshots
+        """Begin with a state, or with ``copies`` and without a state.
+
+        Args:
+            state: The state; ``None``: the program passes it to ``synchronize``.
+            group: The ranks.
+            assembly: This process in the decisions on members; ``None`` if ranks cannot be replaced.
+            seed: Of the generators of random numbers.
+            number: The number of the attempt.
+            snapshots: Writes the state to disk.
+            copies: Keeps copies of a sharded state.
+        """
+        super().__init__(group, assembly, number, has_begun=state is not None and state.version > 0)
+        self._known_state, self._seed = state, seed
+        self._snapshots, self._copies = snapshots, copies
+
+    @property
+    def _state(self) -> State:
+        if self._known_state is None:
+            raise ConfigurationError(
+                "with tr.attempts(copies=...) the program builds the model in each attempt: call "
+                "attempt.synchronize(tr.State(model=..., optimizer=...)) before the loop"
+            )
+        return self._known_state
 
     @property
     def interruption(self) -> type[BaseException]:
@@ -61,9 +92,54 @@ class Attempt(Run):
 
     def __enter__(self) -> Self:
         """Begin."""
-        self._state.drop_gradients()
-        seed_generators(self._seed, self._state.version, self.group.rank)
+        if self._known_state is None:
+            # A model that is built now is the same on all ranks and in all attempts.
+            seed_generators(self._seed, 0, 0)
+        else:
+            self._begin(self._known_state)
         return self
+
+    def synchronize(self, state: State) -> None:
+        """Bring the state that the program has built to the state of the job. Collective, once in an attempt.
+
+        With ``tr.attempts(copies=...)`` only. All ranks get the last version of which all parts are in the memory of
+        some rank; else the last version on disk; else the state stays as it was built, and what is not sharded is
+        rank 0's. Parts are dealt out anew if the number of ranks has changed.
+
+        Args:
+            state: Of this attempt's model, after ``fully_shard``.
+
+        Raises:
+            PeerLost: A rank is lost.
+            RecoveryError: The copies that are left lack the shards of some ranks, and no version is on disk.
+            ConfigurationError: The state is another one than that of the other ranks, or than that of the job.
+            UnsupportedError: The model is sharded in a way that is not supported.
+        """
+        copies, assembly = self._copies, self._assembly
+        if copies is None:
+            raise ConfigurationError(
+                "attempt.synchronize is for tr.attempts(copies=...): tr.attempts(state) does it by itself"
+            )
+        if self._known_state is not None:
+            raise ConfigurationError("attempt.synchronize is called once in an attempt")
+        epoch, has_begun = 0, False
+        if assembly is None:
+            self.group.agree("recovery/state", {"lines": state.describe().splitlines()})
+        else:
+            assembly.check_equal("state", state.describe())
+            assert assembly.current is not None
+            epoch, has_begun = assembly.current.epoch, assembly.has_begun()
+        copies.synchronize(state, self.group, epoch, self._snapshots, has_begun=has_begun)
+        if state.sampler is not None:
+            state.sampler.place(self.group.rank, self.group.world_size)
+        if self.group.rank == 0 and state.version:
+            _log.info("the attempt begins with version %d", state.version)
+        self._known_state = state
+        self._begin(state)
+
+    def _begin(self, state: State) -> None:
+        state.drop_gradients()
+        seed_generators(self._seed, state.version, self.group.rank)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left, and have the sampler begin each. The first epoch is 0."""
@@ -109,10 +185,14 @@ class Attempt(Run):
             state.sampler.advance()
         seed_generators(self._seed, state.version, self.group.rank)
         snapshots = self._snapshots
-        if snapshots is not None and snapshots.is_due(state.version) and self.group.rank == 0:
+        if self._copies is not None:
+            self._copies.commit(state)
+        elif snapshots is not None and snapshots.is_due(state.version) and self.group.rank == 0:
             snapshots.write(state.version, 0, self.group.world_size, state.shared(), None)
         self.note_step()
         if self.has_newcomers():
+            if self._copies is not None:
+                self._copies.complete(state)
             raise _MembersChange
 
 
@@ -180,3 +260,62 @@ class Attempts:
             compare_states(state, group)
         if state.sampler is not None:
             state.sampler.place(group.rank, group.world_size)
+
+
+@final
+class ShardedAttempts:
+    """The attempts of one program whose state is sharded: iterate over them once."""
+
+    def __init__(
+        self,
+        copies: ShardCopies,
+        membership: Membership,
+        *,
+        timeout_s: float,
+        seed: int = 0,
+        snapshots: Snapshots | None = None,
+        settings: str = "",
+    ) -> None:
+        """Note the parts; nothing is formed yet.
+
+        Args:
+            copies: Keeps copies of the state, which the program builds in each attempt.
+            membership: Forms the groups.
+            timeout_s: How long the decision who the members are may take.
+            seed: Of the generators of random numbers, with the version and the rank.
+            snapshots: Writes the state to disk. The job begins with its last version, if there is one.
+            settings: What must be equal on all ranks to form a group, one setting in a line.
+        """
+        self._copies, self._membership, self._timeout_s = copies, membership, timeout_s
+        self._seed, self._snapshots = checks.integer("seed", seed), snapshots
+        self._settings = settings
+
+    def __iter__(self) -> Iterator[Attempt]:
+        """Yield an attempt, and another one whenever the members have changed. Raises what ``Runs`` does."""
+        return iter(Runs(self, self._membership, self._timeout_s, self._settings))
+
+    # ------------------------------------------------------------------------------------- a part of a program (Runs)
+
+    @property
+    def version(self) -> int:
+        """The last version of which all ranks have copies, as this rank knows."""
+        return max(0, self._copies.version)
+
+    def describe(self) -> str:
+        """Return what must be equal in all processes of the job, one item in a line."""
+        return f"{self._copies.describe()}\nseed={self._seed}"
+
+    def begin(self, group: Group, assembly: Assembly | None, number: int) -> Attempt:
+        """Return the attempt that begins now."""
+        return Attempt(
+            None,
+            group,
+            assembly,
+            seed=self._seed,
+            number=number,
+            snapshots=self._snapshots,
+            copies=self._copies,
+        )
+
+    def level(self, group: Group, *, has_state: bool, epoch: int) -> None:
+        """Do nothing: there is no state before the program calls ``Attempt.synchronize``."""

@@ -47,6 +47,7 @@ __all__ = [
     "report_loss",
     "seed_generators",
     "send_state",
+    "send_value",
 ]
 
 _log = logging.getLogger("totalreduce")
@@ -117,19 +118,33 @@ class Shared(Protocol):
 
 def send_state(state: Shared, group: Group, source: int, receivers: Sequence[int]) -> None:
     """Give the source's state to the receivers. Collective among these; the other ranks return at once."""
-    if not receivers or group.rank not in (source, *receivers):
-        return
+    if group.rank in receivers:
+        state.load_shared(send_value(None, group, source, receivers))
+    elif receivers and group.rank == source:
+        send_value(state.shared(), group, source, receivers)
+
+
+def send_value(value: Any, group: Group, source: int, receivers: Sequence[int]) -> Any:
+    """Give a value of the source to the receivers, and return it. Only these ranks call it.
+
+    Args:
+        value: The value on the source, of the types that the object collectives send.
+        group: The ranks.
+        source: The rank that has the value.
+        receivers: The ranks that get it, without the source.
+    """
+    if not receivers:
+        return value
     some = group.control.subgroup([source, *receivers], name="recovery/state")
     document = ""
     tensors: list[torch.Tensor] = []
     if some.rank == 0:
-        document, tensors = encode(state.shared())
+        document, tensors = encode(value)
     document = broadcast_json(some, "document", document, root=0)
     if some.rank != 0:
         tensors = empty_tensors(document)
     broadcast_tensors(tensors, some, 0, "tensors")
-    if some.rank != 0:
-        state.load_shared(decode(document, tensors))
+    return value if some.rank == 0 else decode(document, tensors)
 
 
 def compare_states(state: State, group: Group) -> None:

@@ -28,7 +28,7 @@ from totalreduce.recovery.optimizers import Optimizers
 from totalreduce.recovery.state import State
 from totalreduce.tensors.work import Work
 
-__all__ = ["OwnState", "Replicas"]
+__all__ = ["OwnState", "Replicas", "gather_lengths"]
 
 _log = logging.getLogger("totalreduce")
 
@@ -76,6 +76,13 @@ class _BufferRows:
         return self._layout.read(row)
 
 
+def gather_lengths(group: Group, length: int) -> torch.Tensor:
+    """Return the lengths that the ranks pass, by rank: an int64 tensor. Collective."""
+    lengths = torch.zeros(group.world_size, dtype=torch.int64)
+    lengths[group.rank] = length
+    return group.control.allreduce(lengths, name="recovery/lengths").wait()
+
+
 @final
 class Replicas:
     """The copies that this rank has of other ranks, and the exchange of copies.
@@ -105,9 +112,7 @@ class Replicas:
         self._next = {}
         copies = {}
         control, size = group.control, group.world_size
-        lengths = torch.zeros(size, dtype=torch.int64)
-        lengths[group.rank] = mine.numel()
-        control.allreduce(lengths, name="recovery/lengths").wait()
+        lengths = gather_lengths(group, mine.numel())
         for distance in range(1, min(self.num_copies, size - 1) + 1):
             to, source = (group.rank + distance) % size, (group.rank - distance) % size
             copy = torch.empty(int(lengths[source]), dtype=torch.uint8)

@@ -258,6 +258,17 @@ class State:
             "sampler": light.sampler,
         }
 
+    def parameters_by_path(self) -> dict[tuple[str | int, ...], torch.Tensor]:
+        """Return the parameter to which a tensor, or a dictionary of tensors, of ``shared`` belongs, by its path."""
+        found: dict[tuple[str | int, ...], torch.Tensor] = {
+            ("model", name): parameter for name, parameter in self.model.named_parameters()
+        }
+        for name, inner in self._inners.items():
+            parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+            for index, parameter in enumerate(parameters):
+                found["optimizers", name, "state", index] = parameter
+        return found
+
     def load_shared(self, shared: Mapping[str, Any]) -> None:
         """Begin with what ``shared`` has returned in another process.
 
