@@ -103,18 +103,24 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def parse_options(description: str | None) -> argparse.Namespace:
-    """The command line that all these examples share."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The command line that most of these examples share."""
+    parser = make_parser(description)
     parser.add_argument("--backend", default="totalreduce", help="of torch.distributed: totalreduce, gloo, ...")
-    parser.add_argument("--model", choices=("cnn", "gpt"), default="cnn")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="rank 0 writes losses and step times to this file")
+    return parser.parse_args()
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of ``make_task``, which all these examples have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("cnn", "gpt"), default="cnn")
     parser.add_argument("--batch", type=int, default=8, help="examples per rank and step")
     parser.add_argument("--examples", type=int, default=1024, help="in the data set")
     parser.add_argument("--width", type=int, help="of the model; 32 for cnn, 256 for gpt")
     parser.add_argument("--layers", type=int, default=6, help="of gpt")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of the parameters")
-    parser.add_argument("--json", type=Path, help="rank 0 writes losses and step times to this file")
-    return parser.parse_args()
+    return parser
 
 
 def batches(loader: DataLoader[Any], sampler: DistributedSampler[Any], steps: int) -> Iterator[list[Tensor]]:
