@@ -306,7 +306,7 @@ class Round:
         if not self.in_flight:
             self.open()
         for reducer in self.reducers:
-            reducer.drop()
+            reducer.abandon()
         self.phase = Phase.LOCAL
 
     def drop(self) -> None:
