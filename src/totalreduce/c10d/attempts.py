@@ -83,6 +83,8 @@ def attempts(
         raise ConfigurationError("tr.attempts takes a state, or copies=tr.ShardCopies(...) for a model that is sharded")
     await_seat()
     membership = _DefaultProcessGroup(timeout)
+    if snapshots is not None:
+        snapshots.watch()
     try:
         timeout_s, settings = timeout.total_seconds(), describe_settings()
         if state is not None:
@@ -101,7 +103,7 @@ def attempts(
             )
     finally:
         if snapshots is not None:
-            snapshots.wait()
+            snapshots.release()
         membership.leave("the loop over tr.attempts has ended")
 
 

@@ -30,6 +30,7 @@ from totalreduce.foundation.errors import ConfigurationError, RendezvousError, T
 from totalreduce.foundation.os_errors import missing_descriptors
 from totalreduce.foundation.world import World
 from totalreduce.launch.arrivals import Arrival, find_conflict
+from totalreduce.launch.rounds import enter_round
 
 __all__ = ["Meeting", "Member", "StoreRank", "compare_settings", "current_world", "open_store"]
 
@@ -243,7 +244,6 @@ class Meeting:
         self, store: Store, world: World, name: str, timeout_s: float, interruption: Callable[[], str] | None = None
     ) -> None:
         """``interruption``: see ``StoreRank``."""
-        attempt = environment.current().get("TORCHELASTIC_RESTART_COUNT", "0")
         self._world, self._store, self._interruption = world, store, interruption
         self._deadline = time.monotonic() + timeout_s
         self._linger_s = min(_LINGER_S, 0.2 * timeout_s) if world.rank == 0 else 0.0
@@ -252,15 +252,21 @@ class Meeting:
         self._arrivals: list[Arrival] = []
         self._before = ""
         with self._store_needed("announcing this rank"):
-            # A restarted worker, or a second init, must not read what an earlier one left in the store.
-            generation = store.add(f"totalreduce/{attempt}/{name}/count/{world.rank}", 1)
-            meetings = f"totalreduce/{attempt}/{name}"
+            # A second init must not read what the first one left in the store.
+            meetings = f"totalreduce/{self._enter_round(name, timeout_s)}/{name}"
+            generation = store.add(f"{meetings}/count/{world.rank}", 1)
             arrival = Arrival.of(world)
             self._prefix = self._find_contested(arrival, meetings, generation) or f"{meetings}/{generation}"
             self.job_id = f"{world.job_id}/{self._prefix}"
             _announce(store, self._prefix, arrival)
             if world.rank == 0:
                 store.set(_MEETING, self._prefix)
+
+    def _enter_round(self, name: str, timeout_s: float) -> str:
+        """Return a text that tells the processes of this start from those that torchrun has started before."""
+        if "TORCHELASTIC_RUN_ID" not in environment.current():
+            return "0"
+        return enter_round(self._store, name, self._world.rank, self._world.world_size, timeout_s)
 
     def job_key(self) -> bytes:
         """Return the key that proves membership: from the environment, or made by rank 0 and shared in the store."""

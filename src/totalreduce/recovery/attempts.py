@@ -26,6 +26,7 @@ from totalreduce.recovery.forming import begin_from_disk, compare_states, seed_g
 from totalreduce.recovery.runs import Membership, Run, Runs, latest_version
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
+from totalreduce.recovery.wishes import Wish, handles_signals, wish_to_end
 
 if TYPE_CHECKING:
     from totalreduce.recovery.copies import ShardCopies  # which imports FSDP2: programs for DDP do without it
@@ -48,6 +49,8 @@ class Attempt(Run):
         number: The number of this attempt, from 0, as this process counts.
         is_lost: Whether the attempt has ended because the members change.
         is_complete: Whether this rank has come to the end of the program's part.
+        preempted: Whether the loop has ended early, on all ranks, because a rank got a signal of
+            ``tr.Snapshots(on_signal=...)``. The last version is then on disk.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Attempt(Run):
         super().__init__(group, assembly, number, has_begun=state is not None and state.version > 0)
         self._known_state, self._seed = state, seed
         self._snapshots, self._copies = snapshots, copies
+        self.preempted = False
 
     @property
     def _state(self) -> State:
@@ -143,7 +147,10 @@ class Attempt(Run):
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left, and have the sampler begin each. The first epoch is 0."""
-        yield from needed(self._state.sampler, "attempt.epochs").epochs(count)
+        for epoch in needed(self._state.sampler, "attempt.epochs").epochs(count):
+            yield epoch
+            if self.preempted:
+                return
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of this rank from the position of the state to the end of the epoch.
@@ -158,7 +165,7 @@ class Attempt(Run):
             ConfigurationError: It is not, or the loop's body has not called ``commit``.
         """
         dealer = needed(self._state.sampler, "attempt.batches", loader)
-        if dealer.is_over:
+        if dealer.is_over or self.preempted:
             return
         iterator = iter(loader)
         # This has drawn a number, at the begin of the epoch or of the attempt: the step begins as after ``commit``.
@@ -172,12 +179,15 @@ class Attempt(Run):
                 raise ConfigurationError(
                     "a step of attempt.batches ends with attempt.commit(), called once after optimizer.step()"
                 )
+            if self.preempted:
+                return
 
     def commit(self) -> None:
         """Note that this rank has taken a step: call it once after each ``optimizer.step()``.
 
         The position of the sampler moves on, and the generators of random numbers are seeded for the next step. If
-        processes wait to join (``--on-loss shrink``), the attempt ends on all ranks.
+        processes wait to join (``--on-loss shrink``), the attempt ends on all ranks. If a rank has got a signal of the
+        snapshots, the version is on disk when this returns, and the loops end.
         """
         state = self._state
         state.count(None)
@@ -187,13 +197,33 @@ class Attempt(Run):
         snapshots = self._snapshots
         if self._copies is not None:
             self._copies.commit(state)
-        elif snapshots is not None and snapshots.is_due(state.version) and self.group.rank == 0:
-            snapshots.write(state.version, 0, self.group.world_size, state.shared(), None)
+        if snapshots is not None and snapshots.is_due(state.version):
+            self._write()
         self.note_step()
-        if self.has_newcomers():
+        wish = self._wish_of_all()
+        if wish is Wish.MEMBERS:
             if self._copies is not None:
                 self._copies.complete(state)
             raise _MembersChange
+        if wish is Wish.END and snapshots is not None:
+            snapshots.write_last(state.version, self._write)
+            self.group.control.barrier()  # a rank that left before could have the launcher end rank 0 while it writes
+            self.preempted = True
+
+    def _write(self) -> None:
+        """Begin to write this rank's part of the present version."""
+        state, snapshots, group = self._state, self._snapshots, self.group
+        assert snapshots is not None
+        if self._copies is not None:
+            self._copies.write(state, snapshots)
+        elif group.rank == 0:
+            snapshots.write(state.version, 0, group.world_size, state.shared(), None)
+
+    def _wish_of_all(self) -> Wish:
+        """Return the largest wish of all ranks. Collective, if ranks can have one."""
+        if self.preempted or not (self.takes_newcomers or handles_signals(self._snapshots)):
+            return Wish.NOTHING
+        return self.agree(wish_to_end(self._snapshots))
 
 
 @final

@@ -191,17 +191,20 @@ class ShardCopies:
         self.complete(state)
 
     def commit(self, state: State) -> None:
-        """Copy the state if its version is due, for other ranks and for the disk. Collective, after each step.
+        """Copy the state for other ranks, if its version is due. Collective, after each step.
 
         Raises:
             PeerLost: A rank is lost.
         """
         if state.version % self.every == 0:
             self._copy(state)
-        snapshots, group = self._snapshots, self._group
-        if snapshots is not None and group is not None and snapshots.is_due(state.version):
-            value = part_of(state).plain()
-            snapshots.write_shard(state.version, group.rank, group.world_size, self._token, value)
+
+    def write(self, state: State, snapshots: Snapshots) -> None:
+        """Copy this rank's part of the state, and begin to write it to disk. On all ranks."""
+        group = self._group
+        assert group is not None
+        value = part_of(state).plain()
+        snapshots.write_shard(state.version, group.rank, group.world_size, self._token, value)
 
     def complete(self, state: State) -> None:
         """Return when the present version counts on all ranks. Collective.

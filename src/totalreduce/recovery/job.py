@@ -42,6 +42,7 @@ from totalreduce.recovery.optimizers import Optimizers
 from totalreduce.recovery.replicas import OwnState
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
+from totalreduce.recovery.wishes import Wish, handles_signals, wish_to_end
 
 __all__ = ["Change", "Job", "recoverable"]
 
@@ -173,7 +174,7 @@ class Job:
         self._has_begun = False  #: Whether the body of the loop has begun a block.
         self._is_in_loop = False
         self._kind = _Kind()  #: The kind of the block.
-        self._wants_newcomers = False
+        self._agreed = Wish.NOTHING  #: The result of the last vote.
         self._pending: Decision | None = None  #: The next epoch, if it was decided before the end of a block.
 
     def __enter__(self) -> Self:
@@ -184,27 +185,13 @@ class Job:
             RecoveryError: Too few processes have come in time, or the job has ended.
             SystemExit: With ``--on-loss shrink``: the others have ended the job, and there is nothing left to do.
         """
-        state, group, settings = self.state, self.group, environment.read_settings()
-        if group.coordinator is not None:
-            raise ConfigurationError("tr.recoverable needs collectives='engine': a native library cannot replace ranks")
-        self._optimizers.guard(self._before_wait, self._begin_vote, self._end_vote)
-        if group.formation is None:
-            if group.world_size > 1 and group.rank == 0:
-                _log.warning("the launcher does not replace ranks: a loss ends the job (totalreduce run --on-loss)")
-            if group.rank == 0:
-                begin_from_disk(state, self._options.snapshots)
-            send_state(state, group, 0, range(1, group.world_size))
-            self._read_own()
-            self._place()
-            return self
-        assembly = self._assembly = open_assembly(settings, group.rank, group.world_size, group.timeout_s)
-        assembly.check_equal(
-            "program", f"{state.describe()}\nseed={self._options.seed}, replicas={self._own.num_copies}"
-        )
-        assembly.check_equal("settings", group.formation_settings)
-        group.close(_CLOSE_S)
-        if not self._form_group(has_state=False):
-            end_too_late(assembly)
+        if self._options.snapshots is not None:
+            self._options.snapshots.watch()
+        try:
+            self._begin()
+        except BaseException:
+            self._let_go()
+            raise
         return self
 
     def __exit__(
@@ -217,9 +204,47 @@ class Job:
             else:
                 self.group.close(_CLOSE_S, reason=f"{kind.__name__}: {error}")
         finally:
-            self._optimizers.release()
-            if self._options.snapshots is not None:
-                self._options.snapshots.wait()
+            self._let_go()
+
+    def _begin(self) -> None:
+        """Form the group, if the launcher can replace ranks, and have all ranks begin with one state."""
+        state, group, settings = self.state, self.group, environment.read_settings()
+        if group.coordinator is not None:
+            raise ConfigurationError("tr.recoverable needs collectives='engine': a native library cannot replace ranks")
+        self._optimizers.guard(self._before_wait, self._begin_vote, self._end_vote)
+        if group.formation is None:
+            if group.world_size > 1 and group.rank == 0:
+                _log.warning("the launcher does not replace ranks: a loss ends the job (totalreduce run --on-loss)")
+            if group.rank == 0:
+                begin_from_disk(state, self._options.snapshots)
+            send_state(state, group, 0, range(1, group.world_size))
+            self._read_own()
+            self._place()
+            if handles_signals(self._options.snapshots):
+                self._own.prepare_vote()
+            return
+        assembly = self._assembly = open_assembly(settings, group.rank, group.world_size, group.timeout_s)
+        assembly.check_equal(
+            "program", f"{state.describe()}\nseed={self._options.seed}, replicas={self._own.num_copies}"
+        )
+        assembly.check_equal("settings", group.formation_settings)
+        group.close(_CLOSE_S)
+        if not self._form_group(has_state=False):
+            end_too_late(assembly)
+
+    def _let_go(self) -> None:
+        """Return when what this rank writes is on disk; optimizers and signals then belong to the program again."""
+        self._optimizers.release()
+        if self._options.snapshots is not None:
+            self._options.snapshots.release()
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the loop has ended early, on all ranks, because a rank got a signal of ``tr.Snapshots(on_signal=...)``.
+
+        The last version is then on disk.
+        """
+        return self._agreed is Wish.END
 
     # ------------------------------------------------------------------------------------------------- what users call
 
@@ -264,7 +289,10 @@ class Job:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left, and have the sampler begin each. The first epoch is 0."""
-        yield from needed(self.state.sampler, "job.epochs").epochs(count)
+        for epoch in needed(self.state.sampler, "job.epochs").epochs(count):
+            yield epoch
+            if self.preempted:
+                return
 
     def steps(self, count: int) -> Iterator[int]:
         """Yield the numbers of the steps that are left, for a loop with data of its own: the first is 0.
@@ -272,7 +300,7 @@ class Job:
         A number comes again until its block has taken effect.
         """
         count = checks.integer("the number of steps", count)
-        while self.state.steps < count:
+        while self.state.steps < count and not self.preempted:
             yield from self._until_effective(self.state.steps, _Kind())
 
     def once(self, label: str) -> Iterator[None]:
@@ -289,7 +317,7 @@ class Job:
             label: A name of the work. If it has taken effect already, in this epoch of the sampler (without a sampler:
                 in this job), nothing is yielded: a process that joins the job later comes to this place, too.
         """
-        if not self.state.is_done(label):
+        if not (self.state.is_done(label) or self.preempted):
             yield from self._until_effective(None, _Kind(label))
 
     @contextlib.contextmanager
@@ -337,8 +365,10 @@ class Job:
             self._form_again(repeat.decision)
         else:
             self._commit()
-            if self._pending is not None or self._wants_newcomers:
+            if self._pending is not None or self._agreed is Wish.MEMBERS:
                 self._form_again(self._pending)
+            elif self._agreed is Wish.END:
+                self._end_early()
         finally:
             self._phase = _Phase.OUTSIDE
 
@@ -352,17 +382,17 @@ class Job:
                 f"{dealer.part} parts of the present step have taken effect, and {user} gives a step {num_parts}: go "
                 "on with the parts that the step has begun with"
             )
-        while not dealer.is_over:
+        while not (dealer.is_over or self.preempted):
             place = dealer.place_now
             self._seed_generators()  # a DataLoader draws the seed of its workers
             for batch in dealer.deal(iter(loader)):
                 cursor = dealer.cursor
-                while dealer.place_now == place and dealer.cursor == cursor:
+                while dealer.place_now == place and dealer.cursor == cursor and not self.preempted:
                     if batch is NO_BATCH:
                         self._take_part_without_batch(num_parts)
                     else:
                         yield from self._until_effective((dealer.part, batch), _Kind(num_parts=num_parts))
-                if dealer.place_now != place:
+                if dealer.place_now != place or self.preempted:
                     break
 
     def _until_effective(self, value: Any, kind: _Kind) -> Iterator[Any]:
@@ -435,7 +465,10 @@ class Job:
         if self._assembly is not None:
             assert self._assembly.current is not None
             self._own.send(self._assembly.current)
-            self._own.begin_vote(self._look_for_newcomers(self._assembly), self._samples_of_block())
+        elif not handles_signals(self._options.snapshots):
+            return
+        # Without a launcher that replaces ranks a block needs no vote, but the ranks must agree on the last one.
+        self._own.begin_vote(self._wish(), self._samples_of_block())
 
     def _end_vote(self) -> None:
         """Return when it is certain that all ranks finish the block.
@@ -446,7 +479,7 @@ class Job:
         group, assembly = self.group, self._assembly
         if assembly is not None:
             try:
-                self._wants_newcomers = bool(self._own.end_vote())
+                self._agreed = Wish(self._own.end_vote())
             except PeerLost as error:
                 self._leave_group(error)
                 decision = assembly.meet(has_state=True, version=self.state.version, has_voted=True)
@@ -454,6 +487,8 @@ class Job:
                     assert decision is not None, "a job ends after the vote of its last block"
                     raise _RepeatBlock(decision) from None
                 self._pending = decision
+        elif handles_signals(self._options.snapshots):
+            self._agreed = Wish(self._own.end_vote())
         self._phase = _Phase.AFTER_VOTE
         group.operations.runner.refusal = (
             "collectives are not possible after optimizer.step() or optimizer.synchronize() in a block of job.step(), "
@@ -475,8 +510,31 @@ class Job:
 
         snapshots = self._options.snapshots
         if snapshots is not None and snapshots.is_due(self.state.version):
-            shared = self.state.shared() if self.group.rank == 0 else None
-            snapshots.write(self.state.version, self.group.rank, self.group.world_size, shared, self._own.current())
+            self._write()
+
+    def _write(self) -> None:
+        """Begin to write this rank's parts of the present version."""
+        state, group, snapshots = self.state, self.group, self._options.snapshots
+        assert snapshots is not None
+        shared = state.shared() if group.rank == 0 else None
+        snapshots.write(state.version, group.rank, group.world_size, shared, self._own.current())
+
+    def _end_early(self) -> None:
+        """Write the last version, and return when it is on disk on all ranks. Collective.
+
+        A rank that left before could have the launcher end the others while they write.
+        """
+        assert self._options.snapshots is not None
+        self._options.snapshots.write_last(self.state.version, self._write)
+        try:
+            self.group.barrier()
+        except PeerLost as error:
+            if not self._leave_group(error):
+                raise
+            self._form_again(None)  # the signal is not forgotten: the next vote ends the loop
+            return
+        if self.group.rank == 0:
+            _log.info("the loop ends early at version %d, because of a signal", self.state.version)
 
     def _read_own(self) -> None:
         """Begin with what this rank had for itself in the version on disk, if the job begins with one."""
@@ -494,14 +552,15 @@ class Job:
         """Return the number of samples of all ranks in the block; 0 if it has no batch."""
         return needed(self.state.sampler, "a batch").next_total if self._kind.num_parts else 0
 
-    def _look_for_newcomers(self, assembly: Assembly) -> int:
-        """Return 1 if processes wait for the next epoch and can join now, else 0. Rank 0 looks for all."""
-        sampler = self.state.sampler
-        if self.group.rank != 0 or assembly.policy.on_loss != "shrink":
-            return 0
+    def _wish(self) -> Wish:
+        """Return what this rank asks of all ranks; rank 0 looks for processes that can join after this block."""
+        sampler, assembly = self.state.sampler, self._assembly
+        wish = wish_to_end(self._options.snapshots)
+        if wish is Wish.END or assembly is None or assembly.policy.on_loss != "shrink" or self.group.rank != 0:
+            return wish
         if sampler is not None and not sampler.has_samples_for(assembly.policy.num_seats, self._kind.num_parts):
-            return 0
-        return int(assembly.has_newcomers(_NEWCOMERS_S))
+            return wish
+        return Wish.MEMBERS if assembly.has_newcomers(_NEWCOMERS_S) else wish
 
     # ------------------------------------------------------------------------------------------------------ memberships
 
@@ -537,7 +596,7 @@ class Job:
             return met or assembly.meet(has_state=has_state, version=self.state.version)
 
         def enter(met: Decision) -> None:
-            self._pending, self._wants_newcomers = None, False
+            self._pending, self._agreed = None, Wish.NOTHING
             self._enter_epoch(assembly, met, has_state=has_state)
 
         return enter_next_epoch(assembly, meet, enter, lambda reason: self.group.close(_CLOSE_S, reason=reason))

@@ -206,6 +206,12 @@ class OwnState:
         if self._sends:
             self._next_sessions = self._send(decision, self._state.version + 1)
 
+    def prepare_vote(self) -> None:
+        """Prepare the votes of a new group; ``restore`` does it."""
+        ballot = torch.from_numpy(self._ballot)
+        self._vote = self._group.control.prepare_allreduce(ballot, name="recovery/vote", op=ReduceOp.MAX)
+        self._voting = None
+
     def begin_vote(self, ballot: int, num_samples: int) -> None:
         """Give this rank's ballot, unless the vote of this block has begun. Collective, with ``end_vote``.
 
@@ -287,12 +293,10 @@ class OwnState:
             has_state: Whether this rank had the state of the job.
         """
         same_size, self._world_size = self._world_size == self._group.world_size, self._group.world_size
-        self._vote = self._group.control.prepare_allreduce(
-            torch.from_numpy(self._ballot), name="recovery/vote", op=ReduceOp.MAX
-        )
+        self.prepare_vote()
         layout = self._state.buffer_row()
         self._rows = _BufferRows(layout, self._group) if self._has_small_buffers(layout) else None
-        self._sends, self._voting = self._exists, None
+        self._sends = self._exists
         if not self._exists or decision.version == 0:
             return
         held = self._replicas.seats(decision.version) if has_state else []

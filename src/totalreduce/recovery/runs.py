@@ -24,6 +24,7 @@ from totalreduce.launch.rendezvous import StoreRank
 from totalreduce.recovery.assembly import Assembly
 from totalreduce.recovery.forming import end_too_late, enter_next_epoch, form_group, open_assembly, report_loss
 from totalreduce.recovery.membership import Decision
+from totalreduce.recovery.wishes import Wish
 
 __all__ = ["Membership", "Part", "Run", "Runs", "latest_version"]
 
@@ -112,12 +113,16 @@ class Run(ABC):
 
     def has_newcomers(self) -> bool:
         """Return whether processes wait to join; equal on all ranks. Collective if ``takes_newcomers``."""
+        return self.takes_newcomers and self.agree(Wish.NOTHING) is Wish.MEMBERS
+
+    def agree(self, wish: Wish) -> Wish:
+        """Return the largest wish of all ranks; rank 0 wishes for the members that wait. Collective."""
         assembly = self._assembly
-        if assembly is None or not self.takes_newcomers:
-            return False
-        wanted = torch.tensor([int(self.group.rank == 0 and assembly.has_newcomers(_NEWCOMERS_S))])
-        self.group.control.allreduce(wanted, name="recovery/newcomers", op=ReduceOp.MAX).wait()
-        return bool(wanted)
+        if assembly is not None and self.takes_newcomers and self.group.rank == 0:
+            wish = max(wish, Wish.MEMBERS if assembly.has_newcomers(_NEWCOMERS_S) else Wish.NOTHING)
+        largest = torch.tensor([int(wish)])
+        self.group.control.allreduce(largest, name="recovery/wish", op=ReduceOp.MAX).wait()
+        return Wish(int(largest))
 
 
 _AnyRun = TypeVar("_AnyRun", bound=Run)

@@ -18,15 +18,17 @@ import json
 import logging
 import os
 import shutil
+import signal
 import threading
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
 from totalreduce.foundation import checks
-from totalreduce.foundation.errors import RecoveryError
+from totalreduce.foundation.errors import ConfigurationError, RecoveryError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.groups.encoding import decode, encode
 
@@ -51,9 +53,10 @@ class Snapshots:
         folder: Where the versions are: a file system that all ranks see.
         written: The last version whose part of this process was written; 0 before that.
         failed: The number of versions that could not be written.
+        on_signal: The signals that ask for a last version.
     """
 
-    def __init__(self, folder: str | Path, *, every: int, keep: int = 2) -> None:
+    def __init__(self, folder: str | Path, *, every: int, keep: int = 2, on_signal: int | Iterable[int] = ()) -> None:
         """Note the settings; nothing is read or written.
 
         Args:
@@ -61,19 +64,62 @@ class Snapshots:
             every: Write each version that is a multiple of this number. A rank copies what it writes, and writes it in
                 a thread; if that lasts until the next one is due, this one is left out.
             keep: How many versions stay on disk.
+            on_signal: A signal, or several (``signal.SIGUSR1``), by which a batch system tells a process that it must
+                end soon. When one rank has got it, all ranks write the version after the next step, and the loop ends
+                on all of them: ``job.preempted`` is then true. ``tr.recoverable`` and ``tr.attempts`` handle the
+                signals while they run, which must be in the main thread.
 
         Raises:
-            ConfigurationError: A number is not positive.
+            ConfigurationError: A number is not positive, or a signal cannot be handled.
         """
         self.folder = Path(folder)
         self.every = checks.integer("every", every, minimum=1)
         self.keep = checks.integer("keep", keep, minimum=1)
+        self.on_signal = tuple(map(_handled, on_signal if isinstance(on_signal, Iterable) else (on_signal,)))
         self.written = self.failed = 0
+        self._is_asked, self._home = False, 0
+        self._handlers: dict[int, Any] = {}  #: Those of before ``watch``.
         self._writer: threading.Thread | None = None
 
     def is_due(self, version: int) -> bool:
         """Whether a version is to be written."""
         return version > 0 and version % self.every == 0
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this process has got a signal of ``on_signal``."""
+        return self._is_asked
+
+    def watch(self) -> None:
+        """Handle the signals of ``on_signal`` from now on, until ``release``.
+
+        Raises:
+            ConfigurationError: This is not the main thread.
+        """
+        if self.on_signal and threading.current_thread() is not threading.main_thread():
+            raise ConfigurationError("tr.Snapshots(on_signal=...) needs the main thread, which alone handles signals")
+        self._home = os.getpid()
+        for number in self.on_signal:
+            self._handlers[number] = signal.signal(number, self._ask)
+
+    def release(self) -> None:
+        """Give the signals back the handlers of before ``watch``, and return when all is on disk, or has failed."""
+        while self._handlers:
+            number, handler = self._handlers.popitem()
+            signal.signal(number, handler or signal.SIG_DFL)
+        self.wait()
+
+    def write_last(self, version: int, write: Callable[[], None]) -> None:
+        """Return when this rank's parts of a version are on disk, or have failed.
+
+        Args:
+            version: The version.
+            write: Begins to write it, by ``write`` or ``write_shard``. It is called if that has not been done yet.
+        """
+        self.wait()
+        if self.written != version:
+            write()
+            self.wait()
 
     def write(self, version: int, rank: int, world_size: int, shared: Any, own: Any) -> None:
         """Copy the parts of this rank, and write them in a thread.
@@ -178,6 +224,14 @@ class Snapshots:
                 )
             return None
         return self._read(version, f"own-{rank}")
+
+    def _ask(self, number: int, _frame: object) -> None:
+        if os.getpid() == self._home:
+            self._is_asked = True
+        elif number == signal.SIGTERM:
+            # A process that was forked, such as a worker of a DataLoader, ends as it would without this handler.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     # ------------------------------------------------------------------------------------------------------------ files
 
@@ -323,6 +377,16 @@ def _about(version: int, world_size: int, *, has_own: bool) -> dict[str, Any]:
 
 def _shard(rank: int) -> str:
     return f"shard-{rank}"
+
+
+def _handled(number: int) -> signal.Signals:
+    try:
+        handled = signal.Signals(number)
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"on_signal={number!r} is no signal: signal.SIGUSR1, for example") from None
+    if handled in (signal.SIGKILL, signal.SIGSTOP):
+        raise ConfigurationError(f"on_signal={handled.name}: no process can handle this signal")
+    return handled
 
 
 def _copied(value: Any) -> dict[str, torch.Tensor]:
