@@ -31,16 +31,18 @@ import totalreduce as tr
 class Log:
     """One file per process, with one line for each step that has taken effect on this rank.
 
-    A file that goes on from an earlier version replaces the lines of this version and later ones.
+    Steps after the last version on disk are taken again: of the lines of one version the last ones count, as many as
+    there were ranks.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"steps-{time.time_ns()}-{os.getpid()}.jsonl").open("w", buffering=1)
+        self._file = (folder / f"steps-{os.getpid()}-{time.time_ns()}.jsonl").open("w", buffering=1)
 
     def step(self, state: tr.State, epoch: int, indices: Tensor, world_size: int) -> None:
         """Write the line of a step, after it."""
         step = {"version": state.version, "epoch": epoch, "samples": indices.tolist(), "world_size": world_size}
+        step["at"] = time.time()
         self._file.write(json.dumps(step) + "\n")
 
 

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import slurm_site
 from fleet import Fleet
 
 
@@ -27,3 +28,16 @@ def warm_python(zygote, monkeypatch):
     Not for workers of emulated hosts: the zygote lives in the network namespace of the tests.
     """
     monkeypatch.setattr(sys, "executable", str(zygote.python))
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """A Slurm of the test's own."""
+    reason = slurm_site.missing()
+    if reason:
+        pytest.skip(reason)
+    try:
+        with slurm_site.SlurmSite(tmp_path_factory.mktemp("slurm")) as site:
+            yield site
+    except slurm_site.SlurmError as error:
+        pytest.skip(str(error))

@@ -21,6 +21,9 @@ NODES = ("127.0.0.1", "127.0.0.2")
 START_S = 30.0
 STOP_S = 10.0
 
+#: How long a job that is requeued waits before it starts again.
+REQUEUE_S = 5
+
 # The job ids are random, because the port of the rendezvous follows from them.
 CONFIGURATION = """\
 ClusterName=site
@@ -29,7 +32,7 @@ SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire={requeue_s}
 MailProg=/bin/true
 MpiDefault=none
 ProctrackType=proctrack/pgid
@@ -113,6 +116,12 @@ class SlurmSite:
         self._until(has_ended, timeout_s)
         return state
 
+    def command(self, program, *arguments):
+        """Run a command of Slurm's; return what it prints."""
+        done = self._run_command(program, *map(str, arguments))
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
     def _start(self):
         folder = self.folder
         folder.chmod(0o755)
@@ -126,6 +135,7 @@ class SlurmSite:
                 port=free_port(),
                 user=pwd.getpwuid(os.geteuid()).pw_name,
                 folder=folder,
+                requeue_s=REQUEUE_S,
                 first_job_id=1000 + secrets.randbelow(1_000_000),
                 nodes="\n".join(nodes),
             )
@@ -158,16 +168,18 @@ class SlurmSite:
     def _ask(self, program, *arguments):
         """The words a command prints; none while slurmctld does not answer."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            done = subprocess.run(
-                [find(program), *arguments],
-                capture_output=True,
-                text=True,
-                timeout=STOP_S,
-                env={**os.environ, **self.environment},
-                check=False,
-            )
-            return done.stdout.split()
+            return self._run_command(program, *arguments).stdout.split()
         return []
+
+    def _run_command(self, program, *arguments):
+        return subprocess.run(
+            [find(program), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=STOP_S,
+            env={**os.environ, **self.environment},
+            check=False,
+        )
 
     def _await(self, what, is_there):
         if not self._until(is_there, START_S):

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import slurm_site
 from fleet import FOREIGN
+from slurm_site import NODES
 
 from totalreduce.launch.emulate import EmulatedNetwork
 
@@ -21,7 +21,9 @@ KEY = "5b" * 32
 
 def run(*command, timeout_s=90, **variables):
     """A command's exit code, its output, its errors; with no launcher's variables but those given."""
-    environment = {name: text for name, text in os.environ.items() if not name.startswith((*FOREIGN, "MPIRUN"))}
+    environment = {
+        name: text for name, text in os.environ.items() if not name.startswith((*FOREIGN, "MPIRUN", "OMP_NUM"))
+    }
     if os.geteuid() == 0:  # Open MPI refuses otherwise
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment |= {"PYTHON": sys.executable, **variables}
@@ -67,18 +69,6 @@ def assert_agreed_training(output, errors, num_ranks=4):
 # Slurm
 
 
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
-    reason = slurm_site.missing()
-    if reason:
-        pytest.skip(reason)
-    try:
-        with slurm_site.SlurmSite(tmp_path_factory.mktemp("slurm")) as site:
-            yield site
-    except slurm_site.SlurmError as error:
-        pytest.skip(str(error))
-
-
 def test_sbatch_trains_on_two_nodes(slurm, tmp_path):
     log = tmp_path / "job.log"
     shape = ["-N", 2, "--ntasks-per-node", 2, "--output", log]
@@ -101,7 +91,7 @@ def test_salloc_tells_every_rank_its_job(slurm):
     assert [fact["local"] for fact in facts] == [[0, 2], [1, 2], [0, 2], [1, 2]]
     assert one(facts, "size") == 4
     assert one(facts, "launcher") == "slurm"
-    assert one(facts, "master_address") == slurm_site.NODES[0]
+    assert one(facts, "master_address") == NODES[0]
     assert 20_000 <= one(facts, "port") < 32_000
     assert one(facts, "key")[0] == 32
     assert (one(facts, "threads"), one(facts, "cpus")) == ("3", "3")
