@@ -37,6 +37,11 @@ def steps(folder):
     return lines
 
 
+def processes(folder):
+    """Return the ids of the processes that have written lines, sorted."""
+    return sorted(int(path.name.split("-")[1]) for path in (folder / "steps").glob("*.jsonl"))
+
+
 def world_sizes(folder):
     """Return the number of ranks that took the step to each version, the last time that it was taken."""
     return {version: _last(lines)[0]["world_size"] for version, lines in sorted(steps(folder).items())}

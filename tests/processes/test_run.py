@@ -222,6 +222,18 @@ def test_a_signal_to_the_launcher_stops_the_workers(launcher, script, number, co
     assert all(is_gone(pid) for pid in pids)
 
 
+def test_a_signal_of_a_batch_system_reaches_the_workers_and_the_run_goes_on(launcher, script):
+    catch = "signal.signal(signal.SIGUSR1, lambda *_: print('told', flush=True))\n"
+    process = launcher("-n", 2, script(catch + READY + "signal.pause()\nsignal.pause()\nsys.exit(rank)"))
+    read_lines(process, 2)
+    for _ in range(2):
+        process.send_signal(signal.SIGUSR1)
+        assert sorted(read_lines(process, 2)) == ["[0] told", "[1] told"]
+    code, _, errors = finish(process)
+    assert code == 1
+    assert "stopped by" not in errors
+
+
 def test_workers_may_save_their_work_on_ctrl_c(launcher, script):
     body = "print(os.getpid(), flush=True); signal.pause()"
     path = script(f"try: {body}\nexcept KeyboardInterrupt: print('saved'); sys.exit(0)")

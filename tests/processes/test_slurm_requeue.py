@@ -2,26 +2,39 @@
 
 import os
 import re
+import signal
+import sys
 
 import pytest
-from resumable_runs import EXAMPLES, RESUMABLE, last_version, reports, samples, undisturbed, wait_for
+from resumable_runs import EXAMPLES, RESUMABLE, last_version, processes, reports, samples, undisturbed, wait_for
 from slurm_site import NODES, REQUEUE_S
 
-EPOCHS = {0: list(range(960)), 1: list(range(960))}
+SIZE = ["--samples", "480", "--epochs", "2"]
+EPOCHS = {0: list(range(480)), 1: list(range(480))}
 
 
-def preempt(slurm, job):
-    """Send one rank's step the signal that --signal sends before the end of the time."""
+def preempt(slurm, job, _folder):
+    """Send the job's tasks the signal that --signal sends before the end of the time."""
     slurm.command("scancel", "--signal=USR1", f"{job}.0")
 
 
-def requeue(slurm, job):
+def requeue(slurm, job, _folder):
     slurm.command("scontrol", "requeue", job)
 
 
-def lose_node(slurm, job):
+def crash(_slurm, _job, folder):
+    os.kill(processes(folder)[-1], signal.SIGKILL)
+
+
+def lose_node(slurm, job, _folder):
     slurm.command("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=test")
     slurm.command("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
+
+
+def exported(python):
+    """Return the option that gives a job these variables, and none of the tests' launcher."""
+    names = {"PYTHON": python, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "PATH": os.environ["PATH"]}
+    return ["--export", ",".join(f"{name}={value}" for name, value in names.items())]
 
 
 @pytest.mark.parametrize(
@@ -30,19 +43,18 @@ def lose_node(slurm, job):
         pytest.param(preempt, [], id="signal"),
         pytest.param(preempt, ["--ddp"], id="signal-ddp", marks=pytest.mark.slow),
         pytest.param(requeue, [], id="requeue", marks=pytest.mark.slow),
+        pytest.param(crash, [], id="crash", marks=pytest.mark.slow),
         pytest.param(lose_node, [], id="node", marks=pytest.mark.slow),
     ],
 )
 def test_a_job_that_slurm_starts_again_changes_no_bit(slurm, zygote, tmp_path, disturb, loop):
-    expected = undisturbed(zygote.python, tmp_path / "plain", 2, *loop, "--epochs", "2")
+    expected = undisturbed(zygote.python, tmp_path / "plain", 2, *loop, *SIZE)
     folder, log = tmp_path / "folder", tmp_path / "job.log"
-    variables = {"PYTHON": zygote.python, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "PATH": os.environ["PATH"]}
-    shape = ["-N", 2, "--ntasks-per-node", 1, "--output", log]
-    shape += ["--export", ",".join(f"{name}={value}" for name, value in variables.items())]
-    program = [RESUMABLE, folder, *loop, "--epochs", 2, "--step-ms", 15]
+    shape = ["-N", 2, "--ntasks-per-node", 1, "--output", log, *exported(zygote.python)]
+    program = [RESUMABLE, folder, *loop, *SIZE, "--step-ms", 20]
     job = slurm.command("sbatch", "--parsable", *shape, EXAMPLES / "slurm_requeue.sbatch", *program)
     wait_for(lambda: last_version(folder) > 25 and (folder / "versions").exists(), what="version 25")
-    disturb(slurm, job)
+    disturb(slurm, job, folder)
     assert slurm.wait(job, timeout_s=60.0 + REQUEUE_S) == "COMPLETED", log.read_text()
     text = log.read_text()
     ends = reports(text)
@@ -54,3 +66,18 @@ def test_a_job_that_slurm_starts_again_changes_no_bit(slurm, zygote, tmp_path, d
     if disturb is preempt:
         stops = reports(text, "stops at")
         assert [end[2] for end in stops] == begun * 2, text
+
+
+@pytest.mark.slow
+def test_the_launcher_replaces_ranks_in_a_job_of_one_node(slurm, zygote, tmp_path):
+    expected = undisturbed(zygote.python, tmp_path / "plain", 2, *SIZE)
+    folder, log = tmp_path / "folder", tmp_path / "job.log"
+    launch = f"{sys.executable} -m totalreduce run -n 2 --on-loss replace --no-python {zygote.python}"
+    program = " ".join(map(str, [RESUMABLE, folder, *SIZE, "--step-ms", 20]))
+    shape = ["-N", 1, "-n", 1, "-c", 4, "--output", log, *exported(zygote.python)]
+    job = slurm.command("sbatch", "--parsable", *shape, "--wrap", f"srun {launch} {program}")
+    wait_for(lambda: last_version(folder) > 15, what="version 15")
+    os.kill(processes(folder)[0], signal.SIGKILL)
+    assert slurm.wait(job) == "COMPLETED", log.read_text()
+    assert [end[2:] for end in reports(log.read_text())] == [expected] * 2
+    assert len(processes(folder)) == 3

@@ -1,7 +1,10 @@
 """Snapshots on disk: what comes back, which version counts, and errors that name the file."""
 
 import json
+import os
 import resource
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -266,3 +269,74 @@ def test_a_parameter_that_is_not_in_the_model_is_refused() -> None:
         ConfigurationError, match=r"optimizer b has a parameter of shape \[6, 5\] in group 0 that is not"
     ):
         State(model=torch.nn.Linear(1, 1), optimizer={"b": torch.optim.SGD(other.parameters(), lr=0.1)})
+
+
+def test_signals_are_handled_while_a_loop_runs(tmp_path: Path) -> None:
+    seen = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: seen.append("before"))
+    try:
+        snapshots = Snapshots(tmp_path, every=10, on_signal=(signal.SIGUSR1, signal.SIGUSR2))
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert (seen, snapshots.is_asked) == (["before"], False)
+        snapshots.watch()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert (seen, snapshots.is_asked) == (["before"], True)
+        snapshots.release()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert seen == ["before", "before"]
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_forked_process_does_not_answer_for_its_parent(tmp_path: Path) -> None:
+    """SIGUSR1 is for the training process alone, and SIGTERM ends the worker of a DataLoader as usual."""
+    snapshots = Snapshots(tmp_path, every=10, on_signal=(signal.SIGUSR1, signal.SIGTERM))
+    snapshots.watch()
+    try:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            if snapshots.is_asked:
+                os._exit(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(2)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+        assert not snapshots.is_asked
+    finally:
+        snapshots.release()
+
+
+def test_the_last_version_waits_for_the_one_that_is_being_written(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path, every=10)
+    snapshots.write(10, 0, 1, shared_of(10), None)
+    snapshots.write_last(11, 0, 1, shared_of(11), None)
+    assert (snapshots.written, snapshots.latest()) == (11, 11)
+    stamp = (tmp_path / "version-000000011" / "shared" / "part.json").stat().st_mtime_ns
+    snapshots.write_last(11, 0, 1, shared_of(11), None)
+    assert (tmp_path / "version-000000011" / "shared" / "part.json").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(signal.SIGKILL, "SIGKILL"), (12345, "12345"), ("SIGUSR1", "no signal"), ([signal.SIGUSR1, None], "None")],
+)
+def test_what_cannot_be_handled_is_refused(tmp_path: Path, number, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Snapshots(tmp_path, every=10, on_signal=number)
+
+
+def test_signals_need_the_main_thread(tmp_path: Path) -> None:
+    errors = []
+
+    def body() -> None:
+        try:
+            Snapshots(tmp_path, every=10, on_signal=signal.SIGUSR1).watch()
+        except ConfigurationError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    assert "main thread" in errors[0]

@@ -47,6 +47,8 @@ _KILL_S = 10.0
 _TICK_S = 0.05
 _READ_BYTES = 64 * 1024
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Batch systems send these to say that a job must end soon. The workers get them, and the run goes on.
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def run_workers(
@@ -188,6 +190,9 @@ class _Supervisor:
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Remember a signal; a second one kills at once, even if the terminal blocks the output."""
+        if number in _PASSED_ON:
+            self._send_all(signal.Signals(number))
+            return
         self._signals.append(signal.Signals(number))
         if self._interrupted_by or len(self._signals) > 1:
             self._send_all(signal.SIGKILL)
@@ -536,7 +541,7 @@ def _signals_to(supervisor: _Supervisor) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in _FORWARDED}
+    before = {number: signal.getsignal(number) for number in (*_FORWARDED, *_PASSED_ON)}
     taken = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
     for number in taken:
         signal.signal(number, supervisor.on_signal)

@@ -240,7 +240,7 @@ class Job:
 
     @property
     def preempted(self) -> bool:
-        """Whether the loop has ended early, on all ranks, because a rank got a signal of ``tr.Snapshots(on_signal=...)``.
+        """Whether the loop has ended early on all ranks, because one got a signal of ``tr.Snapshots(on_signal=...)``.
 
         The last version is then on disk.
         """

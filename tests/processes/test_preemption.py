@@ -1,0 +1,60 @@
+"""One rank gets a signal that the job must end soon: all ranks write one version, and a new start goes on from it."""
+
+import os
+import signal
+import threading
+
+import pytest
+from resumable_runs import RESUMABLE, last_version, processes, reports, samples, undisturbed, wait_for
+
+from totalreduce.launch.local import run_workers
+from totalreduce.launch.recovery import RecoveryOptions
+
+SIZE = ["--samples", "480", "--epochs", "2"]
+
+
+def run(python, folder, *arguments, told=None, recovery=None):
+    """Run the example on three ranks; when it has taken 15 steps, send one process a signal."""
+    command = [str(python), str(RESUMABLE), str(folder), *SIZE, *arguments]
+
+    def tell():
+        wait_for(lambda: last_version(folder) > 15, what="version 15")
+        os.kill(processes(folder)[told], signal.SIGUSR1)
+
+    teller = threading.Thread(target=tell)
+    if told is not None:
+        teller.start()
+    result = run_workers(command, num_workers=3, output="capture", timeout_s=100.0, recovery=recovery)
+    if told is not None:
+        teller.join()
+    return result, "\n".join(result.output)
+
+
+@pytest.mark.parametrize(
+    ("loop", "on_loss"),
+    [
+        pytest.param([], None, id="optimizer", marks=pytest.mark.slow),
+        pytest.param(["--ddp"], None, id="ddp"),
+        pytest.param([], "replace", id="optimizer-replace", marks=pytest.mark.slow),
+        pytest.param([], "shrink", id="optimizer-shrink", marks=pytest.mark.slow),
+        pytest.param(["--ddp"], "shrink", id="ddp-shrink", marks=pytest.mark.slow),
+    ],
+)
+def test_one_rank_is_told_and_all_write_one_version(zygote, tmp_path, loop, on_loss):
+    recovery = None if on_loss is None else RecoveryOptions(on_loss=on_loss)
+    expected = undisturbed(zygote.python, tmp_path / "plain", 3, *loop, *SIZE)
+    folder = tmp_path / "folder"
+    arguments = [*loop, "--step-ms", "20", "--every", "1000"]
+    result, output = run(zygote.python, folder, *arguments, told=2, recovery=recovery)
+    assert result.exit_code == os.EX_TEMPFAIL, result.errors
+    assert [worker.exit_code for worker in result.workers] == [os.EX_TEMPFAIL] * 3
+    stops = reports(output, "stops at")
+    assert [end[:2] for end in stops] == [(0, 3), (1, 3), (2, 3)]
+    (version,) = {end[2] for end in stops}
+    assert version >= 16
+    (written,) = (folder / "versions").iterdir()
+    assert int(written.name.removeprefix("version-")) == version
+    again, output = run(zygote.python, folder, *loop, recovery=recovery)
+    assert again.exit_code == 0, again.errors
+    assert [end[2:] for end in reports(output)] == [expected] * 3
+    assert samples(folder) == {0: list(range(480)), 1: list(range(480))}
