@@ -1,5 +1,8 @@
 """Attempts without processes: which errors are losses, and what ends a loop."""
 
+import os
+import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,12 +10,15 @@ import torch
 
 from totalreduce.c10d.attempts import attempts
 from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
+from totalreduce.foundation.types import ReduceOp
 from totalreduce.recovery import runs as module
 from totalreduce.recovery.attempts import Attempt, Attempts
 from totalreduce.recovery.copies import ShardCopies
 from totalreduce.recovery.runs import Runs
 from totalreduce.recovery.sampler import ElasticSampler
+from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
+from totalreduce.recovery.wishes import Wish
 
 
 def make_state(**values) -> State:
@@ -25,6 +31,13 @@ class Control:
 
     def __init__(self, *losses: bool) -> None:
         self._losses = list(losses)
+        self.wish_of_others, self.num_agreements = 0, 0
+
+    def allreduce(self, tensor: torch.Tensor, *, name: str, op: ReduceOp):
+        assert (name, op) == ("recovery/wish", ReduceOp.MAX)
+        self.num_agreements += 1
+        tensor.clamp_(min=self.wish_of_others)
+        return SimpleNamespace(wait=lambda: None)
 
     def barrier(self) -> None:
         if self._losses and self._losses.pop(0):
@@ -128,3 +141,36 @@ def test_a_loop_over_batches_commits_each_step() -> None:
     sampler.set_epoch(1)
     with pytest.raises(ConfigurationError, match=r"attempt\.commit"):
         list(attempt.batches(loader))
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_signal_of_one_rank_ends_the_loops_of_all(tmp_path: Path, is_told: bool) -> None:
+    """The version after the step with the signal is on disk, whether this rank got the signal or another one."""
+    sampler = ElasticSampler(40, 4, seed=1)
+    state = make_state(sampler=sampler)
+    snapshots = Snapshots(tmp_path, every=1000, on_signal=signal.SIGUSR1)
+    attempt = Attempt(state, group_of(), None, seed=0, number=0, snapshots=snapshots)
+    loader = torch.utils.data.DataLoader(list(range(40)), batch_sampler=sampler)
+    snapshots.watch()
+    try:
+        with attempt:
+            for _ in attempt.epochs(3):
+                for _ in attempt.batches(loader):
+                    if state.version == 2:
+                        if is_told:
+                            os.kill(os.getpid(), signal.SIGUSR1)
+                        else:
+                            attempt.group.control.wish_of_others = Wish.END
+                    attempt.commit()
+    finally:
+        snapshots.release()
+    assert (attempt.preempted, state.version, snapshots.latest()) == (True, 3, 3)
+    assert attempt.group.control.num_agreements == 3
+    assert (sampler.epoch, sampler.cursor) == (0, 12)
+
+
+def test_without_signals_a_step_has_no_agreement(tmp_path: Path) -> None:
+    attempt = Attempt(make_state(), group_of(), None, seed=0, number=0, snapshots=Snapshots(tmp_path, every=1000))
+    with attempt:
+        attempt.commit()
+    assert attempt.group.control.num_agreements == 0
