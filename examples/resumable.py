@@ -29,10 +29,10 @@ import totalreduce as tr
 
 
 class Log:
-    """One file per process, with one line for each step that has taken effect on this rank.
+    """One file per process, with one line for each step that this rank begins.
 
-    Steps after the last version on disk are taken again: of the lines of one version the last ones count, as many as
-    there were ranks.
+    Steps that a loss has interrupted, and those after the last version on disk, are taken again: of the lines of one
+    version the last ones count, as many as there were ranks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,7 +40,7 @@ class Log:
         self._file = (folder / f"steps-{os.getpid()}-{time.time_ns()}.jsonl").open("w", buffering=1)
 
     def step(self, state: tr.State, epoch: int, indices: Tensor, world_size: int) -> None:
-        """Write the line of a step, after it."""
+        """Write the line of a step, before its gradients are exchanged, so that no loss comes in between."""
         step = {"version": state.version, "epoch": epoch, "samples": indices.tolist(), "world_size": world_size}
         step["at"] = time.time()
         self._file.write(json.dumps(step) + "\n")
@@ -55,10 +55,10 @@ def train(parts: dict[str, Any], options: argparse.Namespace, snapshots: tr.Snap
         for epoch in job.epochs(options.epochs):
             for indices, inputs, targets in job.batches(loader):
                 with job.step():
+                    log.step(state, epoch, indices, group.world_size)
                     cross_entropy(model(inputs), targets).backward()
                     time.sleep(options.step_ms / 1000)
                     optimizer.step()
-                log.step(state, epoch, indices, group.world_size)
         report(state, job.preempted, group.rank, group.world_size)
     return job.preempted
 
@@ -72,12 +72,12 @@ def train_ddp(parts: dict[str, Any], options: argparse.Namespace, snapshots: tr.
             model = DistributedDataParallel(state.model)
             for epoch in attempt.epochs(options.epochs):
                 for indices, inputs, targets in attempt.batches(loader):
+                    log.step(state, epoch, indices, attempt.group.world_size)
                     cross_entropy(model(inputs), targets).backward()
                     time.sleep(options.step_ms / 1000)
                     optimizer.step()
                     optimizer.zero_grad()
                     attempt.commit()
-                    log.step(state, epoch, indices, attempt.group.world_size)
             report(state, attempt.preempted, attempt.group.rank, attempt.group.world_size)
         preempted = attempt.preempted
     return preempted

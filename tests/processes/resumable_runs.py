@@ -43,8 +43,8 @@ def processes(folder):
 
 
 def world_sizes(folder):
-    """Return the number of ranks that took the step to each version, the last time that it was taken."""
-    return {version: _last(lines)[0]["world_size"] for version, lines in sorted(steps(folder).items())}
+    """Return the numbers of ranks that took the steps that count, in the order of the steps."""
+    return [_last(lines)[0]["world_size"] for _, lines in sorted(steps(folder).items())]
 
 
 def samples(folder):
@@ -61,7 +61,7 @@ def _last(lines):
     return lines[-lines[-1]["world_size"] :]
 
 
-def wait_for(condition, timeout_s=60.0, what="it"):
+def wait_for(condition, timeout_s=100.0, what="it"):
     """Return what the condition returns, as soon as that is true."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -85,7 +85,7 @@ def last_version(folder, world_size=None):
 def undisturbed(python, folder, num_workers, *arguments):
     """Return version and digest at the end of a run in which nothing happens."""
     command = [str(python), str(RESUMABLE), str(folder), *arguments]
-    result = run_workers(command, num_workers=num_workers, output="capture", timeout_s=60.0)
+    result = run_workers(command, num_workers=num_workers, output="capture", timeout_s=100.0)
     assert result.exit_code == 0, result.errors
     ends = reports("\n".join(result.output))
     assert len({end[2:] for end in ends}) == 1

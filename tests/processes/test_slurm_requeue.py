@@ -1,13 +1,14 @@
-"""``examples/slurm_requeue.sbatch`` on a Slurm of the tests' own: signals, requeues, a node that is lost."""
+"""``slurm_requeue.sbatch`` and ``slurm_shell.sh`` of the examples on a Slurm of the tests' own: signals, lost nodes."""
 
 import os
 import re
 import signal
+import subprocess
 import sys
 
 import pytest
 from resumable_runs import EXAMPLES, RESUMABLE, last_version, processes, reports, samples, undisturbed, wait_for
-from slurm_site import NODES, REQUEUE_S
+from slurm_site import NODES, REQUEUE_S, find
 
 SIZE = ["--samples", "480", "--epochs", "2"]
 EPOCHS = {0: list(range(480)), 1: list(range(480))}
@@ -26,7 +27,7 @@ def crash(_slurm, _job, folder):
     os.kill(processes(folder)[-1], signal.SIGKILL)
 
 
-def lose_node(slurm, job, _folder):
+def lose_node(slurm, _job=None, _folder=None):
     slurm.command("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=test")
     slurm.command("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
 
@@ -55,7 +56,7 @@ def test_a_job_that_slurm_starts_again_changes_no_bit(slurm, zygote, tmp_path, d
     job = slurm.command("sbatch", "--parsable", *shape, EXAMPLES / "slurm_requeue.sbatch", *program)
     wait_for(lambda: last_version(folder) > 25 and (folder / "versions").exists(), what="version 25")
     disturb(slurm, job, folder)
-    assert slurm.wait(job, timeout_s=60.0 + REQUEUE_S) == "COMPLETED", log.read_text()
+    assert slurm.wait(job, timeout_s=180.0 + REQUEUE_S) == "COMPLETED", log.read_text()
     text = log.read_text()
     ends = reports(text)
     assert [end[:2] for end in ends] == [(0, 2), (1, 2)], text
@@ -78,6 +79,32 @@ def test_the_launcher_replaces_ranks_in_a_job_of_one_node(slurm, zygote, tmp_pat
     job = slurm.command("sbatch", "--parsable", *shape, "--wrap", f"srun {launch} {program}")
     wait_for(lambda: last_version(folder) > 15, what="version 15")
     os.kill(processes(folder)[0], signal.SIGKILL)
-    assert slurm.wait(job) == "COMPLETED", log.read_text()
+    assert slurm.wait(job, timeout_s=180.0) == "COMPLETED", log.read_text()
     assert [end[2:] for end in reports(log.read_text())] == [expected] * 2
     assert len(processes(folder)) == 3
+
+
+def shell(slurm, *options, command):
+    """Start a command line on the second node of an allocation of two."""
+    line = [find("salloc"), "-N", "2", *options, str(EXAMPLES / "slurm_shell.sh"), NODES[1], command]
+    environment = {**os.environ, **slurm.environment}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(line, env=environment, text=True, **pipes)
+
+
+def test_the_shell_runs_a_command_line_on_a_node(slurm):
+    process = shell(slurm, command="read word; echo $word from $SLURMD_NODENAME; exit 7")
+    output, errors = process.communicate("hello\n", timeout=60)
+    assert (process.returncode, output) == (7, f"hello from {NODES[1]}\n"), errors
+
+
+@pytest.mark.slow
+def test_the_loss_of_its_node_is_a_lost_connection(slurm):
+    process = shell(slurm, "--no-kill", command="echo begun; sleep 300")
+    assert process.stdout.readline() == "begun\n"
+    slurm.command("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=test")
+    try:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 255, errors
+    finally:
+        slurm.command("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")

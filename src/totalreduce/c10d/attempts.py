@@ -9,14 +9,16 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from totalreduce.c10d.backend import forming
 from totalreduce.c10d.names import BACKEND_NAME
 from totalreduce.c10d.process_group import ProcessGroupTotalReduce
+from totalreduce.foundation import environment
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.group import Group
 from totalreduce.launch.bootstrap import describe_settings, init
-from totalreduce.launch.rendezvous import StoreRank
+from totalreduce.launch.rendezvous import StoreRank, open_store
 from totalreduce.launch.spares import await_seat
 from totalreduce.recovery.attempts import Attempt, Attempts, ShardedAttempts
 from totalreduce.recovery.snapshots import Snapshots
@@ -117,7 +119,7 @@ class _DefaultProcessGroup:
     def form(self, *, store: StoreRank | None = None, **options: Any) -> Group:
         """Form it with the processes that meet in the store, or with those that the launcher names."""
         if store is None:
-            dist.init_process_group(BACKEND_NAME, timeout=self._timeout)
+            dist.init_process_group(BACKEND_NAME, timeout=self._timeout, **self._meeting())
         else:
             name = "torch.distributed"
             with forming(init(name=name, timeout_s=self._timeout.total_seconds(), store=store, **options)):
@@ -131,6 +133,14 @@ class _DefaultProcessGroup:
         default = dist.distributed_c10d._get_default_group()
         assert isinstance(default, ProcessGroupTotalReduce)
         return default.group
+
+    def _meeting(self) -> dict[str, Any]:
+        """Return the arguments by which the ranks find each other; torch itself knows torchrun's variables alone."""
+        world = environment.read_world()
+        if world.launcher in ("torchrun", "totalreduce"):
+            return {}
+        store = HashStore() if world.world_size == 1 else open_store(world, self._timeout.total_seconds())
+        return {"store": store, "rank": world.rank, "world_size": world.world_size}
 
     def leave(self, reason: str) -> None:
         """End it."""
