@@ -7,10 +7,21 @@ import subprocess
 import sys
 
 import pytest
-from resumable_runs import EXAMPLES, RESUMABLE, last_version, processes, reports, samples, undisturbed, wait_for
+from resumable_runs import (
+    EXAMPLES,
+    RESUMABLE,
+    last_version,
+    processes,
+    reports,
+    samples,
+    undisturbed,
+    wait_for,
+    world_sizes,
+)
 from slurm_site import NODES, REQUEUE_S, find
 
 SIZE = ["--samples", "480", "--epochs", "2"]
+SHELL = EXAMPLES / "slurm_shell.sh"
 EPOCHS = {0: list(range(480)), 1: list(range(480))}
 
 
@@ -84,23 +95,23 @@ def test_the_launcher_replaces_ranks_in_a_job_of_one_node(slurm, zygote, tmp_pat
     assert len(processes(folder)) == 3
 
 
-def shell(slurm, *options, command):
-    """Start a command line on the second node of an allocation of two."""
-    line = [find("salloc"), "-N", "2", *options, str(EXAMPLES / "slurm_shell.sh"), NODES[1], command]
+def allocate(slurm, *command):
+    """Start a command with an allocation of both nodes."""
+    line = [find("salloc"), "-N", "2", "--ntasks-per-node", "2", *map(str, command)]
     environment = {**os.environ, **slurm.environment}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(line, env=environment, text=True, **pipes)
 
 
 def test_the_shell_runs_a_command_line_on_a_node(slurm):
-    process = shell(slurm, command="read word; echo $word from $SLURMD_NODENAME; exit 7")
+    process = allocate(slurm, SHELL, NODES[1], "read word; echo $word from $SLURMD_NODENAME; exit 7")
     output, errors = process.communicate("hello\n", timeout=60)
     assert (process.returncode, output) == (7, f"hello from {NODES[1]}\n"), errors
 
 
 @pytest.mark.slow
 def test_the_loss_of_its_node_is_a_lost_connection(slurm):
-    process = shell(slurm, "--no-kill", command="echo begun; sleep 300")
+    process = allocate(slurm, "--no-kill", SHELL, NODES[1], "echo begun; sleep 300")
     assert process.stdout.readline() == "begun\n"
     slurm.command("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=test")
     try:
@@ -108,3 +119,25 @@ def test_the_loss_of_its_node_is_a_lost_connection(slurm):
         assert process.returncode == 255, errors
     finally:
         slurm.command("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_without_the_node_that_it_has_lost(slurm, zygote, tmp_path):
+    folder = tmp_path / "folder"
+    launch = [sys.executable, "-m", "totalreduce", "run", "-H", ",".join(f"{node}:1" for node in NODES)]
+    launch += ["--on-loss", "shrink", "--remote-shell", SHELL, "--no-python", zygote.python]
+    process = allocate(slurm, "--no-kill", *launch, RESUMABLE, folder, *SIZE, "--step-ms", 50)
+    wait_for(lambda: last_version(folder, 2) > 15, what="version 15")
+    slurm.command("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=test")
+    try:
+        os.kill(processes(folder)[-1], signal.SIGKILL)  # Slurm's node is none whose processes end with it
+        output, errors = process.communicate(timeout=180)
+        assert process.returncode == 0, errors
+    finally:
+        slurm.command("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
+    (end,) = reports(output)
+    assert end[:2] == (0, 1), output
+    sizes = world_sizes(folder)
+    assert sizes == sorted(sizes, reverse=True)
+    assert set(sizes) == {1, 2}
+    assert samples(folder) == EPOCHS

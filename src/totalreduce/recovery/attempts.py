@@ -165,13 +165,13 @@ class Attempt(Run):
             ConfigurationError: It is not, or the loop's body has not called ``commit``.
         """
         dealer = needed(self._state.sampler, "attempt.batches", loader)
-        if dealer.is_over or self.preempted:
+        if dealer.is_over:
             return
         iterator = iter(loader)
         # This has drawn a number, at the begin of the epoch or of the attempt: the step begins as after ``commit``.
         seed_generators(self._seed, self._state.version, self.group.rank)
         for batch in dealer.deal(iterator):
-            if dealer.next_total < self.group.world_size:
+            if self.preempted or dealer.next_total < self.group.world_size:
                 return
             version = self._state.version
             yield batch
@@ -179,8 +179,6 @@ class Attempt(Run):
                 raise ConfigurationError(
                     "a step of attempt.batches ends with attempt.commit(), called once after optimizer.step()"
                 )
-            if self.preempted:
-                return
 
     def commit(self) -> None:
         """Note that this rank has taken a step: call it once after each ``optimizer.step()``.
