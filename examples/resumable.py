@@ -39,10 +39,10 @@ class Log:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"steps-{os.getpid()}-{time.time_ns()}.jsonl").open("w", buffering=1)
 
-    def step(self, state: tr.State, epoch: int, indices: Tensor, world_size: int) -> None:
+    def step(self, state: tr.State, epoch: int, indices: Tensor, group: tr.Group) -> None:
         """Write the line of a step, before its gradients are exchanged, so that no loss comes in between."""
-        step = {"version": state.version, "epoch": epoch, "samples": indices.tolist(), "world_size": world_size}
-        step["at"] = time.time()
+        step = {"version": state.version, "epoch": epoch, "samples": indices.tolist(), "at": time.time()}
+        step |= {"rank": group.rank, "world_size": group.world_size}
         self._file.write(json.dumps(step) + "\n")
 
 
@@ -55,7 +55,7 @@ def train(parts: dict[str, Any], options: argparse.Namespace, snapshots: tr.Snap
         for epoch in job.epochs(options.epochs):
             for indices, inputs, targets in job.batches(loader):
                 with job.step():
-                    log.step(state, epoch, indices, group.world_size)
+                    log.step(state, epoch, indices, group)
                     cross_entropy(model(inputs), targets).backward()
                     time.sleep(options.step_ms / 1000)
                     optimizer.step()
@@ -72,7 +72,7 @@ def train_ddp(parts: dict[str, Any], options: argparse.Namespace, snapshots: tr.
             model = DistributedDataParallel(state.model)
             for epoch in attempt.epochs(options.epochs):
                 for indices, inputs, targets in attempt.batches(loader):
-                    log.step(state, epoch, indices, attempt.group.world_size)
+                    log.step(state, epoch, indices, attempt.group)
                     cross_entropy(model(inputs), targets).backward()
                     time.sleep(options.step_ms / 1000)
                     optimizer.step()

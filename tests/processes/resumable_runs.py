@@ -38,8 +38,13 @@ def steps(folder):
 
 
 def processes(folder):
-    """Return the ids of the processes that have written lines, sorted."""
-    return sorted(int(path.name.split("-")[1]) for path in (folder / "steps").glob("*.jsonl"))
+    """Return the ids of the processes that have written lines, in the order of their ranks."""
+    ranks = {}
+    for path in (folder / "steps").glob("*.jsonl"):
+        lines = path.read_text().splitlines()
+        if lines:
+            ranks[int(path.name.split("-")[1])] = json.loads(lines[0])["rank"]
+    return sorted(ranks, key=ranks.__getitem__)
 
 
 def world_sizes(folder):

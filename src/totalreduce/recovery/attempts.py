@@ -195,7 +195,7 @@ class Attempt(Run):
         snapshots = self._snapshots
         if self._copies is not None:
             self._copies.commit(state)
-        if snapshots is not None and snapshots.is_due(state.version):
+        elif snapshots is not None and snapshots.is_due(state.version):
             self._write()
         self.note_step()
         wish = self._wish_of_all()
@@ -213,7 +213,7 @@ class Attempt(Run):
         state, snapshots, group = self._state, self._snapshots, self.group
         assert snapshots is not None
         if self._copies is not None:
-            self._copies.write(state, snapshots)
+            self._copies.write(state)
         elif group.rank == 0:
             snapshots.write(state.version, 0, group.world_size, state.shared(), None)
 

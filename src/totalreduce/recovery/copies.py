@@ -191,17 +191,20 @@ class ShardCopies:
         self.complete(state)
 
     def commit(self, state: State) -> None:
-        """Copy the state for other ranks, if its version is due. Collective, after each step.
+        """Copy the state if its version is due, for other ranks and for the disk. Collective, after each step.
 
         Raises:
             PeerLost: A rank is lost.
         """
         if state.version % self.every == 0:
             self._copy(state)
+        if self._snapshots is not None and self._snapshots.is_due(state.version):
+            self.write(state)
 
-    def write(self, state: State, snapshots: Snapshots) -> None:
+    def write(self, state: State) -> None:
         """Copy this rank's part of the state, and begin to write it to disk. On all ranks."""
-        group = self._group
+        snapshots, group = self._snapshots, self._group
+        assert snapshots is not None
         assert group is not None
         value = part_of(state).plain()
         snapshots.write_shard(state.version, group.rank, group.world_size, self._token, value)
