@@ -10,6 +10,13 @@ from tests.processes.recovery_runs import Run
 PROGRAM = Path(__file__).parent / "programs" / "attempts.py"
 
 
+@pytest.fixture(autouse=True)
+def _warm(request: pytest.FixtureRequest) -> None:
+    """Processes of the tests in ``make test`` need no imports; those of slow tests begin as users' processes do."""
+    if request.node.get_closest_marker("slow") is None:
+        request.getfixturevalue("warm_python")
+
+
 def test_replaced_ranks_change_no_bit(tmp_path: Path) -> None:
     """Rank 1 dies before it sends gradients, rank 2 when the others may have the step, and rank 0 after that."""
     plain = Run(tmp_path / "plain", 3, program=PROGRAM, on_loss="replace")

@@ -13,6 +13,13 @@ from tests.processes.recovery_runs import PROGRAM, Run
 from totalreduce.launch.local import run_workers
 
 
+@pytest.fixture(autouse=True)
+def _warm(request: pytest.FixtureRequest) -> None:
+    """Processes of the tests in ``make test`` need no imports; those of slow tests begin as users' processes do."""
+    if request.node.get_closest_marker("slow") is None:
+        request.getfixturevalue("warm_python")
+
+
 def without_epochs(final):
     return {key: value for key, value in final.items() if key != "epochs_of_job"}
 

@@ -52,6 +52,11 @@ class MemoryStore:
     def append(self, key: str, value: str) -> None:
         self.values[key] = self.values.get(key, b"") + value.encode()
 
+    def add(self, key: str, amount: int) -> int:
+        number = int(self.values.get(key, b"0")) + amount
+        self.values[key] = str(number).encode()
+        return number
+
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
         if self.values.get(key, b"") == expected.encode():
             self.values[key] = value.encode()

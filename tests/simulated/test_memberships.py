@@ -1,11 +1,15 @@
 """Memberships under random faults: every seed ends with one state, and twice with the same course."""
 
+import heapq
 import itertools
+import json
 
 import pytest
-from memberships import Plan, SimulatedJob
+from memberships import MemoryStore, Plan, SimulatedJob
 
-from totalreduce.recovery.membership import Policy
+from totalreduce.recovery.assembly import ENDED, Assembly, decision_key
+from totalreduce.recovery.launcher_store import FIRST_EPOCH, LauncherStore
+from totalreduce.recovery.membership import Decision, Member, Policy, Report
 
 
 def plan_of(seed: int) -> Plan:
@@ -70,3 +74,48 @@ def test_every_pair_of_crashes_is_survived(size: int, on_loss: str) -> None:
     crashes = list(itertools.product(range(0, 50 * size, 2), range(size)))
     for pair in itertools.combinations(crashes, 2):
         SimulatedJob(Plan(policy, target=2, crash_at=pair), seed=size).run()
+
+
+@pytest.mark.parametrize("on_loss", ["replace", "shrink"])
+def test_256_ranks_decide_in_a_quarter_of_a_second(on_loss: str) -> None:
+    """In virtual time: each access of the store takes 1 ms, and keeps the store itself busy for 20 us.
+
+    Rank 7 is lost, which the others notice within 0.1 s; with ``replace`` another process is there after 0.2 s.
+    """
+    size, access_s, busy_s = 256, 1e-3, 20e-6
+    store, now, free_at = MemoryStore({FIRST_EPOCH: b"1"}), 0.0, 0.0
+    policy = Policy(on_loss, size, settle_s=5.0, deadline_s=100.0)
+    last = Decision(1, tuple(Member(seat, 0, has_state=True) for seat in range(size)), 41)
+    store.set(decision_key(1), last.encode())
+    store.set(ENDED, json.dumps({7: 0}))
+    events, meetings, decided = [], {}, {}
+
+    def join(seat: int, incarnation: int, at: float) -> None:
+        assembly = Assembly(LauncherStore(lambda _: store), policy, seat, incarnation, lambda: now)
+        is_new = incarnation > 0
+        assembly.current = None if is_new else last
+        meetings[seat] = assembly.meeting(Report(seat, incarnation, not is_new, 0 if is_new else 41))
+        heapq.heappush(events, (at, seat, 1e-3))
+
+    for seat in range(size):
+        if seat != 7:
+            join(seat, 0, 0.1 * ((seat * 37) % size) / size)
+    if on_loss == "replace":
+        join(7, 1, 0.2)
+    while events:
+        now, seat, pause_s = heapq.heappop(events)
+        try:
+            waits = next(meetings[seat])
+        except StopIteration as end:
+            decided[seat] = now, end.value
+            continue
+        free_at = max(free_at, now) + busy_s
+        ready = free_at + access_s
+        # As Assembly.meet: a process that waits sleeps, longer each time.
+        heapq.heappush(
+            events, (ready + pause_s if waits else ready, seat, min(2 * pause_s, 0.02) if waits else pause_s)
+        )
+    assert len({decision for _, decision in decided.values()}) == 1
+    assert len(decided) == len(decided[0][1].members) == (size if on_loss == "replace" else size - 1)
+    assert decided[0][1].version == 41
+    assert max(at for at, _ in decided.values()) < (0.2 if on_loss == "replace" else 0.1) + 0.25

@@ -5,16 +5,19 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 import totalreduce
 from totalreduce.foundation.errors import RendezvousError
 from totalreduce.foundation.version import VERSION
 from totalreduce.foundation.world import World
 from totalreduce.launch.arrivals import Arrival, find_conflict, this_process
+from totalreduce.launch.rendezvous import Meeting, Member
 
 
 def arrival(rank, **changes):
@@ -82,3 +85,44 @@ def test_a_process_is_itself_and_no_other():
 def test_the_version_is_that_of_the_package():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert VERSION == totalreduce.__version__ == project["version"]
+
+
+class CountingStore:
+    """A store that counts the accesses that read values."""
+
+    def __init__(self, store: HashStore) -> None:
+        self.store, self.reads = store, 0
+
+    def get(self, key: str) -> bytes:
+        self.reads += 1
+        return self.store.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.reads += 1
+        return self.store.multi_get(keys)
+
+    def __getattr__(self, name: str):
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("world_size", [2, 9])
+def test_an_epoch_s_group_meets_with_one_access_for_all_entries(world_size: int) -> None:
+    """A store in another city answers in milliseconds, and 256 ranks have 256 entries."""
+    store = HashStore()
+    counting = [CountingStore(store) for _ in range(world_size)]
+    found = {}
+
+    def meet(rank: int) -> None:
+        meeting = Meeting(
+            counting[rank], World(rank, world_size, 0, 1, "", 0, "manual", "job"), "epoch", 30.0, lambda: ""
+        )
+        found[rank] = meeting.gather(Member(f"host {rank}", "127.0.0.1", 1000 + rank), {"wire": 1})
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in range(world_size):
+        assert [member.port for member in found[rank]] == [1000 + other for other in range(world_size)]
+        assert counting[rank].reads == 1

@@ -205,7 +205,10 @@ def _is_over(store: Store, prefix: str, world_size: int) -> bool:
 
 def _text_of(store: Store, key: str) -> str:
     """Return a value that the store has. Raises ``RendezvousError`` if it is too large."""
-    value = store.get(key)
+    return _checked(store.get(key))
+
+
+def _checked(value: bytes) -> str:
     if len(value) > _ENTRY_BYTES_MAX:
         raise RendezvousError(f"an entry in the store is larger than {_ENTRY_BYTES_MAX} bytes")
     return value.decode()
@@ -255,10 +258,15 @@ class Meeting:
             # A second init must not read what the first one left in the store.
             meetings = f"totalreduce/{self._enter_round(name, timeout_s)}/{name}"
             generation = store.add(f"{meetings}/count/{world.rank}", 1)
-            arrival = Arrival.of(world)
-            self._prefix = self._find_contested(arrival, meetings, generation) or f"{meetings}/{generation}"
+            self._prefix = f"{meetings}/{generation}"
+            # The members of an epoch are decided already, each by one process: they need not be compared, which would
+            # take two accesses of the store for each of them.
+            self._compares_arrivals = interruption is None
+            if self._compares_arrivals:
+                arrival = Arrival.of(world)
+                self._prefix = self._find_contested(arrival, meetings, generation) or self._prefix
+                _announce(store, self._prefix, arrival)
             self.job_id = f"{world.job_id}/{self._prefix}"
-            _announce(store, self._prefix, arrival)
             if world.rank == 0:
                 store.set(_MEETING, self._prefix)
 
@@ -318,7 +326,7 @@ class Meeting:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _POLL_S)
                 self._compare_arrivals()
-            return [_text_of(self._store, key) for key in keys]
+            return [_checked(value) for value in self._store.multi_get(keys)]
 
     @contextlib.contextmanager
     def _store_needed(self, use: str) -> Iterator[None]:
@@ -361,6 +369,8 @@ class Meeting:
 
     def _compare_arrivals(self) -> None:
         """Raise ``ConfigurationError`` if the processes that have come so far cannot be ranks of one job."""
+        if not self._compares_arrivals:
+            return
         new = self._read_arrivals(self._prefix, len(self._arrivals))
         if not new:
             return

@@ -167,7 +167,8 @@ class Assembly:
         self._looked_at = self._clock()
         try:
             ended = self._read_ended()
-            reports = self._read_reports(self._next_epoch(self.current))
+            epoch = self._next_epoch(self.current)
+            reports = self._read_reports(epoch) if self._store.number(_count_key(epoch)) else []
         except StoreLost:
             self._store.reconnect()
             return False
@@ -226,8 +227,9 @@ class Assembly:
         yield False
         text = report.encode() + "\n"
         self._store.append(_reports_key(epoch), text)
+        self._store.number(_count_key(epoch), 1)
         membership = Membership(self.policy, epoch, last, self._clock())
-        num_known = 0
+        num_counted = num_known = 0
         self._waits_since = self._clock()
         while True:
             yield False
@@ -235,10 +237,13 @@ class Assembly:
             ended = self._read_ended()  # before the reports: what a process has reported counts although it has ended
             yield False
             now = self._clock()
-            reports = self._read_reports(epoch)
-            for other in reports[num_known:]:
-                membership.reported(other, now)
-            num_known = len(reports)
+            count = self._store.number(_count_key(epoch))
+            if count != num_counted:  # else hundreds of ranks would read the same list again and again
+                num_counted = count
+                reports = self._read_reports(epoch, num_known)
+                for other in reports:
+                    membership.reported(other, now)
+                num_known += len(reports)
             for seat, incarnation in ended.items():
                 membership.ended(seat, incarnation)
             yield False
@@ -297,13 +302,20 @@ class Assembly:
             raise ProtocolError(f"the store has the decision of epoch {decision.epoch} as that of epoch {epoch}")
         return decision
 
-    def _read_reports(self, epoch: int) -> list[Report]:
-        return [Report.decode(line) for line in self._store.text(_reports_key(epoch)).splitlines()]
+    def _read_reports(self, epoch: int, num_known: int = 0) -> list[Report]:
+        """Return the reports of an epoch but for the first ones, which are known."""
+        lines = self._store.text(_reports_key(epoch)).splitlines()
+        return [Report.decode(line) for line in lines[num_known:]]
 
     def _read_ended(self) -> dict[int, int]:
         text = self._store.text(ENDED)
         fields = json_object(text, "list of ended processes") if text else {}
         return {int(seat): int(incarnation) for seat, incarnation in fields.items()}
+
+
+def _count_key(epoch: int) -> str:
+    """Return the key of the number of reports, which is increased after each one."""
+    return f"{PREFIX}/{epoch}/count"
 
 
 def _reports_key(epoch: int) -> str:

@@ -119,6 +119,10 @@ class LauncherStore:
         """Append to the value of a key, in one step. Raises ``StoreLost``."""
         self._access(lambda: self.raw.append(key, text))
 
+    def number(self, key: str, increase: int = 0) -> int:
+        """Return the number under a key, 0 at first, after adding to it. Raises ``StoreLost``."""
+        return int(self._access(lambda: self.raw.add(key, increase)))
+
     def first(self, key: str, value: str) -> str:
         """Return the value that the first process has set; this one, if none has. Raises ``StoreLost``."""
         text: bytes = self._access(lambda: self.raw.compare_set(key, "", value))
