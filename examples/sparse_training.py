@@ -1,8 +1,9 @@
-"""Train one of three models by a sparse method, or by what it is to be compared with, from several seeds.
+"""Train one of three models by a sparse method, a strategy, or what they are compared with, from several seeds.
 
 totalreduce run -n 4 examples/sparse_training.py --model cnn --method oktopk --density 0.01
 totalreduce run -n 4 examples/sparse_training.py --model lstm --method dense --seeds 3
 totalreduce run -n 4 examples/sparse_training.py --model gpt --method oktopk --door ddp
+totalreduce run -n 4 examples/sparse_training.py --model cnn --method diloco --period 50
 totalreduce run -n 4 --emulate-hosts 4 examples/sparse_training.py --model cnn --method powersgd --door ddp
 """
 
@@ -19,15 +20,21 @@ import torch
 import torch.distributed as dist
 from sparse_tasks import TASKS, Task, evaluate, loss_of, make_task
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.model_averaging import averagers
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import totalreduce as tr
+from totalreduce.codecs.codecs import CODECS
 from totalreduce.sparse.methods import METHODS
+from totalreduce.strategies.strategies import STRATEGIES
 
-TOPK = tuple(name for name in METHODS if name not in ("dense", "powersgd"))
+TOPK = tuple(name for name in METHODS if name not in ("dense", "powersgd", "coded"))
 MOMENTUM = 0.9
 WARMUP = 0.05
+#: The part of the steps after which post-local SGD has no synchronous ones any more.
+LOCAL_AFTER = 0.25
 
 
 @dataclass(frozen=True)
@@ -52,8 +59,11 @@ class Replica:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(TASKS), default="cnn")
-    parser.add_argument("--method", choices=("alone", *METHODS, "fp16"), default="oktopk")
+    parser.add_argument("--method", choices=("alone", *METHODS, *STRATEGIES, "post-local", "fp16"), default="oktopk")
     parser.add_argument("--door", choices=("optimizer", "ddp"), default="optimizer", help="ddp: hooks of DDP over gloo")
+    parser.add_argument("--period", type=int, default=16, help="steps of a strategy between two exchanges")
+    parser.add_argument("--overlap", type=int, default=0, help="steps beside an exchange of diloco or gossip")
+    parser.add_argument("--codec", choices=tuple(CODECS), help="of a strategy's exchanges, or of coded")
     parser.add_argument("--density", type=float, default=0.01, help="share of the elements that is sent")
     parser.add_argument("--density-warmup", type=float, help="part of the steps with more than that")
     parser.add_argument(
@@ -69,12 +79,26 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--evaluations", type=int, default=20, help="how often the model is looked at")
     parser.add_argument("--json", type=Path, help="rank 0 writes losses and times to this file")
     options = parser.parse_args()
-    if options.door == "optimizer" and options.method == "fp16":
-        parser.error("fp16 is a hook: --door ddp")
+    if options.door == "optimizer" and options.method in ("fp16", "post-local"):
+        parser.error(f"{options.method} is a hook: --door ddp")
+    if options.door == "ddp" and options.method in STRATEGIES:
+        parser.error(f"{options.method} is a strategy: --door optimizer")
     return options
 
 
 def make_method(options: argparse.Namespace, task: Task) -> Any:
+    codec = {} if options.codec is None else {"codec": CODECS[options.codec]()}
+    if options.method == "post_local_sgd":
+        then = tr.LocalSGD(period=options.period, **codec)
+        return tr.PostLocalSGD(start=round(LOCAL_AFTER * options.steps), then=then)
+    if options.method == "gossip":
+        return tr.Gossip(overlap=options.overlap)
+    if options.method == "diloco":
+        return tr.DiLoCo(period=options.period, overlap=options.overlap, **codec)
+    if options.method in STRATEGIES:
+        return STRATEGIES[options.method](period=options.period, **codec)
+    if options.method == "coded":
+        return tr.Coded(**codec)
     if options.method not in TOPK:
         return METHODS[options.method]()
     warmup = task.density_warmup if options.density_warmup is None else options.density_warmup
@@ -107,12 +131,30 @@ def make_replica(options: argparse.Namespace, task: Task, group: tr.Group | None
         elif options.method == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
             replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif options.method == "post-local":
+            return _post_local(options, replica, optimizer, schedule)
         elif options.method != "dense":
             replica.register_comm_hook(*tr.ddp_hook(make_method(options, task)))
         return Replica(replica, optimizer, schedule, _nothing, _nothing)
     method = None if options.method == "dense" else make_method(options, task)
     wrapped = tr.DistributedOptimizer(optimizer, model, group=group, sync=method, feedback=feedback, name=f"seed{seed}")
     return Replica(model, wrapped, schedule, wrapped.flush_residuals, wrapped.close)
+
+
+def _post_local(
+    options: argparse.Namespace,
+    replica: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+) -> Replica:
+    """Torch's own post-local SGD: a hook that stops reducing, and an optimizer that averages parameters."""
+    start = round(LOCAL_AFTER * options.steps)
+    state = post_localSGD_hook.PostLocalSGDState(
+        process_group=None, subgroup=None, start_localSGD_iter=start, post_local_gradient_allreduce=False
+    )
+    replica.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    averager = averagers.PeriodicModelAverager(period=options.period, warmup_steps=start)
+    return Replica(replica, PostLocalSGDOptimizer(optimizer, averager), schedule, _nothing, _nothing)
 
 
 def train(

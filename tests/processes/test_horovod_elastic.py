@@ -125,6 +125,7 @@ def test_an_error_of_the_program_is_not_repeated(tmp_path: Path) -> None:
     assert len({final["digest"] for final in found.finals}) == 1
 
 
+@pytest.mark.slow
 def test_too_few_ranks_are_an_error_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOTALREDUCE_TIMEOUT_S", "4")
     arguments = ["--die", "1:2:forward", "--absent"]

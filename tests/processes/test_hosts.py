@@ -359,6 +359,7 @@ def test_a_spare_of_the_same_host_replaces_a_lost_rank(tmp_path, hosts_of):
     assert len({final["digest"] for final in run.finals}) == 1
 
 
+@pytest.mark.slow
 def test_a_spare_of_another_host_takes_the_seat_if_the_own_host_is_gone(tmp_path, shell, hosts_of):
     """The second host cannot be reached any more when the spares are started there; later its worker dies, too."""
 

@@ -13,7 +13,10 @@ from resumable_runs import RESUMABLE, last_version, reports, samples, steps, und
 
 from totalreduce.launch.workers import free_port
 
-LOOPS = [pytest.param([], id="optimizer"), pytest.param(["--ddp"], id="ddp", marks=pytest.mark.slow)]
+LOOPS = [
+    pytest.param([], id="optimizer", marks=pytest.mark.slow),
+    pytest.param(["--ddp"], id="ddp", marks=pytest.mark.slow),
+]
 #: Of the shorter runs.
 SIZE = ["--samples", "480", "--epochs", "2"]
 EPOCH, SHORT_EPOCH = list(range(960)), list(range(480))

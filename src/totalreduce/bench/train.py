@@ -1,4 +1,4 @@
-"""``totalreduce bench train``: models trained to the end by sparse methods and by DDP, and how long that takes.
+"""``totalreduce bench train``: models trained to the end by sparse methods, strategies and DDP; how long that takes.
 
 The script is ``examples/sparse_training.py``. Two things are measured apart, because a whole dense training at
 100 Mbit/s would take hours and every step of it the same time:
@@ -33,7 +33,7 @@ from totalreduce.launch.emulate import rate_bits_per_s
 
 MODELS = ("cnn", "lstm", "gpt")
 #: Ways in which DDP over gloo can train; all contestants are compared with ``dense``.
-PEERS = ("dense", "fp16", "powersgd")
+PEERS = ("dense", "fp16", "powersgd", "post-local")
 _ALONE = "alone"
 #: PowerSGD's hook is plain in the first ten steps.
 _UNTIMED_STEPS = 12
@@ -96,8 +96,15 @@ class TrainPlan:
     """The trainings; the fields are options."""
 
     models: Annotated[str, typer.Option(help="Separated by commas: cnn, lstm, gpt.")] = "cnn,lstm,gpt"
-    methods: Annotated[str, typer.Option(help="Of DistributedOptimizer, separated by commas.")] = "oktopk"
-    against: Annotated[str, typer.Option(help="DDP over gloo: dense (always), fp16, powersgd.")] = "dense,fp16,powersgd"
+    methods: Annotated[
+        str, typer.Option(help="Sparse methods and strategies of DistributedOptimizer, separated by commas.")
+    ] = "oktopk"
+    against: Annotated[str, typer.Option(help="DDP over gloo: dense (always), fp16, powersgd, post-local.")] = (
+        "dense,fp16,powersgd"
+    )
+    period: Annotated[int, typer.Option(help="Steps of a strategy between two exchanges.")] = 16
+    overlap: Annotated[int, typer.Option(help="Steps beside an exchange of diloco or gossip.")] = 0
+    codec: Annotated[str, typer.Option(help="Of a strategy's exchanges and of coded; by default none.")] = ""
     density: Annotated[float, typer.Option(help="Share of the elements that a sparse method sends.")] = 0.01
     steps: Annotated[int, typer.Option(help="Of one training.")] = 1000
     seeds: Annotated[int, typer.Option(help="Trainings of each contestant, at least two.")] = 5
@@ -183,6 +190,7 @@ class TrainFigure:
     "train",
     "totalreduce bench train --models cnn --quick",
     "totalreduce bench train --methods oktopk,topka --json train.json --plot train.png",
+    "totalreduce bench train --models cnn --methods local_sgd,diloco --against dense,post-local --rates 10mbit",
     shared=("ranks", "emulate_hosts"),
     plot=True,
     emulate_hosts=4,
@@ -215,8 +223,9 @@ def bench_train(setting: Setting, parameters: TrainPlan) -> Report:
 def contestants_of(methods: str, against: str) -> list[str]:
     """Dense first, then the other peers, then the methods."""
     from totalreduce.sparse.methods import METHODS
+    from totalreduce.strategies.strategies import STRATEGIES
 
-    known = [name for name in METHODS if name not in PEERS]
+    known = [name for name in (*METHODS, *STRATEGIES) if name not in PEERS]
     peers = split_names("--against", against, PEERS)
     return ["dense", *(peer for peer in peers if peer != "dense"), *split_names("--methods", methods, known)]
 
@@ -230,7 +239,8 @@ def measure_train(setting: Setting, model: str, plan: TrainPlan) -> ModelSamples
         plan: The trainings.
     """
     common = ["--model", model, "--steps", str(plan.steps), "--density", str(plan.density)]
-    common += ["--evaluations", str(_LOOKS)]
+    common += ["--evaluations", str(_LOOKS), "--period", str(plan.period), "--overlap", str(plan.overlap)]
+    common += ["--codec", plan.codec] if plan.codec else []
     here = replace(setting, hosts=0)
     learnt = {
         contestant: _launch(here, contestant, [*common, "--seeds", str(plan.seeds)]) for contestant in plan.contestants
