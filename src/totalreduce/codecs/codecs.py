@@ -17,20 +17,11 @@ from totalreduce.codecs.plain import Plain
 from totalreduce.codecs.ternary import Ternary
 from totalreduce.codecs.threshold import Threshold
 from totalreduce.codecs.topk import Topk
-from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.foundation.extensions import Extensions
+from totalreduce.foundation.extensions import Extensions, class_of_settings
 
 __all__ = ["CODECS"]
 
 _Make = Callable[..., Codec]
-
-
-def _check(name: str, item: object) -> _Make:
-    if not callable(item) or getattr(item, "name", None) != name:
-        raise ConfigurationError(
-            f"the codec {name!r} is a class of settings with the attribute name={name!r}, not {item!r}"
-        )
-    return item
 
 
 #: The class of a codec's settings, by the codec's name.
@@ -38,5 +29,5 @@ CODECS: Extensions[_Make] = Extensions(
     "codec",
     "totalreduce.codecs",
     {codec.name: codec for codec in (Plain, Half, Int8, Int4, OneBit, Ternary, Threshold, Topk)},
-    _check,
+    class_of_settings("codec"),
 )

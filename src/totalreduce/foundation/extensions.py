@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["Extensions"]
+__all__ = ["Extensions", "class_of_settings"]
 
 T = TypeVar("T")
 
@@ -107,3 +107,16 @@ class Extensions(Mapping[str, T], Generic[T]):
             found = entry_points(group=self._group)
             self._declared = {entry.name: entry for entry in found if entry.name not in self._built_in}
         return self._declared
+
+
+def class_of_settings(kind: str) -> Callable[[str, object], Callable[..., Any]]:
+    """Return the check of items that are classes of settings with their own name, for ``Extensions``."""
+
+    def check(name: str, item: object) -> Callable[..., Any]:
+        if not callable(item) or getattr(item, "name", None) != name:
+            raise ConfigurationError(
+                f"the {kind} {name!r} is a class of settings with the attribute name={name!r}, not {item!r}"
+            )
+        return item
+
+    return check

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.foundation.extensions import Extensions
+from totalreduce.foundation.extensions import Extensions, class_of_settings
 from totalreduce.sparse.coded import Coded
 from totalreduce.sparse.dense import Dense
 from totalreduce.sparse.gaussiank import GaussianK
@@ -26,18 +25,10 @@ __all__ = ["METHODS"]
 _Make = Callable[..., Method]
 
 
-def _check(name: str, item: object) -> _Make:
-    if not callable(item) or getattr(item, "name", None) != name:
-        raise ConfigurationError(
-            f"the sparse method {name!r} is a class of settings with the attribute name={name!r}, not {item!r}"
-        )
-    return item
-
-
 #: The class of a method's settings, by the method's name.
 METHODS: Extensions[_Make] = Extensions(
     "sparse method",
     "totalreduce.sparse_methods",
     {method.name: method for method in (Dense, TopkA, GTopk, TopkDSA, GaussianK, OkTopk, SharedTopk, PowerSGD, Coded)},
-    _check,
+    class_of_settings("sparse method"),
 )

@@ -56,40 +56,41 @@ class Nesterov:
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        checks.real_field(self, "lr", above=0)
-        checks.real_field(self, "momentum", minimum=0, below=1)
+        _check_momentum(self)
 
     def move(self, common: Array, update: Array, velocity: Array) -> None:
         """Step against update plus momentum times velocity."""
-        velocity *= velocity.dtype.type(self.momentum)
-        velocity += update
-        common -= velocity.dtype.type(self.lr) * (update + velocity.dtype.type(self.momentum) * velocity)
+        lr, momentum = _accumulated(self, update, velocity)
+        common -= lr * (update + momentum * velocity)
 
 
 @dataclass(frozen=True, slots=True)
 class HeavyBall:
-    """SGD with momentum, as ``torch.optim.SGD``.
-
-    Attributes:
-        lr: The learning rate.
-        momentum: The momentum.
-
-    Raises:
-        ConfigurationError: A value makes no sense.
-    """
+    """SGD with momentum, as ``torch.optim.SGD``; attributes and errors as of ``Nesterov``."""
 
     lr: float = 1.0
     momentum: float = 0.5
 
     def __post_init__(self) -> None:
-        checks.real_field(self, "lr", above=0)
-        checks.real_field(self, "momentum", minimum=0, below=1)
+        _check_momentum(self)
 
     def move(self, common: Array, update: Array, velocity: Array) -> None:
         """Step against the velocity."""
-        velocity *= velocity.dtype.type(self.momentum)
-        velocity += update
-        common -= velocity.dtype.type(self.lr) * velocity
+        lr, _ = _accumulated(self, update, velocity)
+        common -= lr * velocity
+
+
+def _check_momentum(settings: Nesterov | HeavyBall) -> None:
+    checks.real_field(settings, "lr", above=0)
+    checks.real_field(settings, "momentum", minimum=0, below=1)
+
+
+def _accumulated(settings: Nesterov | HeavyBall, update: Array, velocity: Array) -> tuple[Any, Any]:
+    """Bring the velocity up to date; return learning rate and momentum as numbers of its dtype."""
+    lr, momentum = velocity.dtype.type(settings.lr), velocity.dtype.type(settings.momentum)
+    velocity *= momentum
+    velocity += update
+    return lr, momentum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
