@@ -1,0 +1,452 @@
+"""Strategies in which servers have the parameters: asynchronous steps, bounded staleness, partial groups of ranks.
+
+Every rank is a worker, and the server of a share of the parameters. A worker computes a gradient with the parameters
+that it has got last, *pushes* it to the servers, and goes on when all of them have *answered* with new parameters. The
+strategies differ in when a server applies what was pushed, and when it answers:
+
+* ``Async``: it applies every gradient at once, scaled by its staleness; a bound on the staleness holds gradients back.
+  Zhang, Gupta, Lian and Liu, "Staleness-aware Async-SGD", IJCAI 2016.
+* ``StaleSynchronous``: the same, but a worker that is more than some steps ahead of the slowest one waits. Ho et al.,
+  "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
+* ``SoftSync``: it applies the mean of the first n gradients, of whichever workers (the same IJCAI paper).
+* ``Quorum``: it ends a step when n workers have come and some time has passed, or all have come; a gradient that comes
+  late counts in the next step. ``Eager`` is that with one worker or the majority: Li et al., "Taming Unbalanced
+  Training Workloads in Deep Learning with Partial Collective Operations", PPoPP 2020.
+
+The *version* of a share is the number of updates that were applied to it. The *staleness* of a gradient is the number
+of updates between the parameters from which it was computed, and its own.
+
+All of this is plain objects: ``now`` is an argument. ``pytorch/served_steps.py`` carries the messages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+from totalreduce.foundation import checks
+from totalreduce.foundation.errors import ConfigurationError, ProtocolError
+from totalreduce.kernels.arrays import Array
+from totalreduce.strategies.strategy import Replica, Strategy, StrategySession
+
+__all__ = [
+    "Answer",
+    "Async",
+    "Eager",
+    "Push",
+    "Quorum",
+    "ServedStrategy",
+    "ServerSession",
+    "SoftSync",
+    "StaleSynchronous",
+]
+
+#: Applies the mean of gradients: the sum, and the factor by which it is multiplied.
+Apply = Callable[[Array, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A gradient that a worker has sent.
+
+    Attributes:
+        worker: Its rank.
+        clock: The number of gradients that it has sent before.
+        version: The version of the parameters with which it was computed.
+        gradient: The gradient of the server's share.
+    """
+
+    worker: int
+    clock: int
+    version: int
+    gradient: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Parameters are to be sent to a worker, as they are now.
+
+    Attributes:
+        worker: Its rank.
+        staleness: That of the gradient for which this is the answer; ``None`` if it was not applied yet.
+    """
+
+    worker: int
+    staleness: int | None
+
+
+class ServerSession(ABC):
+    """What all rules share: the clocks of the workers, the version, and what was observed.
+
+    Attributes:
+        version: The number of updates so far.
+        staleness: How often each staleness was observed.
+        lead: The largest number of steps that a worker was ahead of the slowest one when it was answered.
+    """
+
+    def __init__(self, world_size: int, apply: Apply) -> None:
+        """``apply``: changes the parameters of the share."""
+        self._apply = apply
+        self.version, self.lead = 0, 0
+        self.staleness: Counter[int] = Counter()
+        #: By worker that has not finished: the number of gradients that have come.
+        self._clocks = dict.fromkeys(range(world_size), 0)
+        #: By worker that computes a gradient: the version that it was answered with.
+        self._computing = dict.fromkeys(range(world_size), 0)
+
+    def push(self, push: Push, now: float) -> list[Answer]:
+        """Take a gradient in; return the workers that are answered now.
+
+        Raises:
+            ProtocolError: The worker has finished, or this is not its next gradient, or no version has such a number.
+        """
+        if self._clocks.get(push.worker) != push.clock or not 0 <= push.version <= self.version:
+            raise ProtocolError(
+                f"worker {push.worker} sends gradient {push.clock}, of version {push.version}, where gradient "
+                f"{self._clocks.get(push.worker)} of a version up to {self.version} is expected"
+            )
+        self._clocks[push.worker] += 1
+        self._computing.pop(push.worker, None)
+        return self._noted(self._push(push, now))
+
+    def finished(self, worker: int, now: float) -> list[Answer]:
+        """Note that a worker sends no more gradients; return the workers that are answered now."""
+        self._clocks.pop(worker, None)
+        self._computing.pop(worker, None)
+        return self._noted(self._finished(now))
+
+    def due(self) -> float | None:
+        """Return the time at which ``tick`` is to be called; ``None``: not before another method was called."""
+        return None
+
+    def tick(self, now: float) -> list[Answer]:
+        """Return the workers that are answered because of the time."""
+        del now
+        return []
+
+    @abstractmethod
+    def _push(self, push: Push, now: float) -> list[Answer]: ...
+
+    @abstractmethod
+    def _finished(self, now: float) -> list[Answer]: ...
+
+    def _noted(self, answers: list[Answer]) -> list[Answer]:
+        slowest = min(self._clocks.values(), default=0)
+        for answer in answers:
+            if answer.worker in self._clocks:
+                self._computing[answer.worker] = self.version
+                self.lead = max(self.lead, self._clocks[answer.worker] - slowest)
+            if answer.staleness is not None:
+                self.staleness[answer.staleness] += 1
+        return answers
+
+    def _update(self, gradient: Array, factor: float) -> None:
+        self._apply(gradient, factor)
+        self.version += 1
+
+
+class ServedStrategy(Strategy):
+    """The settings of a strategy with servers."""
+
+    __slots__ = ()
+
+    def session(self, replica: Replica, rank: int, world_size: int) -> StrategySession:
+        """Refuse: such a strategy has sessions on servers (``serve``)."""
+        del replica, rank, world_size
+        raise ConfigurationError(f"{self.name} is carried out by servers, and not by sessions of the ranks")
+
+    def is_synchronous(self, world_size: int) -> bool:
+        """Whether it is the same as synchronous steps with so many ranks."""
+        return world_size == 1
+
+    @abstractmethod
+    def serve(self, world_size: int, apply: Apply) -> ServerSession:
+        """Return the session of one server."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Async(ServedStrategy):
+    """Settings of asynchronous steps.
+
+    Attributes:
+        max_staleness: The largest staleness: a gradient waits for the others that it would make staler than that.
+            ``None``: there is no bound. With 0 every step is synchronous.
+        scale: ``"inverse"``: a gradient of staleness s counts 1 / max(1, s). ``"none"``: all count alike.
+
+    Raises:
+        ConfigurationError: A value makes no sense.
+    """
+
+    name: ClassVar[str] = "async"
+
+    max_staleness: int | None = None
+    scale: Literal["inverse", "none"] = "inverse"
+
+    def __post_init__(self) -> None:
+        if self.max_staleness is not None:
+            checks.integer_fields(self, "max_staleness", minimum=0)
+        checks.one_of("scale", self.scale, ("inverse", "none"))
+
+    def is_synchronous(self, world_size: int) -> bool:
+        """Whether no gradient may be stale."""
+        return world_size == 1 or self.max_staleness == 0
+
+    def serve(self, world_size: int, apply: Apply) -> ServerSession:
+        """Return the session of one server."""
+        if self.max_staleness is not None and self.max_staleness < world_size - 1:
+            raise ConfigurationError(
+                f"max_staleness={self.max_staleness} is impossible with {world_size} ranks: while one computes a "
+                f"gradient, each of the others has sent one. Use at least {world_size - 1}, or 0 for synchronous steps"
+            )
+        return _ImmediateSession(world_size, apply, self.max_staleness, None, inverse=self.scale == "inverse")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StaleSynchronous(ServedStrategy):
+    """Settings of stale synchronous parallel steps.
+
+    Attributes:
+        slack: The number of steps by which a worker may be ahead of the slowest one. With 0 every step is synchronous.
+
+    Raises:
+        ConfigurationError: A value makes no sense.
+    """
+
+    name: ClassVar[str] = "stale_synchronous"
+
+    slack: int = 3
+
+    def __post_init__(self) -> None:
+        checks.integer_fields(self, "slack", minimum=0)
+
+    def is_synchronous(self, world_size: int) -> bool:
+        """Whether no worker may be ahead."""
+        return world_size == 1 or self.slack == 0
+
+    def serve(self, world_size: int, apply: Apply) -> ServerSession:
+        """Return the session of one server."""
+        return _ImmediateSession(world_size, apply, None, self.slack, inverse=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SoftSync(ServedStrategy):
+    """Settings of soft synchronisation.
+
+    Attributes:
+        n: The number of gradients whose mean is an update, at most the number of ranks; with all of them every step is
+            synchronous.
+
+    Raises:
+        ConfigurationError: A value makes no sense.
+    """
+
+    name: ClassVar[str] = "soft_sync"
+
+    n: int
+
+    def __post_init__(self) -> None:
+        checks.integer_fields(self, "n", minimum=1)
+
+    def is_synchronous(self, world_size: int) -> bool:
+        """Whether an update needs all ranks."""
+        return _fits(self.name, self.n, world_size) == world_size
+
+    def serve(self, world_size: int, apply: Apply) -> ServerSession:
+        """Return the session of one server."""
+        return _SoftSession(world_size, apply, _fits(self.name, self.n, world_size))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quorum(ServedStrategy):
+    """Settings of steps that do not wait for all ranks.
+
+    Attributes:
+        n: The number of workers without which no step ends, at most the number of ranks; with all of them every step
+            is synchronous.
+        grace_s: How long a step waits for the others after the n-th worker has come, in seconds.
+
+    Raises:
+        ConfigurationError: A value makes no sense.
+    """
+
+    name: ClassVar[str] = "quorum"
+
+    n: int
+    grace_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks.integer_fields(self, "n", minimum=1)
+        checks.real_field(self, "grace_s", minimum=0, maximum=3600)
+
+    def is_synchronous(self, world_size: int) -> bool:
+        """Whether a step needs all ranks."""
+        return _fits(self.name, self.n, world_size) == world_size
+
+    def serve(self, world_size: int, apply: Apply) -> ServerSession:
+        """Return the session of one server."""
+        return _QuorumSession(world_size, apply, _fits(self.name, self.n, world_size), self.grace_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eager(ServedStrategy):
+    """Settings of eager steps: ``Quorum`` without grace.
+
+    Attributes:
+        mode: ``"majority"``: a step ends when more than half of the ranks have come. ``"solo"``: when one has.
+
+    Raises:
+        ConfigurationError: The mode is another one.
+    """
+
+    name: ClassVar[str] = "eager"
+
+    mode: Literal["majority", "solo"] = "majority"
+
+    def __post_init__(self) -> None:
+        checks.one_of("mode", self.mode, ("majority", "solo"))
+
+    def serve(self, world_size: int, apply: Apply) -> ServerSession:
+        """Return the session of one server."""
+        return _QuorumSession(world_size, apply, 1 if self.mode == "solo" else world_size // 2 + 1, 0.0)
+
+
+def _fits(name: str, n: int, world_size: int) -> int:
+    if n > world_size:
+        raise ConfigurationError(f"{name} waits for {n} ranks, and there are {world_size}")
+    return n
+
+
+@final
+class _ImmediateSession(ServerSession):
+    """Applies one gradient after the other, and holds gradients or answers back where a bound demands it."""
+
+    def __init__(
+        self, world_size: int, apply: Apply, max_staleness: int | None, slack: int | None, *, inverse: bool
+    ) -> None:
+        super().__init__(world_size, apply)
+        self._max_staleness, self._slack, self._inverse = max_staleness, slack, inverse
+        self._held: list[Push] = []  #: Gradients that are not applied yet, in the order in which they came.
+        self._unanswered: dict[int, int] = {}  #: By worker that is too far ahead: the staleness of its last gradient.
+
+    def _push(self, push: Push, now: float) -> list[Answer]:
+        self._held.append(push)
+        return self._finished(now)
+
+    def _finished(self, now: float) -> list[Answer]:
+        del now
+        answers: list[Answer] = []
+        while (push := self._next()) is not None:
+            staleness = self.version - push.version
+            self._update(push.gradient, 1.0 / max(1, staleness) if self._inverse else 1.0)
+            self._unanswered[push.worker] = staleness
+            answers += self._noted_now()
+        return answers + self._noted_now()
+
+    def _next(self) -> Push | None:
+        """Take out the gradient that is applied next: the stalest one, if that leaves a way for all others.
+
+        The others are those held back and those being computed. They can still be applied within the bound, the
+        stalest first, if the i-th of them is not too stale after i updates.
+        """
+        if not self._held:
+            return None
+        push = min(self._held, key=lambda each: each.version)
+        bound = self._max_staleness
+        if bound is not None:
+            others = [each.version for each in self._held if each is not push] + list(self._computing.values())
+            if any(self.version + place - version > bound for place, version in enumerate(sorted(others), start=1)):
+                return None
+        self._held.remove(push)
+        return push
+
+    def _noted_now(self) -> list[Answer]:
+        """Return the answers to workers that are not too far ahead. They compute with the present version."""
+        slowest = min(self._clocks.values(), default=0)
+        ready = [
+            worker
+            for worker in self._unanswered
+            if self._slack is None or self._clocks.get(worker, slowest) - slowest <= self._slack
+        ]
+        for worker in ready:
+            if worker in self._clocks:
+                self._computing[worker] = self.version
+        return [Answer(worker, self._unanswered.pop(worker)) for worker in ready]
+
+
+@final
+class _SoftSession(ServerSession):
+    """Applies the mean of n gradients."""
+
+    def __init__(self, world_size: int, apply: Apply, n: int) -> None:
+        super().__init__(world_size, apply)
+        self._n = n
+        self._waiting: list[Push] = []
+
+    def _push(self, push: Push, now: float) -> list[Answer]:
+        self._waiting.append(push)
+        return self._finished(now)
+
+    def _finished(self, now: float) -> list[Answer]:
+        del now
+        if not self._waiting or len(self._waiting) < min(self._n, len(self._clocks)):
+            return []
+        pushes, self._waiting = self._waiting, []
+        answers = [Answer(push.worker, self.version - push.version) for push in pushes]
+        self._update(_sum_of(pushes), 1.0 / len(pushes))
+        return answers
+
+
+@final
+class _QuorumSession(ServerSession):
+    """Ends a step when enough workers have come."""
+
+    def __init__(self, world_size: int, apply: Apply, n: int, grace_s: float) -> None:
+        super().__init__(world_size, apply)
+        self._n, self._grace_s = n, grace_s
+        self._waiting: list[Push] = []  #: The gradients of the next update.
+        self._ends_at: float | None = None
+
+    def due(self) -> float | None:
+        """Return the time at which the grace of the step ends."""
+        return self._ends_at
+
+    def tick(self, now: float) -> list[Answer]:
+        """End the step if its grace is over."""
+        return self._noted(self._finished(now))
+
+    def _push(self, push: Push, now: float) -> list[Answer]:
+        self._waiting.append(push)
+        if push.version < self.version:
+            # The step that it belongs to is over. The worker goes on with the present parameters, and its gradient
+            # counts in the next update.
+            return [Answer(push.worker, None), *self._finished(now)]
+        return self._finished(now)
+
+    def _finished(self, now: float) -> list[Answer]:
+        present = [push for push in self._waiting if push.version == self.version]
+        enough = min(self._n, len(self._clocks))
+        if not present or len(present) < enough:
+            return []
+        if self._ends_at is None:
+            self._ends_at = now + self._grace_s
+        if len(present) < len(self._clocks) and now < self._ends_at:
+            return []
+        pushes, self._waiting, self._ends_at = self._waiting, [], None
+        late = [push for push in pushes if push.version < self.version]
+        for push in late:
+            self.staleness[self.version - push.version] += 1
+        answers = [Answer(push.worker, 0) for push in present]
+        self._update(_sum_of(pushes), 1.0 / len(pushes))
+        return answers
+
+
+def _sum_of(pushes: list[Push]) -> Array:
+    """Return the sum of gradients, in the order of the workers: the order in which they came does not matter."""
+    first, *others = sorted(pushes, key=lambda push: (push.worker, push.clock))
+    total = first.gradient.copy()
+    for push in others:
+        total += push.gradient
+    return total
