@@ -33,6 +33,8 @@ from totalreduce.strategies.strategies import STRATEGIES
 TOPK = tuple(name for name in METHODS if name not in ("dense", "powersgd", "coded"))
 MOMENTUM = 0.9
 WARMUP = 0.05
+#: Strategies with servers.
+SERVED = ("async", "stale_synchronous", "soft_sync", "quorum", "eager")
 #: The part of the steps after which post-local SGD has no synchronous ones any more.
 LOCAL_AFTER = 0.25
 
@@ -46,6 +48,7 @@ class Replica:
         optimizer: Its ``step`` applies gradients that are averages over ranks.
         schedule: Sets the learning rate.
         flush: Has the next step send everything.
+        finish: Gives all ranks the same parameters after the last step.
         close: Ends communication for this model.
     """
 
@@ -53,6 +56,7 @@ class Replica:
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
     flush: Callable[[], None]
+    finish: Callable[[], None]
     close: Callable[[], None]
 
 
@@ -86,13 +90,19 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def make_method(options: argparse.Namespace, task: Task) -> Any:
+def make_method(options: argparse.Namespace, task: Task, world_size: int) -> Any:
     codec = {} if options.codec is None else {"codec": CODECS[options.codec]()}
     if options.method == "post_local_sgd":
         then = tr.LocalSGD(period=options.period, **codec)
         return tr.PostLocalSGD(start=round(LOCAL_AFTER * options.steps), then=then)
     if options.method == "gossip":
         return tr.Gossip(overlap=options.overlap)
+    if options.method == "soft_sync":
+        return tr.SoftSync(n=1)
+    if options.method == "quorum":
+        return tr.Quorum(n=world_size - 1, grace_s=0.01)
+    if options.method in SERVED:
+        return STRATEGIES[options.method]()
     if options.method == "diloco":
         return tr.DiLoCo(period=options.period, overlap=options.overlap, **codec)
     if options.method in STRATEGIES:
@@ -123,7 +133,7 @@ def make_replica(options: argparse.Namespace, task: Task, group: tr.Group | None
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     if options.method == "alone":
-        return Replica(model, optimizer, schedule, _nothing, _nothing)
+        return Replica(model, optimizer, schedule, _nothing, _nothing, _nothing)
     if group is None:
         replica = DistributedDataParallel(model, bucket_cap_mb=1024 if options.method == "powersgd" else None)
         if options.method == "fp16":
@@ -134,11 +144,13 @@ def make_replica(options: argparse.Namespace, task: Task, group: tr.Group | None
         elif options.method == "post-local":
             return _post_local(options, replica, optimizer, schedule)
         elif options.method != "dense":
-            replica.register_comm_hook(*tr.ddp_hook(make_method(options, task)))
-        return Replica(replica, optimizer, schedule, _nothing, _nothing)
-    method = None if options.method == "dense" else make_method(options, task)
+            replica.register_comm_hook(*tr.ddp_hook(make_method(options, task, dist.get_world_size())))
+        return Replica(replica, optimizer, schedule, _nothing, _nothing, _nothing)
+    method = None if options.method == "dense" else make_method(options, task, group.world_size)
     wrapped = tr.DistributedOptimizer(optimizer, model, group=group, sync=method, feedback=feedback, name=f"seed{seed}")
-    return Replica(model, wrapped, schedule, wrapped.flush_residuals, wrapped.close)
+    flush = _nothing if options.method in STRATEGIES else wrapped.flush_residuals
+    finish = wrapped.local_steps.finish if options.method in SERVED and group.world_size > 1 else _nothing
+    return Replica(model, wrapped, schedule, flush, finish, wrapped.close)
 
 
 def _post_local(
@@ -154,7 +166,7 @@ def _post_local(
     )
     replica.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     averager = averagers.PeriodicModelAverager(period=options.period, warmup_steps=start)
-    return Replica(replica, PostLocalSGDOptimizer(optimizer, averager), schedule, _nothing, _nothing)
+    return Replica(replica, PostLocalSGDOptimizer(optimizer, averager), schedule, _nothing, _nothing, _nothing)
 
 
 def train(
@@ -181,6 +193,8 @@ def train(
         replica.optimizer.step()
         replica.schedule.step()
         seconds.append(time.perf_counter() - begin)
+        if step == last:
+            replica.finish()
         if step % every == 0 or step == last:
             loss_now, accuracy = average(step)
             evaluations.append({"step": step, "seconds": sum(seconds), "loss": loss_now, "accuracy": accuracy})

@@ -81,12 +81,14 @@ if TYPE_CHECKING:
     from totalreduce.strategies.easgd import EASGD
     from totalreduce.strategies.gossip import Gossip
     from totalreduce.strategies.outer import DiLoCo, HeavyBall, Nesterov, SlowMo
+    from totalreduce.strategies.served import Async, Eager, Quorum, SoftSync, StaleSynchronous
     from totalreduce.tensors.work import Work
 
 __version__ = VERSION
 
 _HOMES = {
     "AdasumOptimizer": "pytorch.adasum",
+    "Async": "strategies.served",
     "Attempt": "recovery.attempts",
     "AuthenticationError": "foundation.errors",
     "Auto": "sparse.auto",
@@ -100,6 +102,7 @@ _HOMES = {
     "DiLoCo": "strategies.outer",
     "DistributedOptimizer": "pytorch.optimizer",
     "EASGD": "strategies.easgd",
+    "Eager": "strategies.served",
     "ElasticSampler": "recovery.sampler",
     "ElasticStream": "recovery.stream",
     "EngineConfig": "foundation.config",
@@ -128,6 +131,7 @@ _HOMES = {
     "PostLocalSGD": "strategies.averaging",
     "PowerSGD": "sparse.powersgd",
     "ProtocolError": "foundation.errors",
+    "Quorum": "strategies.served",
     "RecoveryError": "foundation.errors",
     "ReduceOp": "foundation.types",
     "RendezvousError": "foundation.errors",
@@ -137,6 +141,8 @@ _HOMES = {
     "SharedTopk": "sparse.shared",
     "SlowMo": "strategies.outer",
     "Snapshots": "recovery.snapshots",
+    "SoftSync": "strategies.served",
+    "StaleSynchronous": "strategies.served",
     "StallError": "foundation.errors",
     "State": "recovery.state",
     "Statistics": "groups.statistics",
@@ -166,6 +172,7 @@ _HOMES = {
 __all__ = [
     "EASGD",
     "AdasumOptimizer",
+    "Async",
     "Attempt",
     "AuthenticationError",
     "Auto",
@@ -178,6 +185,7 @@ __all__ = [
     "Dense",
     "DiLoCo",
     "DistributedOptimizer",
+    "Eager",
     "ElasticSampler",
     "ElasticStream",
     "EngineConfig",
@@ -206,6 +214,7 @@ __all__ = [
     "PostLocalSGD",
     "PowerSGD",
     "ProtocolError",
+    "Quorum",
     "RecoveryError",
     "ReduceOp",
     "RendezvousError",
@@ -215,6 +224,8 @@ __all__ = [
     "SharedTopk",
     "SlowMo",
     "Snapshots",
+    "SoftSync",
+    "StaleSynchronous",
     "StallError",
     "State",
     "Statistics",

@@ -106,6 +106,7 @@ def test_files_with_threads_are_known() -> None:
         "c10d/callbacks.py",
         "horovod/joining.py",
         "pytorch/ddp_connection.py",
+        "pytorch/served_steps.py",
         "sparse/worker.py",
         "recovery/snapshots.py",
     }

@@ -7,102 +7,27 @@ that the strategy has named: the same one on all ranks, however fast each of the
 
 from __future__ import annotations
 
-import hashlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, final
 
-import numpy as np
 import torch
 
 from totalreduce.foundation import checks
-from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PlanMismatchError
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
-from totalreduce.kernels.arrays import Array
+from totalreduce.pytorch.replica import ModelReplica, check_equal
 from totalreduce.sparse.group_driver import GroupDriver
 from totalreduce.sparse.worker import ExchangeWorker, Job
 from totalreduce.strategies.strategy import Pending, Strategy
 from totalreduce.tensors.compilation import never_compiled
 
-__all__ = ["LocalSteps", "ModelReplica"]
+__all__ = ["LocalSteps"]
 
 #: Exchanges are less urgent than gradients and than what somebody waits for.
 _PRIORITY = 1 << 20
-
-
-@final
-class ModelReplica:
-    """The trained parameters of a model as a ``Replica``."""
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        """Note the parameters.
-
-        Raises:
-            ConfigurationError: A parameter is not a floating-point tensor.
-        """
-        odd = [parameter.dtype for parameter in parameters if not parameter.dtype.is_floating_point]
-        if odd:
-            raise ConfigurationError(f"a strategy averages floating-point parameters, and one is of {odd[0]}")
-        self._parameters, self._optimizer = list(parameters), optimizer
-        self._sizes = [parameter.numel() for parameter in parameters]
-        whole = all(parameter.dtype == torch.float64 for parameter in parameters)
-        self._dtype = np.dtype(np.float64 if whole else np.float32)
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """The number of elements of each parameter."""
-        return self._sizes
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Float64 if all parameters have it, else float32."""
-        return self._dtype
-
-    def read(self, tensors: Sequence[int]) -> Array:
-        """Return a copy of the elements of these parameters."""
-        return self._flat([self._parameters[tensor] for tensor in tensors])
-
-    def write(self, tensors: Sequence[int], values: Array) -> None:
-        """Set the elements of these parameters."""
-        self._set([self._parameters[tensor] for tensor in tensors], values)
-
-    def read_state(self) -> Array:
-        """Return a copy of the floating-point tensors in the optimizer's state."""
-        return self._flat(self._state())
-
-    def write_state(self, values: Array) -> None:
-        """Set these tensors."""
-        self._set(self._state(), values)
-
-    def _state(self) -> list[torch.Tensor]:
-        """Return the tensors, in the order of parameters and names: equal on ranks that have taken a step."""
-        state = self._optimizer.state
-        return [
-            value
-            for parameter in self._parameters
-            for _, value in sorted(state.get(parameter, {}).items())
-            if isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-        ]
-
-    @torch.no_grad()
-    def _flat(self, tensors: Sequence[torch.Tensor]) -> Array:
-        flat = np.empty(sum(tensor.numel() for tensor in tensors), self._dtype)
-        begin = 0
-        for tensor in tensors:
-            part = torch.from_numpy(flat[begin : begin + tensor.numel()])
-            part.copy_(tensor.detach().reshape(-1))
-            begin += tensor.numel()
-        return flat
-
-    @torch.no_grad()
-    def _set(self, tensors: Sequence[torch.Tensor], values: Array) -> None:
-        begin = 0
-        for tensor in tensors:
-            part = torch.from_numpy(values[begin : begin + tensor.numel()])
-            tensor.copy_(part.view(tensor.shape))
-            begin += tensor.numel()
 
 
 @final
@@ -135,25 +60,14 @@ class LocalSteps:
             ConfigurationError: The ranks do not begin with the same parameters, or a parameter is not a floating-point
                 tensor.
         """
-        self.strategy, self._group = strategy, group
+        self.strategy, self._group, self._inner = strategy, group, optimizer
         self._replica = ModelReplica(parameters, optimizer)
-        self._check_equal(group, name)
+        check_equal(self._replica, strategy.name, group, name)
         self._session = strategy.session(self._replica, group.rank, group.world_size)
         self._worker = ExchangeWorker(GroupDriver(group, f"{name}.strategy"))
         self._waiting: list[tuple[Pending, Job]] = []
         self._steps, self._samples = 0, 0.0
         self._end = weakref.finalize(self, self._worker.close)
-
-    def _check_equal(self, group: Group, name: str) -> None:
-        everything = self._replica.read(range(len(self._replica.sizes)))
-        digest = hashlib.sha256(everything.data).hexdigest()
-        try:
-            group.agree(f"{name}/strategy", {"the parameters at the begin": digest})
-        except PlanMismatchError as error:
-            raise ConfigurationError(
-                f"the ranks begin with different parameters, which {self.strategy.name} does not bring together: call "
-                "tr.broadcast_parameters(model, group) before DistributedOptimizer on every rank"
-            ) from error
 
     @property
     def exchanges_gradients(self) -> bool:
@@ -163,6 +77,12 @@ class LocalSteps:
     def count_samples(self, number: float) -> None:
         """Add to the number of samples that this rank has used in the present step."""
         self._samples += checks.real_number("the number of samples", number, minimum=0)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters with this rank's gradients, and do what ``stepped`` does; return the closure's loss."""
+        result = self._inner.step() if closure is None else self._inner.step(closure)
+        self.stepped()
+        return result
 
     def stepped(self) -> None:
         """Note that a step has ended: apply results that are due, and begin the exchanges that follow it. Collective.

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,6 +51,7 @@ from totalreduce.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from totalreduce.pytorch.local_steps import LocalSteps
+    from totalreduce.pytorch.served_steps import ServedSteps
     from totalreduce.sparse.auto import Choice
 
 __all__ = ["DistributedOptimizer"]
@@ -63,6 +64,25 @@ class _SkippedStepError(Exception):
         """``loss``: the closure's loss, reduced."""
         super().__init__()
         self.loss = loss
+
+
+def _steps_of(
+    strategy: Strategy,
+    parameters: Sequence[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    name: str,
+) -> LocalSteps | ServedSteps | None:
+    """Return what carries a strategy out; ``None`` if it is the same as synchronous steps. Collective."""
+    from totalreduce.pytorch.local_steps import LocalSteps
+    from totalreduce.pytorch.served_steps import ServedSteps
+    from totalreduce.strategies.served import ServedStrategy
+
+    if not isinstance(strategy, ServedStrategy):
+        return LocalSteps(strategy, parameters, optimizer, group, name)
+    if strategy.is_synchronous(group.world_size):
+        return None
+    return ServedSteps(strategy, parameters, optimizer, group, name)
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -211,7 +231,8 @@ class DistributedOptimizer(OptimizerWrapper):
         self._source = ParameterSource(optimizer, model, None if named_parameters is None else tuple(named_parameters))
         self._compressed = Compression(group, self._name, self._settings, grad_scaler)
         self._hooks = HookHandles()
-        self._local: LocalSteps | None = None  #: The steps of the strategy, if there is one.
+        #: The steps of the strategy, if there is one that is not the same as synchronous steps.
+        self._local: LocalSteps | ServedSteps | None = None
         self._no_sync_depth = 0
         self._planned = self._closed = False
         self._round = Round([], group.world_size)  #: Until there is a plan, a round without reducers.
@@ -350,9 +371,7 @@ class DistributedOptimizer(OptimizerWrapper):
             raise
         self._plan = plan
         if settings.strategy is not None and self._local is None:
-            from totalreduce.pytorch.local_steps import LocalSteps
-
-            self._local = LocalSteps(settings.strategy, plan.parameters, self._inner, group, name)
+            self._local = _steps_of(settings.strategy, plan.parameters, self._inner, group, name)
         arithmetic = Arithmetic.of(
             settings.op,
             group.world_size,
@@ -549,14 +568,13 @@ class DistributedOptimizer(OptimizerWrapper):
                 f"tr.recoverable does not support sync={self._local.strategy.name!r}, by which ranks have different "
                 "parameters between two exchanges: use tr.Snapshots of your own, or sync=None"
             )
-        result = self._inner.step() if closure is None else self._inner.step(closure)
+        result = self._local.step(closure)
         self._round.restart_passes()
-        self._local.stepped()
         return result
 
     @property
-    def local_steps(self) -> LocalSteps:
-        """The steps of the strategy: ``count_samples``, ``spread``, ``state`` and ``load_state``.
+    def local_steps(self) -> LocalSteps | ServedSteps:
+        """The steps of the strategy, a ``LocalSteps`` or ``ServedSteps``, with what a program may ask of them.
 
         Raises:
             ConfigurationError: ``sync`` is no strategy.

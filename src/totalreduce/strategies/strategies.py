@@ -13,6 +13,7 @@ from totalreduce.strategies.averaging import LocalSGD, PostLocalSGD
 from totalreduce.strategies.easgd import EASGD
 from totalreduce.strategies.gossip import Gossip
 from totalreduce.strategies.outer import DiLoCo, SlowMo
+from totalreduce.strategies.served import Async, Eager, Quorum, SoftSync, StaleSynchronous
 from totalreduce.strategies.strategy import Strategy
 
 __all__ = ["STRATEGIES"]
@@ -24,6 +25,12 @@ _Make = Callable[..., Strategy]
 STRATEGIES: Extensions[_Make] = Extensions(
     "strategy",
     "totalreduce.strategies",
-    {strategy.name: strategy for strategy in (LocalSGD, PostLocalSGD, SlowMo, DiLoCo, EASGD, Gossip)},
+    {
+        strategy.name: strategy
+        for strategy in (
+            *(LocalSGD, PostLocalSGD, SlowMo, DiLoCo, EASGD, Gossip),
+            *(Async, StaleSynchronous, SoftSync, Quorum, Eager),
+        )
+    },
     class_of_settings("strategy"),
 )

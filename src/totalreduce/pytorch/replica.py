@@ -1,0 +1,109 @@
+"""The model of this rank as strategies see it, and the check that all ranks begin with the same parameters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError
+from totalreduce.groups.group import Group
+from totalreduce.kernels.arrays import Array
+
+__all__ = ["ModelReplica", "check_equal"]
+
+
+@final
+class ModelReplica:
+    """The trained parameters of a model as a ``Replica``."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        """Note the parameters.
+
+        Raises:
+            ConfigurationError: A parameter is not a floating-point tensor.
+        """
+        odd = [parameter.dtype for parameter in parameters if not parameter.dtype.is_floating_point]
+        if odd:
+            raise ConfigurationError(f"a strategy averages floating-point parameters, and one is of {odd[0]}")
+        self._parameters, self._optimizer = list(parameters), optimizer
+        self._sizes = [parameter.numel() for parameter in parameters]
+        whole = all(parameter.dtype == torch.float64 for parameter in parameters)
+        self._dtype = np.dtype(np.float64 if whole else np.float32)
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The number of elements of each parameter."""
+        return self._sizes
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Float64 if all parameters have it, else float32."""
+        return self._dtype
+
+    def read(self, tensors: Sequence[int]) -> Array:
+        """Return a copy of the elements of these parameters."""
+        return self._flat([self._parameters[tensor] for tensor in tensors])
+
+    def write(self, tensors: Sequence[int], values: Array) -> None:
+        """Set the elements of these parameters."""
+        self._set([self._parameters[tensor] for tensor in tensors], values)
+
+    def read_state(self) -> Array:
+        """Return a copy of the floating-point tensors in the optimizer's state."""
+        return self._flat(self._state())
+
+    def write_state(self, values: Array) -> None:
+        """Set these tensors."""
+        self._set(self._state(), values)
+
+    def _state(self) -> list[torch.Tensor]:
+        """Return the tensors, in the order of parameters and names: equal on ranks that have taken a step."""
+        state = self._optimizer.state
+        return [
+            value
+            for parameter in self._parameters
+            for _, value in sorted(state.get(parameter, {}).items())
+            if isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+        ]
+
+    @torch.no_grad()
+    def _flat(self, tensors: Sequence[torch.Tensor]) -> Array:
+        flat = np.empty(sum(tensor.numel() for tensor in tensors), self._dtype)
+        begin = 0
+        for tensor in tensors:
+            part = torch.from_numpy(flat[begin : begin + tensor.numel()])
+            part.copy_(tensor.detach().reshape(-1))
+            begin += tensor.numel()
+        return flat
+
+    @torch.no_grad()
+    def _set(self, tensors: Sequence[torch.Tensor], values: Array) -> None:
+        begin = 0
+        for tensor in tensors:
+            part = torch.from_numpy(values[begin : begin + tensor.numel()])
+            tensor.copy_(part.view(tensor.shape))
+            begin += tensor.numel()
+
+
+def check_equal(replica: ModelReplica, strategy: str, group: Group, name: str) -> None:
+    """Raise ``ConfigurationError`` on all ranks unless all have the same parameters. Collective.
+
+    Args:
+        replica: The parameters.
+        strategy: The name of the strategy, for the message.
+        group: The ranks.
+        name: Different from that of every other optimizer of the group.
+    """
+    everything = replica.read(range(len(replica.sizes)))
+    digest = hashlib.sha256(everything.data).hexdigest()
+    try:
+        group.agree(f"{name}/strategy", {"the parameters at the begin": digest})
+    except PlanMismatchError as error:
+        raise ConfigurationError(
+            f"the ranks begin with different parameters, which {strategy} does not bring together: call "
+            "tr.broadcast_parameters(model, group) before DistributedOptimizer on every rank"
+        ) from error

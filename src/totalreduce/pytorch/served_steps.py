@@ -1,0 +1,377 @@
+"""The steps of a strategy with servers: each rank is a worker, and the server of a share of the parameters.
+
+The parameters are dealt out whole. A server has its own copy of them, and a torch optimizer of the program's kind. A
+thread receives what workers push and answers; what this rank pushes to its own server needs no message. The messages
+between a worker and a server have one length each, which both know:
+
+* from the worker: a header (its clock, and the version of the parameters that it has used), the learning rates of the
+  optimizer's groups, and the gradient;
+* from the server: a header (the version, and the staleness of the gradient), and the parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import struct
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from totalreduce.foundation.errors import DeadlineExceededError, GroupClosed
+from totalreduce.foundation.forking import HomeProcess
+from totalreduce.groups.group import Group
+from totalreduce.kernels.arrays import Array
+from totalreduce.pytorch.replica import ModelReplica, check_equal
+from totalreduce.strategies.served import Answer, Push, ServedStrategy
+from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.work import Work
+
+__all__ = ["ServedSteps", "shares_of"]
+
+#: Of a message to a server: clock and version. A clock of -1: the worker has finished.
+_PUSH = struct.Struct("<qq")
+#: Of an answer: version and staleness. A staleness of -1: the gradient counts later.
+_ANSWER = struct.Struct("<qq")
+_PUSHES, _ANSWERS = 0, 1
+#: How long the server's thread waits for a message before it looks at the time.
+_LOOK_S = 0.05
+#: How long the end of the thread is waited for.
+_END_S = 5.0
+
+
+def shares_of(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Return the tensors of each share: the largest first, each to the share that is smallest so far."""
+    shares: list[list[int]] = [[] for _ in range(count)]
+    totals = [0] * count
+    for tensor in sorted(range(len(sizes)), key=lambda tensor: (-sizes[tensor], tensor)):
+        smallest = totals.index(min(totals))
+        shares[smallest].append(tensor)
+        totals[smallest] += sizes[tensor]
+    return [sorted(share) for share in shares]
+
+
+@final
+class _Share:
+    """The parameters of which this rank is the server, and their optimizer."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], inner: torch.optim.Optimizer) -> None:
+        """Copy the parameters; ``inner``: the worker's optimizer."""
+        self._copies = {parameter: torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters}
+        self._optimizer = _optimizer_like(inner, self._copies)
+        self._replica = ModelReplica(list(self._copies.values()), inner)
+        self.rates: Array = np.zeros(0)  #: The learning rates of the next update, by group.
+
+    def values(self) -> Array:
+        """Return a copy of the parameters as they are now."""
+        return self._replica.read(range(len(self._copies)))
+
+    def apply(self, gradient: Array, factor: float) -> None:
+        """Take a step with a gradient times a factor."""
+        begin = 0
+        for copy in self._copies.values():
+            part = torch.from_numpy(gradient[begin : begin + copy.numel()]).view(copy.shape)
+            copy.grad = (part * factor).to(copy.dtype)
+            begin += copy.numel()
+        if self._optimizer is not None:
+            for group, rate in zip(self._optimizer.param_groups, self.rates, strict=True):
+                group["lr"] = float(rate)
+            self._optimizer.step()
+
+
+@final
+class _Server:
+    """The server of this rank: a thread that receives what other workers push, and answers. Any thread may call it."""
+
+    def __init__(self, strategy: ServedStrategy, share: _Share, group: Group, num_rates: int) -> None:
+        """``num_rates``: the number of learning rates in a message."""
+        self._share, self._group, self._num_rates = share, group, num_rates
+        self._session = strategy.serve(group.world_size, share.apply)
+        self._lock = threading.Condition()
+        self._own_answer: Array | None = None
+        self._sent = _Sent()
+        self._error: BaseException | None = None
+        self._unfinished = set(range(group.world_size))
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="totalreduce-server", daemon=True)
+        if share.values().size:
+            self._thread.start()
+
+    def observed(self) -> tuple[Counter[int], int]:
+        """Return how often each staleness was observed, and the largest lead of a worker."""
+        with self._lock:
+            return Counter(self._session.staleness), self._session.lead
+
+    def values(self) -> Array:
+        """Return a copy of the parameters as they are now."""
+        with self._lock:
+            return self._share.values()
+
+    def take(self, worker: int, message: bytes) -> None:
+        """Give a worker's message to the session, and answer whom it says."""
+        clock, version = _PUSH.unpack_from(message)
+        gradient = np.frombuffer(message, self._share.values().dtype, offset=_PUSH.size + 8 * self._num_rates).copy()
+        now = time.monotonic()
+        with self._lock:
+            if clock < 0:
+                self._unfinished.discard(worker)
+                self._answer(self._session.finished(worker, now))
+                self._lock.notify_all()
+                return
+            self._share.rates = np.frombuffer(message, np.float64, self._num_rates, _PUSH.size)
+            self._answer(self._session.push(Push(worker, clock, version, gradient), now))
+
+    def await_own_answer(self, timeout_s: float) -> Array | None:
+        """Return the answer to this rank's own worker, uint8; ``None`` if there is none in time."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._own_answer is not None or self._error is not None, timeout_s)
+            if self._error is not None:
+                raise self._error
+            answer, self._own_answer = self._own_answer, None
+        return answer
+
+    def await_others(self, timeout_s: float) -> list[int]:
+        """Wait until all workers have finished; return those that have not in time."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._unfinished or self._error is not None, timeout_s)
+            if self._error is not None:
+                raise self._error
+            return sorted(self._unfinished)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed = True
+        if self._thread.ident is not None:
+            self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        try:
+            while self._unfinished - {self._group.rank} and not self._is_closed:
+                self._receive_one()
+            while self._unfinished and not self._is_closed:  # this rank's own worker goes on
+                time.sleep(_LOOK_S)
+                self._look_at_time()
+        except BaseException as error:
+            with self._lock:
+                self._error = error
+                self._lock.notify_all()
+
+    def _receive_one(self) -> None:
+        """Receive a message of another worker, and look at the time meanwhile."""
+        message = torch.empty(_PUSH.size + 8 * self._num_rates + self._share.values().nbytes, dtype=torch.uint8)
+        work = self._group.recv(message, src=None, tag=_PUSHES)
+        while not self._is_closed:
+            try:
+                work.wait(_LOOK_S)
+            except DeadlineExceededError:
+                self._look_at_time()
+            else:
+                assert work.source is not None
+                self.take(work.source, message.numpy().tobytes())
+                return
+
+    def _look_at_time(self) -> None:
+        with self._lock:
+            due = self._session.due()
+            if due is not None and time.monotonic() >= due:
+                self._answer(self._session.tick(time.monotonic()))
+
+    def _answer(self, answers: Sequence[Answer]) -> None:
+        """Send the parameters as they are now. Under the lock."""
+        if not answers:
+            return
+        values = self._share.values().tobytes()
+        for answer in answers:
+            message = _ANSWER.pack(self._session.version, -1 if answer.staleness is None else answer.staleness) + values
+            if answer.worker == self._group.rank:
+                self._own_answer = np.frombuffer(bytearray(message), np.uint8)
+                self._lock.notify_all()
+            elif answer.worker in self._unfinished:
+                self._sent.send(self._group, message, answer.worker, _ANSWERS)
+
+
+@final
+class _Sent:
+    """Messages that have not left yet, whose memory must stay."""
+
+    def __init__(self) -> None:
+        self._works: deque[tuple[Work, torch.Tensor]] = deque()
+
+    def send(self, group: Group, message: bytes, to: int, tag: int) -> None:
+        """Send a message. Raises the error of an earlier one that could not be sent."""
+        block = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        self._works.append((group.send(block, dst=to, tag=tag), block))
+        while self._works and self._works[0][0].done():
+            ended, _ = self._works.popleft()
+            error = ended.exception()
+            if error is not None and not isinstance(error, GroupClosed):
+                raise error
+
+
+def _optimizer_like(
+    inner: torch.optim.Optimizer, copies: Mapping[torch.nn.Parameter, torch.nn.Parameter]
+) -> torch.optim.Optimizer | None:
+    """Return an optimizer of the same kind and settings for copies of some parameters; ``None`` if there are none."""
+    if not copies:
+        return None
+    groups = [
+        {**group, "params": [copies[parameter] for parameter in group["params"] if parameter in copies]}
+        for group in inner.param_groups
+    ]
+    accepted = inspect.signature(type(inner)).parameters
+    return type(inner)(groups, **{name: value for name, value in inner.defaults.items() if name in accepted})
+
+
+@final
+@never_compiled
+class ServedSteps:
+    """A strategy with servers on this rank.
+
+    Attributes:
+        strategy: Its settings.
+    """
+
+    exchanges_gradients = False
+
+    def __init__(
+        self,
+        strategy: ServedStrategy,
+        parameters: Sequence[torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        group: Group,
+        name: str,
+    ) -> None:
+        """Begin. Collective; arguments and errors as for ``LocalSteps``."""
+        self.strategy, self._inner = strategy, optimizer
+        self._home = HomeProcess("the server of a strategy")
+        self._replica = ModelReplica(parameters, optimizer)
+        check_equal(self._replica, strategy.name, group, name)
+        self._group = group.control.subgroup(range(group.world_size), name=f"{name}.servers")
+        self._parameters = list(parameters)
+        self._shares = shares_of(self._replica.sizes, group.world_size)
+        share = _Share([self._parameters[tensor] for tensor in self._shares[group.rank]], optimizer)
+        self._server = _Server(strategy, share, self._group, len(optimizer.param_groups))
+        self._clock = 0
+        self._versions = [0] * group.world_size  #: By server: the version of the parameters that this rank has.
+        self._sent = _Sent()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Push this rank's gradients to the servers, and take over the parameters that they answer with.
+
+        Returns:
+            The closure's loss, of this rank.
+
+        Raises:
+            PeerLost: A rank is lost.
+            DeadlineExceededError: A server does not answer within the group's ``timeout_s``: a bound holds this rank
+                back, and the others do not go on.
+        """
+        self._home.check()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        answers = self._push(self._clock)
+        self._clock += 1
+        for server, answer in answers.items():
+            self._versions[server], _ = _ANSWER.unpack_from(answer.data)
+            self._replica.write(self._shares[server], answer[_ANSWER.size :].view(self._replica.dtype))
+        return loss
+
+    def stepped(self) -> None:
+        """Do nothing: ``step`` has done everything."""
+
+    def finish(self) -> None:
+        """Wait until all ranks have called this, and take over the final parameters. Collective.
+
+        Ranks may have taken different numbers of steps. Afterwards all have the same parameters.
+
+        Raises:
+            PeerLost: A rank is lost.
+            DeadlineExceededError: Another rank has not called this within the group's ``timeout_s``.
+        """
+        group = self._group
+        self._push(-1)
+        if self._shares[group.rank]:
+            late = self._server.await_others(group.timeout_s)
+            if late:
+                raise DeadlineExceededError(
+                    f"rank(s) {late} have not called local_steps.finish() within {group.timeout_s:g} s"
+                )
+        for server, share in enumerate(self._shares):
+            if share:
+                empty = np.empty(self._num_elements(share), self._replica.dtype)
+                values = self._server.values() if server == group.rank else empty
+                group.broadcast(torch.from_numpy(values), root=server, name=f"final/{server}")
+                self._replica.write(share, values)
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """How often each staleness was observed by this rank's server."""
+        return self._server.observed()[0]
+
+    @property
+    def lead(self) -> int:
+        """The largest number of steps by which this rank's server has seen a worker ahead of the slowest one."""
+        return self._server.observed()[1]
+
+    def close(self) -> None:
+        """End the server, after which no worker is answered: call ``finish`` before. Harmless when called twice."""
+        if self._home.is_here:
+            self._server.close()
+
+    def _push(self, clock: int) -> dict[int, Array]:
+        """Send a gradient, or with a clock of -1 the end, to all servers; return their answers, uint8."""
+        group, is_last = self._group, clock < 0
+        rates = np.array([float(each["lr"]) for each in self._inner.param_groups], np.float64)
+        waiting: dict[int, tuple[Work, torch.Tensor]] = {}
+        for server, share in enumerate(self._shares):
+            if not share:
+                continue
+            gradient = self._gradient(share, is_last=is_last)
+            message = _PUSH.pack(clock, self._versions[server]) + rates.tobytes() + gradient.tobytes()
+            if server == group.rank:
+                self._server.take(group.rank, message)
+                continue
+            if not is_last:
+                answer = torch.empty(_ANSWER.size + gradient.nbytes, dtype=torch.uint8)
+                waiting[server] = group.recv(answer, src=server, tag=_ANSWERS), answer
+            self._sent.send(group, message, server, _PUSHES)
+        answers: dict[int, Array] = {}
+        if self._shares[group.rank] and not is_last:
+            own = self._server.await_own_answer(group.timeout_s)
+            if own is None:
+                raise self._held_back(group.rank)
+            answers[group.rank] = own
+        for server, (work, answer) in waiting.items():
+            try:
+                work.wait()
+            except DeadlineExceededError as error:
+                raise self._held_back(server) from error
+            answers[server] = answer.numpy()
+        return answers
+
+    def _held_back(self, server: int) -> DeadlineExceededError:
+        return DeadlineExceededError(
+            f"rank {server}, a server, has not answered within {self._group.timeout_s:g} s: {self.strategy.name} holds "
+            "this rank back until other ranks go on. Do all ranks train, or call local_steps.finish()?"
+        )
+
+    def _num_elements(self, share: Sequence[int]) -> int:
+        return sum(self._replica.sizes[tensor] for tensor in share)
+
+    def _gradient(self, share: Sequence[int], *, is_last: bool) -> Array:
+        """Return the gradients of a share, zeros where a parameter has none."""
+        flat = np.zeros(self._num_elements(share), self._replica.dtype)
+        begin = 0
+        for tensor in share:
+            grad, end = self._parameters[tensor].grad, begin + self._replica.sizes[tensor]
+            if grad is not None and not is_last:
+                dense = grad.to_dense() if grad.is_sparse else grad
+                torch.from_numpy(flat[begin:end]).copy_(dense.detach().reshape(-1))
+            begin = end
+        return flat

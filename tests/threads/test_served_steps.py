@@ -1,0 +1,210 @@
+"""Strategies with servers, on real ranks: what is applied, what is observed, and how they end."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from optimizer_cases import Net, all_equal, batches, flat, loss_of, shard
+
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError
+from totalreduce.groups.group import Group
+from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.pytorch.served_steps import shares_of
+from totalreduce.strategies.served import Async, Eager, Quorum, ServedStrategy, SoftSync, StaleSynchronous
+from totalreduce.testing import run_ranks
+
+SIZES = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
+STRATEGIES = [
+    Async(),
+    Async(max_staleness=6, scale="none"),
+    StaleSynchronous(slack=2),
+    SoftSync(n=1),
+    Quorum(n=1, grace_s=0.01),
+    Eager(mode="solo"),
+]
+
+
+class Counting(torch.nn.Module):
+    """Five parameters whose gradients are ones: with SGD each update moves all elements alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = torch.nn.ParameterList([torch.zeros(size, dtype=torch.float64) for size in (3, 40, 7, 1, 12)])
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return sum((part.sum() for part in self.parts), torch.zeros(())) * factor
+
+
+def served(group: Group, model: torch.nn.Module, sync: ServedStrategy, lr: float = 1.0) -> DistributedOptimizer:
+    inner = torch.optim.SGD(model.parameters(), lr=lr)
+    return DistributedOptimizer(inner, model, group=group, sync=sync)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize(
+    "sync", [Async(scale="none"), Async(max_staleness=6, scale="none"), StaleSynchronous(slack=2)], ids=str
+)
+def test_every_gradient_is_applied_once(world_size: int, sync: ServedStrategy) -> None:
+    """Ranks take different numbers of steps, and one of them is slow."""
+
+    def body(group: Group) -> tuple[torch.Tensor, dict[int, int]]:
+        model = Counting()
+        optimizer = served(group, model, sync)
+        for _ in range(6 + group.rank):
+            optimizer.zero_grad()
+            model(-float(10**group.rank)).backward()
+            time.sleep(0.005 if group.rank == 0 else 0.0)
+            optimizer.step()
+        optimizer.local_steps.finish()
+        optimizer.close()
+        return flat(model), dict(optimizer.local_steps.staleness)
+
+    total = sum((6 + rank) * 10**rank for rank in range(world_size))
+    for parameters, staleness in run_ranks(world_size, body):
+        torch.testing.assert_close(parameters, torch.full_like(parameters, total), rtol=0, atol=1e-9)
+        assert sum(staleness.values()) in (0, sum(6 + rank for rank in range(world_size)))
+        if isinstance(sync, Async) and sync.max_staleness is not None:
+            assert max(staleness, default=0) <= 6
+
+
+@pytest.mark.parametrize("sync", STRATEGIES, ids=str)
+def test_training_comes_to_an_end_with_equal_parameters_and_a_small_loss(sync: ServedStrategy) -> None:
+    def body(group: Group) -> tuple[torch.Tensor, float, float]:
+        torch.manual_seed(3)
+        model = Net(torch.float32)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5), model, group=group, sync=sync
+        )
+        [batch] = batches(1, dtype=torch.float32)
+        before = float(loss_of(model, batch).detach())
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss_of(model, shard(batch, group)).backward()
+            optimizer.step()
+        optimizer.local_steps.finish()
+        optimizer.close()
+        return flat(model), before, float(loss_of(model, batch).detach())
+
+    results = run_ranks(3, body)
+    assert all_equal([parameters for parameters, *_ in results])
+    for _, before, after in results:
+        assert after < 0.5 * before
+
+
+def test_a_slow_rank_does_not_hold_the_others_up() -> None:
+    def body(group: Group) -> float:
+        model = Counting()
+        optimizer = served(group, model, Async())
+        begin = time.monotonic()
+        for _ in range(3 if group.rank == 0 else 10):
+            optimizer.zero_grad()
+            model(1.0).backward()
+            time.sleep(0.3 if group.rank == 0 else 0.0)
+            optimizer.step()
+        seconds = time.monotonic() - begin
+        optimizer.local_steps.finish()
+        optimizer.close()
+        return seconds
+
+    slow, *others = run_ranks(3, body)
+    assert slow >= 0.9
+    assert max(others) < 0.6
+
+
+def test_learning_rates_are_those_of_the_worker() -> None:
+    def body(group: Group) -> torch.Tensor:
+        model = Counting()
+        optimizer = served(group, model, Async(scale="none"))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(-1.0).backward()
+            optimizer.step()
+            schedule.step()
+        optimizer.local_steps.finish()
+        optimizer.close()
+        return flat(model)
+
+    for parameters in run_ranks(2, body):
+        torch.testing.assert_close(parameters, torch.full_like(parameters, 2 * 1.75))
+
+
+@pytest.mark.parametrize(
+    "sync", [Async(max_staleness=0), StaleSynchronous(slack=0), SoftSync(n=3), Quorum(n=3)], ids=str
+)
+def test_without_slack_the_bits_are_those_of_synchronous_steps(sync: ServedStrategy) -> None:
+    def body(group: Group) -> list[torch.Tensor]:
+        trained = []
+        for which in (None, sync):
+            model = Net(torch.float32)
+            optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model, group=group, sync=which)
+            for batch in batches(5, dtype=torch.float32):
+                optimizer.zero_grad()
+                loss_of(model, shard(batch, group)).backward()
+                optimizer.step()
+            optimizer.close()
+            trained.append(flat(model))
+        return trained
+
+    for synchronous, other in run_ranks(3, body):
+        torch.testing.assert_close(other, synchronous, rtol=0, atol=0)
+
+
+def test_a_rank_that_is_held_back_for_too_long_says_why() -> None:
+    def body(group: Group) -> str:
+        model = Counting()
+        optimizer = served(group, model, StaleSynchronous(slack=1))
+        if group.rank == 1:
+            time.sleep(2.5)
+            optimizer.close()
+            return ""
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(1.0).backward()
+            try:
+                optimizer.step()
+            except DeadlineExceededError as error:
+                return str(error)
+        return "nobody waits"
+
+    said, _ = run_ranks(2, body, engine=EngineConfig(timeout_s=1.0))
+    assert "stale_synchronous" in said
+    assert "Do all ranks train" in said
+
+
+def test_more_ranks_than_parameters() -> None:
+    def body(group: Group) -> float:
+        model = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = served(group, model, Async(scale="none"))
+        for _ in range(3):
+            optimizer.zero_grad()
+            (-model.weight.sum()).backward()
+            optimizer.step()
+        optimizer.local_steps.finish()
+        optimizer.close()
+        return float(model.weight.detach()[0, 1])
+
+    assert run_ranks(3, body) == [9.0] * 3
+
+
+def test_shares_are_of_about_the_same_size() -> None:
+    assert shares_of([10, 1, 9, 5, 5], 2) == [[0, 4], [1, 2, 3]]
+    assert shares_of([4], 3) == [[0], [], []]
+    sizes = list(range(1, 30))
+    shares = shares_of(sizes, 4)
+    assert sorted(tensor for share in shares for tensor in share) == list(range(29))
+    totals = [sum(sizes[tensor] for tensor in share) for share in shares]
+    assert max(totals) - min(totals) <= 4
+
+
+def test_an_impossible_bound_is_refused_on_every_rank() -> None:
+    def body(group: Group) -> None:
+        model = Counting()
+        with pytest.raises(ConfigurationError, match="at least 2, or 0"):
+            served(group, model, Async(max_staleness=1))
+
+    run_ranks(3, body)
