@@ -148,6 +148,12 @@ def test_after_the_loss_of_all_ranks_a_new_job_goes_on_from_the_snapshot(tmp_pat
     first = Run(tmp_path / "first", 2, *kind, str(snapshots), "--die", deaths, on_loss="replace", restarts=0)
     assert first.result.exit_code == 137
     assert not first.finals
+    # Neither may this job begin anew by itself after it has taken a step.
+    later = "0:17:forward,1:17:forward"
+    lost = Run(tmp_path / "lost", 2, *kind, str(snapshots), "--die", later, on_loss="replace", restarts=2)
+    assert "the job begins with version 15" in lost.result.errors[0]
+    assert any("all processes that had the state of the job have ended" in text for text in lost.result.errors)
+    assert not lost.finals
     second = Run(tmp_path / "second", 2, *kind, str(snapshots), on_loss="replace")
     assert second.result.exit_code == 0, second.result.errors
     assert "the job begins with version 15" in second.result.errors[0]

@@ -85,6 +85,7 @@ class Plan:
         crash_at: Instead of random faults: (turn, seat) of crashes.
         store_lost_at: Turns at which the store is lost, too.
         store_faults: Whether random faults take the store, too.
+        hears: How likely the launcher learns in a turn what is new in the store.
     """
 
     policy: Policy
@@ -94,6 +95,7 @@ class Plan:
     crash_at: tuple[tuple[int, int], ...] = ()
     store_lost_at: tuple[int, ...] = ()
     store_faults: bool = False
+    hears: float = 0.3
 
 
 class Process:
@@ -143,9 +145,7 @@ class Process:
 
     def meet(self, *, has_voted: bool) -> Generator[bool, None, Decision | None]:
         self.leave()
-        decision = yield from self.assembly.meeting(
-            Report(self.seat, self.incarnation, self.has_state, self.version, has_voted)
-        )
+        decision = yield from self.assembly.meeting(Report(self.seat, self.incarnation, self.has_state, self.version))
         if decision is not None:
             self.job.decided(decision)
         return decision
@@ -360,7 +360,7 @@ class SimulatedJob:
     def _keep_store(self) -> None:
         """Note what the store has, now and then, and start it again if it is lost."""
         if not self.store.is_lost:
-            if self._store_random.random() < 0.3:
+            if self._store_random.random() < self.plan.hears:
                 self._begun_was_told = BEGUN in self.store.values
                 self._first_epoch = max(self._first_epoch, max(self._decisions, default=0) + 1)
         elif self.now >= self._store_restart_at:

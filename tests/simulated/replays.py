@@ -221,7 +221,7 @@ class Replayer:
         while True:
             self.leave()
             self.check_not_ended()
-            report = Report(self.seat, self.incarnation, self.has_state, self.version, self.versions.is_in_vote)
+            report = Report(self.seat, self.incarnation, self.has_state, self.version)
             decision = yield from self.assembly.meeting(report)
             if decision is None:
                 self.check_not_ended()

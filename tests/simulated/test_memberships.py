@@ -37,6 +37,15 @@ def test_seats_that_are_taken_later_join_and_end_with_the_same_state() -> None:
     assert {(size, seats) for size, seats, complete in sizes if complete} == {(size, seats) for size, seats, _ in sizes}
 
 
+def test_the_store_is_lost_before_and_after_seats_are_taken() -> None:
+    """The launcher may not have learned that the job has begun, and seats that were taken later come first."""
+    for seed in range(90):
+        size = 1 + seed % 3
+        policy = Policy("shrink", size, settle_s=5.0, deadline_s=1e9, max_ranks=2 * size + 1)
+        store_lost_at = (30 + 7 * (seed % 30), 400 + 11 * (seed % 20))
+        SimulatedJob(Plan(policy, target=30, store_lost_at=store_lost_at, hears=0.005), seed).run()
+
+
 def test_a_rank_that_was_frozen_until_the_end_is_an_error_there() -> None:
     """In this course the others go on without a rank of the first epoch, and it wakes when they have finished."""
     job = SimulatedJob(plan_of(82223), 82223)

@@ -71,6 +71,21 @@ def test_only_the_loss_of_a_rank_ends_an_attempt_without_an_error() -> None:
         raise PeerLost(1, "gone")
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
+def test_an_error_that_the_program_makes_of_a_loss_is_its_own(error: type[BaseException]) -> None:
+    def body() -> None:
+        with attempt_of(make_state()):
+            try:
+                raise PeerLost(1, "gone")
+            except PeerLost as cause:
+                if error is ValueError:
+                    raise error("has hidden the loss") from None
+                raise error("ends the program") from cause
+
+    with pytest.raises(error):
+        body()
+
+
 @pytest.mark.parametrize("is_complete", [True, False])
 def test_a_job_that_the_others_have_ended(monkeypatch: pytest.MonkeyPatch, is_complete: bool) -> None:
     """A rank that had come to its end has ended, too. One that had not has lost its part of the job."""

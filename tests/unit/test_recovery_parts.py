@@ -75,6 +75,16 @@ def test_more_ranks_than_samples_leave_ranks_without_a_sample() -> None:
     assert [len(list(sampler)) for sampler in samplers] == [1, 1, 0]
 
 
+def test_ranks_join_after_a_block_without_samples_only_if_the_next_step_has_samples_for_them() -> None:
+    """Such as the block of ``job.once`` between two steps: the step that follows it is the next one."""
+    sampler = placed(7, 2, 0, 2)
+    sampler.advance()
+    assert (sampler.next_total, sampler.has_samples_for(4, 1)) == (3, True)
+    assert [sampler.has_samples_for(world_size, 0) for world_size in (3, 4)] == [True, False]
+    sampler.advance()
+    assert (sampler.next_total, sampler.has_samples_for(4, 0)) == (0, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [((iter([]), 1), "data set with a length"), ((0, 1), "at least 1"), ((5, 0), "at least 1"), ((5, 1.5), "whole")],
@@ -215,7 +225,7 @@ def decide(on_loss, reports, ended=(), last=LAST, now=0.0, **options):
 
 
 def test_the_version_is_the_largest_of_all_reports_also_of_processes_that_have_ended() -> None:
-    reports = [Report(0, 0, True, 10, True), Report(1, 0, True, 11), Report(2, 1, True, 10), Report(1, 1)]
+    reports = [Report(0, 0, True, 10), Report(1, 0, True, 11), Report(2, 1, True, 10), Report(1, 1)]
     decision = decide("replace", reports, ended=[(1, 0)])
     assert decision == Decision(5, (Member(0, 0, True), Member(1, 1, False), Member(2, 1, True)), 11)
     assert (decision.source, decision.newcomers, decision.rank_of(1, 1), decision.rank_of(1, 0)) == (0, (1,), 1, None)

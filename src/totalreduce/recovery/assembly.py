@@ -76,9 +76,10 @@ class Assembly:
         self.policy, self.seat, self.incarnation = policy, seat, incarnation
         self.current: Decision | None = None
         self._waits_since = self._looked_at = clock()
+        self._has_begun = False  #: Whether a block has taken effect on this process.
         self._num_said = 0
 
-    def meet(self, *, has_state: bool = False, version: int = 0, has_voted: bool = False) -> Decision | None:
+    def meet(self, *, has_state: bool = False, version: int = 0) -> Decision | None:
         """Take part in the decision of the next epoch; return it when it is made. This process is a member.
 
         The arguments are the attributes of ``Report``.
@@ -91,7 +92,7 @@ class Assembly:
                 the others have gone on without this process, which was silent for too long; or the store is gone, and
                 the launcher has not started another one before the deadline.
         """
-        meeting = self.meeting(Report(self.seat, self.incarnation, has_state, version, has_voted))
+        meeting = self.meeting(Report(self.seat, self.incarnation, has_state, version))
         pause_s = _PAUSE_S
         while True:
             try:
@@ -175,7 +176,10 @@ class Assembly:
         return any(each.incarnation > ended.get(each.seat, -1) for each in reports if not each.has_state)
 
     def begin(self) -> None:
-        """Note that the first block has taken effect."""
+        """Note that a block has taken effect on this process. Only the first call does something."""
+        if self._has_begun:
+            return
+        self._has_begun = True
         self._store.set_if_connected(BEGUN, "yes", lasting=True)
 
     def has_begun(self) -> bool:
@@ -192,8 +196,11 @@ class Assembly:
         return self._until_connected(lambda: self._store.first_lasting(f"{PREFIX}/value/{name}", value))
 
     def value(self, name: str) -> str:
-        """Return the value that ``first_value`` has set under a name; "" if there is none."""
-        return self._until_connected(lambda: self._store.text(f"{PREFIX}/value/{name}"))
+        """Return the value that ``first_value`` has set under a name; "" if there is none.
+
+        All processes that have read the value can set it again in a store that begins anew.
+        """
+        return self._until_connected(lambda: self._store.lasting_text(f"{PREFIX}/value/{name}"))
 
     def check_equal(self, name: str, description: str) -> None:
         """Compare a description of this process's program with that of the process that came first.
@@ -234,7 +241,10 @@ class Assembly:
         while True:
             yield False
             self._say_that_it_waits()
-            ended = self._read_ended()  # before the reports: what a process has reported counts although it has ended
+            # The ends are read before the reports, so that a report counts although its process has ended since. (The
+            # report of a process that ends between its report and its count may be overlooked. If it was the only one
+            # that had applied its block, the others repeat the block.)
+            ended = self._read_ended()
             yield False
             now = self._clock()
             count = self._store.number(_count_key(epoch))

@@ -75,7 +75,7 @@ class Attempt(Run):
             snapshots: Writes the state to disk.
             copies: Keeps copies of a sharded state.
         """
-        super().__init__(group, assembly, number, has_begun=state is not None and state.version > 0)
+        super().__init__(group, assembly, number)
         self._known_state, self._seed = state, seed
         self._snapshots, self._copies = snapshots, copies
         self.preempted = False

@@ -107,13 +107,14 @@ class Dealer(ABC):
         """Return the number of samples that are left after the next step; ``None``: many, or unknown."""
 
     def has_samples_for(self, world_size: int, num_parts: int) -> bool:
-        """Whether each of so many ranks has samples in all steps that follow the present block.
+        """Whether each of so many ranks has samples in all blocks that follow the present one.
 
         Args:
             world_size: The number of ranks.
-            num_parts: The number of parts of the present step.
+            num_parts: The number of parts of the present step; 0: the present block works on no samples.
         """
-        if self.part + 1 < num_parts and self.next_total < world_size:
+        is_last_part = num_parts > 0 and self.part + 1 >= num_parts
+        if not is_last_part and 0 < self.next_total < world_size:
             return False
         left = self._left_after_step()
         return not left or left >= world_size

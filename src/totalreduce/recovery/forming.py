@@ -41,6 +41,7 @@ __all__ = [
     "begin_from_disk",
     "compare_states",
     "end_too_late",
+    "ended_early",
     "enter_next_epoch",
     "form_group",
     "open_assembly",
@@ -98,8 +99,9 @@ def form_group(assembly: Assembly, formation: Callable[..., Group]) -> Group:
     meeting = StoreRank(assembly.store_of_epoch(), rank, len(decision.members), decision.epoch, assembly.interruption)
     group = formation(store=meeting, **options)
     measured = probe.selector_of(group).links
-    if rank == 0 and not links and measured.source == "measured":
-        # All epochs use the same numbers, so that they choose the same schedules, and get the same bits.
+    if not links and measured.source == "measured":
+        # All epochs use the same numbers, so that they choose the same schedules, and get the same bits. Every rank
+        # sets them, so that they outlive the store and all ranks but one.
         assembly.first_value("links", json.dumps(asdict(measured)))
     return group
 
@@ -209,6 +211,11 @@ def end_too_late(assembly: Assembly) -> NoReturn:
         raise RecoveryError(f"rank {assembly.seat}: the job ended before this process could join it")
     _log.info("the job ended before this process could join it")
     raise SystemExit(0)
+
+
+def ended_early() -> RecoveryError:
+    """Return the error of a rank that has not come to the end of the job when the others have."""
+    return RecoveryError("the other ranks have come to the end of the job, and this rank has not")
 
 
 def report_loss(assembly: Assembly, rank: int, error: PeerLost) -> None:

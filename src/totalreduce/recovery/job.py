@@ -30,6 +30,7 @@ from totalreduce.recovery.forming import (
     begin_from_disk,
     compare_states,
     end_too_late,
+    ended_early,
     enter_next_epoch,
     form_group,
     open_assembly,
@@ -482,9 +483,10 @@ class Job:
                 self._agreed = Wish(self._own.end_vote())
             except PeerLost as error:
                 self._leave_group(error)
-                decision = assembly.meet(has_state=True, version=self.state.version, has_voted=True)
-                if decision is None or decision.version <= self.state.version:
-                    assert decision is not None, "a job ends after the vote of its last block"
+                decision = assembly.meet(has_state=True, version=self.state.version)
+                if decision is None:
+                    raise ended_early() from error
+                if decision.version <= self.state.version:
                     raise _RepeatBlock(decision) from None
                 self._pending = decision
         elif handles_signals(self._options.snapshots):
@@ -500,7 +502,7 @@ class Job:
         """Count a block that has taken effect."""
         self.group.operations.runner.refusal = ""
         self.state.count(self._kind.label)
-        if self.state.version == 1 and self._assembly is not None:
+        if self._assembly is not None:
             self._assembly.begin()
         self.state.drop_gradients()
         self._optimizers.end_block()
@@ -579,7 +581,7 @@ class Job:
             self._left = (time.time(), "other processes join")
             self.group.close(_CLOSE_S, reason="the members of the group change")
         if not self._form_group(has_state=True, decision=decision):
-            raise RecoveryError("the other ranks have come to the end of the job, and this rank has not")
+            raise ended_early()
 
     def _form_group(self, *, has_state: bool, decision: Decision | None = None) -> bool:
         """Decide on the next epoch, if ``decision`` is not it, and form its group. This rank then has the state.
@@ -640,7 +642,8 @@ class Job:
                 self.group.barrier()
             except PeerLost as error:
                 self._leave_group(error)
-                if not self._form_group(has_state=True):
+                # After a signal the last version is on disk, and no process is to take the place of one that has ended.
+                if self.preempted or not self._form_group(has_state=True):
                     return
             else:
                 self._assembly.finish()

@@ -111,6 +111,13 @@ class LauncherStore:
             raise ProtocolError(f"{key!r} in the store is longer than any rank writes it")
         return value.decode(errors="replace")
 
+    def lasting_text(self, key: str) -> str:
+        """Do what ``text`` does; the value, if there is one, is set again in a store that begins anew."""
+        value = self.text(key)
+        if value:
+            self._lasting[key] = value
+        return value
+
     def is_set(self, key: str) -> bool:
         """Whether the store has a value of a key. Raises ``StoreLost``."""
         return bool(self._access(lambda: self.raw.check([key])))

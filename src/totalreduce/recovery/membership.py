@@ -37,7 +37,8 @@ class Policy:
         settle_s: With ``"shrink"``: how long a process of the last epoch may take to report after the first report,
             before the others go on without it. It must be longer than the time after which silence counts as a loss,
             because a process that has not noticed the loss yet does not report.
-        deadline_s: How long a process waits for a decision before it gives up.
+        deadline_s: How long a process waits for a decision before it gives up. For a process that joins, the time
+            begins when a member of the last epoch comes to the decision.
         max_ranks: With ``"shrink"``: the number of seats, which is the largest number of ranks. By default as many as
             the job begins with.
     """
@@ -71,16 +72,14 @@ class Report:
         seat: Its seat.
         incarnation: How often its seat was started before it.
         has_state: Whether it has the state of the job. A process that was just started has not.
-        version: With the state: its version.
-        has_voted: With the state: whether the process was in the vote of its block when the group ended. It does not
-            know whether the vote has passed.
+        version: With the state: its version. A process that was in the vote of its block when the group ended does not
+            know whether the vote has passed, and reports the version before it.
     """
 
     seat: int
     incarnation: int
     has_state: bool = False
     version: int = 0
-    has_voted: bool = False
 
     def encode(self) -> str:
         """Return the text for the store."""
@@ -95,8 +94,8 @@ class Report:
         """
         with _reading(text, "report") as fields:
             numbers = [_number(fields[name]) for name in ("seat", "incarnation", "version")]
-            flags = [_flag(fields[name]) for name in ("has_state", "has_voted")]
-        return cls(numbers[0], numbers[1], flags[0], numbers[2], flags[1])
+            has_state = _flag(fields["has_state"])
+        return cls(numbers[0], numbers[1], has_state, numbers[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,8 @@ class Membership:
         Args:
             policy: The policy of the job.
             epoch: The number of the epoch.
-            last: The decision of the epoch before; ``None`` for the first epoch.
+            last: The decision of the epoch before; ``None`` for the first epoch, and for a process that comes to the
+                first decision in a store that has begun anew.
             now: The time in seconds.
         """
         self._policy, self._epoch, self._last = policy, epoch, last
@@ -224,14 +224,17 @@ class Membership:
                 f"epoch {self._epoch}: all processes that had the state of the job have ended, so nothing is left to "
                 "recover from. Start the job again from a checkpoint on disk"
             )
+        if self._is_group_at_work():
+            self._give_up_at = now + self._policy.deadline_s
         if now >= self._give_up_at:
-            raise RecoveryError(self._shortage(living))
+            raise RecoveryError(self._shortage(living, has_source=has_source))
         return None
 
     def _is_complete(self, living: Mapping[int, Report], now: float, *, has_source: bool) -> bool:
         policy = self._policy
         if not self._has_begun:
-            return len(living) >= policy.world_size
+            # Somebody who is awaited may have taken the first step, which this process does not know yet.
+            return len(living) >= policy.world_size and not self._awaited()
         if not has_source:
             return False
         if policy.on_loss == "replace":
@@ -239,9 +242,23 @@ class Membership:
         return len(living) >= policy.min_ranks and (not self._awaited() or now >= self._settled_at)
 
     def _awaited(self) -> list[int]:
-        """Return the seats of the last epoch whose process has neither reported nor ended."""
-        members = () if self._last is None else self._last.members
-        return [each.seat for each in members if not self._knows_of(each.seat, each.incarnation)]
+        """Return the seats of processes that may have the state of the job, and have neither reported nor ended."""
+        if self._last is not None:
+            return [each.seat for each in self._last.members if not self._knows_of(each.seat, each.incarnation)]
+        if self._epoch == 1:
+            return []
+        # The store has begun anew, and nobody knows which processes formed the last epoch: any seat may have the state.
+        # Until the job has begun, only the first seats are certain to have processes.
+        seats = self._policy.num_seats if self._has_begun else self._policy.world_size
+        return [seat for seat in range(seats) if seat not in self._reports or self._has_ended(self._reports[seat])]
+
+    def _is_group_at_work(self) -> bool:
+        """Whether the group of the last epoch goes on: only newcomers have reported, and wait for its next change."""
+        if self._last is None:
+            return False
+        members = {(each.seat, each.incarnation) for each in self._last.members}
+        has_reported = any((each.seat, each.incarnation) in members for each in self._reports.values())
+        return not has_reported and bool(self._awaited())
 
     def _has_ended(self, report: Report) -> bool:
         return report.incarnation <= self._ended.get(report.seat, -1)
@@ -250,8 +267,13 @@ class Membership:
         report = self._reports.get(seat)
         return (report is not None and report.incarnation >= incarnation) or self._ended.get(seat, -1) >= incarnation
 
-    def _shortage(self, living: Mapping[int, Report]) -> str:
+    def _shortage(self, living: Mapping[int, Report], *, has_source: bool) -> str:
         policy = self._policy
+        if self._has_begun and not has_source:
+            return (
+                f"epoch {self._epoch}: no process that has the state of the job has come within {policy.deadline_s:g} "
+                "s. If all of them have ended, start the job again from a checkpoint on disk"
+            )
         wanted = policy.min_ranks if policy.on_loss == "shrink" and self._has_begun else policy.world_size
         missing = ", ".join(str(seat) for seat in range(policy.world_size) if seat not in living)
         return (

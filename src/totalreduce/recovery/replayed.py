@@ -28,7 +28,6 @@ from totalreduce.foundation.errors import (
     PeerLost,
     PlanMismatchError,
     ProtocolError,
-    RecoveryError,
     ReplayMismatchError,
 )
 from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
@@ -36,7 +35,14 @@ from totalreduce.groups.encoding import PACKED_BYTES_MAX, pack, unpack
 from totalreduce.groups.group import Group
 from totalreduce.recovery.assembly import Assembly
 from totalreduce.recovery.checkpoint import Checkpoint, Saved
-from totalreduce.recovery.forming import end_too_late, enter_next_epoch, form_group, open_assembly, report_loss
+from totalreduce.recovery.forming import (
+    end_too_late,
+    ended_early,
+    enter_next_epoch,
+    form_group,
+    open_assembly,
+    report_loss,
+)
 from totalreduce.recovery.membership import Decision, Member
 from totalreduce.recovery.replay import Call, Entry, Parcel, ReplayLog, Standing, Versions, plan_parcels
 from totalreduce.recovery.replicas import Replicas
@@ -360,7 +366,7 @@ class ReplayedJob:
         """Drop what belongs to the version before."""
         self._replicas.commit()
         self._log.begin(self.version)
-        if self._assembly is not None and self.version == 1:
+        if self._assembly is not None:
             self._assembly.begin()
 
     def _finish(self) -> None:
@@ -389,7 +395,7 @@ class ReplayedJob:
     def _recover(self, error: PeerLost) -> None:
         """Form the next group after a loss."""
         if not self._form_after(error):
-            raise RecoveryError("the other ranks have come to the end of the job, and this rank has not")
+            raise ended_early()
 
     def _form_after(self, error: PeerLost) -> bool:
         """Form the next group after a loss; return false if the job has ended.
@@ -413,7 +419,7 @@ class ReplayedJob:
         def meet() -> Decision | None:
             self._check_not_ended(assembly)
             versions = self._versions
-            decision = assembly.meet(has_state=self._has_state, version=versions.version, has_voted=versions.is_in_vote)
+            decision = assembly.meet(has_state=self._has_state, version=versions.version)
             if decision is None:
                 self._check_not_ended(assembly)
             return decision

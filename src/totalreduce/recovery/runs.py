@@ -17,12 +17,19 @@ from typing import Any, Generic, Protocol, Self, TypeVar, final
 import torch
 
 from totalreduce.foundation import environment
-from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
+from totalreduce.foundation.errors import ConfigurationError, PeerLost
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.launch.rendezvous import StoreRank
 from totalreduce.recovery.assembly import Assembly
-from totalreduce.recovery.forming import end_too_late, enter_next_epoch, form_group, open_assembly, report_loss
+from totalreduce.recovery.forming import (
+    end_too_late,
+    ended_early,
+    enter_next_epoch,
+    form_group,
+    open_assembly,
+    report_loss,
+)
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.wishes import Wish
 
@@ -57,19 +64,18 @@ class Run(ABC):
         error: The loss of a rank with which the run has ended; ``None`` if there was none.
     """
 
-    def __init__(self, group: Group, assembly: Assembly | None, number: int, *, has_begun: bool) -> None:
+    def __init__(self, group: Group, assembly: Assembly | None, number: int) -> None:
         """Note the group.
 
         Args:
             group: The ranks.
             assembly: This process in the decisions; ``None`` if ranks cannot be replaced.
             number: See the attribute.
-            has_begun: Whether a step has taken effect in an earlier run.
         """
         self.group, self.number = group, number
         self.is_lost = self.is_complete = False
         self.error: PeerLost | None = None
-        self._assembly, self._has_begun = assembly, has_begun
+        self._assembly = assembly
 
     @property
     @abstractmethod
@@ -102,8 +108,7 @@ class Run(ABC):
 
     def note_step(self) -> None:
         """Note that a step has taken effect: from then on, the job does not begin anew without the state."""
-        if self._assembly is not None and not self._has_begun:
-            self._has_begun = True
+        if self._assembly is not None:
             self._assembly.begin()
 
     @property
@@ -199,7 +204,7 @@ class Runs(Generic[_AnyRun]):
             formed = self._form(assembly)
             if formed is None:
                 if not is_complete:
-                    raise RecoveryError("the other ranks have come to the end of the job, and this rank has not")
+                    raise ended_early()
                 return
             run = part.begin(formed, assembly, number)
             yield run
@@ -255,11 +260,12 @@ def _check_used(run: Run) -> None:
 def _loss_in(error: BaseException) -> PeerLost | None:
     """Return the loss of a rank that has caused an error; ``None`` if it has another cause.
 
-    ``torch.distributed`` raises errors of its own, whose cause is that of this library.
+    ``torch.distributed`` raises errors of its own, whose cause is that of this library. ``SystemExit`` and
+    ``KeyboardInterrupt`` end the program, even if it was a loss that made the program raise them.
     """
-    seen: BaseException | None = error
+    seen: BaseException | None = error if isinstance(error, Exception) else None
     while seen is not None:
         if isinstance(seen, PeerLost):
             return seen
-        seen = seen.__cause__ or seen.__context__
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return None

@@ -113,5 +113,5 @@ class _Function:
 
     def begin(self, group: Group, assembly: Assembly | None, number: int) -> ElasticRun:
         progress = self._progress
-        progress.run = ElasticRun(group, assembly, number, has_begun=False)
+        progress.run = ElasticRun(group, assembly, number)
         return progress.run
