@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from totalreduce.foundation.errors import PeerLost, RecoveryError
-from totalreduce.recovery.copies import ShardCopies, _Version
+from totalreduce.recovery.copies import ShardCopies, _Messages, _Version
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
 from totalreduce.testing import run_ranks
@@ -77,6 +77,48 @@ def test_the_version_before_is_kept_until_the_last_one_counts() -> None:
     copies[1] = ShardCopies(every=2)
     copies[2]._versions[-1].rows.pop(1)  # as if rank 1 had been lost before its part had arrived
     assert [each[:2] for each in run_job(copies, 0, epoch=2)] == [(4, 4.0)] * 3
+
+
+@pytest.mark.parametrize("interrupted", ["load_parts", "gather_lengths", "the barrier"])
+def test_a_loss_in_the_recovery_leaves_the_last_version_that_counts(interrupted: str, monkeypatch) -> None:
+    """Version 4 counts. Rank 2's part of version 6 has not come to rank 3, and rank 2 is lost while ranks recover."""
+    copies = [ShardCopies(every=2) for _ in range(4)]
+    run_job(copies, 7)
+    copies[3]._versions[-1].rows.pop(2)
+    copies[0] = ShardCopies(every=2)
+
+    def lose(*_arguments, **_options):
+        raise RuntimeError("rank 2 is lost")
+
+    with monkeypatch.context() as patch:
+        if interrupted == "the barrier":
+            patch.setattr(ShardCopies, "_receive", lose)
+            patch.setattr(ShardCopies, "_end_messages", lambda each: setattr(each, "_messages", _Messages()))
+        else:
+            patch.setattr(f"totalreduce.recovery.copies.{interrupted}", lose)
+        with pytest.raises(RuntimeError, match="rank 2 is lost"):
+            run_job(copies, 0, epoch=2)
+    copies[2] = ShardCopies(every=2)
+    assert [each[:2] for each in run_job(copies, 1, epoch=3)] == [(4, 4.0)] * 4
+    assert all(each.num_bytes < 4.2 * 4 * ROWS for each in copies)
+    assert [each.version for each in copies] == [4] * 4
+
+
+def test_losses_in_a_row_do_not_add_up_versions(monkeypatch) -> None:
+    copies = [ShardCopies(every=2) for _ in range(3)]
+    run_job(copies, 7)
+
+    def lose(_group):
+        raise RuntimeError("a rank is lost")
+
+    for epoch in range(2, 8):
+        with monkeypatch.context() as patch:
+            patch.setattr("totalreduce.groups.group.Group.barrier", lose)
+            with pytest.raises(RuntimeError, match="a rank is lost"):
+                run_job(copies, 0, epoch=epoch)
+        assert all(len(each._versions) <= 3 for each in copies)
+    copies[epoch % 3] = ShardCopies(every=2)
+    assert [each[:2] for each in run_job(copies, 0, epoch=8)] == [(6, 6.0)] * 3
 
 
 def test_messages_that_the_loss_has_interrupted_are_no_copies() -> None:
@@ -173,3 +215,11 @@ def test_a_loaded_state_has_memory_of_its_own() -> None:
 def test_a_job_that_has_begun_does_not_begin_anew_without_anybody_who_has_a_part() -> None:
     with pytest.raises(RecoveryError, match="nobody has the shards of any rank any more"):
         run_job([ShardCopies(), ShardCopies()], 0, epoch=3, has_begun=True)
+
+
+def test_copies_of_version_0_that_count_are_no_step() -> None:
+    copies = [ShardCopies() for _ in range(3)]
+    run_job(copies, 0, value=5.0)
+    assert [each.version for each in copies] == [0, 0, 0]
+    copies[1:] = [ShardCopies(), ShardCopies()]
+    assert [each[:2] for each in run_job(copies, 0, value=1.0, epoch=2)] == [(0, 0.0)] * 3

@@ -2,8 +2,11 @@
 
 Every few steps each rank copies its part of the state (``parts``) to host memory, and sends it to some of the ranks
 after it beside training. A version *counts* when all ranks have all copies of it. A rank learns that by the allreduce
-of lengths with which the next version begins: no rank submits it before the messages of the last version have ended. So
-two versions are kept, and a version is given up only when the one after it counts.
+of lengths with which the next version of the same epoch begins: no rank submits it before its messages of the last
+version have ended. In the first version of an epoch nothing follows from it, because the messages before it have ended
+with the loss. So training keeps two versions, and gives up the older one when the younger one counts. When an epoch
+begins, a rank keeps the last version that counts and the one that the ranks go on with, until the first version of the
+epoch counts: a further loss may leave either of them without a part.
 
 After a loss every rank says which parts of which versions it has, and all choose the last version that is whole. That
 needs no vote before a step, and costs the steps since that version.
@@ -56,6 +59,11 @@ class _Version:
     world_size: int
     rows: dict[int, torch.Tensor]
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """What orders versions: a job that went back to an older version has smaller numbers that are newer."""
+        return self.epoch, self.version
+
 
 @dataclass(slots=True)
 class _Messages:
@@ -87,7 +95,8 @@ class ShardCopies:
                 ...
 
     Two versions are kept, and of each the own part and the parts of ``replicas`` other ranks. With AdamW in float32 a
-    part has 12 bytes for each parameter of the shard, so with one replica that is 48 bytes of host memory.
+    part has 12 bytes for each parameter of the shard, so with one replica that is 48 bytes of host memory. For a moment
+    at the begin of an attempt there can be a third version.
 
     Attributes:
         every: The number of steps between two copies.
@@ -114,7 +123,7 @@ class ShardCopies:
         self.num_copied, self.seconds = 0, 0.0
         self._versions: list[_Version] = []  #: From old to new; the messages are those of the last one.
         self._messages = _Messages()
-        self._counted: _Version | None = None
+        self._counted = (0, -1)  #: Epoch and version of the last version that counts, as this rank knows.
         self._spare_rows: list[torch.Tensor] = []
         self._group: Group | None = None
         self._epoch = 0
@@ -124,7 +133,7 @@ class ShardCopies:
     @property
     def version(self) -> int:
         """The last version that counts, as this rank knows; -1 before the first one."""
-        return -1 if self._counted is None else self._counted.version
+        return self._counted[1]
 
     @property
     def num_bytes(self) -> int:
@@ -162,25 +171,24 @@ class ShardCopies:
         said = group.control.allgather_object(
             {
                 "held": [[each.epoch, each.version, each.world_size, list(each.rows)] for each in self._versions],
-                "has begun": has_begun or self._counted is not None,
+                "counted": self._counted,
+                "has begun": has_begun or self.version > 0,
             }
         )
         held = [[Held(each[0], each[1], each[2], tuple(each[3])) for each in words["held"]] for words in said]
         source = choose(held)
+        self._counted = max(words["counted"] for words in said)
+        chosen = None if source is None or source.missing else (source.epoch, source.version)
+        # A version that is not whole is of no use any more. Of the last one that counts all copies were there, of the
+        # chosen one some may be missing: so after another loss perhaps the first one is whole and the other one is not.
         self._versions = [
-            each
-            for each in self._versions
-            if source is not None
-            and not source.missing
-            and (each.epoch, each.version) == (source.epoch, source.version)
+            each for each in self._versions if chosen and each.key in (chosen, min(chosen, self._counted))
         ]
-        self._counted = self._versions[0] if self._versions else None
-        if source is not None and not source.missing:
-            mine = {
-                part: unpack_part(self._versions[0].rows[part])
-                for part, rank in source.servers.items()
-                if rank == group.rank
-            }
+        if source is not None and chosen is not None:
+            mine = {}
+            for part, rank in source.servers.items():
+                if rank == group.rank:
+                    mine[part] = unpack_part(next(each.rows[part] for each in self._versions if each.key == chosen))
             load_parts(state, group, mine, source.servers, source.world_size)
         elif not self._load_from_disk(state, group, source):
             if any(words["has begun"] for words in said):
@@ -232,7 +240,8 @@ class ShardCopies:
         packed = PackedPart(part_of(state))
         self._receive()
         lengths = gather_lengths(group, packed.num_bytes)
-        self._count()
+        if self._versions and self._versions[-1].epoch == self._epoch:
+            self._count()
         rank, size = group.rank, group.world_size
         mine = self._row(packed.num_bytes)
         packed.copy_into(mine)
@@ -267,11 +276,11 @@ class ShardCopies:
         self._messages = _Messages()
 
     def _count(self) -> None:
-        """Note that the last version counts, and give up those before it."""
-        if self._versions:
-            self._counted = self._versions[-1]
-            self._spare_rows = [row for each in self._versions[:-1] for row in each.rows.values()]
-            self._versions = self._versions[-1:]
+        """Note that the last version counts, and give up those before it. On all ranks its messages have ended."""
+        self._counted = self._versions[-1].key
+        # The next version takes the memory of one version; that of a third one is given back.
+        self._spare_rows = [row for each in self._versions[-2:-1] for row in each.rows.values()]
+        self._versions = self._versions[-1:]
 
     def _row(self, num_bytes: int) -> torch.Tensor:
         """Return memory for a packed part, of a version that was given up if that is long enough."""
