@@ -25,7 +25,7 @@ def without_epochs(final):
 
 
 KINDS = {
-    "adamw": ["--optimizer", "adamw", "--norm"],
+    "adamw": ["--optimizer", "adamw", "--norm", "--average"],
     "bfloat16 with workers": ["--dtype", "bfloat16", "--workers", "1"],
     "oktopk": ["--sync", "oktopk", "--optimizer", "momentum", "--norm"],
 }
@@ -159,6 +159,21 @@ def test_after_the_loss_of_all_ranks_a_new_job_goes_on_from_the_snapshot(tmp_pat
     assert "the job begins with version 15" in second.result.errors[0]
     assert second.finals == plain.finals
     assert min(version for _, version in second.blocks()) == 15
+
+
+def test_a_rank_that_is_lost_in_the_first_block_after_the_disk_gets_its_own_buffers(tmp_path: Path) -> None:
+    """No vote has passed then, so no copy was sent with one."""
+    snapshots = tmp_path / "snapshots"
+    kind = ["--norm", "--average", "--samples", "160", "--snapshots", str(snapshots)]
+    plain = Run(tmp_path / "plain", 2, *kind, on_loss="replace")
+    for path in snapshots.iterdir():
+        if int(path.name.rpartition("-")[2]) > 10:
+            shutil.rmtree(path)
+    disturbed = Run(tmp_path / "disturbed", 2, *kind, "--die", "1:10:once", on_loss="replace")
+    assert disturbed.result.exit_code == 0, disturbed.result.errors
+    assert [event["version"] for event in disturbed.epochs()] == [0, 10]
+    assert list(map(without_epochs, disturbed.finals)) == list(map(without_epochs, plain.finals))
+    assert plain.finals[0]["buffers"]["1.running_mean"] != plain.finals[1]["buffers"]["1.running_mean"]
 
 
 @pytest.mark.slow

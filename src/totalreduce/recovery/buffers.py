@@ -95,10 +95,12 @@ class BufferRow:
 
     def read(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the buffers in a row, by name. They share its memory."""
-        return {
-            name: row[start : start + like.nbytes].view(like.dtype).view(like.shape)
-            for name, (start, like) in self._starts.items()
-        }
+        parts = self.parts(row)
+        return {name: parts[name].view(like.dtype).view(like.shape) for name, (_, like) in self._starts.items()}
+
+    def parts(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the bytes of each buffer in a row, by name. They share its memory."""
+        return {name: row[start : start + like.nbytes] for name, (start, like) in self._starts.items()}
 
 
 def _address(buffer: torch.Tensor | None) -> int:

@@ -239,7 +239,7 @@ class ShardCopies:
         assert group is not None
         packed = PackedPart(part_of(state))
         self._receive()
-        lengths = gather_lengths(group, packed.num_bytes)
+        lengths = gather_lengths(group, packed.num_bytes).wait()
         if self._versions and self._versions[-1].epoch == self._epoch:
             self._count()
         rank, size = group.rank, group.world_size

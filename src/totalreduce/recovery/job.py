@@ -620,6 +620,7 @@ class Job:
         self._own.restore(decision, has_state=has_state)
         if begins:
             self._read_own()
+            self._own.copy(decision)
         if self._options.verify:
             compare_states(state, group)
         self._place()

@@ -9,7 +9,7 @@ step. With a single optimizer, there is nothing to tell when it is stepped.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -19,6 +19,7 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.compression import Compression
 from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.tensors.work import Work
 
 __all__ = ["Optimizers"]
 
@@ -34,6 +35,24 @@ class _Guard:
 
     def before_wait(self) -> None:
         self.wait(self.name)
+
+
+@dataclass(slots=True)
+class _Settling:
+    """What the ranks tell each other in a block, once.
+
+    Attributes:
+        flags: Which optimizers have gradients in flight, and which ones are stepped: on this rank, and on any rank when
+            ``work`` has ended.
+        work: The allreduce of the flags; ``None``: there is one rank.
+        dropped: The optimizers whose rounds have ended.
+        has_ended: Whether all have ended that must.
+    """
+
+    flags: torch.Tensor
+    work: Work | None
+    dropped: set[str] = field(default_factory=set)
+    has_ended: bool = False
 
 
 @final
@@ -68,7 +87,7 @@ class Optimizers:
                     f"ranks, and that of {other!r} is another one, with {group.world_size} ranks: pass the same group= "
                     "to each DistributedOptimizer"
                 )
-        self._is_settled = False
+        self._settling: _Settling | None = None  #: What the ranks of the present block have told each other.
 
     @property
     def compressions(self) -> dict[str, Compression]:
@@ -102,7 +121,7 @@ class Optimizers:
 
     def begin_block(self) -> None:
         """Note that a block begins."""
-        self._is_settled = False
+        self._settling = None
 
     def end_block(self) -> None:
         """Drop all gradients, also of optimizers that the block has not stepped."""
@@ -125,6 +144,7 @@ class Optimizers:
         Raises:
             ConfigurationError: The ranks step different optimizers. On every rank.
             PeerLost: A rank is lost.
+            DeadlineExceededError: It takes longer than the group's ``timeout_s``. The call may be repeated.
         """
         found = self._settle(stepped)
         if found != stepped:
@@ -132,16 +152,15 @@ class Optimizers:
 
     def _settle(self, stepped: str | None) -> str | None:
         """End the rounds of the others; return the name of the optimizer that some rank steps."""
-        if self._is_settled or (len(self._all) == 1 and stepped is not None):
+        settling = self._settling
+        if (settling is not None and settling.has_ended) or (len(self._all) == 1 and stepped is not None):
             return stepped
-        self._is_settled = True
         names = list(self._all)
-        flags = torch.tensor(
-            [[each.in_flight for each in self._all.values()], [name == stepped for name in names]], dtype=torch.int64
-        )
-        if self.group.world_size > 1:
-            self.group.control.allreduce(flags, name="recovery/optimizers", op=ReduceOp.MAX).wait()
-        in_flight, are_stepped = flags.bool().tolist()
+        if settling is None:
+            settling = self._settling = self._begin_settling([name == stepped for name in names])
+        if settling.work is not None:
+            settling.work.wait()
+        in_flight, are_stepped = settling.flags.bool().tolist()
         found = [name for name, is_stepped in zip(names, are_stepped, strict=True) if is_stepped]
         if len(found) > 1:
             raise ConfigurationError(
@@ -149,9 +168,17 @@ class Optimizers:
                 f"{_said(stepped)}"
             )
         for name, is_in_flight in zip(names, in_flight, strict=True):
-            if is_in_flight and name not in found:
+            if is_in_flight and name not in found and name not in settling.dropped:
                 self._all[name].drop_round()
+                settling.dropped.add(name)
+        settling.has_ended = True
         return found[0] if found else None
+
+    def _begin_settling(self, are_stepped: list[bool]) -> _Settling:
+        flags = torch.tensor([[each.in_flight for each in self._all.values()], are_stepped], dtype=torch.int64)
+        if self.group.world_size == 1:
+            return _Settling(flags, None)
+        return _Settling(flags, self.group.control.allreduce(flags, name="recovery/optimizers", op=ReduceOp.MAX))
 
 
 def _said(name: str | None) -> str:

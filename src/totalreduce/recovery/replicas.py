@@ -5,12 +5,16 @@ sparse sessions and the running statistics of a model's buffers are not: with th
 sends them to the next ranks before each vote. A copy counts when the vote has passed: then it is what the rank goes on
 with, and until then the copy of the version before counts. (Rabit keeps the local models of its ranks so, in a ring.)
 
-Small buffers go to all ranks, by an allgather that overlaps with the exchange of gradients: they change no more after
-the forward pass.
+Small buffers go to all ranks, by an allgather that overlaps with the exchange of gradients.
+
+A buffer that a block changes after the vote, such as a moving average of the parameters, is *late*: its copy is as it
+was before. No message can follow then, because each rank finishes the block by itself. So a new rank gets late buffers
+from the rank that gives it the parameters, and they should be equal on all ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -18,9 +22,9 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from totalreduce.foundation.errors import ConfigurationError, PeerLost
+from totalreduce.foundation.errors import ConfigurationError, PeerLost, ProtocolError
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.groups.encoding import pack, unpack
+from totalreduce.groups.encoding import PACKED_BYTES_MAX, pack, unpack
 from totalreduce.groups.group import Group
 from totalreduce.recovery.buffers import BufferRow
 from totalreduce.recovery.membership import Decision
@@ -36,6 +40,7 @@ _log = logging.getLogger("totalreduce")
 _TAG = 0x5EA7
 #: The most bytes that the buffers of all ranks have to be sent to all ranks. Larger ones are sent to the next ranks.
 _ROWS_BYTES_MAX = 128 * 1024
+_OTHER_SHAPES = "the model's buffers have other shapes than when the job began: keep their shapes"
 
 
 @final
@@ -47,40 +52,56 @@ class _BufferRows:
         self._layout = layout
         self._rows = torch.zeros(group.world_size, layout.num_bytes, dtype=torch.uint8)
         self._mine = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        self._now = torch.zeros_like(self._mine)
         self._allgather = group.control.prepare_allgather(self._rows, self._mine, name="recovery/buffers")
         self._work: Work | None = None
 
     def start(self) -> None:
-        """Send the buffers as they are now. Collective.
+        """Send the buffers as they are now, unless they are on their way already. Collective, with ``finish``.
 
         Raises:
             ConfigurationError: The program has changed the shapes of buffers.
         """
         if self._work is not None:
-            self._work.wait()
+            return  # optimizer.step() has run out of time, and is repeated
         if self._layout.copy(self._mine) is not self._mine:
-            raise ConfigurationError("the model's buffers have other shapes than when the job began: keep their shapes")
+            raise ConfigurationError(_OTHER_SHAPES)
         self._work = self._allgather.start()
 
     def finish(self) -> list[torch.Tensor]:
-        """Return the rows of all ranks. They are not changed any more. Calls ``start`` if nobody has."""
-        if self._work is None:
-            self.start()
+        """Return the rows of all ranks. They are not changed any more. Calls ``start`` if nobody has.
+
+        Raises:
+            DeadlineExceededError: The rows have not come in time. The call may be repeated.
+        """
+        self.start()
         assert self._work is not None
         self._work.wait()
         self._work = None
         return list(self._rows.clone())
 
-    def read(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the buffers in a row. They share its memory."""
-        return self._layout.read(row)
+    def changed(self) -> set[str]:
+        """Return the names of the buffers that differ from the row of this rank that was sent last."""
+        now = self._layout.copy(self._now)
+        if torch.equal(now, self._mine):
+            return set()
+        if len(now) != len(self._mine):
+            raise ConfigurationError(_OTHER_SHAPES)
+        sent = self._layout.parts(self._mine)
+        return {name for name, part in self._layout.parts(now).items() if not torch.equal(part, sent[name])}
 
 
-def gather_lengths(group: Group, length: int) -> torch.Tensor:
-    """Return the lengths that the ranks pass, by rank: an int64 tensor. Collective."""
+def gather_lengths(group: Group, length: int) -> Work:
+    """Begin to gather the lengths that the ranks pass; the result has them by rank, in int64. Collective."""
     lengths = torch.zeros(group.world_size, dtype=torch.int64)
     lengths[group.rank] = length
-    return group.control.allreduce(lengths, name="recovery/lengths").wait()
+    return group.control.allreduce(lengths, name="recovery/lengths")
+
+
+def _empty_copy(length: int, source: int) -> torch.Tensor:
+    if not 0 <= length <= PACKED_BYTES_MAX:
+        raise ProtocolError(f"rank {source} announces a copy of {length} bytes; the limit is {PACKED_BYTES_MAX}")
+    return torch.empty(length, dtype=torch.uint8)
 
 
 @final
@@ -98,30 +119,23 @@ class Replicas:
         self._next: dict[int, tuple[int, torch.Tensor]] = {}
 
     def exchange(self, group: Group, decision: Decision, version: int, mine: torch.Tensor) -> None:
-        """Send this rank's own state of a version to the next ranks, and receive those of the ranks before. Collective.
+        """Send this rank's own state to the next ranks, and receive those of the ranks before. See ``begin``."""
+        self.begin(group, decision, version, mine).finish()
+
+    def begin(self, group: Group, decision: Decision, version: int, mine: torch.Tensor) -> Exchange:
+        """Begin an exchange of the ranks' own states of a version. Collective.
 
         Args:
             group: The ranks.
             decision: The members of the epoch.
             version: The version that the state belongs to when the vote passes.
-            mine: The state as a row of bytes. The lengths of the ranks may differ.
+            mine: This rank's own state as a row of bytes. The lengths of the ranks may differ.
 
         Raises:
             PeerLost: A rank is lost. The copies that count are still those of the last version.
         """
         self._next = {}
-        copies = {}
-        control, size = group.control, group.world_size
-        lengths = gather_lengths(group, mine.numel())
-        for distance in range(1, min(self.num_copies, size - 1) + 1):
-            to, source = (group.rank + distance) % size, (group.rank - distance) % size
-            copy = torch.empty(int(lengths[source]), dtype=torch.uint8)
-            arrival = control.recv(copy, src=source, tag=_TAG)
-            departure = control.send(mine, dst=to, tag=_TAG)
-            arrival.wait()
-            departure.wait()
-            copies[decision.members[source].seat] = copy
-        self.note(version, copies)
+        return Exchange(self, group, decision, version, mine)
 
     def note(self, version: int, copies: Mapping[int, torch.Tensor]) -> None:
         """Note copies of a version, by seat. They count when ``commit`` is called."""
@@ -145,7 +159,7 @@ class Replicas:
         """Receive the copy that a rank sends."""
         length = torch.zeros(1, dtype=torch.int64)
         group.control.recv(length, src=source, tag=_TAG).wait()
-        copy = torch.empty(int(length), dtype=torch.uint8)
+        copy = _empty_copy(int(length), source)
         group.control.recv(copy, src=source, tag=_TAG).wait()
         return copy
 
@@ -160,6 +174,44 @@ class Replicas:
     def forget(self, seat: int) -> None:
         """Forget the copy of a seat's state, if this rank has one."""
         self._held.pop(seat, None)
+
+
+@final
+class Exchange:
+    """The messages of an exchange of copies: each rank's own state to the next ranks."""
+
+    def __init__(self, replicas: Replicas, group: Group, decision: Decision, version: int, mine: torch.Tensor) -> None:
+        """See ``Replicas.begin``."""
+        self._replicas, self._group, self._decision = replicas, group, decision
+        self._version, self._mine = version, mine
+        self._lengths = gather_lengths(group, mine.numel())
+        self._copies: dict[int, torch.Tensor] = {}
+        self._works: list[Work] | None = None  #: The messages with states, when they have begun.
+
+    def finish(self) -> None:
+        """Note the copies of other ranks when they have come.
+
+        Raises:
+            PeerLost: A rank is lost. The copies that count are still those of the last version.
+            DeadlineExceededError: They have not come in time. The call may be repeated.
+        """
+        lengths = self._lengths.wait()
+        if self._works is None:
+            self._works = self._begin_messages(lengths)
+        for work in self._works:
+            work.wait()
+        self._replicas.note(self._version, self._copies)
+
+    def _begin_messages(self, lengths: torch.Tensor) -> list[Work]:
+        control, rank, size = self._group.control, self._group.rank, self._group.world_size
+        works = []
+        for distance in range(1, min(self._replicas.num_copies, size - 1) + 1):
+            to, source = (rank + distance) % size, (rank - distance) % size
+            copy = _empty_copy(int(lengths[source]), source)
+            works.append(control.recv(copy, src=source, tag=_TAG))
+            works.append(control.send(self._mine, dst=to, tag=_TAG))
+            self._copies[self._decision.members[source].seat] = copy
+        return works
 
 
 @final
@@ -179,8 +231,14 @@ class OwnState:
         #: By optimizer the states of the sparse sessions, at the present version and after the block.
         self._sessions: dict[str, list[dict[str, Any]]] = {}
         self._next_sessions: dict[str, list[dict[str, Any]]] = {}
+        self._layout = state.buffer_row()
         self._rows: _BufferRows | None = None  #: For small buffers.
         self._sends = False  #: Whether there is anything to send before a vote.
+        self._sending: Exchange | None = None  #: The exchange that has not ended.
+        self._sent: dict[str, torch.Tensor] = {}  #: Copies of the buffers in the last exchange.
+        #: Whether the copies that count are rows of buffers. Another number of ranks may have another form of copies.
+        self._holds_rows = False
+        self._late: set[str] = set()  #: Buffers that blocks change after the vote.
         #: What ranks vote with (``begin_vote``), and the total with its sign changed, so that MAX finds the smallest
         #: one. An element of a tensor takes 20 times as long to set.
         self._ballot = np.zeros(3, np.int64)
@@ -193,17 +251,23 @@ class OwnState:
         return self._optimizers.compresses or next(self._state.model.buffers(), None) is not None
 
     def begin(self) -> None:
-        """Send what may be sent while gradients are exchanged. Collective, before ``send``; may be left out."""
-        if self._rows is not None:
+        """Send what may be sent while gradients are exchanged. Collective, before ``send``; may be left out.
+
+        May be repeated if a later call of the block has run out of time.
+        """
+        if self._rows is not None and self._voting is None:
             self._rows.start()
 
     def send(self, decision: Decision) -> None:
         """Send the state, as it is after this block, to other ranks, and have theirs. Collective, before the vote.
 
+        Nothing is sent if the vote of this block has begun.
+
         Raises:
             PeerLost: A rank is lost. The copies that count are still those of the last version.
+            DeadlineExceededError: The copies have not come in time. The call may be repeated.
         """
-        if self._sends:
+        if self._sends and self._voting is None:
             self._next_sessions = self._send(decision, self._state.version + 1)
 
     def prepare_vote(self) -> None:
@@ -249,9 +313,29 @@ class OwnState:
         return int(largest)
 
     def commit(self) -> None:
-        """Note that the vote has passed."""
-        self._replicas.commit()
+        """Note that a block has taken effect, whose vote has passed."""
+        self._commit_copies()
         self._sessions = self._next_sessions
+        self._late |= self._changed_since_sent()
+
+    def copy(self, decision: Decision) -> None:
+        """Have other ranks copy this rank's own state of the present version, outside of a block. Collective."""
+        if self._exists and self._state.version > 0:
+            self._sessions = self._send(decision, self._state.version)
+            self._commit_copies()
+
+    def _commit_copies(self) -> None:
+        self._replicas.commit()
+        self._holds_rows = self._rows is not None
+
+    def _changed_since_sent(self) -> set[str]:
+        """Return the names of the buffers that the program has changed since they were sent."""
+        if self._rows is not None:
+            return self._rows.changed()
+        if not self._sent:
+            return set()
+        now = dict(self._state.named_buffers())
+        return {name for name, sent in self._sent.items() if not torch.equal(now[name], sent)}
 
     def current(self) -> dict[str, Any] | None:
         """Return this rank's own state as it is between two blocks; ``None`` if no rank has any."""
@@ -268,9 +352,13 @@ class OwnState:
 
     def _load(self, own: Mapping[str, Any]) -> None:
         """Begin with the buffers and residuals that another process had, and note its sessions."""
-        self._state.load_own_buffers(own["buffers"])
+        self._load_buffers(own["buffers"])
         self._load_residuals(own)
         self._sessions = _sessions_of(own["optimizers"])
+
+    def _load_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Set buffers to those that another process had. Late ones are those of the rank that gave the parameters."""
+        self._state.load_own_buffers({name: each for name, each in buffers.items() if name not in self._late})
 
     def _load_residuals(self, own: Mapping[str, Any], *, adds: bool = False) -> None:
         for name, each in self._optimizers.compressions.items():
@@ -294,44 +382,75 @@ class OwnState:
         """
         same_size, self._world_size = self._world_size == self._group.world_size, self._group.world_size
         self.prepare_vote()
-        layout = self._state.buffer_row()
-        self._rows = _BufferRows(layout, self._group) if self._has_small_buffers(layout) else None
-        self._sends = self._exists
+        self._layout = self._state.buffer_row()
+        self._rows = _BufferRows(self._layout, self._group) if self._has_small_buffers() else None
+        self._sends, self._sending = self._exists, None
         if not self._exists or decision.version == 0:
             return
         held = self._replicas.seats(decision.version) if has_state else []
-        said = self._group.allgather_object({"held": held, "sessions": has_state and same_size})
+        said = self._group.allgather_object(
+            {
+                "held": held,
+                "are rows": self._holds_rows,
+                "late": self._digests_of_late() if has_state else {},
+                "sessions": has_state and same_size and self._knows_sessions(),
+            }
+        )
+        self._late = {name for words in said for name in words["late"]}
         holders: dict[int, int] = {}
         for holder, words in enumerate(said):
             for seat in words["held"]:
                 holders.setdefault(seat, holder)
         seats = [member.seat for member in decision.members]
         for newcomer in decision.newcomers:
-            self._hand_over(seats[newcomer], holders.get(seats[newcomer]), newcomer)
+            source = holders.get(seats[newcomer])
+            if source is None:
+                _log.warning("nobody has the residuals and buffers of rank %d: they begin anew", newcomer)
+            else:
+                self._hand_over(seats[newcomer], source, newcomer, are_rows=said[source]["are rows"])
+        if decision.newcomers and self._group.rank == 0:
+            self._warn_of_late([words["late"] for words in said], decision.source)
         for seat in held:
             if seat not in seats:
-                if holders[seat] == self._group.rank and self._optimizers.compresses:
+                if holders[seat] == self._group.rank and self._optimizers.compresses and not self._holds_rows:
                     self._load_residuals(unpack(self._replicas.take(seat)), adds=True)
                 self._replicas.forget(seat)
         if self._are_known(said, decision.newcomers, seats, holders):
             self._load_sessions()
         # Ranks that were lost had copies, too: without new ones, the next loss could be of a rank without a copy.
-        self._sessions = self._send(decision, decision.version)
-        self._replicas.commit()
+        self.copy(decision)
 
-    def _hand_over(self, seat: int, source: int | None, newcomer: int) -> None:
+    def _hand_over(self, seat: int, source: int, newcomer: int, *, are_rows: bool) -> None:
         """Give the copy of a seat's state that rank ``source`` has to the rank that now has the seat."""
-        rank = self._group.rank
-        if source is None:
-            _log.warning("nobody has the residuals and buffers of rank %d: they begin anew", newcomer)
-        elif rank == source:
+        if self._group.rank == source:
             self._replicas.send(self._group, seat, newcomer)
-        elif rank == newcomer:
+        elif self._group.rank == newcomer:
             copy = self._replicas.receive(self._group, source)
-            if self._rows is not None:
-                self._state.load_own_buffers(self._rows.read(copy))
-                return
-            self._load(unpack(copy))
+            if are_rows:
+                self._load_buffers(self._layout.read(copy))
+            else:
+                self._load(unpack(copy))
+
+    def _digests_of_late(self) -> dict[str, str]:
+        if not self._late:
+            return {}
+        parts = self._layout.parts(self._layout.copy())
+        return {name: hashlib.sha256(parts[name].numpy().data).hexdigest() for name in sorted(self._late)}
+
+    def _warn_of_late(self, digests: Sequence[Mapping[str, str]], source: int) -> None:
+        for name in sorted(self._late):
+            if len({each[name] for each in digests if name in each}) > 1:
+                _log.warning(
+                    "the buffer %s differs between ranks, and blocks change it after optimizer.step(): new ranks get "
+                    "that of rank %d, and not that of the rank which they replace. Change it before optimizer.step()",
+                    name,
+                    source,
+                )
+
+    def _knows_sessions(self) -> bool:
+        """Whether this rank has noted the states of the sparse sessions of every optimizer."""
+        compressions = self._optimizers.compressions
+        return all(name in self._sessions for name, each in compressions.items() if each.reducer is not None)
 
     def _are_known(
         self,
@@ -345,11 +464,11 @@ class OwnState:
             seats[rank] in holders if rank in newcomers else words["sessions"] for rank, words in enumerate(said)
         )
 
-    def _has_small_buffers(self, layout: BufferRow) -> bool:
+    def _has_small_buffers(self) -> bool:
         """Whether the ranks have buffers, which may go to all ranks, and nothing else. Equal on all ranks."""
         size = self._group.world_size
         needed = size > 1 and self.num_copies > 0 and not self._optimizers.compresses
-        return needed and 0 < size * layout.num_bytes <= _ROWS_BYTES_MAX
+        return needed and 0 < size * self._layout.num_bytes <= _ROWS_BYTES_MAX
 
     def _send(self, decision: Decision, version: int) -> dict[str, list[dict[str, Any]]]:
         """Send the state as that of a version; return the states of the sparse sessions, by optimizer."""
@@ -360,8 +479,13 @@ class OwnState:
             return {}
         pending = self._pending()
         if self.num_copies and self._group.world_size > 1:
-            own = {"optimizers": pending, "buffers": self._state.own_buffers()}
-            self._replicas.exchange(self._group, decision, version, pack(own))
+            if self._sending is None:
+                buffers = self._state.own_buffers()
+                self._sent = {name: each.clone() for name, each in buffers.items()}
+                own = pack({"optimizers": pending, "buffers": buffers})
+                self._sending = self._replicas.begin(self._group, decision, version, own)
+            self._sending.finish()
+            self._sending = None
         return _sessions_of(pending)
 
 

@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--sync", default="none")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--norm", action="store_true")
+    parser.add_argument("--average", action="store_true", help="keep a moving average of a parameter in a buffer")
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--die", default="", help="SEAT:VERSION:PLACE[,...], by the first incarnation of the seat")
@@ -74,6 +75,8 @@ def main() -> None:
     if arguments.norm:
         layers.insert(1, torch.nn.BatchNorm1d(hidden))
     model = torch.nn.Sequential(*layers).to(getattr(torch, arguments.dtype))
+    if arguments.average:
+        model.register_buffer("average", torch.zeros(hidden, 16))
     kinds = {
         "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2),
         "momentum": lambda: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
@@ -108,6 +111,8 @@ def main() -> None:
                     time.sleep(arguments.pause)
                     die_at("backward")
                     optimizer.step()
+                    if arguments.average:
+                        model.average.lerp_(model[0].weight.detach(), 0.5)
                     die_at("updated")
                     scheduler.step()
                     used = {"version": version, "epoch": epoch, "samples": samples}

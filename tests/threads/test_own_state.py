@@ -1,0 +1,241 @@
+"""What a rank has for itself, with ranks as threads: what a new process gets of it, and calls that are repeated."""
+
+import logging
+import time
+
+import pytest
+import torch
+
+import totalreduce as tr
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError
+from totalreduce.recovery.forming import send_state
+from totalreduce.recovery.membership import Decision, Member
+from totalreduce.recovery.optimizers import Optimizers
+from totalreduce.recovery.replicas import OwnState
+from totalreduce.testing import run_ranks
+
+#: A buffer with so many elements makes the buffers of three ranks too large for rows. They go to the next ranks.
+MANY = 20_000
+
+
+class Model(torch.nn.Module):
+    """Its buffers: ``mine`` changes in the forward pass, differently on each rank, and ``average`` after the step."""
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(3, 2, bias=False)
+        for each in (self.first, self.second):
+            torch.nn.init.ones_(each.weight)
+        self.register_buffer("mine", torch.zeros(num_elements))
+        self.register_buffer("average", torch.zeros(2, 3))
+
+
+class Process:
+    """A process of a job of ``tr.recoverable``, without the launcher."""
+
+    def __init__(self, group, num_elements: int = 5, names=("first",)) -> None:
+        self.group, self.model = group, Model(num_elements)
+        self.wrapped = {
+            name: tr.DistributedOptimizer(
+                torch.optim.SGD(getattr(self.model, name).parameters(), lr=0.1),
+                getattr(self.model, name),
+                group=group,
+                name=name,
+            )
+            for name in names
+        }
+        self.state = tr.State(model=self.model, optimizer=self.wrapped)
+        self.optimizers = Optimizers(self.wrapped)
+        self.own = OwnState(self.state, self.optimizers, 1)
+        self.optimizers.guard(self.before_wait, self.before_gradients, self.before_install)
+
+    # What ``Job`` does in a block.
+
+    def before_wait(self, name: str) -> None:
+        self.own.begin()
+        self.optimizers.settle(name)
+
+    def before_gradients(self) -> None:
+        self.own.send(self.decision)
+        self.own.begin_vote(0, 8)
+
+    def before_install(self) -> None:
+        self.own.end_vote()
+
+    def enter(self, group, decision: Decision, *, has_state: bool) -> None:
+        if group is not self.group:
+            self.group.take_over(group)
+            self.optimizers.form_again()
+        self.decision = decision
+        send_state(self.state, self.group, decision.source, decision.newcomers)
+        self.own.restore(decision, has_state=has_state)
+
+    def block(self, *, late: float = 0.0) -> None:
+        """Run a block. ``late`` makes the buffer that is changed after the step differ from those of other ranks."""
+        self.state.keep()
+        self.optimizers.begin_block()
+        self.model.mine += 1 + self.group.rank
+        inputs = torch.full((1, 3), 1.0 + self.group.rank)
+        (self.model.first(inputs) + self.model.second(inputs)).sum().backward()
+        while True:
+            try:
+                self.wrapped["first"].step()
+                break
+            except DeadlineExceededError:
+                self.num_repeated = getattr(self, "num_repeated", 0) + 1
+        self.model.average.lerp_(self.model.first.weight.detach() + late, 0.5)
+        self.state.count(None)
+        self.state.drop_gradients()
+        self.optimizers.end_block()
+        self.own.commit()
+
+
+def members(*incarnations: int | None, version: int) -> Decision:
+    """A decision: by seat the incarnation, and ``None`` for a seat without a process. New processes have no state."""
+    found = enumerate(incarnations)
+    made = [Member(seat, each, version > 0 and each == 0) for seat, each in found if each is not None]
+    return Decision(1 + version, tuple(made), version)
+
+
+def train(world_size: int, num_blocks: int, num_elements: int, late: float = 0.0) -> list[Process]:
+    def body(group):
+        process = Process(group, num_elements)
+        process.enter(group, members(*[0] * world_size, version=0), has_state=False)
+        for _ in range(num_blocks):
+            process.block(late=late * group.rank)
+            process.own.current()  # for a snapshot: from then on, the buffer is one that blocks change
+        group.barrier()
+        return process
+
+    return run_ranks(world_size, body)
+
+
+def go_on(processes: list[Process | None], decision: Decision, num_elements: int) -> list[Process]:
+    """Form a group of processes, where ``None`` stands for a new one."""
+
+    def body(group):
+        process = processes[group.rank]
+        has_state = process is not None
+        process = process or Process(group, num_elements)
+        process.enter(group, decision, has_state=has_state)
+        group.barrier()
+        return process
+
+    return run_ranks(len(processes), body)
+
+
+@pytest.mark.parametrize("num_elements", [5, MANY])
+def test_a_buffer_that_is_changed_after_the_step_is_not_one_step_old(num_elements: int, caplog) -> None:
+    """As the moving average of the parameters: it is equal on all ranks, and its copy was sent before the step."""
+    first, second, third = train(3, 4, num_elements)
+    average = second.model.average.clone()
+    assert not torch.equal(average, torch.zeros(2, 3))
+    _, new, _ = go_on([first, None, third], members(0, 1, 0, version=4), num_elements)
+    assert torch.equal(new.model.average, average)
+    assert new.model.mine.tolist() == [8.0] * num_elements  # what rank 1 had for itself, from its copy
+    assert not caplog.records
+
+
+def test_late_buffers_that_differ_between_ranks_are_named(caplog) -> None:
+    caplog.set_level(logging.WARNING, logger="totalreduce")
+    first, _, third = train(3, 2, 5, late=1.0)
+    _, new, _ = go_on([first, None, third], members(0, 1, 0, version=2), 5)
+    assert torch.equal(new.model.average, first.model.average)
+    [record] = caplog.records
+    assert (
+        "the buffer average differs between ranks, and blocks change it after optimizer.step()" in record.getMessage()
+    )
+    assert "new ranks get that of rank 0" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "num_elements"),
+    [
+        ((0, 0, 0, 0), (0, 1, 0, None), 10_000),  # four rows are too large, and three are not
+        ((0, 0, 0, None), (0, 1, 0, 1), 10_000),
+    ],
+)
+def test_copies_are_read_in_the_form_in_which_they_were_sent(before, after, num_elements: int) -> None:
+    """With ``shrink`` a lost rank is replaced in an epoch of another number of ranks."""
+    found = train(sum(each is not None for each in before), 3, num_elements)
+    assert (found[0].own._rows is None) == (len(found) == 4)
+    kept = [found[0], None, found[2]] + [None] * (after[3] is not None)
+    new = go_on(kept, members(*after, version=3), num_elements)
+    assert (new[0].own._rows is None) == (len(new) == 4)
+    assert new[1].model.mine[:3].tolist() == [6.0] * 3
+    assert torch.equal(new[1].model.average, found[0].model.average)
+    for process in new:  # the new copies are in the new form
+        assert process.own._replicas.seats(3)
+
+
+def test_after_a_begin_from_disk_there_are_copies_before_the_first_vote() -> None:
+    def begin(group):
+        process = Process(group)
+        process.enter(group, members(0, 0, 0, version=0), has_state=False)
+        process.state.version = 7
+        process.model.mine.fill_(3.0 + group.rank)
+        process.own.copy(process.decision)
+        group.barrier()
+        return process
+
+    first, _, third = run_ranks(3, begin)
+    _, new, _ = go_on([first, None, third], members(0, 1, 0, version=7), 5)
+    assert new.model.mine.tolist() == [4.0] * 5
+
+
+PLACES = ["step", "send", "begin_vote"]
+
+
+@pytest.mark.parametrize("names", [("first",), ("first", "second")])
+@pytest.mark.parametrize("num_elements", [5, MANY])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_that_has_run_out_of_time_may_be_repeated(place: str, num_elements: int, names) -> None:
+    """In the second block of three, rank 1 is late: to the step, to the exchange of copies, or to the vote."""
+
+    def body(group):
+        process = Process(group, num_elements, names)
+        process.enter(group, members(0, 0, 0, version=0), has_state=False)
+
+        def delay(call):
+            def delayed(*arguments):
+                if process.state.version == 1 and not slept:
+                    slept.append(True)
+                    time.sleep(0.7)
+                return call(*arguments)
+
+            return delayed
+
+        slept = []
+        if group.rank == 1:
+            where = process.wrapped["first"] if place == "step" else process.own
+            setattr(where, place, delay(getattr(where, place)))
+        for _ in range(3):
+            process.block()
+        group.barrier()
+        copies = process.own._replicas
+        repeated = getattr(process, "num_repeated", 0)
+        return process.model.first.weight.tolist(), process.model.mine[0].item(), copies.seats(3), repeated
+
+    ranks = run_ranks(3, body, engine=EngineConfig(timeout_s=0.3))
+    for rank, (weight, mine, seats, _) in enumerate(ranks):
+        assert weight == pytest.approx([pytest.approx([1.0 - 3 * 0.1 * 2.0] * 3)] * 2)
+        assert mine == 3.0 * (1 + rank)
+        assert seats == [each for each in range(3) if each != rank] if num_elements == 5 else [(rank - 1) % 3]
+    assert ranks[0][3] >= 1
+    assert ranks[2][3] >= 1
+
+
+def test_ranks_that_step_different_optimizers_are_told_so_each_time() -> None:
+    def body(group):
+        process = Process(group, names=("first", "second"))
+        process.optimizers.begin_block()
+        words = []
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match="the ranks step different optimizers in one block") as caught:
+                process.optimizers.settle("first" if group.rank else "second")
+            words.append(str(caught.value))
+        return words
+
+    for first, second in run_ranks(2, body):
+        assert first == second
