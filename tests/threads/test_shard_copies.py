@@ -1,6 +1,7 @@
 """Copies of the ranks' parts: which version counts, who can lose what, and how much memory they take."""
 
 import logging
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -176,6 +177,25 @@ def test_a_version_on_disk_replaces_copies_that_are_lost(tmp_path, caplog) -> No
     assert "nobody has the shards of rank 0" in caplog.text
     fewer = run_job([ShardCopies(), ShardCopies()], 0, snapshots=snapshots)
     assert [each[:2] for each in fewer] == [(3, 3.0)] * 2
+
+
+def test_a_version_that_is_being_written_is_waited_for(tmp_path, monkeypatch) -> None:
+    snapshots = [Snapshots(tmp_path, every=3) for _ in range(3)]
+    run_job([ShardCopies(every=2) for _ in range(3)], 3, snapshots=snapshots)
+    write_part = Snapshots._write_part
+
+    def write_slowly(*arguments):
+        time.sleep(0.5)
+        write_part(*arguments)
+
+    monkeypatch.setattr(Snapshots, "_write_part", write_slowly)
+    _, token = snapshots[0].shards_of(3)
+    for rank, each in enumerate(snapshots):
+        part = each.read_shard(3, rank, token)
+        part["shared"]["version"] = 6
+        each.write_shard(6, rank, 3, part)
+    begun = run_job([ShardCopies(every=2) for _ in range(3)], 0, epoch=2, snapshots=snapshots, has_begun=True)
+    assert [each[:2] for each in begun] == [(6, 3.0)] * 3
 
 
 def test_a_job_that_lost_a_rank_before_any_version_counted_begins_anew() -> None:

@@ -1,8 +1,10 @@
 """Snapshots on disk: what comes back, which version counts, and errors that name the file."""
 
+import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -88,7 +90,8 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
 def write_shards(folder: Path, version: int, ranks, token: str = "first", world_size: int = 3) -> None:
     for rank in ranks:
         snapshots = Snapshots(folder, every=10)
-        snapshots.write_shard(version, rank, world_size, token, {"rows": torch.full((2,), rank + version / 100)})
+        snapshots.token = token
+        snapshots.write_shard(version, rank, world_size, {"rows": torch.full((2,), rank + version / 100)})
         snapshots.wait()
         assert snapshots.written == version
 
@@ -102,13 +105,17 @@ def test_shards_come_back_if_all_are_there_and_belong_together(
     assert reader.latest() == 10
     assert "version 20 in" in caplog.text
     assert "lacks shard-1" in caplog.text
-    assert reader.num_shards(10) == 3
-    assert [reader.read_shard(10, rank)["rows"][0].item() for rank in range(3)] == pytest.approx([0.1, 1.1, 2.1])
+    assert reader.shards_of(10) == (3, "first")
+    assert [reader.read_shard(10, rank, "first")["rows"][0].item() for rank in range(3)] == pytest.approx(
+        [0.1, 1.1, 2.1]
+    )
     write_shards(tmp_path, 20, [1], token="second")  # by ranks that have come to version 20 in another epoch
     assert reader.latest() == 10
     write_shards(tmp_path, 20, [0], token="second", world_size=2)
+    assert reader.latest() == 10
+    write_shards(tmp_path, 20, [1], token="second", world_size=2)
     assert reader.latest() == 20
-    assert reader.num_shards(20) == 2
+    assert reader.shards_of(20) == (2, "second")
     write_shards(tmp_path, 30, [0, 1, 2])
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"version-{each:09d}" for each in (10, 20, 30)]
     write_shards(tmp_path, 30, [0])
@@ -121,7 +128,7 @@ def test_a_snapshot_of_the_other_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecoveryError, match="of a sharded state"):
         Snapshots(tmp_path / "sharded", every=10).read_shared(10)
     with pytest.raises(RecoveryError, match="not sharded"):
-        Snapshots(tmp_path / "shared", every=10).num_shards(10)
+        Snapshots(tmp_path / "shared", every=10).shards_of(10)
 
 
 def test_an_unreadable_description_is_named(tmp_path: Path) -> None:
@@ -312,7 +319,109 @@ def test_the_last_version_waits_for_the_one_that_is_being_written(tmp_path: Path
     snapshots.write(10, 0, 1, shared_of(10), None)
     snapshots.write_last(11, lambda: snapshots.write(11, 0, 1, shared_of(11), None))
     assert (snapshots.written, snapshots.latest()) == (11, 11)
-    snapshots.write_last(11, lambda: pytest.fail("version 11 is on disk already"))
+    begun = os.stat(tmp_path / "version-000000011" / "shared" / "part.json").st_mtime_ns
+    snapshots.write_last(11, lambda: snapshots.write(11, 0, 1, shared_of(11), None))  # it is on disk already
+    assert os.stat(tmp_path / "version-000000011" / "shared" / "part.json").st_mtime_ns == begun
+    snapshots.token = "another epoch"  # in which the other ranks write this version, too
+    snapshots.write_last(11, lambda: snapshots.write(11, 0, 1, shared_of(11), None))
+    about = json.loads((tmp_path / "version-000000011" / "shared" / "part.json").read_text())
+    assert about["token"] == "another epoch"
+
+
+def test_a_part_of_another_run_does_not_count(tmp_path: Path) -> None:
+    """Run A has died when two of four ranks had written version 20. Run B, of two ranks, comes there without rank 1."""
+    for rank in range(2):
+        write_own(tmp_path, 20, rank, world_size=4)
+    assert Snapshots(tmp_path, every=10).latest() == 0
+    write_own(tmp_path, 20, 0, world_size=2)
+    assert Snapshots(tmp_path, every=10).latest() == 0
+    write_own(tmp_path, 20, 1, world_size=2, token="another epoch")
+    assert Snapshots(tmp_path, every=10).latest() == 0
+    with pytest.raises(RecoveryError, match="own-1 does not belong to the other parts of this version"):
+        Snapshots(tmp_path, every=10).read_own(20, 1, 2)
+    write_own(tmp_path, 20, 1, world_size=2)
+    reader = Snapshots(tmp_path, every=10)
+    assert (reader.latest(), reader.read_own(20, 1, 2)) == (20, {"residual": 1})
+
+
+def write_own(folder: Path, version: int, rank: int, *, world_size: int, token: str = "") -> None:
+    snapshots = Snapshots(folder, every=10)
+    snapshots.token = token
+    snapshots.write(version, rank, world_size, shared_of(version), {"residual": rank})
+    snapshots.wait()
+    assert snapshots.failed == 0
+
+
+def test_a_shard_that_was_replaced_since_the_version_was_chosen_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, 10, [0, 1, 2])
+    reader = Snapshots(tmp_path, every=10)
+    _, token = reader.shards_of(reader.latest())
+    write_shards(tmp_path, 10, [1], token="second")
+    with pytest.raises(RecoveryError, match="shard-1 does not belong to the other parts of this version"):
+        reader.read_shard(10, 1, token)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_process_that_is_killed_while_it_replaces_a_part_damages_no_version(
+    tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part was written by a run that came to this version before. Killed: no step after the given number."""
+    write(tmp_path, 10, 20, world_size=1, own=False)
+    snapshots = Snapshots(tmp_path, every=10)
+    done = []
+
+    def until_killed(call):
+        def step(path, *arguments, **options):
+            if "version" in str(path) and (path.name == "shared" or path.name.startswith(".shared")) and path.exists():
+                if len(done) >= steps:
+                    raise KeyboardInterrupt
+                done.append(path.name)
+                if call.__name__ == "rmtree":  # killed in the middle of it
+                    for file in path.glob("*.distcp"):
+                        file.unlink()
+                    return None
+            return call(path, *arguments, **options)
+
+        return step
+
+    monkeypatch.setattr("shutil.rmtree", until_killed(shutil.rmtree))
+    monkeypatch.setattr(Path, "rename", until_killed(Path.rename))
+    snapshots.write(20, 0, 1, shared_of(20), None)
+    snapshots.wait()
+    monkeypatch.undo()
+    reader = Snapshots(tmp_path, every=10)
+    version = reader.latest()
+    assert version == (20 if steps != 1 else 10)
+    assert reader.read_shared(version)["version"] == version
+
+
+def test_a_version_that_cannot_be_read_stays_and_others_are_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 10, 20, world_size=1, keep=3)
+    path = tmp_path / "version-000000010" / "shared" / "part.json"
+    path.write_text("{")
+    [writer] = write(tmp_path, 30, 40, world_size=1)
+    assert (writer.written, writer.failed) == (40, 0)
+    assert sorted(int(each.name[-9:]) for each in tmp_path.iterdir()) == [10, 30, 40]
+    assert "the snapshot of version 10 stays where it is" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["index", "world_size"])
+def test_every_error_of_reading_is_typed(tmp_path: Path, damage: str) -> None:
+    """The index of torch's checkpoint is no checkpoint, but has the SHA-256 that it was written with."""
+    write(tmp_path, 10)
+    path = tmp_path / "version-000000010" / "shared"
+    about = json.loads((path / "part.json").read_text())
+    if damage == "index":
+        (path / ".metadata").write_bytes(b"nothing")
+        about["files"][".metadata"] = {"bytes": 7, "sha256": hashlib.sha256(b"nothing").hexdigest()}
+    else:
+        about["world_size"] = "many"
+    (path / "part.json").write_text(json.dumps(about))
+    with pytest.raises(RecoveryError, match="cannot be read") as caught:
+        Snapshots(tmp_path, every=10).read_shared(10)
+    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ class Attempt(Run):
         is_lost: Whether the attempt has ended because the members change.
         is_complete: Whether this rank has come to the end of the program's part.
         preempted: Whether the loop has ended early, on all ranks, because a rank got a signal of
-            ``tr.Snapshots(on_signal=...)``. The last version is then on disk.
+            ``tr.Snapshots(on_signal=...)``. The last version is then on disk, unless writing it has failed, which is
+            logged (``snapshots.failed``).
     """
 
     def __init__(

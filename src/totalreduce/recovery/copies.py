@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -24,12 +23,13 @@ import torch
 
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import RecoveryError, TotalReduceError
+from totalreduce.foundation.os_errors import describe_error
 from totalreduce.groups import probe
 from totalreduce.groups.group import Group
 from totalreduce.recovery.parts import PackedPart, Part, load_parts, load_rest, part_of, unpack_part
 from totalreduce.recovery.replicas import gather_lengths
 from totalreduce.recovery.resharding import Held, Source, choose, distances
-from totalreduce.recovery.snapshots import Snapshots
+from totalreduce.recovery.snapshots import Snapshots, share_token
 from totalreduce.recovery.state import State
 from totalreduce.tensors.work import Work
 
@@ -128,7 +128,6 @@ class ShardCopies:
         self._group: Group | None = None
         self._epoch = 0
         self._snapshots: Snapshots | None = None
-        self._token = ""
 
     @property
     def version(self) -> int:
@@ -194,7 +193,7 @@ class ShardCopies:
             if any(words["has begun"] for words in said):
                 raise RecoveryError(self._shortage(source))
             load_rest(state, group)
-        self._token = group.broadcast_object(uuid.uuid4().hex if group.rank == 0 else None)
+        share_token(group, snapshots)
         self._copy(state)
         self.complete(state)
 
@@ -214,8 +213,7 @@ class ShardCopies:
         snapshots, group = self._snapshots, self._group
         assert snapshots is not None
         assert group is not None
-        value = part_of(state).plain()
-        snapshots.write_shard(state.version, group.rank, group.world_size, self._token, value)
+        snapshots.write_shard(state.version, group.rank, group.world_size, part_of(state).plain())
 
     def complete(self, state: State) -> None:
         """Return when the present version counts on all ranks. Collective.
@@ -297,28 +295,31 @@ class ShardCopies:
     def _load_from_disk(self, state: State, group: Group, source: Source | None) -> bool:
         """Load the last version on disk; return whether there is one. Collective."""
         snapshots = self._snapshots
+        if snapshots is not None:
+            snapshots.wait()  # what this process still writes could replace a part of the version that is read
+        group.control.barrier()
         words: Any = None
         problem = ""
         if snapshots is not None and group.rank == 0:
             try:
                 version = snapshots.latest()
-                words = [version, snapshots.num_shards(version)] if version else None
-            except TotalReduceError as error:
-                problem = str(error)
+                words = [version, *snapshots.shards_of(version)] if version else None
+            except (TotalReduceError, OSError) as error:
+                problem = describe_error(error)
         words, problem = group.broadcast_object([words, problem])
         if problem:
             raise RecoveryError(problem)
         if snapshots is None or words is None:
             return False
-        version, world_size = words
+        version, world_size, token = words
         servers = {part: part % group.world_size for part in range(world_size)}
         parts: dict[int, Part] = {}
         try:
             for part, rank in servers.items():
                 if rank == group.rank:
-                    parts[part] = Part.of(snapshots.read_shard(version, part))
-        except TotalReduceError as error:
-            problem = str(error)
+                    parts[part] = Part.of(snapshots.read_shard(version, part, token))
+        except (TotalReduceError, OSError) as error:
+            problem = describe_error(error)
         problems = [each for each in group.control.allgather_object(problem) if each]
         if problems:
             raise RecoveryError(problems[0])

@@ -41,7 +41,7 @@ from totalreduce.recovery.forming import (
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.optimizers import Optimizers
 from totalreduce.recovery.replicas import OwnState
-from totalreduce.recovery.snapshots import Snapshots
+from totalreduce.recovery.snapshots import Snapshots, share_token
 from totalreduce.recovery.state import State
 from totalreduce.recovery.wishes import Wish, handles_signals, wish_to_end
 
@@ -219,6 +219,7 @@ class Job:
             if group.rank == 0:
                 begin_from_disk(state, self._options.snapshots)
             send_state(state, group, 0, range(1, group.world_size))
+            share_token(group, self._options.snapshots)
             self._read_own()
             self._place()
             if handles_signals(self._options.snapshots):
@@ -243,7 +244,7 @@ class Job:
     def preempted(self) -> bool:
         """Whether the loop has ended early on all ranks, because one got a signal of ``tr.Snapshots(on_signal=...)``.
 
-        The last version is then on disk.
+        The last version is then on disk, unless writing it has failed, which is logged (``snapshots.failed``).
         """
         return self._agreed is Wish.END
 
@@ -617,6 +618,7 @@ class Job:
         if begins and rank == decision.source:
             begin_from_disk(state, self._options.snapshots)
         send_state(state, group, decision.source, decision.newcomers)
+        share_token(group, self._options.snapshots)
         self._own.restore(decision, has_state=has_state)
         if begins:
             self._read_own()

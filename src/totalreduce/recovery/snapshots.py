@@ -1,10 +1,14 @@
 """``Snapshots``: the state on disk, for the loss of all processes.
 
 Each version has a folder ``version-000000100``. In it are parts: ``shared`` (what all ranks have in common, written by
-rank 0) and ``own-3`` (what rank 3 has for itself, if ranks have something); or ``shard-3`` alone (what rank 3 has of a
-sharded state). A part is a checkpoint of
-``torch.distributed.checkpoint`` with a file ``part.json``, which has the size and SHA-256 of every file. It is written
-under another name and renamed at the end, so a part is whole or not there. A version counts if all its parts are there.
+rank 0) and ``own-3`` (what rank 3 has for itself, if ranks have something); or, for a sharded state, ``shard-3`` (what
+rank 3 has of it) and no others. A part is a checkpoint of ``torch.distributed.checkpoint`` with a file ``part.json``,
+which has the size and SHA-256 of every file. It is written under another name and renamed at the end, so a part is
+whole or not there.
+
+A version counts if all its parts are there and belong together. The parts of one version may come from two runs, or
+from two epochs of a run, because a job that goes back to an older version comes to the same number again. Therefore the
+ranks of an epoch have a random *token* in common, which ``part.json`` has.
 
 A part holds the tensors of the state and, as the tensor ``document``, their place in the nested values
 (``groups.encoding``), so no value is pickled. The index of ``torch.distributed.checkpoint`` itself (``.metadata``) is a
@@ -20,6 +24,7 @@ import os
 import shutil
 import signal
 import threading
+import uuid
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,8 +36,9 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, RecoveryError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.groups.encoding import decode, encode
+from totalreduce.groups.group import Group
 
-__all__ = ["Snapshots"]
+__all__ = ["Snapshots", "share_token"]
 
 _log = logging.getLogger("totalreduce")
 
@@ -53,6 +59,7 @@ class Snapshots:
         folder: Where the versions are: a file system that all ranks see.
         written: The last version whose part of this process was written; 0 before that.
         failed: The number of versions that could not be written.
+        token: Equal in the parts that belong together. ``share_token`` sets it.
         on_signal: The signals that ask for a last version.
     """
 
@@ -77,6 +84,7 @@ class Snapshots:
         self.keep = checks.integer("keep", keep, minimum=1)
         self.on_signal = tuple(map(_handled, on_signal if isinstance(on_signal, Iterable) else (on_signal,)))
         self.written = self.failed = 0
+        self.token = self._written_token = ""  #: The second one is that of the version ``written``.
         self._is_asked, self._home = False, 0
         self._handlers: dict[int, Any] = {}  #: Those of before ``watch``.
         self._writer: threading.Thread | None = None
@@ -117,7 +125,7 @@ class Snapshots:
             write: Begins to write it, by ``write`` or ``write_shard``. It is called if that has not been done yet.
         """
         self.wait()
-        if self.written != version:
+        if (self.written, self._written_token) != (version, self.token):
             write()
             self.wait()
 
@@ -138,22 +146,21 @@ class Snapshots:
             parts[f"own-{rank}"] = own
         if not parts:
             return
-        about = _about(version, world_size, has_own=own is not None)
+        about = _about(version, world_size, self.token, has_own=own is not None)
         self._start(version, rank, about, parts)
 
-    def write_shard(self, version: int, rank: int, world_size: int, token: str, shard: Any) -> None:
+    def write_shard(self, version: int, rank: int, world_size: int, shard: Any) -> None:
         """Copy this rank's part of a sharded state, and write it in a thread.
 
         Args:
             version: The version of the state.
             rank: The rank of this process.
             world_size: The number of ranks, each of which writes a part.
-            token: Equal in the parts that belong together: those that the same ranks write in the same epoch.
             shard: The part.
         """
         if self._is_writing(version, rank):
             return
-        about = {**_about(version, world_size, has_own=False), "token": token}
+        about = _about(version, world_size, self.token, has_own=False)
         self._start(version, rank, about, {_shard(rank): shard})
 
     def wait(self) -> None:
@@ -162,7 +169,11 @@ class Snapshots:
             self._writer.join()
 
     def latest(self) -> int:
-        """Return the last version that counts; 0 if there is none. Versions that lack a part are logged."""
+        """Return the last version that counts; 0 if there is none. Versions that lack a part are logged.
+
+        Raises:
+            RecoveryError: The description of a part cannot be read.
+        """
         for version in sorted(self._versions(), reverse=True):
             missing = self._missing(version)
             if not missing:
@@ -185,8 +196,8 @@ class Snapshots:
             )
         return self._read(version, _SHARED)
 
-    def num_shards(self, version: int) -> int:
-        """Return how many ranks have written their part of a sharded state, of a version of ``latest``.
+    def shards_of(self, version: int) -> tuple[int, str]:
+        """Return how many ranks have written a part of a sharded state, of a version of ``latest``, and their token.
 
         Raises:
             RecoveryError: The state is not sharded.
@@ -196,15 +207,16 @@ class Snapshots:
                 f"the snapshot of version {version} in {self.folder} is of a state that is not sharded. Use another "
                 "folder, or the same program as before"
             )
-        return int(self._about(version, _shard(0))["world_size"])
+        about = self._about(version, _shard(0))
+        return about["world_size"], about["token"]
 
-    def read_shard(self, version: int, rank: int) -> Any:
-        """Return the part that a rank has written of a sharded state.
+    def read_shard(self, version: int, rank: int, token: str) -> Any:
+        """Return the part that a rank has written of a sharded state, which has the token that ``shards_of`` returns.
 
         Raises:
-            RecoveryError: As ``read_shared``.
+            RecoveryError: As ``read_shared``. Or the part has another token.
         """
-        return self._read(version, _shard(rank))
+        return self._read(version, _shard(rank), token)
 
     def read_own(self, version: int, rank: int, world_size: int) -> Any:
         """Return what a rank has for itself; ``None`` if nothing was written, or by another number of ranks.
@@ -223,7 +235,7 @@ class Snapshots:
                     world_size,
                 )
             return None
-        return self._read(version, f"own-{rank}")
+        return self._read(version, f"own-{rank}", about["token"])
 
     def _ask(self, number: int, _frame: object) -> None:
         if os.getpid() == self._home:
@@ -255,7 +267,7 @@ class Snapshots:
             return _SHARED
         about = self._about(version, _SHARED)
         parts = [f"own-{rank}" for rank in range(about["world_size"])] if about["has_own"] else []
-        return next((part for part in parts if not (self._path(version, part) / _PART_FILE).exists()), "")
+        return next((part for part in parts if not self._belongs(version, part, about)), "")
 
     def _is_sharded(self, version: int) -> bool:
         """Whether rank 0 has written its part of a sharded state."""
@@ -265,15 +277,18 @@ class Snapshots:
         """Whether a part is there, and is not one that is left of ranks that had come to this version before."""
         if not (self._path(version, part) / _PART_FILE).exists():
             return False
-        return bool(self._about(version, part).get("token") == head.get("token"))
+        about = self._about(version, part)
+        return (about["token"], about["world_size"]) == (head["token"], head["world_size"])
 
     def _about(self, version: int, part: str) -> dict[str, Any]:
         path = self._path(version, part) / _PART_FILE
         try:
             about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             written = about["format"]
-            about["version"], about["world_size"], about["has_own"], about["files"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            about["version"], about["has_own"], about["files"].items()
+            about["world_size"] = int(about["world_size"])
+            about.setdefault("token", "")  # the library has not always written one
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RecoveryError(f"the snapshot's file {path} cannot be read: {error}") from error
         if written != _FORMAT:
             raise RecoveryError(
@@ -282,13 +297,16 @@ class Snapshots:
             )
         return about
 
-    def _read(self, version: int, part: str) -> Any:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-        from torch.distributed.checkpoint.state_dict_loader import load
-
+    def _read(self, version: int, part: str, token: str | None = None) -> Any:
+        """Return a part; with ``token``, only if it has this one."""
         path = self._path(version, part)
-        for name, expected in self._about(version, part)["files"].items():
+        about = self._about(version, part)
+        if token is not None and about["token"] != token:
+            raise RecoveryError(
+                f"{path} does not belong to the other parts of this version: it is left of another run, or another "
+                f"process writes to this folder. Remove the folder {path.parent} to use the version before"
+            )
+        for name, expected in about["files"].items():
             file = path / name
             try:
                 found = _fingerprint(file)
@@ -300,18 +318,17 @@ class Snapshots:
                     f"{found['sha256'][:12]}…, and was written with {expected['bytes']} bytes and "
                     f"{expected['sha256'][:12]}…. Remove the folder {path.parent} to use the version before"
                 )
-        reader = FileSystemReader(path)
-        entries = reader.read_metadata().state_dict_metadata
-        tensors = {
-            key: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for key, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=_ALONE)
-            load(tensors, storage_reader=reader, no_dist=True)
-        document = bytes(tensors.pop("document").numpy()).decode()
-        return decode(document, [tensors[f"tensor-{index}"] for index in range(len(tensors))])
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        try:
+            tensors = _tensors_in(path)
+            document = bytes(tensors.pop("document").numpy()).decode()
+            return decode(document, [tensors[f"tensor-{index}"] for index in range(len(tensors))])
+        except ConfigurationError:  # a value of a type that this process does not have
+            raise
+        except (Exception, CheckpointException) as error:  # the second one is no Exception
+            reason = describe_error(_cause(error))
+            raise RecoveryError(f"the snapshot's part {path} cannot be read: {reason}") from error
 
     def _is_writing(self, version: int, rank: int) -> bool:
         """Whether the last version is not written yet, so that this one is left out, which is logged."""
@@ -334,20 +351,25 @@ class Snapshots:
         try:
             for name, tensors in parts.items():
                 self._write_part(self._path(version, name), about, tensors)
-            self.written = version
-            if rank == 0:
-                self._remove_old()
+            self.written, self._written_token = version, about["token"]
         except BaseException as error:  # torch's CheckpointException is no Exception
             self.failed += 1
             reason = describe_error(_cause(error))
             _log.warning("the snapshot of version %d in %s is not written: %s", version, self.folder, reason)
+            return
+        if rank == 0:
+            try:
+                self._remove_old()
+            except OSError as error:
+                _log.warning("old snapshots in %s are not removed: %s", self.folder, describe_error(error))
 
     def _write_part(self, path: Path, about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary, old = (path.with_name(f".{path.name}.{os.getpid()}.{what}") for what in ("new", "old"))
         shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
             with warnings.catch_warnings():
@@ -358,21 +380,59 @@ class Snapshots:
                 json.dump({**about, "files": files}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            shutil.rmtree(path, ignore_errors=True)  # of a run that went back to an older version
+            if path.exists():  # of a run that went back to an older version
+                # Not removed in its place: a process that is killed then would leave a part that is damaged.
+                path.rename(old)
             temporary.rename(path)
+            shutil.rmtree(old, ignore_errors=True)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
     def _remove_old(self) -> None:
-        whole = [version for version in self._versions() if not self._missing(version)]
+        """Remove the versions before the last ``keep`` whole ones. Those that cannot be read stay, with a warning."""
+        whole, readable = [], []
         for version in self._versions():
+            try:
+                is_whole = not self._missing(version)
+            except RecoveryError as error:
+                _log.warning("the snapshot of version %d stays where it is: %s", version, error)
+                continue
+            readable.append(version)
+            whole += [version] if is_whole else []
+        for version in readable:
             if len(whole) >= self.keep and version < whole[-self.keep]:
                 shutil.rmtree(self._folder(version), ignore_errors=True)
 
 
-def _about(version: int, world_size: int, *, has_own: bool) -> dict[str, Any]:
-    return {"format": _FORMAT, "version": version, "world_size": world_size, "has_own": has_own}
+def share_token(group: Group, snapshots: Snapshots | None) -> None:
+    """Have the parts that the ranks write from now on belong together. Collective, at the begin of an epoch."""
+    token = group.broadcast_object(uuid.uuid4().hex if group.rank == 0 else None)
+    if snapshots is not None:
+        snapshots.token = token
+
+
+def _about(version: int, world_size: int, token: str, *, has_own: bool) -> dict[str, Any]:
+    return {"format": _FORMAT, "version": version, "world_size": world_size, "has_own": has_own, "token": token}
+
+
+def _tensors_in(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint of ``torch.distributed.checkpoint``."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(path)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_ALONE)
+        load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def _shard(rank: int) -> str:
