@@ -312,11 +312,11 @@ def test_a_data_set_that_differs_between_ranks_is_refused() -> None:
         own = OwnState(Pair(group).state(), Optimizers(Pair(group).optimizers), 0)
         members = tuple(Member(seat, 0, False) for seat in range(2))
         own.restore(Decision(1, members, 0), has_state=False)
-        own.begin_vote(group.rank, 8)
-        assert own.end_vote() == 1
-        own.begin_vote(0, 8 - group.rank)
+        own.vote.begin(group.rank, 8)
+        assert own.vote.end() == 1
+        own.vote.begin(0, 8 - group.rank)
         with pytest.raises(ConfigurationError) as caught:
-            own.end_vote()
+            own.vote.end()
         return str(caught.value)
 
     for rank, message in enumerate(run_ranks(2, body)):

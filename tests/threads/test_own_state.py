@@ -58,10 +58,10 @@ class Process:
 
     def before_gradients(self) -> None:
         self.own.send(self.decision)
-        self.own.begin_vote(0, 8)
+        self.own.vote.begin(0, 8)
 
     def before_install(self) -> None:
-        self.own.end_vote()
+        self.own.vote.end()
 
     def enter(self, group, decision: Decision, *, has_state: bool) -> None:
         if group is not self.group:
@@ -184,7 +184,7 @@ def test_after_a_begin_from_disk_there_are_copies_before_the_first_vote() -> Non
     assert new.model.mine.tolist() == [4.0] * 5
 
 
-PLACES = ["step", "send", "begin_vote"]
+PLACES = ["step", "send", "begin"]
 
 
 @pytest.mark.parametrize("names", [("first",), ("first", "second")])
@@ -208,7 +208,7 @@ def test_a_step_that_has_run_out_of_time_may_be_repeated(place: str, num_element
 
         slept = []
         if group.rank == 1:
-            where = process.wrapped["first"] if place == "step" else process.own
+            where = {"step": process.wrapped["first"], "send": process.own, "begin": process.own.vote}[place]
             setattr(where, place, delay(getattr(where, place)))
         for _ in range(3):
             process.block()

@@ -10,10 +10,16 @@ all ranks *vote*: the vote passes when every rank has come to it.
 The modules, from the plain objects to the processes: ``membership`` (the rules of the decision), ``assembly`` (the
 decision through a store), ``launcher_store`` (the connection to it), ``keeper`` (the process that serves it),
 ``dealing``, ``sampler`` and ``stream`` (which rank trains on which samples), ``state`` (what is recovered),
-``optimizers`` (of which a block steps one), ``replicas`` (copies of the state that each rank has for itself),
-``snapshots`` (the state on disk), ``forming`` (the group of an epoch, and one state on its ranks), ``job`` and
-``attempts`` (what users call). See docs/recovery.md and docs/design/0012-recovery.md.
+``buffers`` (copies of the model's buffers), ``optimizers`` (of which a block steps one), ``vote`` (the vote of a
+block), ``replicas`` (copies of the state that each rank has for itself), ``snapshots`` (the state on disk), ``wishes``
+(what a rank asks of all ranks between two steps), ``forming`` (the group of an epoch, and one state on its ranks),
+``job`` (what users call). See docs/recovery.md and docs/design/0012-recovery.md.
 
-For programs without blocks: ``replay`` (the rules of a log of results), ``routing`` (who sends what to whom),
-``checkpoint`` (the values that are saved), ``replayed`` (what users call). See docs/design/0015-replay.md.
+For programs that the library runs again from a place of their own, with a new group: ``runs`` (the groups, one after
+the other) and ``attempts`` (what users call, for DistributedDataParallel and FSDP2). For a model that FSDP2 shards:
+``parts`` (what one rank has of a state), ``resharding`` (which rank sends which elements), ``copies`` (the parts in the
+memory of other ranks). See docs/design/0014-sharded-state.md.
+
+For loops of collectives and checkpoints: ``replay`` (the rules of a log of results), ``routing`` (who sends what to
+whom), ``checkpoint`` (the values that are saved), ``replayed`` (what users call). See docs/design/0015-replay.md.
 """

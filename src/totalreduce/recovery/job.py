@@ -223,7 +223,7 @@ class Job:
             self._read_own()
             self._place()
             if handles_signals(self._options.snapshots):
-                self._own.prepare_vote()
+                self._own.vote.prepare()
             return
         assembly = self._assembly = open_assembly(settings, group.rank, group.world_size, group.timeout_s)
         assembly.check_equal(
@@ -470,7 +470,7 @@ class Job:
         elif not handles_signals(self._options.snapshots):
             return
         # Without a launcher that replaces ranks a block needs no vote, but the ranks must agree on the last one.
-        self._own.begin_vote(self._wish(), self._samples_of_block())
+        self._own.vote.begin(self._wish(), self._samples_of_block())
 
     def _end_vote(self) -> None:
         """Return when it is certain that all ranks finish the block.
@@ -481,7 +481,7 @@ class Job:
         group, assembly = self.group, self._assembly
         if assembly is not None:
             try:
-                self._agreed = Wish(self._own.end_vote())
+                self._agreed = Wish(self._own.vote.end())
             except PeerLost as error:
                 self._leave_group(error)
                 decision = assembly.meet(has_state=True, version=self.state.version)
@@ -491,7 +491,7 @@ class Job:
                     raise _RepeatBlock(decision) from None
                 self._pending = decision
         elif handles_signals(self._options.snapshots):
-            self._agreed = Wish(self._own.end_vote())
+            self._agreed = Wish(self._own.vote.end())
         self._phase = _Phase.AFTER_VOTE
         group.operations.runner.refusal = (
             "collectives are not possible after optimizer.step() or optimizer.synchronize() in a block of job.step(), "

@@ -19,17 +19,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-import numpy as np
 import torch
 
-from totalreduce.foundation.errors import ConfigurationError, PeerLost, ProtocolError
-from totalreduce.foundation.types import ReduceOp
+from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.groups.encoding import PACKED_BYTES_MAX, pack, unpack
 from totalreduce.groups.group import Group
 from totalreduce.recovery.buffers import BufferRow
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.optimizers import Optimizers
 from totalreduce.recovery.state import State
+from totalreduce.recovery.vote import Vote
 from totalreduce.tensors.work import Work
 
 __all__ = ["OwnState", "Replicas", "gather_lengths"]
@@ -216,22 +215,22 @@ class Exchange:
 
 @final
 class OwnState:
-    """The state that this rank has for itself, through the epochs of a job, its copies on other ranks, and the vote.
+    """The state that this rank has for itself, through the epochs of a job, and its copies on other ranks.
 
     Attributes:
         num_copies: The number of ranks that have a copy.
+        vote: The vote, before which copies are sent.
     """
 
     def __init__(self, state: State, optimizers: Optimizers, num_copies: int) -> None:
         """``optimizers``: those of the state."""
         self._state, self._group, self._optimizers = state, optimizers.group, optimizers
-        self.num_copies = num_copies
+        self.num_copies, self.vote = num_copies, Vote(optimizers.group)
         self._replicas = Replicas(num_copies)
         self._world_size = self._group.world_size  #: Of the last epoch.
         #: By optimizer the states of the sparse sessions, at the present version and after the block.
         self._sessions: dict[str, list[dict[str, Any]]] = {}
         self._next_sessions: dict[str, list[dict[str, Any]]] = {}
-        self._layout = state.buffer_row()
         self._rows: _BufferRows | None = None  #: For small buffers.
         self._sends = False  #: Whether there is anything to send before a vote.
         self._sending: Exchange | None = None  #: The exchange that has not ended.
@@ -239,11 +238,6 @@ class OwnState:
         #: Whether the copies that count are rows of buffers. Another number of ranks may have another form of copies.
         self._holds_rows = False
         self._late: set[str] = set()  #: Buffers that blocks change after the vote.
-        #: What ranks vote with (``begin_vote``), and the total with its sign changed, so that MAX finds the smallest
-        #: one. An element of a tensor takes 20 times as long to set.
-        self._ballot = np.zeros(3, np.int64)
-        self._num_samples = 0  #: What this rank has voted with.
-        self._voting: Work | PeerLost | None = None  #: The vote in flight, or why it could not begin.
 
     @property
     def _exists(self) -> bool:
@@ -255,7 +249,7 @@ class OwnState:
 
         May be repeated if a later call of the block has run out of time.
         """
-        if self._rows is not None and self._voting is None:
+        if self._rows is not None and not self.vote.is_in_flight:
             self._rows.start()
 
     def send(self, decision: Decision) -> None:
@@ -267,50 +261,8 @@ class OwnState:
             PeerLost: A rank is lost. The copies that count are still those of the last version.
             DeadlineExceededError: The copies have not come in time. The call may be repeated.
         """
-        if self._sends and self._voting is None:
+        if self._sends and not self.vote.is_in_flight:
             self._next_sessions = self._send(decision, self._state.version + 1)
-
-    def prepare_vote(self) -> None:
-        """Prepare the votes of a new group; ``restore`` does it."""
-        ballot = torch.from_numpy(self._ballot)
-        self._vote = self._group.control.prepare_allreduce(ballot, name="recovery/vote", op=ReduceOp.MAX)
-        self._voting = None
-
-    def begin_vote(self, ballot: int, num_samples: int) -> None:
-        """Give this rank's ballot, unless the vote of this block has begun. Collective, with ``end_vote``.
-
-        Args:
-            ballot: What this rank votes with.
-            num_samples: The number of samples of all ranks in the step.
-        """
-        if self._voting is None:
-            self._ballot[:] = ballot, num_samples, -num_samples
-            self._num_samples = num_samples
-            try:
-                self._voting = self._vote.start()
-            except PeerLost as error:
-                self._voting = error
-
-    def end_vote(self) -> int:
-        """Return the largest ballot of all ranks, when all have come to the vote.
-
-        Raises:
-            ConfigurationError: The ranks disagree about the number of samples. On every rank.
-            PeerLost: A rank is lost, and others may have the result.
-            DeadlineExceededError: A rank has not come to the vote in time. The call may be repeated.
-        """
-        assert self._voting is not None, "begin_vote comes first"
-        if isinstance(self._voting, PeerLost):
-            raise self._voting
-        self._voting.wait()
-        self._voting = None
-        largest, most, fewest = self._ballot.tolist()
-        if most != -fewest:
-            raise ConfigurationError(
-                f"a step has {-fewest} samples on some rank and {most} on another one; on rank {self._group.rank} it "
-                f"has {self._num_samples}: the data set must be the same on all ranks"
-            )
-        return int(largest)
 
     def commit(self) -> None:
         """Note that a block has taken effect, whose vote has passed."""
@@ -381,9 +333,9 @@ class OwnState:
             has_state: Whether this rank had the state of the job.
         """
         same_size, self._world_size = self._world_size == self._group.world_size, self._group.world_size
-        self.prepare_vote()
-        self._layout = self._state.buffer_row()
-        self._rows = _BufferRows(self._layout, self._group) if self._has_small_buffers() else None
+        self.vote.prepare()
+        layout = self._state.buffer_row()
+        self._rows = _BufferRows(layout, self._group) if self._has_small_buffers(layout) else None
         self._sends, self._sending = self._exists, None
         if not self._exists or decision.version == 0:
             return
@@ -427,14 +379,15 @@ class OwnState:
         elif self._group.rank == newcomer:
             copy = self._replicas.receive(self._group, source)
             if are_rows:
-                self._load_buffers(self._layout.read(copy))
+                self._load_buffers(self._state.buffer_row().read(copy))
             else:
                 self._load(unpack(copy))
 
     def _digests_of_late(self) -> dict[str, str]:
         if not self._late:
             return {}
-        parts = self._layout.parts(self._layout.copy())
+        layout = self._state.buffer_row()
+        parts = layout.parts(layout.copy())
         return {name: hashlib.sha256(parts[name].numpy().data).hexdigest() for name in sorted(self._late)}
 
     def _warn_of_late(self, digests: Sequence[Mapping[str, str]], source: int) -> None:
@@ -464,11 +417,11 @@ class OwnState:
             seats[rank] in holders if rank in newcomers else words["sessions"] for rank, words in enumerate(said)
         )
 
-    def _has_small_buffers(self) -> bool:
+    def _has_small_buffers(self, layout: BufferRow) -> bool:
         """Whether the ranks have buffers, which may go to all ranks, and nothing else. Equal on all ranks."""
         size = self._group.world_size
         needed = size > 1 and self.num_copies > 0 and not self._optimizers.compresses
-        return needed and 0 < size * self._layout.num_bytes <= _ROWS_BYTES_MAX
+        return needed and 0 < size * layout.num_bytes <= _ROWS_BYTES_MAX
 
     def _send(self, decision: Decision, version: int) -> dict[str, list[dict[str, Any]]]:
         """Send the state as that of a version; return the states of the sparse sessions, by optimizer."""
