@@ -1,14 +1,19 @@
 """The figures of ``totalreduce bench faults`` from the logs of its workers."""
 
 import itertools
+import json
 import os
 import random
 import signal
+import subprocess
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from totalreduce.bench import faults_kinds, network_faults
 from totalreduce.bench.faults import FaultsParameters
 from totalreduce.bench.faults_injector import Injector, Schedule
 from totalreduce.bench.faults_job import RunningJob
@@ -16,6 +21,7 @@ from totalreduce.bench.faults_kinds import KINDS, Fault, FaultKind, FaultPlan
 from totalreduce.bench.faults_records import SAMPLES, Final
 from totalreduce.bench.faults_summary import KindFigure, summarise
 from totalreduce.bench.faults_torchrun import TorchrunFaults
+from totalreduce.bench.launching import BenchmarkFailedError
 from totalreduce.foundation.errors import ConfigurationError
 
 
@@ -167,3 +173,89 @@ def test_wrong_options_are_refused() -> None:
     ):
         with pytest.raises(ConfigurationError, match=text):
             FaultsParameters(**options)
+
+
+def running_job(folder: Path) -> RunningJob:
+    """A job whose two ranks have formed a group, and have taken a step after that."""
+    job = RunningJob(folder, 2)
+    for rank in range(2):
+        job.on_event({"event": "started", "rank": rank, "pid": 1 << 22, "incarnation": 0})
+    members = [{"seat": rank, "incarnation": 0} for rank in range(2)]
+    job.on_event({"event": "epoch", "members": members})
+    block = {"seat": 0, "done": 1, "digest": "d", "at": time.time() + 1.0, "world_size": 2}
+    (folder / "blocks-0-0.jsonl").write_text(f"\n{json.dumps(block)}\n")
+    return job
+
+
+def test_an_error_of_the_injector_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(FaultKind):
+        help = "an error"
+
+        def cause(self, job, chance):
+            raise ZeroDivisionError("the fault is broken")
+
+    monkeypatch.setitem(KINDS, "kill", Broken())
+    told, before = threading.Event(), signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    try:
+        injector = Injector(running_job(tmp_path), FaultPlan("kill"), Schedule(0.001, 1), tmp_path)
+        injector.start()
+        assert told.wait(10.0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert isinstance(injector.error, ZeroDivisionError)
+    assert not injector.hung
+
+
+class FakeHost:
+    """A host that notes what is done, and fails where it is told to."""
+
+    namespace, address = "host", "10.0.0.2"
+
+    def __init__(self, fails: str) -> None:
+        self.fails, self.done = fails, []
+
+    def __getattr__(self, name: str):
+        def call(peer) -> bool:
+            self.done.append(name)
+            if name == self.fails:
+                raise subprocess.CalledProcessError(2, ["ip"], stderr="RTNETLINK answers: No such process")
+            return True
+
+        return call
+
+
+def test_a_partition_is_not_possible_or_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    def cause(host, sleep=lambda _: None):
+        job = running_job(tmp_path)
+        monkeypatch.setattr(faults_kinds, "host_of", lambda _pid: host)
+        monkeypatch.setattr(faults_kinds.time, "sleep", sleep)
+        try:
+            return KINDS["partition"].cause(job, random.Random(1)), job._members
+        finally:
+            monkeypatch.undo()
+
+    at, members = cause(FakeHost("block"))
+    assert (at, members) == (None, [(0, 0), (1, 0)])  # the group counts as before
+    host = FakeHost("nothing")
+    at, members = cause(host)
+    assert (at is not None, members, host.done) == (True, [], ["block", "unblock"])
+    host = FakeHost("nothing")
+    with pytest.raises(KeyboardInterrupt):
+        cause(host, interrupted)
+    assert host.done == ["block", "unblock"]
+    with pytest.raises(
+        BenchmarkFailedError, match=r"the route from host to 10\.0\.0\.2 could not be restored: RTNETLINK"
+    ):
+        cause(FakeHost("unblock"))
+
+
+def test_a_process_without_the_variables_of_a_worker_has_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is just being started."""
+    shown = json.dumps([{"addr_info": [{"local": "10.0.0.1"}]}])
+    monkeypatch.setattr(network_faults, "_run", lambda *command: shown if "-j" in command else "host\n")
+    with pytest.raises(ProcessLookupError, match=f"/proc/{os.getpid()}/environ"):
+        network_faults.host_of(os.getpid())

@@ -23,13 +23,14 @@ from totalreduce.bench.faults_records import FaultsConfig, Final
 from totalreduce.bench.faults_summary import FaultsFigure, KindFigure, summarise
 from totalreduce.bench.faults_torchft import TorchftFaults
 from totalreduce.bench.faults_torchrun import TorchrunFaults
-from totalreduce.bench.launching import Setting, require_success
+from totalreduce.bench.launching import BenchmarkFailedError, Setting, require_success
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.plots import Line, draw_lines
 from totalreduce.bench.records import to_document
 from totalreduce.bench.report import Report, Table
 from totalreduce.foundation import checks, environment
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.local import EmulateOptions, RecoveryOptions, RunResult, run_workers
 
 _WORKER = "totalreduce.bench.faults_worker"
@@ -233,6 +234,10 @@ def _measure(
     )
     injector.start()
     outcome = _run(setting, _config(setting, parameters, folder, parameters.step_ms, 0), recovery)
+    if injector.error is not None:
+        raise BenchmarkFailedError(
+            f"no more faults could be caused: {describe_error(injector.error)}"
+        ) from injector.error
     if not injector.hung:
         require_success(outcome, "the job under faults")
     finals = _finals(folder)

@@ -70,6 +70,7 @@ class Injector:
         job: The job.
         faults: The faults so far.
         hung: Whether the job made no progress for ``HUNG_S``.
+        error: The error because of which no more faults came; ``None`` if there was none.
         keeper_starts: Those of the job.
     """
 
@@ -79,6 +80,7 @@ class Injector:
         self._chance = random.Random(schedule.seed)
         self.faults: list[Fault] = []
         self.hung = False
+        self.error: BaseException | None = None
         self.keeper_starts = job.keeper_starts
         self._told_at = time.monotonic()
 
@@ -94,8 +96,12 @@ class Injector:
             if job.wait_until_complete(HUNG_S):
                 time.sleep(1.0)
                 end_job_after(self._folder, job.version())
-        except TimeoutError:
-            self.hung = True
+        except BaseException as error:
+            # Without a thread that has the job come to its end, the run would never end.
+            if isinstance(error, TimeoutError):
+                self.hung = True
+            else:
+                self.error = error
             os.kill(os.getpid(), signal.SIGTERM)  # the launcher ends the run
 
     def _cause_all(self) -> None:

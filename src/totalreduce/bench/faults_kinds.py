@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from typing import final
 
 from totalreduce.bench.faults_job import RunningJob
-from totalreduce.bench.network_faults import host_of
+from totalreduce.bench.launching import BenchmarkFailedError
+from totalreduce.bench.network_faults import HostOfProcess, host_of
 from totalreduce.foundation.errors import ConfigurationError
 
 __all__ = ["KINDS", "Fault", "FaultKind", "FaultPlan"]
@@ -109,33 +111,48 @@ class _Network(FaultKind):
             return None
         members = job.forget_members()  # until the ranks have formed another group
         for peer in peers:
-            at = self._disturb(pids[rank], pids[peer])
+            try:
+                at = self._disturb(host_of(pids[rank]), host_of(pids[peer]))
+            except (subprocess.CalledProcessError, OSError):
+                at = None  # one of the processes has ended since
             if at is not None:
                 return at
         job.remember_members(members)
         return None
 
     @abstractmethod
-    def _disturb(self, here: int, there: int) -> float | None:
-        """Disturb the connections of the hosts of two processes; return the time of day, ``None``: there are none."""
+    def _disturb(self, here: HostOfProcess, there: HostOfProcess) -> float | None:
+        """Disturb the connections of two hosts; return the time of day, ``None``: there are none.
+
+        Raises:
+            subprocess.CalledProcessError: It was not possible, and nothing is disturbed.
+            BenchmarkFailedError: What was disturbed could not be restored.
+        """
 
 
 class _Reset(_Network):
     help = "the connections of two hosts are reset"
 
-    def _disturb(self, here: int, there: int) -> float | None:
+    def _disturb(self, here: HostOfProcess, there: HostOfProcess) -> float | None:
         at = time.time()
-        return at if host_of(here).reset(host_of(there)) else None
+        return at if here.reset(there) else None
 
 
 class _Partition(_Network):
     help = f"for {_PARTITION_S:g} s nothing comes from one host to another one, but the other direction works"
 
-    def _disturb(self, here: int, there: int) -> float | None:
-        host, peer, at = host_of(here), host_of(there), time.time()
-        host.block(peer)
-        time.sleep(_PARTITION_S)
-        host.unblock(peer)
+    def _disturb(self, here: HostOfProcess, there: HostOfProcess) -> float | None:
+        at = time.time()
+        here.block(there)
+        try:
+            time.sleep(_PARTITION_S)
+        finally:
+            try:
+                here.unblock(there)
+            except subprocess.CalledProcessError as error:
+                raise BenchmarkFailedError(
+                    f"the route from {here.namespace} to {there.address} could not be restored: {error.stderr.strip()}"
+                ) from error
         return at
 
 

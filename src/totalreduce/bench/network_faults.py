@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,12 +49,14 @@ def host_of(pid: int) -> HostOfProcess:
     """Return the host of a worker.
 
     Raises:
-        subprocess.CalledProcessError: The process has ended, or runs in no emulated host.
+        subprocess.CalledProcessError, ProcessLookupError: The process has ended, or runs in no emulated host.
     """
     namespace = _run("ip", "netns", "identify", str(pid)).strip()
     (link,) = json.loads(_run("ip", "-n", namespace, "-j", "-4", "address", "show", "dev", "eth0"))
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    keeper = next(each for each in variables if each.startswith(b"TOTALREDUCE_KEEPER="))
+    keeper = next((each for each in variables if each.startswith(b"TOTALREDUCE_KEEPER=")), None)
+    if keeper is None:
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH), f"/proc/{pid}/environ")
     return HostOfProcess(namespace, link["addr_info"][0]["local"], int(keeper.rpartition(b":")[2]))
 
 
