@@ -83,6 +83,23 @@ def test_buffers_are_undone_and_the_changed_ones_are_known() -> None:
     assert model.large[4] == 6.0
 
 
+def test_a_buffer_of_another_shape_is_undone() -> None:
+    model = Model()
+    kept = KeptBuffers(model)
+    kept.keep()
+    before = values_of(model)
+    model.norm.running_mean = torch.ones(7)
+    model.large = torch.ones(80_000)
+    model.narrow = model.narrow.double()
+    kept.restore()
+    assert values_of(model) == before
+    assert model.narrow.dtype is torch.bfloat16
+    model.norm.running_mean.add_(1)
+    model.large.add_(1)
+    kept.restore()  # the copies have memory of their own
+    assert values_of(model) == before
+
+
 def test_buffers_go_to_another_process() -> None:
     model, other = Model(), Model()
     kept, taken = KeptBuffers(model), KeptBuffers(other)

@@ -1,13 +1,18 @@
 """The rules of replay, and the values of a checkpoint, as plain objects."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from totalreduce.foundation.checks import NAME_BYTES_MAX
 from totalreduce.foundation.errors import ConfigurationError, RecoveryError, ReplayMismatchError
 from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
+from totalreduce.groups.encoding import pack
 from totalreduce.recovery.checkpoint import Checkpoint
 from totalreduce.recovery.replay import Call, Entry, ReplayLog, Standing, Versions, plan_parcels
+from totalreduce.recovery.replayed import _pack_entries, _unpack_entries
 
 
 def call_of(kind=OpKind.ALLREDUCE, dtype=DType.FLOAT32, reduction=ReduceOp.SUM, root=0, shape=(2, 3), name="") -> Call:
@@ -151,6 +156,27 @@ def test_what_nobody_has_any_more_is_an_error() -> None:
         plan_parcels([Standing(True, 0, (), ()), new], 3, with_own=True)
 
 
+def test_many_results_travel_in_parcels_that_can_be_packed() -> None:
+    """Their descriptions, with names that JSON makes six times as long, must not exceed the limit of a document."""
+    call = call_of(shape=(1,) * 64, name="\x01" * NAME_BYTES_MAX)
+    held = tuple(range(5000))
+    parcels = plan_parcels([Standing(True, 5000, held, ()), Standing(False, 0, (), ())], 3, with_own=False)
+    results = [parcel for parcel in parcels if parcel.kind == "results"]
+    assert [number for parcel in results for number in parcel.numbers] == list(held)
+    assert max(len(parcel.numbers) for parcel in results) == 2048
+    entries = dict.fromkeys(results[0].numbers, Entry(call, torch.zeros((1,) * 64)))
+    packed = _pack_entries(entries)
+    assert int(packed[:8].view(torch.int64)) < 24 * 1024 * 1024 * 3 / 4
+    assert _unpack_entries(packed)[7].call == call
+
+
+def test_names_count_as_bytes_of_the_log() -> None:
+    log = log_of(bytes_max=512 + 24 + 10)
+    log.check_room(call_of(name="é" * 5))
+    with pytest.raises(ConfigurationError, match="take 547 bytes"):
+        log.check_room(call_of(name="é" * 5 + "a"))
+
+
 # ------------------------------------------------------------------------------------------------------- the values
 
 
@@ -181,11 +207,25 @@ def test_values_come_back_bit_by_bit_and_are_copies() -> None:
         ({"x": 1, "local": {"x": 2}}, "two values of the name 'x'"),
         ({"x": object()}, "cannot save 'x'"),
         ({"local": {"x": object()}}, "cannot save 'local'"),
+        ({"x": torch.zeros(2, 3).t()}, r"cannot save 'x': it has a tensor or array with the strides \(1, 3\)"),
+        ({"x": [{"y": (1, np.zeros((2, 3)).T)}]}, r"cannot save 'x': .* strides \(8, 24\).*numpy\.ascontiguousarray"),
+        ({"local": {"x": SimpleNamespace(y=torch.zeros(4)[::2])}}, r"cannot save 'local': .* strides \(2,\)"),
     ],
 )
 def test_values_that_cannot_be_saved_are_refused(values, message) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Checkpoint(**values)
+
+
+def test_values_that_are_too_large_together_are_refused_when_they_are_saved(monkeypatch) -> None:
+    """Each of them is small enough; a new process gets all of them in one message."""
+    limit = pack({name: pack(torch.zeros(1000)) for name in "ab"}).numel()
+    state = Checkpoint(a=torch.zeros(1000), b=torch.zeros(1000))
+    monkeypatch.setattr("totalreduce.recovery.checkpoint.PACKED_BYTES_MAX", limit)
+    state.save()
+    monkeypatch.setattr("totalreduce.recovery.checkpoint.PACKED_BYTES_MAX", limit - 1)
+    with pytest.raises(ConfigurationError, match=f"together they take {limit} bytes, and the limit is {limit - 1}"):
+        state.save()
 
 
 def test_a_value_that_would_not_be_saved_is_refused() -> None:

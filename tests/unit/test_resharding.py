@@ -114,6 +114,12 @@ def test_a_packed_part_comes_back_and_shares_the_memory() -> None:
     assert back.shared["values"] == {"best": 0.5}
     assert back.shared["model"]["buffer mean"].item() == 1.5
     assert back.pieces["model", "weight 0"].elements.untyped_storage().data_ptr() == row.untyped_storage().data_ptr()
+    wide = row.clone()
+    document = bytes(wide[8 : 8 + int(wide[:8].view(torch.int64))].numpy())
+    changed = document.replace(b'["bfloat16", [3]]', b'["bfloat16", [3' + b"0" * 13 + b"]]")
+    changed = torch.frombuffer(bytearray(len(changed).to_bytes(8, "little") + changed), dtype=torch.uint8)
+    with pytest.raises(ProtocolError, match="its document has other lengths"):  # before it takes 60 TB of memory
+        unpack_part(torch.cat([changed, torch.zeros(-len(changed) % 16 + 64, dtype=torch.uint8)]))
     for damaged in (row[:4], row[:-16], torch.full((64,), 255, dtype=torch.uint8)):
         with pytest.raises(ProtocolError):
             unpack_part(damaged.clone())

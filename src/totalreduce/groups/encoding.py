@@ -32,7 +32,7 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.tensors.dtypes import problem_of_layout
 
-__all__ = ["decode", "empty_tensors", "encode", "pack", "pack_refusal", "unpack"]
+__all__ = ["decode", "empty_tensors", "encode", "pack", "pack_refusal", "packed_bytes", "unpack"]
 
 #: The deepest nesting: deeper than any optimizer's state, and far below Python's recursion limit.
 _DEPTH_MAX = 32
@@ -111,13 +111,13 @@ def decode(document: str, tensors: Sequence[torch.Tensor]) -> Any:
     return _decode(_parsed(document), tensors)
 
 
-def empty_tensors(document: str) -> list[torch.Tensor]:
-    """Return empty tensors of the types and shapes in a document.
+def empty_tensors(document: str, device: str = "cpu") -> list[torch.Tensor]:
+    """Return empty tensors of the types and shapes in a document; those on the device ``meta`` take no memory.
 
     Raises:
         ProtocolError: ``encode`` makes no such document.
     """
-    return _empty(_announced(_parsed(document)))
+    return _empty(_announced(_parsed(document)), device)
 
 
 def pack(value: object) -> torch.Tensor:
@@ -127,6 +127,12 @@ def pack(value: object) -> torch.Tensor:
         ConfigurationError: As for ``encode``; or there are more than 1 GiB.
     """
     return _packed(*encode(value))
+
+
+def packed_bytes(value: object) -> int:
+    """Return how many bytes ``pack`` would return if there were no limit. Raises what ``encode`` does."""
+    document, tensors = encode(value)
+    return 8 + len(document.encode()) + sum(tensor.nbytes for tensor in tensors)
 
 
 def pack_refusal(reason: str) -> torch.Tensor:
@@ -328,9 +334,9 @@ def _announced(document: dict[str, Any]) -> list[tuple[torch.dtype, list[int]]]:
         raise ProtocolError(f"tensors that no correct peer sends: {str(document['tensors'])[:80]!r}") from cause
 
 
-def _empty(announced: Iterable[tuple[torch.dtype, list[int]]]) -> list[torch.Tensor]:
+def _empty(announced: Iterable[tuple[torch.dtype, list[int]]], device: str = "cpu") -> list[torch.Tensor]:
     try:
-        return [torch.empty(shape, dtype=dtype) for dtype, shape in announced]
+        return [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in announced]
     except (RuntimeError, TypeError, OverflowError) as cause:
         raise ProtocolError("tensors were announced that do not fit into memory") from cause
 

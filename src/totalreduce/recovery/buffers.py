@@ -146,6 +146,11 @@ class KeptBuffers:
     def restore(self) -> None:
         """Set the buffers to the copies."""
         small = {} if self._row is None else self._small.read(self._row)
+        for name, buffers, key in self._places:
+            buffer = buffers[key]
+            kept = small[name] if name in small else self._large[name][0] if name in self._large else None
+            if buffer is not None and kept is not None and (buffer.shape, buffer.dtype) != (kept.shape, kept.dtype):
+                buffers[key] = kept.to(buffer.device, copy=True)  # the program has put another one there
         for name, buffer in self.named():
             if name in small:
                 buffer.copy_(small[name])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.groups.encoding import pack, unpack
+from totalreduce.groups.encoding import PACKED_BYTES_MAX, pack, packed_bytes, unpack
 
 __all__ = ["Checkpoint", "Saved"]
 
@@ -49,7 +52,9 @@ class Checkpoint:
         state.centres = new_centres
 
     Values are equal on all ranks when the program calls ``job.checkpoint()``, but for those in ``local``. A set has no
-    order that is equal in all processes: keep a sorted list.
+    order that is equal in all processes: keep a sorted list. Tensors and arrays are contiguous: a new process gets them
+    so, and for other strides some functions of torch and NumPy add in another order. All values that are equal on all
+    ranks take 1 GiB at most, and so do the local ones.
     """
 
     if TYPE_CHECKING:  # the program's values are attributes
@@ -64,7 +69,7 @@ class Checkpoint:
             values: Values that are equal on all ranks.
 
         Raises:
-            ConfigurationError: A name is taken, there is no value, or a value is of a type that cannot be saved.
+            ConfigurationError: A name is taken, there is no value, or a value cannot be saved.
         """
         own = dict(local or {})
         for name in (*values, *own):
@@ -108,9 +113,16 @@ class Checkpoint:
         """Return a copy of the values.
 
         Raises:
-            ConfigurationError: A value is of a type that cannot be saved.
+            ConfigurationError: A value is of a type that cannot be saved, or has a tensor that is not contiguous. Or
+                the values are larger than 1 GiB together.
         """
         shared = {name: self._pack(name, getattr(self, name)) for name in self._shared}
+        total = packed_bytes(shared)
+        if total > PACKED_BYTES_MAX:  # a new process gets them in one message
+            raise ConfigurationError(
+                f"tr.Checkpoint cannot save its values: together they take {total} bytes, and the limit is "
+                f"{PACKED_BYTES_MAX}. Values that a process can compute again need not be saved"
+            )
         own = self._pack("local", {name: getattr(self, name) for name in self._own}) if self._own else None
         return Saved(shared, own)
 
@@ -125,6 +137,29 @@ class Checkpoint:
     @staticmethod
     def _pack(name: str, value: Any) -> torch.Tensor:
         try:
-            return pack(value)
+            packed = pack(value)
         except ConfigurationError as error:
             raise ConfigurationError(f"tr.Checkpoint cannot save {name!r}: {error}") from error
+        strides = _strides_in(value)
+        if strides is not None:
+            raise ConfigurationError(
+                f"tr.Checkpoint cannot save {name!r}: it has a tensor or array with the strides {strides}, and a new "
+                "process would get it without them, so that its results could have other bits. Make it contiguous: "
+                "tensor.contiguous(), numpy.ascontiguousarray(array)"
+            )
+        return packed
+
+
+def _strides_in(value: Any) -> tuple[int, ...] | None:
+    """Return the strides of a tensor or array in a nested value that is not contiguous; ``None``: all are."""
+    if isinstance(value, torch.Tensor):
+        return None if value.is_contiguous() else tuple(value.stride())
+    if isinstance(value, np.ndarray):
+        return None if value.flags.c_contiguous else value.strides
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        value = list(vars(value).values())
+    if isinstance(value, list | tuple):
+        return next((found for found in map(_strides_in, value) if found is not None), None)
+    return None

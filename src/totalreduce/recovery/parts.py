@@ -123,7 +123,7 @@ def unpack_part(row: torch.Tensor) -> Part:
     if not 0 <= length <= row.numel() - _LENGTH_BYTES:
         raise ProtocolError(f"a packed part of {row.numel()} bytes with a document of {length} bytes")
     document = bytes(row[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy()).decode(errors="replace")
-    tensors = empty_tensors(document)
+    tensors = empty_tensors(document, device="meta")  # no memory is taken for what a wrong document announces
     body = row[_begin(length) :]
     if sum(map(room_of, tensors)) != body.numel():
         raise ProtocolError(f"a packed part with {body.numel()} bytes of tensors, and its document has other lengths")

@@ -26,8 +26,11 @@ __all__ = ["Call", "Entry", "Parcel", "ReplayLog", "Standing", "Versions", "plan
 Result = TypeVar("Result")
 State = TypeVar("State")
 
-#: What an entry of the log takes beside its result, in bytes, by estimate.
+#: What an entry of the log takes beside its result and its name, in bytes, by estimate.
 _ENTRY_BYTES = 512
+#: The most results in one parcel. Their descriptions, with the longest names, are shorter than the longest document of
+#: an encoded value.
+_RESULTS_MAX = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +166,10 @@ class ReplayLog(Generic[Result]):
         self.position += 1
 
     def _bytes_of(self, call: Call) -> int:
-        """Return what an entry takes: its result, and what describes it, by estimate."""
+        """Return what an entry takes: its result, its name, and by estimate what else describes it."""
         signature = call.signature
         num_blocks = self._world_size if signature.kind is OpKind.ALLGATHER else 1
-        return _ENTRY_BYTES + num_blocks * signature.num_elements * signature.dtype.itemsize
+        return _ENTRY_BYTES + len(call.name.encode()) + num_blocks * signature.num_elements * signature.dtype.itemsize
 
     def _mismatch(self, description: str) -> ReplayMismatchError:
         logged = self._entries[self.position].call.describe()
@@ -267,7 +270,7 @@ class Parcel:
 def plan_parcels(standings: Sequence[Standing], version: int, *, with_own: bool) -> list[Parcel]:
     """Return what is sent when a group was formed. All ranks call it with the same arguments, and get the same.
 
-    Results with the same holders and the same requesters travel together.
+    Results with the same holders and the same requesters travel together, up to 2048 in a parcel.
 
     Args:
         standings: What the ranks have said, by rank. One of them has the state.
@@ -304,5 +307,9 @@ def plan_parcels(standings: Sequence[Standing], version: int, *, with_own: bool)
         if requesters:
             together.setdefault((holders, requesters), []).append(number)
     for (holders, requesters), numbers in together.items():
-        parcels.append(Parcel("results", tuple(numbers), find_route(size, holders, requesters), requesters))
+        route = find_route(size, holders, requesters)
+        parcels += [
+            Parcel("results", tuple(numbers[begin : begin + _RESULTS_MAX]), route, requesters)
+            for begin in range(0, len(numbers), _RESULTS_MAX)
+        ]
     return parcels

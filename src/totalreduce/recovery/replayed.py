@@ -99,8 +99,8 @@ def replayed(
         result_copies: On how many ranks the result of a call is kept until the next checkpoint; the result of the last
             call is on all ranks.
         local_replicas: The number of ranks that have a copy of the local values of each rank.
-        log_bytes: The most bytes of the results between two checkpoints, at most 512 MiB. With this many, a call is a
-            ``ConfigurationError`` on all ranks.
+        log_bytes: The most bytes of the results between two checkpoints, with their names and 512 bytes for each; at
+            most 512 MiB. A call that exceeds it is a ``ConfigurationError`` on all ranks.
 
     Raises:
         ConfigurationError: A number is out of range, or the group is of another kind than ``tr.init`` makes it.
@@ -121,7 +121,8 @@ def replayed(
 class ReplayedJob:
     """A loop of collectives and checkpoints that outlives the loss of processes. Made by ``replayed``.
 
-    One thread uses it. Its calls block, and its collectives are those that are replayed: the group's own are refused.
+    One thread uses it. Its calls block, and its collectives are those that are replayed. If the launcher replaces ranks,
+    the group's own collectives are refused from ``with`` on, also after it.
 
     Attributes:
         state: The values that outlive the processes.
@@ -180,7 +181,14 @@ class ReplayedJob:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Wait until all ranks have come to the end. After an error leave the group, so that the others learn of it."""
+        """Wait until all ranks have come to the end.
+
+        If the launcher replaces ranks, this rank then leaves the group, after an error at once and with its text, so
+        that the others learn of it. Otherwise the group is the program's, and stays open.
+
+        Raises:
+            ReplayMismatchError, RecoveryError, PeerLost, DeadlineExceededError: As for ``allreduce``.
+        """
         try:
             if kind is None:
                 self._finish()
