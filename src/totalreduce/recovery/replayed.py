@@ -121,8 +121,8 @@ def replayed(
 class ReplayedJob:
     """A loop of collectives and checkpoints that outlives the loss of processes. Made by ``replayed``.
 
-    One thread uses it. Its calls block, and its collectives are those that are replayed. If the launcher replaces ranks,
-    the group's own collectives are refused from ``with`` on, also after it.
+    One thread uses it. Its calls block, and its collectives are those that are replayed. If the launcher replaces
+    ranks, the group's own collectives are refused from ``with`` on, also after it.
 
     Attributes:
         state: The values that outlive the processes.
