@@ -37,6 +37,8 @@ WARMUP = 0.05
 SERVED = ("async", "stale_synchronous", "soft_sync", "quorum", "eager")
 #: The part of the steps after which post-local SGD has no synchronous ones any more.
 LOCAL_AFTER = 0.25
+#: How long forward and backward take, in times of forward.
+FORWARD_AND_BACKWARD = 3
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--width", type=int, help="of the model")
     parser.add_argument("--learning-rate", type=float, help="the largest one")
     parser.add_argument("--evaluations", type=int, default=20, help="how often the model is looked at")
+    parser.add_argument("--slow", type=float, default=1.0, help="how many times longer a step of the last rank takes")
     parser.add_argument("--json", type=Path, help="rank 0 writes losses and times to this file")
     options = parser.parse_args()
     if options.door == "optimizer" and options.method in ("fp16", "post-local"):
@@ -176,8 +179,9 @@ def train(
     rank: int,
     seed: int,
     average: Callable[[int], list[float]],
+    slow: float,
 ) -> dict[str, Any]:
-    """All steps; returns every step's seconds and what the model was worth from time to time."""
+    """All steps, each ``slow`` times as long; returns their seconds and what the model was worth from time to time."""
     draw = torch.Generator().manual_seed(1_000_003 * (seed + 1) + rank)
     last = options.stop_after or options.steps
     every = max(1, options.steps // options.evaluations)
@@ -186,6 +190,8 @@ def train(
         begin = time.perf_counter()
         inputs, targets = task.draw(options.batch or task.batch, draw)
         loss = loss_of(replica.module(inputs), targets)
+        if slow > 1:  # before backward, in which DDP waits for other ranks
+            time.sleep((slow - 1) * FORWARD_AND_BACKWARD * (time.perf_counter() - begin))
         replica.optimizer.zero_grad()
         if options.flush_every and step % options.flush_every == 0:
             replica.flush()
@@ -193,13 +199,15 @@ def train(
         replica.optimizer.step()
         replica.schedule.step()
         seconds.append(time.perf_counter() - begin)
-        if step == last:
+        if step == last and options.slow <= 1:
             replica.finish()
         if step % every == 0 or step == last:
             loss_now, accuracy = average(step)
             evaluations.append({"step": step, "seconds": sum(seconds), "loss": loss_now, "accuracy": accuracy})
             if rank == 0:
                 print(f"seed {seed}, step {step}: loss {loss_now:.4f}, accuracy {accuracy:.2%}, {sum(seconds):.1f} s")
+    if options.slow > 1:  # what rank 0 has after its last step, and not what it has when the slow rank has come
+        replica.finish()
     return {"seed": seed, "step_s": seconds, "evaluations": evaluations}
 
 
@@ -213,10 +221,14 @@ def run(options: argparse.Namespace, group: tr.Group | None) -> None:
         replica = make_replica(options, task, group, seed)
 
         def average(_step: int, model: nn.Module = replica.module) -> list[float]:
-            sums = total(evaluate(getattr(model, "module", model), task, rank, world_size), group)
+            model = getattr(model, "module", model)
+            if options.slow > 1:  # each rank looks at all samples, and waits for nobody
+                sums = evaluate(model, task, 0, 1)
+            else:
+                sums = total(evaluate(model, task, rank, world_size), group)
             return (sums[:2] / sums[2]).tolist()
 
-        runs.append(train(options, replica, task, rank, seed, average))
+        runs.append(train(options, replica, task, rank, seed, average, options.slow if rank == world_size - 1 else 1.0))
         replica.close()
     if options.json is not None and rank == 0:
         facts = {name: value for name, value in vars(options).items() if name != "json"}

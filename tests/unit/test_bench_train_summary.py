@@ -59,6 +59,25 @@ def test_steps_become_seconds():
     assert dense.links["1gbit"].gain == 1.0
 
 
+def test_a_slow_rank_has_its_own_losses_and_its_own_time():
+    """With it, dense training takes 3 s for a step and the other method 2 s, of which 1 s without a slow rank."""
+    goal = 1.1 + 0.02**0.5
+    dense_steps = (20 + 10 * (2 - goal) / 1.0 + 20 + 10 * (2 - goal) / 0.8) / 2
+    learnt_dense = {"runs": [{**run, "step_s": [1.0] * 30} for run in DENSE["runs"]]}
+    slowed = {
+        "dense": timed(*[3.0] * 24),
+        "async": {"runs": [{"step_s": [2.0] * 30, "evaluations": [look(10, 3.0), look(20, 1.0), look(30, 0.9)]}]},
+    }
+    learnt_by = {"dense": learnt_dense, "async": learnt_dense}
+    dense, other = summarise({"learnt": learnt_by, "timed": {}, "slowed": slowed, "slow": 3.0})
+    assert (dense.pace, other.pace) == (pytest.approx(1 / 3), 0.5)
+    assert dense.slowed.seconds == pytest.approx(3.0 * dense_steps, abs=3.0)
+    assert other.slowed.seconds == pytest.approx(2.0 * (10 + 10 * (3 - goal) / 2), abs=2.0)
+    assert other.slowed.gain == pytest.approx(dense.slowed.seconds / other.slowed.seconds)
+    with pytest.raises(ConfigurationError, match=r"--slow is from 1 to 100, not 0\.5"):
+        TrainPlan(slow=0.5)
+
+
 def test_who_takes_part():
     assert contestants_of("oktopk,topka", "fp16,dense,powersgd") == ["dense", "fp16", "powersgd", "oktopk", "topka"]
     assert contestants_of("shared", "fp16") == ["dense", "fp16", "shared"]

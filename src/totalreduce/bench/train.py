@@ -9,6 +9,9 @@ The script is ``examples/sparse_training.py``. Two things are measured apart, be
   DDP's steps are alike, so some of them will do.
 
 From both follows when a contestant first reached the loss with which dense training ends.
+
+With ``--slow`` the last rank is slower than the others, on this machine's loopback. Here strategies with servers learn
+other values, so all methods train to the end, and time counts on rank 0.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ _SEEDS_MIN = 2
 _LAUNCH_LIMIT_S = 7200.0
 _QUICK_STEPS = 40
 _LOOKS = 25
+_SLOW_MAX = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +89,19 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class ModelSamples:
-    """All trainings of one model: ``learnt`` by contestant, ``timed`` by rate and contestant, of which one is alone."""
+    """All trainings of one model.
+
+    Attributes:
+        learnt: By contestant.
+        timed: By rate and contestant, of which one is alone.
+        slowed: By contestant: those with a slow rank; empty without ``--slow``.
+        slow: How many times longer a step of the slow rank takes.
+    """
 
     learnt: dict[str, Training]
     timed: dict[str, dict[str, Training]]
+    slowed: dict[str, Training] = field(default_factory=dict)
+    slow: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +122,9 @@ class TrainPlan:
     steps: Annotated[int, typer.Option(help="Of one training.")] = 1000
     seeds: Annotated[int, typer.Option(help="Trainings of each contestant, at least two.")] = 5
     rates: Annotated[str, typer.Option(help="Of the emulated links, separated by commas.")] = "1gbit,100mbit"
+    slow: Annotated[
+        float, typer.Option(help="Train also with a last rank whose steps take so many times longer, on loopback.")
+    ] = 1.0
     quick: Annotated[
         bool, typer.Option("--quick", help="Forty steps from two seeds: to see it work, not to learn anything.")
     ] = False
@@ -120,6 +136,8 @@ class TrainPlan:
                 f"bench train needs at least {_SEEDS_MIN} --seeds and {_UNTIMED_STEPS + 2} --steps, "
                 f"not {self.seeds} and {self.steps}"
             )
+        if not 1 <= self.slow <= _SLOW_MAX:
+            raise ConfigurationError(f"--slow is from 1 to {_SLOW_MAX}, not {self.slow:g}")
         split_names("--models", self.models, MODELS)
         contestants_of(self.methods, self.against)
         if not self.links:
@@ -173,6 +191,8 @@ class TrainFigure:
         reached: How many seeds reached the loss that dense training ends with (its mean and a standard deviation).
         steps: When they did for the first time, mean.
         links: Figures by rate.
+        slowed: With a slow rank; ``None`` without ``--slow``.
+        pace: A step without a slow rank, on loopback, over one with it: 1 if rank 0 does not wait for the slow rank.
     """
 
     contestant: str
@@ -184,6 +204,8 @@ class TrainFigure:
     reached: int
     steps: float | None
     links: dict[str, LinkFigure]
+    slowed: LinkFigure | None = None
+    pace: float | None = None
 
 
 @benchmark(
@@ -191,6 +213,7 @@ class TrainFigure:
     "totalreduce bench train --models cnn --quick",
     "totalreduce bench train --methods oktopk,topka --json train.json --plot train.png",
     "totalreduce bench train --models cnn --methods local_sgd,diloco --against dense,post-local --rates 10mbit",
+    "totalreduce bench train --models cnn --methods async,quorum --against dense --slow 3",
     shared=("ranks", "emulate_hosts"),
     plot=True,
     emulate_hosts=4,
@@ -252,7 +275,13 @@ def measure_train(setting: Setting, model: str, plan: TrainPlan) -> ModelSamples
             contestant: _launch(there, contestant, [*common, "--stop-after", str(_timed_steps(contestant, plan))])
             for contestant in (_ALONE, *plan.contestants)
         }
-    return ModelSamples(learnt, timed)
+    slowed = {}
+    if plan.slow > 1:
+        slowly = [*common, "--slow", str(plan.slow)]
+        for contestant in plan.contestants:
+            steps = ["--stop-after", str(_timed_steps(contestant, plan))] if contestant in PEERS else []
+            slowed[contestant] = _launch(here, contestant, [*slowly, *steps])
+    return ModelSamples(learnt, timed, slowed, plan.slow)
 
 
 def summarise(samples: ModelSamples) -> list[TrainFigure]:
@@ -266,6 +295,10 @@ def summarise(samples: ModelSamples) -> list[TrainFigure]:
         reached = [step for run in training.runs if (step := _first_step(run.evaluations, goal)) is not None]
         links = {rate: _on_link(timed[name].step_s, reached) for rate, timed in samples.timed.items()}
         of_dense = figures[0].links if figures else links
+        slowed = _with_slow_rank(name, samples.slowed[name], reached, goal) if samples.slowed else None
+        pace = None if slowed is None else _typical(training.step_s) / slowed.step_s
+        if slowed is not None:
+            slowed = _compared(slowed, (figures and figures[0].slowed) or slowed)
         figures.append(
             TrainFigure(
                 contestant=name,
@@ -277,6 +310,8 @@ def summarise(samples: ModelSamples) -> list[TrainFigure]:
                 reached=len(reached),
                 steps=fmean(reached) if reached else None,
                 links={rate: _compared(link, of_dense[rate]) for rate, link in links.items()},
+                slowed=slowed,
+                pace=pace,
             )
         )
     return figures
@@ -327,6 +362,21 @@ def _on_link(step_s: list[float], reached: list[float]) -> LinkFigure:
     return LinkFigure(typical, fmean(seconds) if seconds else None, None)
 
 
+def _with_slow_rank(name: str, training: Training, reached: list[float], goal: float) -> LinkFigure:
+    """Return the figure of a contestant with a slow rank.
+
+    Args:
+        name: The contestant. What DDP learns does not depend on the speed of ranks.
+        training: With the slow rank.
+        reached: Of DDP: the steps at which the loss was reached without the slow rank.
+        goal: The loss.
+    """
+    if name not in PEERS:
+        step = _first_step(training.runs[0].evaluations, goal)
+        reached = [] if step is None else [step]
+    return _on_link(training.step_s, reached)
+
+
 def _compared(link: LinkFigure, dense: LinkFigure) -> LinkFigure:
     if link.seconds is None or dense.seconds is None:
         return link
@@ -342,6 +392,9 @@ def _table(setting: Setting, model: str, samples: ModelSamples, figures: list[Tr
 
     def link(rate: str) -> Callable[[TrainFigure], str]:
         return lambda figure: figure.links[rate].describe()
+
+    def slowed(figure: TrainFigure) -> str:
+        return "" if figure.slowed is None or figure.pace is None else f"{figure.pace:.2f}, {figure.slowed.describe()}"
 
     dense = samples.learnt["dense"]
     shares = []
@@ -359,6 +412,7 @@ def _table(setting: Setting, model: str, samples: ModelSamples, figures: list[Tr
             ("sd from dense", lambda figure: f"{figure.distance:+.2f}"),
             ("seeds at its loss", reached),
             *((f"{rate}: step, time, gain", link(rate)) for rate in samples.timed),
+            *([(f"last rank {samples.slow:g}x slower: pace, step, time, gain", slowed)] if samples.slowed else []),
         ],
         figures,
         f"Its loss: where dense training ends, a standard deviation granted. {'; '.join(shares)}.",
