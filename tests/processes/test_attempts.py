@@ -20,7 +20,7 @@ def _warm(request: pytest.FixtureRequest) -> None:
 def test_replaced_ranks_change_no_bit(tmp_path: Path) -> None:
     """Rank 1 dies before it sends gradients, rank 2 when the others may have the step, and rank 0 after that."""
     plain = Run(tmp_path / "plain", 3, program=PROGRAM, on_loss="replace")
-    deaths = "1:5:forward,2:9:updated,0:14:backward"
+    deaths = "1:5:loss,2:9:updated,0:14:backward"
     disturbed = Run(tmp_path / "disturbed", 3, "--die", deaths, program=PROGRAM, on_loss="replace", spares=1)
     assert plain.result.exit_code == disturbed.result.exit_code == 0, disturbed.result.errors
     assert len(disturbed.epochs()) == 4

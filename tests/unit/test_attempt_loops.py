@@ -39,6 +39,9 @@ class Control:
         tensor.clamp_(min=self.wish_of_others)
         return SimpleNamespace(wait=lambda: None)
 
+    def allgather_object(self, value: int) -> list[int]:
+        return [value]
+
     def barrier(self) -> None:
         if self._losses and self._losses.pop(0):
             raise PeerLost(1, "gone")
@@ -189,3 +192,73 @@ def test_without_signals_a_step_has_no_agreement(tmp_path: Path) -> None:
     with attempt:
         attempt.commit()
     assert attempt.group.control.num_agreements == 0
+
+
+def test_a_step_that_is_repeated_finds_buffers_and_values_as_they_were_after_the_last_commit() -> None:
+    """Running statistics, values and the scheduler of a lost step must not count twice."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    state = State(model=model, optimizer=optimizer, scheduler=scheduler, total=0)
+    attempts = Attempts(state, SimpleNamespace(), timeout_s=1.0, verify=False)
+
+    def forward() -> None:
+        model(torch.randn(4, 2))
+        state.total += 1
+        optimizer.step()  # without gradients
+        scheduler.step()
+
+    def seen() -> dict[str, object]:
+        return {
+            **{name: buffer.tolist() for name, buffer in model.named_buffers()},
+            **{"total": state.total, "lr": optimizer.param_groups[0]["lr"], "version": state.version},
+        }
+
+    group = group_of()
+    attempts.level(group, has_state=False, epoch=1)
+    first = attempts.begin(group, None, 0)
+    with pytest.raises(PeerLost), first:
+        begin = seen()
+        forward()
+        raise PeerLost(1, "gone")  # in the first step
+    attempts.level(group, has_state=True, epoch=2)
+    assert seen() == begin
+    second = attempts.begin(group, None, 1)
+    with pytest.raises(PeerLost), second:
+        forward()
+        second.commit()
+        assert state.total == 1
+        after_step = seen()
+        assert (after_step["1.num_batches_tracked"], after_step["version"]) == (1, 1)
+        forward()
+        raise PeerLost(1, "gone")  # in the second step
+    attempts.level(group, has_state=True, epoch=3)
+    assert seen() == after_step
+
+
+def test_a_loss_while_an_attempt_is_levelled_keeps_the_buffers_that_came_from_another_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rank has then the parameters of the other rank, and must not get its own old buffers again."""
+    model = torch.nn.BatchNorm1d(2)
+    state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    attempts = Attempts(state, SimpleNamespace(), timeout_s=1.0)
+    monkeypatch.setattr("totalreduce.recovery.attempts.compare_states", lambda *_: None)
+    attempts.level(group_of(), has_state=False, epoch=1)
+    with attempts.begin(group_of(), None, 0) as attempt:
+        attempt.commit()
+
+    def send_state(*_: object) -> None:
+        model.running_mean.fill_(3.0)
+
+    def lose(*_: object) -> None:
+        raise PeerLost(1, "gone")
+
+    monkeypatch.setattr("totalreduce.recovery.attempts.send_state", send_state)
+    monkeypatch.setattr("totalreduce.recovery.attempts.compare_states", lose)
+    with pytest.raises(PeerLost):
+        attempts.level(group_of(), has_state=True, epoch=2)
+    monkeypatch.setattr("totalreduce.recovery.attempts.send_state", lambda *_: None)
+    monkeypatch.setattr("totalreduce.recovery.attempts.compare_states", lambda *_: None)
+    attempts.level(group_of(), has_state=True, epoch=3)
+    assert model.running_mean.tolist() == [3.0, 3.0]

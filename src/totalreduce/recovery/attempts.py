@@ -1,10 +1,11 @@
 """``Attempts``: the part of a program that is run again with a new group when a rank is lost.
 
-Unlike the blocks of ``job``, nothing is undone here and there is no vote: each rank counts the steps that it has taken
-(``Attempt.commit``). Ranks can differ by one step when the group ends, because the last message of a step reaches some
-ranks and not others. The next attempt begins with the state of a rank that has taken the most steps, so no step is lost
-that any of the remaining ranks has taken. That needs nothing of the program but that it finds its place by the state,
-and costs nothing while no rank is lost.
+Unlike the blocks of ``job``, a step has no vote: each rank counts the steps that it has taken (``Attempt.commit``).
+Ranks can differ by one step when the group ends, because the last message of a step reaches some ranks and not others.
+The next attempt begins with the state of a rank that has taken the most steps, so no step is lost that any of the
+remaining ranks has taken. What the step that is repeated has changed before ``optimizer.step()`` (buffers such as
+running statistics, values, hyper-parameters) is undone, so each commit keeps copies of these; of parameters and of the
+optimizer's state there are none. That needs nothing of the program but that it finds its place by the state.
 
 A model that FSDP2 shards is bound to one group, so the program builds it in each attempt and passes its state to
 ``Attempt.synchronize`` (``ShardedAttempts``). The shards of a lost rank come from copies (``copies``), and all ranks go
@@ -184,6 +185,9 @@ class Attempt(Run):
     def commit(self) -> None:
         """Note that this rank has taken a step: call it once after each ``optimizer.step()``.
 
+        No collective comes between the two: if a rank were lost there, the step would be repeated although parameters
+        have changed. What the program changes after this call is undone when a rank is lost in the next step.
+
         The position of the sampler moves on, and the generators of random numbers are seeded for the next step. If
         processes wait to join (``--on-loss shrink``), the attempt ends on all ranks. If a rank has got a signal of the
         snapshots, the version is on disk when this returns, and the loops end.
@@ -192,6 +196,8 @@ class Attempt(Run):
         state.count(None)
         if state.sampler is not None:
             state.sampler.advance()
+        if self._copies is None:  # else the next attempt builds the model anew
+            state.keep()
         seed_generators(self._seed, state.version, self.group.rank)
         snapshots = self._snapshots
         if self._copies is not None:
@@ -276,8 +282,13 @@ class Attempts:
         return Attempt(self._state, group, assembly, seed=self._seed, number=number, snapshots=self._snapshots)
 
     def level(self, group: Group, *, has_state: bool, epoch: int) -> None:  # noqa: ARG002
-        """Bring all ranks to the state of the first rank with the latest version. Collective."""
+        """Bring all ranks to the state of the first rank with the latest version. Collective.
+
+        What the program has changed since this rank's last commit is undone first.
+        """
         state = self._state
+        if has_state:
+            state.restore()
         source, versions = latest_version(group, state.version if has_state else None)
         others = [rank for rank, version in enumerate(versions) if version < versions[source]]
         if versions[source] < 0:  # the job begins: rank 0 has what all begin with
@@ -285,6 +296,7 @@ class Attempts:
             if group.rank == source:
                 begin_from_disk(state, self._snapshots)
         send_state(state, group, source, others)
+        state.keep()  # before a rank can be lost again: this is the state to go back to
         if self._verify:
             compare_states(state, group)
         if state.sampler is not None:

@@ -16,6 +16,19 @@ from torch.utils.data import DataLoader
 import totalreduce as tr
 
 
+class Model(torch.nn.Module):
+    """Its running statistics are those of the steps' numbers, so they are equal on all ranks, whichever are lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 1))
+        self.statistics = torch.nn.BatchNorm1d(1, affine=False)
+
+    def forward(self, rows: torch.Tensor, version: int) -> torch.Tensor:
+        self.statistics(torch.tensor([[version - 1.0], [version + 1.0]]))
+        return self.layers(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -28,7 +41,7 @@ def main() -> None:
     inputs = torch.randn(arguments.samples, 16, generator=torch.Generator().manual_seed(1))
     dataset = [(index, row, row.sum()) for index, row in enumerate(inputs)]
     torch.manual_seed(7)
-    module = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 1))
+    module = Model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
     sampler = tr.ElasticSampler(arguments.samples, 8, seed=3)
@@ -55,7 +68,8 @@ def main() -> None:
                 for indices, rows, targets in attempt.batches(loader):
                     used = {"version": state.version, "epoch": epoch, "samples": indices.tolist()}
                     die_at("forward")
-                    loss = torch.nn.functional.mse_loss(model(rows).squeeze(1), targets)
+                    loss = torch.nn.functional.mse_loss(model(rows, state.version).squeeze(1), targets)
+                    die_at("loss")
                     loss.backward()
                     time.sleep(arguments.pause)
                     die_at("backward")
@@ -72,7 +86,7 @@ def main() -> None:
             rank, world_size = dist.get_rank(), dist.get_world_size()
     digest = hashlib.sha256(json.dumps(state.digests(), sort_keys=True).encode()).hexdigest()
     final = {"digest": digest, "version": state.version, "losses": state.losses, "lr": scheduler.get_last_lr()}
-    final |= {"world_size": world_size}
+    final |= {"world_size": world_size, "buffers": [buffer.tolist() for buffer in module.buffers()]}
     (arguments.folder / f"final-{rank}.json").write_text(json.dumps(final))
 
 
