@@ -259,6 +259,43 @@ def test_a_stopped_worker_of_another_host_is_killed_there(tmp_path, shell):
     assert (worker.result(()).signal, worker.has_lost_host) == ("SIGKILL", False)
 
 
+@pytest.mark.parametrize(
+    ("text", "code", "name"),
+    [
+        ("sys.exit(-1)", 1, None),  # 255 would mean that the connection is lost
+        ("os.kill(os.getpid(), signal.SIGRTMIN + 2)", 128 + signal.SIGRTMIN + 2, f"signal {signal.SIGRTMIN + 2}"),
+    ],
+)
+def test_the_end_of_a_program_is_no_end_of_the_connection(tmp_path, shell, text, code, name):
+    worker = started_worker(tmp_path, shell, text)
+    await_end_of(worker)
+    assert (worker.result(()).exit_code, worker.result(()).signal, worker.has_lost_host) == (code, name, False)
+
+
+def test_a_line_that_a_signal_handler_sends_while_another_one_is_written_is_whole(tmp_path, monkeypatch):
+    taken = tmp_path / "taken"
+    shell = tmp_path / "shell"
+    shell.write_text(f"#!/bin/sh\nexec cat >{taken}\n")
+    shell.chmod(0o755)
+    worker = started_worker(tmp_path, (str(shell),), "")
+    write, numbers = os.write, iter([signal.SIGUSR2, signal.SIGHUP])
+
+    def write_a_part(descriptor, data):
+        count = write(descriptor, data[:7])
+        number = next(numbers, None)
+        if number is not None:
+            worker.send(number)  # as a signal handler would
+        return count
+
+    monkeypatch.setattr(os, "write", write_a_part)
+    worker.send(signal.SIGUSR1)
+    worker.poll(time.monotonic())
+    worker.process.stdin.close()
+    await_end_of(worker)
+    lines = [json.loads(line) for line in taken.read_bytes().splitlines()]
+    assert lines[1:] == [{"signal": number} for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)]
+
+
 def test_the_word_that_a_worker_was_started_is_not_shown(tmp_path, shell):
     worker = started_worker(tmp_path, shell, "print('\\0', 'error', file=sys.stderr, flush=True); time.sleep(0.3)")
     assert await_end_of(worker) == b"\0 error\n"
@@ -320,7 +357,7 @@ def test_a_job_grows_and_shrinks_with_its_file_of_hosts(tmp_path, hosts_of):
     added = ("host added", "127.0.0.3")
     assert kinds == [added, added, ("host removed", "127.0.0.2")]
     ended = [(event["rank"], event["exit_code"]) for event in run.events if event["event"] == "ended"]
-    assert sorted(ended[:2]) == [(0, 143), (1, 143)]
+    assert sorted(ended[:2]) == [(0, 137), (1, 137)]
     assert [code for _, code in ended[2:]] == [0, 0, 0]
     assert len(run.finals) == 3
     assert len({final["digest"] for final in run.finals}) == 1

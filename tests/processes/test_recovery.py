@@ -119,6 +119,47 @@ def test_a_rank_that_is_started_again_joins_and_has_the_same_state(tmp_path: Pat
     assert sorted(used) == list(range(300))
 
 
+def test_a_worker_that_cannot_be_started_is_tried_again_and_a_spare_is_not(tmp_path: Path) -> None:
+    """The interpreter is gone from the begin of the first epoch until a replacement could not be started."""
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+
+    def follow(event: dict) -> None:
+        if event["event"] == "epoch" and event["version"] == 0:
+            python.unlink()
+        elif event["event"] == "start failed" and event["rank"] == 1:
+            python.symlink_to(sys.executable)
+
+    options = {"python": python, "on_event": follow, "on_loss": "replace", "spares": 1}
+    run = Run(tmp_path / "run", 2, "--die", "1:5:forward", **options)
+    assert run.result.exit_code == 0, run.result.errors
+    failed = [event for event in run.events if event["event"] == "start failed"]
+    assert [(event["rank"], event["host"]) for event in failed] == [(None, "localhost"), (1, "localhost")]
+    assert failed[1]["error"] == f"cannot start '{python}': No such file or directory (ENOENT)"
+    started = [event for event in run.events if event["event"] == "started"]
+    assert [(event["rank"], event["restarts_left"]) for event in started] == [(0, 10), (1, 10), (1, 8)]
+    assert started[2]["was_spare"] is False
+    assert started[2]["time"] - failed[1]["time"] >= 1.0, "there is a pause before the next attempt"
+    assert [final["version"] for final in run.finals] == [40, 40]
+
+
+def test_a_worker_that_cannot_be_started_and_is_needed_ends_the_run(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+
+    def follow(event: dict) -> None:
+        if event["event"] == "ended" and python.is_symlink():
+            python.unlink()
+
+    program = tmp_path / "program.py"
+    program.write_text("import os, sys, time\nsys.exit(3) if os.environ['RANK'] == '1' else time.sleep(100)\n")
+    options = {"python": python, "program": program, "on_event": follow, "on_loss": "replace", "restarts": 1}
+    run = Run(tmp_path / "run", 2, **options)
+    assert (run.result.exit_code, run.result.first_failure.rank) == (3, 1)
+    assert run.result.workers[0].signal == "SIGTERM"
+    assert [event["rank"] for event in run.events if event["event"] == "start failed"] == [1]
+
+
 @pytest.mark.slow
 def test_without_spares_that_work_lost_ranks_are_started_again(tmp_path: Path) -> None:
     """A spare has no rank before tr.init(), so a program that needs one there fails as a spare."""

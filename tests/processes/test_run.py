@@ -259,6 +259,15 @@ def test_a_second_ctrl_c_kills_at_once(launcher, script):
     assert is_gone(pid)
 
 
+def test_a_worker_that_a_real_time_signal_ends_has_failed(script):
+    """Python has names for the first and the last of these signals only."""
+    path = script("os.kill(os.getpid(), signal.SIGRTMIN + 3)")
+    number = signal.SIGRTMIN + 3
+    result = run_workers([sys.executable, str(path)], num_workers=1, output="capture")
+    assert (result.exit_code, result.first_failure.signal) == (128 + number, f"signal {number}")
+    assert result.first_failure.describe() == f"killed by signal {number}"
+
+
 def test_what_a_worker_left_in_its_group_is_killed_and_not_waited_for(script):
     path = script("child = subprocess.Popen(['sleep', '1000'])\nprint(child.pid)")
     begin = time.monotonic()

@@ -8,7 +8,14 @@ import pytest
 
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.hosts import Host, HostPool, Place, Update, parse_host_file, parse_hosts
-from totalreduce.launch.placement import HostOptions, HostsFile, is_this_host, launcher_address, ssh_command
+from totalreduce.launch.placement import (
+    HostOptions,
+    HostsFile,
+    is_this_host,
+    launcher_address,
+    read_host_file,
+    ssh_command,
+)
 
 
 def test_lists_of_hosts() -> None:
@@ -157,7 +164,7 @@ def test_random_changes_keep_the_promises_of_a_pool() -> None:
 def test_a_change_of_the_file_counts_when_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("a:2\n")
-    file = HostsFile(path)
+    file = HostsFile(path, (Host("a", 2),))
     assert [file.changed(now) for now in (0.0, 1.0, 2.0)] == [None] * 3
     path.write_text("a:2\nb")
     assert file.changed(3.0) is None
@@ -175,6 +182,17 @@ def test_a_change_of_the_file_counts_when_it_is_complete(tmp_path: Path) -> None
     path.write_text("c:1\n")
     os.utime(path, (1.0, 1.0))
     assert [file.changed(now) for now in (13.0, 14.0)] == [None, (Host("c", 1),)]
+
+
+def test_a_change_between_the_first_reading_and_the_first_look_counts(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("a:2\n")
+    hosts = read_host_file(path)
+    path.write_text("a:2\nb:4\n")
+    file = HostsFile(path, hosts)
+    assert [file.changed(now) for now in (0.0, 1.0)] == [(Host("a", 2), Host("b", 4)), None]
+    path.write_text("# the same hosts\na:2\nb:4\n")
+    assert [file.changed(now) for now in (2.0, 3.0, 4.0)] == [None] * 3
 
 
 def test_the_address_of_the_launcher() -> None:

@@ -238,6 +238,9 @@ def _show_event(event: dict[str, Any], *, file: TextIO | None) -> None:
     elif kind == "started" and event["incarnation"]:
         how = "is replaced by a spare process" if event["was_spare"] else "is started again"
         _note(f"rank {rank} {how} ({event['restarts_left']} restarts left)")
+    elif kind == "start failed":
+        what = "a spare process" if rank is None else f"rank {rank}"
+        _note(f"{what} cannot be started on {event['host']}: {event['error']}")
     elif kind == "spare ended":
         _note(f"a spare process ended with exit code {event['exit_code']} before it had a seat: no more are started")
         for line in event["last_errors"]:

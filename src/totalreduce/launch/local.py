@@ -125,7 +125,7 @@ def run_workers(
             # Torch logs a trace whenever the store is lost, which this library reports by itself.
             common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             common |= worker_variables(recovery, num_workers, address, port)
-            file = None if hosts is None or hosts.file is None else HostsFile(hosts.file)
+            file = None if hosts is None or hosts.file is None else HostsFile(hosts.file, hosts.hosts)
             kept = _Recovery(recovery, keeper, Restarts(recovery, num_workers), Spares(), file)
         placement = Placement(pool, argv, common, num_local=num_local, options=hosts, emulated=emulated)
         supervisor = _Supervisor(open_relay(output, num_seats), Escalation(linger_s, grace_s), placement, kept)
@@ -207,10 +207,31 @@ class _Supervisor:
         """Start the workers that have a place, as many as can be started at the same time."""
         if self._escalation.stopping:
             self._placement.waiting.clear()
+        failed: list[tuple[int, ConfigurationError]] = []
         for rank in self._placement.take_startable():
             if rank in self._workers:
                 self._workers[rank].finish(now)
-            self._workers[rank] = self._start_worker(rank, now)
+            try:
+                self._workers[rank] = self._start_worker(rank, now)
+            except ConfigurationError as error:
+                failed.append((rank, error))
+        for rank, error in failed:
+            self._start_failed(rank, error, now)
+
+    def _start_failed(self, rank: int, error: ConfigurationError, now: float) -> None:
+        """Count a replacement that cannot be started as one that has failed. Raises ``error`` if the job begins."""
+        recovery, known = self._recovery, self._workers.get(rank)
+        if recovery is None or not (known or recovery.restarts.has_begun):
+            raise error
+        place = self._placement.pool.place_of(rank)
+        details = {"rank": rank, "host": None if place is None else place.host, "error": str(error)}
+        recovery.options.on_event(event("start failed", **details))
+        if recovery.restarts.failed(rank, self._num_running, now, by_signal=False):
+            return
+        if known is None:
+            raise error
+        self._first_to_end = known
+        self._escalation.failed(now)
 
     def _start_worker(self, rank: int, now: float) -> Worker:
         """Start the worker of a rank, or give the seat to a spare of its host."""
@@ -238,7 +259,12 @@ class _Supervisor:
         counts = recovery.spares.count()
         for host in self._placement.pool.usable:
             for _ in range(wanted - counts.get(host, 0)):
-                spare = self._placement.start_spare(host)
+                try:
+                    spare = self._placement.start_spare(host)
+                except ConfigurationError as error:
+                    recovery.spares.fail = True
+                    recovery.options.on_event(event("start failed", rank=None, host=host, error=str(error)))
+                    return
                 recovery.spares.waiting.append(spare)
                 self._watched(spare.worker)
 
@@ -368,7 +394,8 @@ class _Supervisor:
         """Report the end of a worker to the others and the user; return whether the run fails by it."""
         rank, restarts = worker.rank, recovery.restarts
         incarnation = restarts.incarnations[rank]
-        is_leaving = self._placement.leaving.pop(rank, None) is not None
+        is_leaving = rank in self._placement.leaving
+        self._placement.leaving.discard(rank)
         recovery.keeper.has_ended(rank, incarnation, finished=not (worker.failed or is_leaving))
         end = worker.result(())
         details = {"rank": rank, "incarnation": incarnation, "exit_code": end.exit_code, "signal": end.signal}
@@ -378,10 +405,14 @@ class _Supervisor:
             return False
         if not is_leaving:
             self._host_failed(recovery, worker, restarts.seconds_since_start(rank, now), now)
-        num_running = sum(not each.ended for each in self._workers.values()) + len(self._placement.waiting)
         if is_leaving or worker.has_lost_host:
-            return not restarts.displaced(rank, num_running)
-        return not restarts.failed(rank, num_running, now, by_signal=worker.ended_by_signal)
+            return not restarts.displaced(rank, self._num_running)
+        return not restarts.failed(rank, self._num_running, now, by_signal=worker.ended_by_signal)
+
+    @property
+    def _num_running(self) -> int:
+        """The number of workers that run or are just being started."""
+        return sum(not each.ended for each in self._workers.values()) + len(self._placement.waiting)
 
     def _host_failed(self, recovery: _Recovery, worker: Worker, after_s: float, now: float) -> None:
         """Count the failure of a worker against its host."""
@@ -408,7 +439,7 @@ class _Supervisor:
                 spares[host] = max(0, spares.get(host, 0) - 1)
 
     def _follow_hosts(self, recovery: _Recovery, now: float) -> None:
-        """Use the hosts of the file if it has changed, and blacklisted ones again; kill workers that do not end."""
+        """Use the hosts of the file if it has changed, and blacklisted ones again."""
         if self._escalation.stopping:
             return
         on_event, placement = recovery.options.on_event, self._placement
@@ -424,12 +455,12 @@ class _Supervisor:
             self._use_hosts(recovery, hosts, now)
         if recovery.restarts.has_begun and (back or hosts is not None):
             self._start_spares(recovery)
-        for rank, kill_at in placement.leaving.items():
-            if now >= kill_at:
-                self._workers[rank].send(signal.SIGKILL)
 
     def _use_hosts(self, recovery: _Recovery, hosts: Sequence[Host], now: float) -> None:
-        """Take another list of hosts: end the workers that have lost their slots; free slots are used afterwards."""
+        """Take another list of hosts: kill the workers that have lost their slots; free slots are used afterwards.
+
+        They get no SIGTERM, which a program may take for the end of the whole job (``tr.Snapshots(on_signal=...)``).
+        """
         on_event, placement = recovery.options.on_event, self._placement
         update = placement.pool.update(hosts)
         for host in update.added:
@@ -441,8 +472,8 @@ class _Supervisor:
                 placement.waiting.remove(rank)
                 recovery.restarts.displaced(rank, 1)
             elif rank in self._workers and not self._workers[rank].ended:
-                placement.leaving[rank] = now + self._escalation.grace_s
-                self._workers[rank].send(signal.SIGTERM)
+                placement.leaving.add(rank)
+                self._workers[rank].send(signal.SIGKILL)
         for spare in list(recovery.spares.waiting):
             if not placement.pool.slots_of(spare.worker.host):
                 recovery.spares.waiting.remove(spare)

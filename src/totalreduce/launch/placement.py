@@ -107,14 +107,20 @@ def read_host_file(path: Path) -> tuple[Host, ...]:
 class HostsFile:
     """A file of hosts that may change."""
 
-    def __init__(self, path: Path) -> None:
-        """``path``: its path. What it lists now is known already."""
-        self._path = path
-        self._known = self._seen = self._stamp()
+    def __init__(self, path: Path, hosts: Sequence[Host]) -> None:
+        """Note what is known of the file, which may have changed since it was read.
+
+        Args:
+            path: Its path.
+            hosts: The hosts that were read from it.
+        """
+        self._path, self._hosts = path, tuple(hosts)
+        self._known: tuple[int, int, int] | None = None  #: The time stamp of the hosts; ``None``: not looked at yet.
+        self._seen = self._stamp()
         self._look_at = float("-inf")
 
     def changed(self, now: float) -> tuple[Host, ...] | None:
-        """Return what the file lists, if that has changed since the last call; look once a second.
+        """Return the hosts that the file lists, if they have changed since the last call; look once a second.
 
         Raises:
             ConfigurationError: It has changed, and cannot be read or understood. This comes once for each change.
@@ -127,7 +133,11 @@ class HostsFile:
         if stamp in (self._known, None) or stamp != before:
             return None
         self._known = stamp
-        return read_host_file(self._path)
+        hosts = read_host_file(self._path)
+        if hosts == self._hosts:
+            return None
+        self._hosts = hosts
+        return hosts
 
     def _stamp(self) -> tuple[int, int, int] | None:
         try:
@@ -144,7 +154,7 @@ class Placement:
     Attributes:
         pool: The hosts, and which seat runs where.
         waiting: Seats that have a place, and whose worker is to be started.
-        leaving: By seat: when a worker that has lost its slot, and was told to end, is killed.
+        leaving: Seats whose worker has lost its slot, and was killed for that.
     """
 
     def __init__(
@@ -170,7 +180,7 @@ class Placement:
         """
         self.pool = pool
         self.waiting: list[int] = []
-        self.leaving: dict[int, float] = {}
+        self.leaving: set[int] = set()
         self._argv, self._common, self._options, self._emulated = list(argv), common, options, emulated or {}
         self._threads = {"OMP_NUM_THREADS": str(default_num_threads(num_local))}
         self._connecting: list[RemoteWorker] = []

@@ -44,8 +44,8 @@ class RecoveryOptions:
             beyond the number of workers, and join. By default no more than the job begins with.
         spares: How many processes wait on each host to replace a worker (``spares``).
         on_event: Is called with each event: a dictionary with ``event`` (``ended``, ``started``, ``suspected``,
-            ``epoch``, ``spare ended``, ``keeper``, ``host added``, ``host removed``, ``host blacklisted``,
-            ``host back`` or ``hosts refused``) and its details, JSON values.
+            ``epoch``, ``start failed``, ``spare ended``, ``keeper``, ``host added``, ``host removed``,
+            ``host blacklisted``, ``host back`` or ``hosts refused``) and its details, JSON values.
     """
 
     on_loss: Literal["replace", "shrink"]

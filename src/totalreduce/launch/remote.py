@@ -11,7 +11,8 @@ on standard input, so that the job's key is on no command line. Each line is a J
 The lines that follow are ``{"signal": number}``, ``{"input": text}`` (written to the worker's standard input, which
 ends there), ``{"end_if_stopped": true}``, and ``{}``, which says that the launcher is still there.
 
-The worker's output and exit code are passed on; the exit code is 128 plus the number of a signal that has ended it.
+The worker's output and exit code are passed on; the exit code is 128 plus the number of a signal that has ended it. A
+worker that itself exits with 255, which is ssh's code for a lost connection, has exit code 1.
 When the standard input ends (the connection is lost, or the launcher has ended), or nothing comes for a minute, all
 processes of the worker are killed.
 """
@@ -30,6 +31,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -38,7 +40,7 @@ from totalreduce.foundation.environment import REMOTE_WORKER, current
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.guard import kill_processes
-from totalreduce.launch.workers import Worker, default_num_threads
+from totalreduce.launch.workers import Worker, default_num_threads, signal_name
 
 __all__ = ["RemoteWorker"]
 
@@ -53,8 +55,8 @@ _DRAIN_S = 1.0
 _TICK_S = 0.5
 #: An order has the environment, which Linux limits to 2 MiB; a line is not longer than this.
 _LINE_BYTES_MAX = 8 << 20
-#: The exit code of ssh when it cannot connect or loses the connection.
-_CONNECTION_LOST = 255
+#: The exit code of ssh when it cannot connect or loses the connection, and that of a worker that exits with the same.
+_CONNECTION_LOST, _OF_PROGRAM = 255, 1
 
 #: Variables that belong to the launcher's login or terminal and have no meaning on another host.
 _NOT_SENT = frozenset(
@@ -115,7 +117,9 @@ class RemoteWorker(Worker):
         }
         self._is_started = False
         self._unread = b""  #: The begin of what may be the word that the worker was started.
-        self._unsent = b""
+        #: Lines that the remote shell has not taken yet. A signal handler may append one while ``_flush`` writes.
+        self._unsent: deque[bytes] = deque()
+        self._is_flushing = False
         self._begin = self._said_at = time.monotonic()
         self._say(order)
 
@@ -141,8 +145,8 @@ class RemoteWorker(Worker):
         self._flush()
         if not super().poll(now):
             return False
-        if not self._signal and self._exit_code - 128 in set(signal.Signals):
-            self._signal = signal.Signals(self._exit_code - 128).name
+        if not self._signal and 128 < self._exit_code <= 128 + signal.SIGRTMAX:
+            self._signal = signal_name(self._exit_code - 128)
         assert self.process.stdin is not None
         self.process.stdin.close()  # a remote shell that was killed has not closed the other end
         return True
@@ -179,18 +183,31 @@ class RemoteWorker(Worker):
 
     def _say(self, value: Mapping[str, Any]) -> None:
         if not self.ended:
-            self._unsent += json.dumps(value).encode() + b"\n"
+            self._unsent.append(json.dumps(value).encode() + b"\n")
             self._flush()
 
     def _flush(self) -> None:
-        """Write what the remote shell can take now; ``poll`` goes on with the rest."""
+        """Write what the remote shell can take now; ``poll`` goes on with the rest.
+
+        A call by a signal handler in the middle of another call leaves its line to that one, or to ``poll``.
+        """
+        if self._is_flushing:
+            return
+        self._is_flushing = True
         assert self.process.stdin is not None
-        with contextlib.suppress(BlockingIOError):
-            try:
-                while self._unsent:
-                    self._unsent = self._unsent[os.write(self.process.stdin.fileno(), self._unsent) :]
-            except (BrokenPipeError, ValueError):  # it has ended, which its exit status shows
-                self._unsent = b""
+        try:
+            while self._unsent:
+                rest = self._unsent[0][os.write(self.process.stdin.fileno(), self._unsent[0]) :]
+                if rest:
+                    self._unsent[0] = rest
+                else:
+                    self._unsent.popleft()
+        except BlockingIOError:
+            pass
+        except (BrokenPipeError, ValueError):  # it has ended, which its exit status shows
+            self._unsent.clear()
+        finally:
+            self._is_flushing = False
 
 
 def _sent(environment: Mapping[str, str]) -> dict[str, str]:
@@ -272,7 +289,8 @@ def _attend(worker: Worker, launcher: _Launcher) -> int:
             if worker.exit_descriptor is not None:
                 selector.unregister(worker.exit_descriptor)
         if worker.ended and (not pipes or now >= leave_at):
-            return worker.result(()).exit_code
+            code = worker.result(()).exit_code
+            return _OF_PROGRAM if code == _CONNECTION_LOST else code
 
 
 def _obey(worker: Worker, line: Mapping[str, Any]) -> None:

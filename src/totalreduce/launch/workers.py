@@ -29,6 +29,7 @@ __all__ = [
     "default_num_threads",
     "free_port",
     "seat_environment",
+    "signal_name",
     "worker_environments",
 ]
 
@@ -52,7 +53,7 @@ class WorkerResult:
         rank: Rank of the worker.
         pid: Id of its process.
         exit_code: The exit code as a shell shows it: 128 plus the signal's number if a signal ended the worker.
-        signal: Name of the signal that ended it, for example ``SIGKILL``; ``None`` if it exited.
+        signal: Name of the signal that ended it, for example ``SIGKILL`` or ``signal 36``; ``None`` if it exited.
         seconds: Time from its start to its end.
         last_errors: The last lines of its standard error, if that went through the launcher.
         host: The name of its host in the list of hosts.
@@ -190,7 +191,7 @@ class Worker:
             self._exit_code = status.si_status
         else:
             self._exit_code = 128 + status.si_status
-            self._signal = signal.Signals(status.si_status).name
+            self._signal = signal_name(status.si_status)
         return True
 
     def end_if_stopped(self) -> bool:
@@ -228,9 +229,12 @@ class Worker:
             return
 
     def finish(self, now: float) -> None:
-        """Kill the rest of its process group, and reap it."""
+        """Kill the rest of its process group, and reap it. A second call does nothing."""
+        if self.process.returncode is not None:
+            return  # its ids may be those of other processes now
         if self.exit_descriptor is not None:
             os.close(self.exit_descriptor)
+            self.exit_descriptor = None
         self.send(signal.SIGKILL)
         if self.process.stdin is not None:
             self.process.stdin.close()
@@ -243,7 +247,7 @@ class Worker:
             self._ended_at = now
             code = self.process.returncode
             self._exit_code = code if code >= 0 else 128 - code
-            self._signal = signal.Signals(-code).name if code < 0 else ""
+            self._signal = signal_name(-code) if code < 0 else ""
         else:
             self.process.wait()
 
@@ -253,6 +257,14 @@ class Worker:
         seconds = round(ended_at - self._started_at, 3)
         number = self._signal or None
         return WorkerResult(self.rank, self.process.pid, self._exit_code, number, seconds, last_errors, self.host)
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGKILL`` for 9, and ``signal 36`` for a real-time signal, most of which have no name in Python."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _pidfd(pid: int) -> int | None:
