@@ -250,6 +250,8 @@ def _show_event(event: dict[str, Any], *, file: TextIO | None) -> None:
         _note(f"rank {rank} {why}: it is killed")
     elif kind == "keeper" and event["starts"]:
         _note("the process that serves the store of the ranks was lost, and is started again")
+    elif kind == "values refused":
+        _note(f"the store of the ranks was given {event['count']} values that no rank writes: they are ignored")
     elif kind == "host added":
         _note(f"host {event['host']} is listed with {event['slots']} slots")
     elif kind == "host removed":

@@ -120,7 +120,7 @@ def run_workers(
         kept: _Recovery | None = None
         if recovery is not None:
             port = free_port()
-            keeper = Keeper(prefix, port, num_seats, common)
+            keeper = Keeper(prefix, address, port, num_seats, common)
             stack.callback(keeper.close)
             # Torch logs a trace whenever the store is lost, which this library reports by itself.
             common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -215,8 +215,8 @@ class _Supervisor:
                 self._workers[rank] = self._start_worker(rank, now)
             except ConfigurationError as error:
                 failed.append((rank, error))
-        for rank, error in failed:
-            self._start_failed(rank, error, now)
+        for rank, reason in failed:
+            self._start_failed(rank, reason, now)
 
     def _start_failed(self, rank: int, error: ConfigurationError, now: float) -> None:
         """Count a replacement that cannot be started as one that has failed. Raises ``error`` if the job begins."""
@@ -491,6 +491,7 @@ class _Supervisor:
             if not self._escalation.stopping and keeper.start_again(now):
                 self._follow_new(recovery, keeper)
             return
+        keeper.end_if_stopped(now)
         try:
             words = keeper.read()
         except EOFError:
@@ -501,13 +502,16 @@ class _Supervisor:
             if "suspected" in word:
                 rank, incarnation = word["suspected"], word["incarnation"]
                 if recovery.restarts.is_to_end(rank, incarnation, word["by"], word["epoch"]):
-                    recovery.options.on_event(event("suspected", rank=rank, incarnation=incarnation, by=word["by"]))
-                    if not self._workers[rank].ended:
-                        self._workers[rank].send(signal.SIGKILL)
+                    accused = self._workers.get(rank)
+                    if accused is not None and not accused.ended:
+                        recovery.options.on_event(event("suspected", rank=rank, incarnation=incarnation, by=word["by"]))
+                        accused.send(signal.SIGKILL)
             elif "waiting" in word:
                 for worker in self._workers.values():
                     if worker.end_if_stopped():
                         recovery.options.on_event(event("suspected", rank=worker.rank, by=None))
+            elif "refused" in word:
+                recovery.options.on_event(event("values refused", count=word["refused"]))
             elif "finished" in word:
                 recovery.restarts.finished()
             elif "members" in word:

@@ -18,7 +18,7 @@ from typing import IO, Any, Literal, final
 
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.launch.workers import RECOVERY_VARIABLES
+from totalreduce.launch.workers import RECOVERY_VARIABLES, is_stopped
 
 __all__ = ["Keeper", "RecoveryOptions", "Restarts", "event", "worker_variables"]
 
@@ -26,6 +26,10 @@ __all__ = ["Keeper", "RecoveryOptions", "Restarts", "event", "worker_variables"]
 _SOON_S = 20.0
 _PAUSE_S, _PAUSE_MAX_S = 1.0, 30.0
 _KEEPER_PAUSE_S = 0.05
+#: How often the launcher looks whether the keeper is stopped, in seconds.
+_LOOK_S = 1.0
+#: The number of epochs, the last ones, of which the accusations are known.
+_ACCUSED_EPOCHS = 64
 #: The number of epochs that ranks may have decided and the keeper has not told the launcher of, because it was lost. It
 #: tells them every 20 ms, and an epoch takes at least a millisecond.
 _EPOCHS_UNSEEN = 1000
@@ -44,8 +48,8 @@ class RecoveryOptions:
             beyond the number of workers, and join. By default no more than the job begins with.
         spares: How many processes wait on each host to replace a worker (``spares``).
         on_event: Is called with each event: a dictionary with ``event`` (``ended``, ``started``, ``suspected``,
-            ``epoch``, ``start failed``, ``spare ended``, ``keeper``, ``host added``, ``host removed``,
-            ``host blacklisted``, ``host back`` or ``hosts refused``) and its details, JSON values.
+            ``epoch``, ``start failed``, ``spare ended``, ``keeper``, ``values refused``, ``host added``,
+            ``host removed``, ``host blacklisted``, ``host back`` or ``hosts refused``) and its details, JSON values.
     """
 
     on_loss: Literal["replace", "shrink"]
@@ -167,12 +171,18 @@ class Restarts:
     def is_to_end(self, accused: int, incarnation: int, by: int, epoch: int) -> bool:
         """Return whether a worker that another one calls silent is to be ended.
 
-        Two ranks that cannot hear each other accuse each other: only the first accusation counts.
+        Two ranks that cannot hear each other accuse each other: only the first accusation counts. One that has come
+        too late, or names a seat or an incarnation that there is not, does not count either.
         """
+        seats = range(len(self.incarnations))
+        if accused not in seats or by not in seats or incarnation < 0 or incarnation != self.incarnations[accused]:
+            return False
         known = self._accused.setdefault(epoch, set())
-        if incarnation != self.incarnations[accused] or by in known:
+        if by in known:
             return False
         known.add(accused)
+        if len(self._accused) > _ACCUSED_EPOCHS:
+            del self._accused[min(self._accused)]
         return True
 
 
@@ -186,13 +196,24 @@ class Keeper:
         is_lost: Whether the process has ended, and no other one has been started yet.
     """
 
-    def __init__(self, prefix: Sequence[str], port: int, num_workers: int, environment: Mapping[str, str]) -> None:
-        """Start it; ``prefix`` is a command before its own, for an emulated host."""
-        self._command = [*prefix, sys.executable, "-m", "totalreduce.recovery.keeper", str(port), str(num_workers)]
+    def __init__(
+        self, prefix: Sequence[str], address: str, port: int, num_seats: int, environment: Mapping[str, str]
+    ) -> None:
+        """Start it.
+
+        Args:
+            prefix: A command before its own, for an emulated host.
+            address: Where the ranks reach it. It listens there only, if an interface has this address.
+            port: Its port.
+            num_seats: The number of seats.
+            environment: Its environment.
+        """
+        arguments = [address, str(port), str(num_seats)]
+        self._command = [*prefix, sys.executable, "-m", "totalreduce.recovery.keeper", *arguments]
         self._environment = dict(environment)
         #: What a new store must have, and the launcher knows.
         self._known: dict[str, Any] = {"first_epoch": 1, "ended": {}, "begun": False, "finished": False}
-        self._due, self._pause_s = 0.0, _KEEPER_PAUSE_S
+        self._due, self._pause_s, self._look_at = 0.0, _KEEPER_PAUSE_S, 0.0
         self.starts = 0
         self._start()
 
@@ -221,7 +242,8 @@ class Keeper:
             return
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"ended": [seat, incarnation]}).encode() + b"\n")
+            word = {"ended": [seat, incarnation], "finished": finished}
+            self._process.stdin.write(json.dumps(word).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             return  # the end of its output shows that it has ended
@@ -239,7 +261,7 @@ class Keeper:
         if not data:
             raise EOFError
         *lines, self._unread = (self._unread + data).split(b"\n")
-        words: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        words = [word for word in map(_json_of, lines) if isinstance(word, dict)]
         for word in words:
             if "epoch" in word and "members" in word:
                 self._known["first_epoch"] = word["epoch"] + 1
@@ -251,6 +273,9 @@ class Keeper:
         self._reap()
         self.is_lost = True
         self._known["first_epoch"] += _EPOCHS_UNSEEN
+        self._pause(now)
+
+    def _pause(self, now: float) -> None:
         if now > self._due + _SOON_S:
             self._pause_s = _KEEPER_PAUSE_S
         self._due = now + self._pause_s
@@ -260,9 +285,20 @@ class Keeper:
         """Start another process if one is due; return whether one was started."""
         if now < self._due:
             return False
+        try:
+            self._start()
+        except OSError:  # too many processes or open files, perhaps not for long
+            self._pause(now)
+            return False
         self.starts += 1
-        self._start()
         return True
+
+    def end_if_stopped(self, now: float) -> None:
+        """Kill it if a signal such as SIGSTOP has stopped it: ranks would wait for the store. Looks once a second."""
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            if is_stopped(self.pid):
+                self._process.kill()
 
     def close(self) -> None:
         """End it."""
@@ -279,6 +315,13 @@ class Keeper:
             self._process.kill()
             self._process.wait()
         self.output.close()
+
+
+def _json_of(line: bytes) -> object:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def worker_variables(options: RecoveryOptions, num_workers: int, address: str, port: int) -> dict[str, str]:

@@ -28,6 +28,7 @@ __all__ = [
     "common_environment",
     "default_num_threads",
     "free_port",
+    "is_stopped",
     "seat_environment",
     "signal_name",
     "worker_environments",
@@ -200,12 +201,7 @@ class Worker:
         Returns:
             Whether it was stopped. ``False`` for a worker on another host, where this is found out.
         """
-        if self.ended:
-            return False
-        try:
-            stopped = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        except OSError:
-            return False
+        stopped = not self.ended and is_stopped(self.process.pid)
         if stopped:
             self.send(signal.SIGKILL)
         return stopped
@@ -240,12 +236,11 @@ class Worker:
             self.process.stdin.close()
         if not self.ended:
             try:
-                self.process.wait(5.0)
+                code = self.process.wait(5.0)
             except subprocess.TimeoutExpired:  # it is stuck in the kernel
                 self._exit_code, self._signal, self._ended_at = 128 + signal.SIGKILL, "SIGKILL", now
                 return
             self._ended_at = now
-            code = self.process.returncode
             self._exit_code = code if code >= 0 else 128 - code
             self._signal = signal_name(-code) if code < 0 else ""
         else:
@@ -257,6 +252,14 @@ class Worker:
         seconds = round(ended_at - self._started_at, 3)
         number = self._signal or None
         return WorkerResult(self.rank, self.process.pid, self._exit_code, number, seconds, last_errors, self.host)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal such as SIGSTOP has stopped a process of this host."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def signal_name(number: int) -> str:

@@ -11,7 +11,6 @@ would wait for.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Generator
 from typing import TypeVar, final
@@ -20,10 +19,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError, RecoveryError
+from totalreduce.recovery.accusation import Accusation
 from totalreduce.recovery.launcher_store import PREFIX, LauncherStore, StoreLost
 from totalreduce.recovery.membership import Decision, Membership, Policy, Report, json_object
 
-__all__ = ["BEGUN", "ENDED", "FINISHED", "WAITING", "Assembly", "decision_key", "suspicion_key"]
+__all__ = ["BEGUN", "ENDED", "FINISHED", "WAITING", "Assembly", "accusation_key", "decision_key"]
 
 #: A JSON object: by seat the last incarnation that has ended. The keeper writes it.
 ENDED = f"{PREFIX}/ended"
@@ -44,9 +44,12 @@ def decision_key(epoch: int) -> str:
     return f"{PREFIX}/{epoch}/decision"
 
 
-def suspicion_key(seat: int) -> str:
-    """Return the key under which a process says that the process of a seat is silent."""
-    return f"{PREFIX}/suspected/{seat}"
+def accusation_key(seat: int) -> str:
+    """Return the key under which the process of a seat says that another process is silent.
+
+    The key is that of the accuser, so that accusations that two processes repeat do not replace each other.
+    """
+    return f"{PREFIX}/accusation/{seat}"
 
 
 _Value = TypeVar("_Value", bool, str)
@@ -134,8 +137,8 @@ class Assembly:
         if self.current is None:
             return
         member = self.current.members[rank]
-        accusation = {"incarnation": member.incarnation, "by": self.seat, "epoch": self.current.epoch}
-        self._store.set_if_connected(suspicion_key(member.seat), json.dumps(accusation))
+        accusation = Accusation(member.seat, member.incarnation, self.current.epoch)
+        self._store.set_lasting(accusation_key(self.seat), accusation.encode())
 
     def interruption(self) -> str:
         """Return why the group of the current epoch cannot be formed any more; "" if it can."""
@@ -180,7 +183,7 @@ class Assembly:
         if self._has_begun:
             return
         self._has_begun = True
-        self._store.set_if_connected(BEGUN, "yes", lasting=True)
+        self._store.set_lasting(BEGUN, "yes")
 
     def has_begun(self) -> bool:
         """Return whether a step has taken effect in any epoch, so that the job must not begin anew."""
@@ -188,8 +191,8 @@ class Assembly:
 
     def finish(self) -> None:
         """Note that all ranks have come to the end of the job."""
-        # If the store is lost now, the launcher learns it from the end of this process.
-        self._store.set_if_connected(FINISHED, "yes")
+        # If the store cannot be reached now, the launcher learns it from the end of this process.
+        self._store.set_lasting(FINISHED, "yes")
 
     def first_value(self, name: str, value: str) -> str:
         """Return the value that the first process has set under a name; this one's, if none has."""
@@ -277,6 +280,7 @@ class Assembly:
         if now >= self._waits_since + _WAITING_S:
             self._waits_since = now
             self._num_said += 1
+            # In another store this process would go on with the epoch of the one that is lost.
             self._store.set_if_connected(WAITING, f"{self.seat} {self.incarnation} {self._num_said}")
 
     def _next_epoch(self, last: Decision | None) -> int:

@@ -8,6 +8,7 @@ no epoch has two decisions, a new store begins with epochs whose numbers no proc
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -61,7 +62,9 @@ class LauncherStore:
             RecoveryError: The store cannot be reached.
         """
         self._open = open_store
+        #: What is set in a store that begins anew: always, and where no other process was first.
         self._lasting: dict[str, str] = {}
+        self._lasting_first: dict[str, str] = {}
         try:
             self._connect()
         except StoreLost as error:
@@ -115,7 +118,7 @@ class LauncherStore:
         """Do what ``text`` does; the value, if there is one, is set again in a store that begins anew."""
         value = self.text(key)
         if value:
-            self._lasting[key] = value
+            self._lasting_first[key] = value
         return value
 
     def is_set(self, key: str) -> bool:
@@ -137,17 +140,24 @@ class LauncherStore:
 
     def first_lasting(self, key: str, value: str) -> str:
         """Do what ``first`` does; the value is set again in a store that begins anew. Raises ``StoreLost``."""
-        self._lasting[key] = self.first(key, value)
-        return self._lasting[key]
+        self._lasting_first[key] = self.first(key, value)
+        return self._lasting_first[key]
 
-    def set_if_connected(self, key: str, value: str, *, lasting: bool = False) -> None:
-        """Set a value, which is lost with the connection; but not if it is lasting, and a connection is made anew."""
-        if lasting:
-            self._lasting[key] = value
+    def set_lasting(self, key: str, value: str) -> None:
+        """Set a value, now and in every store that begins anew.
+
+        If the connection has ended, this tries once to make it anew. If that fails, ``reconnect`` sets the value later.
+        """
+        self._lasting[key] = value
         try:
-            self._access(lambda: self.raw.set(key, value))
+            self._set(key, value)
         except StoreLost:
-            return
+            self.reconnect()
+
+    def set_if_connected(self, key: str, value: str) -> None:
+        """Set a value if there is a connection; it is lost with the store."""
+        with contextlib.suppress(StoreLost):
+            self._set(key, value)
 
     def _connect(self) -> None:
         self.raw = self._access(lambda: self._open(_ATTEMPT_S))
@@ -155,8 +165,13 @@ class LauncherStore:
         if not number.isdigit() or len(number) > _NUMBER_DIGITS_MAX:
             raise ProtocolError(f"the store holds {number[:100]!r} where the number of an epoch is expected")
         self.first_epoch = int(number)
-        for key, value in self._lasting.items():
+        for key, value in self._lasting_first.items():
             self.first(key, value)
+        for key, value in self._lasting.items():
+            self._set(key, value)
+
+    def _set(self, key: str, value: str) -> None:
+        self._access(lambda: self.raw.set(key, value))
 
     def _access(self, access: Callable[[], Any]) -> Any:
         try:
