@@ -302,9 +302,12 @@ def test_the_word_that_a_worker_was_started_is_not_shown(tmp_path, shell):
     assert (worker.result(()).exit_code, worker.has_lost_host) == (0, False)
 
 
-def test_a_worker_ends_when_the_launcher_says_nothing_any_more(tmp_path):
+@pytest.mark.parametrize("num_bytes", [0, 1 << 20], ids=["", "nor reads its output"])
+def test_a_worker_ends_when_the_launcher_says_nothing_any_more(tmp_path, num_bytes):
     program = "import os, totalreduce.launch.remote as r; r._SILENCE_S = 0.5; os._exit(r.main())"
-    command = of_script(tmp_path, "print(os.getpid(), flush=True); signal.pause()")
+    command = of_script(
+        tmp_path, f"print(os.getpid(), flush=True); print('x' * {num_bytes}, flush=True); signal.pause()"
+    )
     order = {"command": command, "folder": "/", "environment": {"RANK": "0"}, "has_input": False, "num_local": 1}
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -314,6 +317,23 @@ def test_a_worker_ends_when_the_launcher_says_nothing_any_more(tmp_path):
         pid = int(remote.stdout.readline())
         assert remote.wait(20) == 255
         await_end([pid])
+
+
+def test_the_output_of_a_worker_that_has_ended_is_complete_although_it_is_read_slowly(tmp_path):
+    program = "import os, totalreduce.launch.remote as r; r._DRAIN_S = 0.05; os._exit(r.main())"
+    command = of_script(tmp_path, "os.write(1, b'x' * 200_000 + b'end')")
+    order = {"command": command, "folder": "/", "environment": {"RANK": "0"}, "has_input": False, "num_local": 1}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as remote:
+        remote.stdin.write(json.dumps({**order, "mark": "x" * 16}).encode() + b"\n")
+        remote.stdin.flush()
+        output = b""
+        while data := os.read(remote.stdout.fileno(), 4096):
+            output += data
+            time.sleep(0.01)
+        assert output == b"x" * 200_000 + b"end"
+        assert remote.wait(20) == 0
 
 
 # ---------------------------------------------------------------------------------------------------------- memberships

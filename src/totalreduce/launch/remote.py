@@ -24,7 +24,6 @@ import json
 import os
 import secrets
 import select
-import selectors
 import shlex
 import signal
 import socket
@@ -53,6 +52,8 @@ _BEAT_S, _SILENCE_S = 5.0, 60.0
 #: How long the program waits for output after the worker's end, if a process that it started holds the pipe open.
 _DRAIN_S = 1.0
 _TICK_S = 0.5
+#: A pipe has 64 KiB, and at most this (``/proc/sys/fs/pipe-max-size``) if the worker has made it larger.
+_PIPE_BYTES_MAX = 1 << 20
 #: An order has the environment, which Linux limits to 2 MiB; a line is not longer than this.
 _LINE_BYTES_MAX = 8 << 20
 #: The exit code of ssh when it cannot connect or loses the connection, and that of a worker that exits with the same.
@@ -263,32 +264,34 @@ def _attend(worker: Worker, launcher: _Launcher) -> int:
     Raises:
         EOFError, BrokenPipeError: The launcher is gone.
     """
-    selector = selectors.DefaultSelector()
-    selector.register(0, selectors.EVENT_READ)
     pipes = {pipe.fileno(): target for target, pipe in ((1, worker.process.stdout), (2, worker.process.stderr)) if pipe}
     for pipe in pipes:
         os.set_blocking(pipe, False)
-        selector.register(pipe, selectors.EVENT_READ)
-    if worker.exit_descriptor is not None:
-        selector.register(worker.exit_descriptor, selectors.EVENT_READ)
+    unsent = {1: b"", 2: b""}
     leave_at = float("inf")
     while True:
-        ready = {key.fd for key, _ in selector.select(_TICK_S)}
-        for line in launcher.lines(is_readable=0 in ready):
+        awaited = [0, *(pipe for pipe, target in pipes.items() if not unsent[target])]
+        if worker.exit_descriptor is not None and not worker.ended:
+            awaited.append(worker.exit_descriptor)
+        readable, writable, _ = select.select(awaited, [target for target in unsent if unsent[target]], [], _TICK_S)
+        for line in launcher.lines(is_readable=0 in readable):
             _obey(worker, line)
-        for pipe in ready & set(pipes):
+        for target in writable:
+            # So many bytes do not block. If nobody reads them, the launcher must still be heard, or be found silent.
+            unsent[target] = unsent[target][os.write(target, unsent[target][: select.PIPE_BUF]) :]
+        for pipe in set(pipes).intersection(readable):
             data = os.read(pipe, 1 << 16)
-            _write(pipes[pipe], data)
+            unsent[pipes[pipe]] = data
             if not data:
-                selector.unregister(pipe)
                 del pipes[pipe]
         now = time.monotonic()
         if worker.poll(now):
             leave_at = now + _DRAIN_S
             worker.send(signal.SIGKILL)  # the rest of its process group
-            if worker.exit_descriptor is not None:
-                selector.unregister(worker.exit_descriptor)
-        if worker.ended and (not pipes or now >= leave_at):
+            for pipe, target in pipes.items():  # what it has written itself is never left, however slow the network is
+                with contextlib.suppress(BlockingIOError):
+                    unsent[target] += os.read(pipe, _PIPE_BYTES_MAX)
+        if worker.ended and not any(unsent.values()) and (not pipes or now >= leave_at):
             code = worker.result(()).exit_code
             return _OF_PROGRAM if code == _CONNECTION_LOST else code
 
@@ -300,11 +303,6 @@ def _obey(worker: Worker, line: Mapping[str, Any]) -> None:
         worker.give(line["input"].encode())
     elif "end_if_stopped" in line:
         worker.end_if_stopped()
-
-
-def _write(target: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(target, data) :]
 
 
 def main() -> int:
@@ -331,7 +329,7 @@ def main() -> int:
         return 127
     ended_well = False
     try:
-        _write(2, _STARTED)
+        os.write(2, _STARTED)
         code = _attend(worker, launcher)
         ended_well = True
         return code
