@@ -53,6 +53,12 @@ def test_a_rank_that_was_frozen_until_the_end_is_an_error_there() -> None:
     assert sorted(each.version for each in job.processes.values() if not each.ended) == [5] * 4
 
 
+@pytest.mark.parametrize("seed", [11577, 15849])
+def test_a_newcomer_learns_the_end_although_the_store_was_lost(seed: int) -> None:
+    """In these courses the ranks end with connections to a store that is lost, and another one has begun."""
+    SimulatedJob(plan_of(seed), seed).run()
+
+
 def test_a_seed_has_one_course() -> None:
     for seed in range(20):
         assert SimulatedJob(plan_of(seed), seed).run() == SimulatedJob(plan_of(seed), seed).run()
