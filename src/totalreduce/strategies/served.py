@@ -8,10 +8,14 @@ strategies differ in when a server applies what was pushed, and when it answers:
   Zhang, Gupta, Lian and Liu, "Staleness-aware Async-SGD", IJCAI 2016.
 * ``StaleSynchronous``: the same, but a worker that is more than some steps ahead of the slowest one waits. Ho et al.,
   "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
-* ``SoftSync``: it applies the mean of the first n gradients, of whichever workers (the same IJCAI paper).
+* ``SoftSync``: it applies the mean of the next n gradients, of whichever workers (the same IJCAI paper). No worker
+  waits: servers get gradients in different orders, and workers that wait at one server for those that wait at another
+  would wait for ever.
 * ``Quorum``: it ends a step when n workers have come and some time has passed, or all have come; a gradient that comes
   late counts in the next step. ``Eager`` is that with one worker or the majority: Li et al., "Taming Unbalanced
   Training Workloads in Deep Learning with Partial Collective Operations", PPoPP 2020.
+
+No gradient is lost: those that wait for others when the last worker has finished are one more update.
 
 The *version* of a share is the number of updates that were applied to it. The *staleness* of a gradient is the number
 of updates between the parameters from which it was computed, and its own.
@@ -96,6 +100,8 @@ class ServerSession(ABC):
         self._clocks = dict.fromkeys(range(world_size), 0)
         #: By worker that computes a gradient: the version that it was answered with.
         self._computing = dict.fromkeys(range(world_size), 0)
+        #: The gradients whose mean is the next update, for rules that apply means.
+        self._waiting: list[Push] = []
 
     def push(self, push: Push, now: float) -> list[Answer]:
         """Take a gradient in; return the workers that are answered now.
@@ -116,7 +122,10 @@ class ServerSession(ABC):
         """Note that a worker sends no more gradients; return the workers that are answered now."""
         self._clocks.pop(worker, None)
         self._computing.pop(worker, None)
-        return self._noted(self._finished(now))
+        answers = self._noted(self._finished(now))
+        if not self._clocks and self._waiting:
+            self._apply_mean()
+        return answers
 
     def due(self) -> float | None:
         """Return the time at which ``tick`` is to be called; ``None``: not before another method was called."""
@@ -139,12 +148,21 @@ class ServerSession(ABC):
             if answer.worker in self._clocks:
                 self._computing[answer.worker] = self.version
                 self.lead = max(self.lead, self._clocks[answer.worker] - slowest)
-            if answer.staleness is not None:
-                self.staleness[answer.staleness] += 1
         return answers
 
-    def _update(self, gradient: Array, factor: float) -> None:
-        self._apply(gradient, factor)
+    def _apply_one(self, push: Push, factor: float) -> None:
+        self.staleness[self.version - push.version] += 1
+        self._apply(push.gradient, factor)
+        self.version += 1
+
+    def _apply_mean(self) -> None:
+        """Apply the mean of the gradients that wait, added in the order of the workers, not in that of their coming."""
+        pushes, self._waiting = sorted(self._waiting, key=lambda push: (push.worker, push.clock)), []
+        total = pushes[0].gradient.copy()
+        for push in pushes[1:]:
+            total += push.gradient
+        self.staleness.update(self.version - push.version for push in pushes)
+        self._apply(total, 1.0 / len(pushes))
         self.version += 1
 
 
@@ -237,7 +255,7 @@ class SoftSync(ServedStrategy):
 
     Attributes:
         n: The number of gradients whose mean is an update, at most the number of ranks; with all of them every step is
-            synchronous.
+            synchronous. A fast worker may have several of them.
 
     Raises:
         ConfigurationError: A value makes no sense.
@@ -308,9 +326,16 @@ class Eager(ServedStrategy):
     def __post_init__(self) -> None:
         checks.one_of("mode", self.mode, ("majority", "solo"))
 
+    def is_synchronous(self, world_size: int) -> bool:
+        """Whether a step needs all ranks."""
+        return self._enough(world_size) == world_size
+
     def serve(self, world_size: int, apply: Apply) -> ServerSession:
         """Return the session of one server."""
-        return _QuorumSession(world_size, apply, 1 if self.mode == "solo" else world_size // 2 + 1, 0.0)
+        return _QuorumSession(world_size, apply, self._enough(world_size), 0.0)
+
+    def _enough(self, world_size: int) -> int:
+        return 1 if self.mode == "solo" else world_size // 2 + 1
 
 
 def _fits(name: str, n: int, world_size: int) -> int:
@@ -340,7 +365,7 @@ class _ImmediateSession(ServerSession):
         answers: list[Answer] = []
         while (push := self._next()) is not None:
             staleness = self.version - push.version
-            self._update(push.gradient, 1.0 / max(1, staleness) if self._inverse else 1.0)
+            self._apply_one(push, 1.0 / max(1, staleness) if self._inverse else 1.0)
             self._unanswered[push.worker] = staleness
             answers += self._noted_now()
         return answers + self._noted_now()
@@ -378,25 +403,24 @@ class _ImmediateSession(ServerSession):
 
 @final
 class _SoftSession(ServerSession):
-    """Applies the mean of n gradients."""
+    """Applies the mean of n gradients, and answers each worker at once."""
 
     def __init__(self, world_size: int, apply: Apply, n: int) -> None:
         super().__init__(world_size, apply)
         self._n = n
-        self._waiting: list[Push] = []
 
     def _push(self, push: Push, now: float) -> list[Answer]:
+        del now
         self._waiting.append(push)
-        return self._finished(now)
+        if len(self._waiting) < self._n:
+            return [Answer(push.worker, None)]
+        staleness = self.version - push.version
+        self._apply_mean()
+        return [Answer(push.worker, staleness)]
 
     def _finished(self, now: float) -> list[Answer]:
         del now
-        if not self._waiting or len(self._waiting) < min(self._n, len(self._clocks)):
-            return []
-        pushes, self._waiting = self._waiting, []
-        answers = [Answer(push.worker, self.version - push.version) for push in pushes]
-        self._update(_sum_of(pushes), 1.0 / len(pushes))
-        return answers
+        return []
 
 
 @final
@@ -406,7 +430,6 @@ class _QuorumSession(ServerSession):
     def __init__(self, world_size: int, apply: Apply, n: int, grace_s: float) -> None:
         super().__init__(world_size, apply)
         self._n, self._grace_s = n, grace_s
-        self._waiting: list[Push] = []  #: The gradients of the next update.
         self._ends_at: float | None = None
 
     def due(self) -> float | None:
@@ -434,19 +457,6 @@ class _QuorumSession(ServerSession):
             self._ends_at = now + self._grace_s
         if len(present) < len(self._clocks) and now < self._ends_at:
             return []
-        pushes, self._waiting, self._ends_at = self._waiting, [], None
-        late = [push for push in pushes if push.version < self.version]
-        for push in late:
-            self.staleness[self.version - push.version] += 1
-        answers = [Answer(push.worker, 0) for push in present]
-        self._update(_sum_of(pushes), 1.0 / len(pushes))
-        return answers
-
-
-def _sum_of(pushes: list[Push]) -> Array:
-    """Return the sum of gradients, in the order of the workers: the order in which they came does not matter."""
-    first, *others = sorted(pushes, key=lambda push: (push.worker, push.clock))
-    total = first.gradient.copy()
-    for push in others:
-        total += push.gradient
-    return total
+        self._ends_at = None
+        self._apply_mean()
+        return [Answer(push.worker, 0) for push in present]
