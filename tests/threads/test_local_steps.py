@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import io
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ import torch
 from optimizer_cases import Net, all_equal, batches, flat, loss_of, shard
 
 from totalreduce.codecs.int8 import Int8
-from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost, PlanMismatchError
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.strategies.averaging import LocalSGD, PostLocalSGD
@@ -81,8 +84,8 @@ def in_one_process(sync: Strategy, world_size: int, steps: int) -> list[torch.Te
         for pending in zip(*begun, strict=True):
             waiting.append((pending, run_exchanges([each.exchange for each in pending])[0]))
         while waiting and waiting[0][0][0].due <= step:
-            for each, result in zip(*waiting.pop(0), strict=True):
-                each.apply(result)
+            for session, each, result in zip(sessions, *waiting.pop(0), strict=True):
+                session.apply(each.channel, result)
     return [flat(model) for model in models]
 
 
@@ -181,47 +184,229 @@ def test_the_spread_is_the_largest_distance_between_ranks() -> None:
     assert run_ranks(3, body) == [(0.0, 2.0)] * 3
 
 
-@pytest.mark.parametrize(
-    "sync", [DiLoCo(period=4, fragments=2, codec=Int8()), EASGD(period=2), LocalSGD(period=3)], ids=str
-)
+SAVED = [
+    DiLoCo(period=4, fragments=2, codec=Int8()),
+    DiLoCo(period=4, fragments=2, overlap=3, codec=Int8(stochastic=True)),
+    EASGD(period=2),
+    LocalSGD(period=3),
+    LocalSGD(period=4, codec=Int8()),
+    LocalSGD(period=4, weights="samples", optimizer_state="average"),
+    PostLocalSGD(start=3, then=LocalSGD(period=2)),
+    SlowMo(period=4),
+    Gossip(graph="random", overlap=2),
+]
+
+
+@pytest.mark.parametrize("sync", SAVED, ids=str)
 def test_training_goes_on_from_saved_states_bit_by_bit(sync: Strategy) -> None:
-    def body(group: Group) -> bool:
-        whole = flat(train(group, sync, 10, torch.float32))
-        model = Net(torch.float32)
-        optimizer = DistributedOptimizer(inner_of(model), model, group=group, sync=sync, name="first")
-        saved = None
-        for number, batch in enumerate(batches(10, dtype=torch.float32)):
-            if number == 6:
-                saved = model.state_dict(), optimizer.state_dict(), optimizer.local_steps.state()
-                optimizer.close()
-                fresh = Net(torch.float32)
-                optimizer = DistributedOptimizer(inner_of(fresh), fresh, group=group, sync=sync, name="second")
-                fresh.load_state_dict(saved[0])
-                optimizer.load_state_dict(saved[1])
-                optimizer.local_steps.load_state(saved[2])
-                model = fresh
+    """Saved by torch within a period, or while exchanges are under way, and loaded into new objects."""
+
+    def some_steps(group: Group, model: torch.nn.Module, optimizer: DistributedOptimizer, begin: int, end: int) -> None:
+        for batch in batches(end, dtype=torch.float32)[begin:]:
             optimizer.zero_grad()
             loss_of(model, shard(batch, group)).backward()
+            if hasattr(optimizer.local_steps, "count_samples"):
+                optimizer.local_steps.count_samples(group.rank + begin)
             optimizer.step()
-        return torch.equal(flat(model), whole)
+
+    def made(group: Group) -> tuple[torch.nn.Module, DistributedOptimizer]:
+        model = Net(torch.float32)
+        return model, DistributedOptimizer(inner_of(model), model, group=group, sync=sync)
+
+    def body(group: Group) -> bool:
+        model, optimizer = made(group)
+        some_steps(group, model, optimizer, 0, 6)
+        states = model.state_dict(), optimizer.state_dict(), optimizer.local_steps.state()
+        file = io.BytesIO()
+        torch.save(states[:2], file)
+        some_steps(group, model, optimizer, 6, 11)
+        torch.save(states[2], strategy_file := io.BytesIO())  # the state is a copy, which training has not changed
+        optimizer.close()
+        other, fresh = made(group)
+        for each in (file, strategy_file):
+            each.seek(0)
+        parameters, inner = torch.load(file)
+        other.load_state_dict(parameters)
+        fresh.load_state_dict(inner)
+        fresh.local_steps.load_state(torch.load(strategy_file))
+        some_steps(group, other, fresh, 6, 11)
+        return torch.equal(flat(other), flat(model))
 
     assert run_ranks(3, body) == [True] * 3
 
 
-def test_a_state_is_not_saved_while_an_exchange_is_under_way() -> None:
+def test_states_of_others_are_refused_and_change_nothing() -> None:
     def body(group: Group) -> None:
         model = Net(DOUBLE)
-        sync = DiLoCo(period=2, overlap=1)
+        optimizer = DistributedOptimizer(inner_of(model), model, group=group, sync=DiLoCo(period=4))
+        present = optimizer.local_steps.state()
+        for other in (DiLoCo(period=4, fragments=2), LocalSGD(period=4), Gossip()):
+            another = Net(DOUBLE)
+            saved = DistributedOptimizer(inner_of(another), another, group=group, sync=other).local_steps.state()
+            with pytest.raises(ConfigurationError, match=r"the state is not that of 'diloco'|a list of 2 at state\."):
+                optimizer.local_steps.load_state(saved)
+        for broken in ({}, {**present, "steps": "4"}, {**present, "session": {}}):
+            with pytest.raises(ConfigurationError, match=r"sync=|same settings"):
+                optimizer.local_steps.load_state(broken)
+        assert optimizer.local_steps.state()["steps"] == 0
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("sync", [LocalSGD(period=2), DiLoCo(period=2, overlap=1, mix=0.0, outer=Nesterov(1.0, 0.0))])
+def test_a_step_that_ran_out_of_time_is_repeated_and_counts_once(sync: Strategy) -> None:
+    """Each step adds 1 on rank 0 and 2 on rank 1; rank 1 is late."""
+
+    def body(group: Group) -> tuple[float, int]:
+        model = torch.nn.Linear(1, 1, bias=False, dtype=DOUBLE)
+        torch.nn.init.zeros_(model.weight)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = DistributedOptimizer(inner, model, group=group, sync=sync)
+        errors = 0
+        for step in range(4):
+            optimizer.zero_grad()
+            (-model.weight * (group.rank + 1)).sum().backward()
+            if group.rank == 1 and step == 1:
+                time.sleep(1.0)
+            while True:
+                try:
+                    optimizer.step()
+                    break
+                except DeadlineExceededError:
+                    errors += 1
+                    with pytest.raises(ConfigurationError, match="interrupted"):
+                        optimizer.local_steps.state()
+                    with pytest.raises(ConfigurationError, match="interrupted"):
+                        model.weight.sum().backward()
+        return model.weight.item(), errors
+
+    (first, errors), (second, none) = run_ranks(2, body, engine=EngineConfig(timeout_s=0.3))
+    if sync == LocalSGD(period=2):
+        assert (first, second) == (6.0, 6.0)
+    else:  # the mean of two steps, 3, in the place of three steps; then one step more
+        assert (first, second) == (3.0 + 1.0, 3.0 + 2.0)
+    assert errors >= 1
+    assert none == 0
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [LocalSGD(period=2), DiLoCo(period=2, overlap=1, codec=Int8()), EASGD(period=1), Gossip(graph="ring")],
+    ids=str,
+)
+def test_the_loss_of_a_rank_ends_the_steps_of_all(sync: Strategy) -> None:
+    def body(group: Group) -> str:
+        model = Net(DOUBLE)
         optimizer = DistributedOptimizer(inner_of(model), model, group=group, sync=sync)
-        for number, batch in enumerate(batches(3, dtype=DOUBLE), start=1):
+        for number, batch in enumerate(batches(8, dtype=DOUBLE)):
+            if group.rank == 1 and number == 3:
+                group.close()
+                return "left"
             optimizer.zero_grad()
             loss_of(model, shard(batch, group)).backward()
+            try:
+                optimizer.step()
+            except PeerLost:
+                before = flat(model)
+                with pytest.raises(PeerLost):  # no step of this rank alone follows
+                    optimizer.step()
+                assert torch.equal(flat(model), before)
+                return f"lost after {number}"
+        return "nothing"
+
+    ends = run_ranks(3, body, engine=EngineConfig(timeout_s=5.0))
+    assert {each for rank, each in enumerate(ends) if rank != 1} <= {f"lost after {n}" for n in (2, 3, 4)}
+
+
+class Mixed(torch.nn.Module):
+    """Parameters of three types, one of them transposed, and an embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.double_ = torch.nn.Parameter(torch.randn(5, 4, generator=generator, dtype=DOUBLE).t())
+        self.single_ = torch.nn.Parameter(torch.randn(7, generator=generator))
+        self.half_ = torch.nn.Parameter(torch.randn(6, generator=generator).bfloat16())
+        self.table = torch.nn.Embedding(6, 2, sparse=True, _weight=torch.randn(6, 2, generator=generator))
+
+    def forward(self, number: int) -> torch.Tensor:
+        parts = ((self.double_ * number).sin().sum(), self.single_.square().sum(), self.half_.float().exp().sum())
+        return sum(parts, self.table(torch.tensor([number % 6])).cos().sum())
+
+
+@pytest.mark.parametrize("sparse", ["dense", "gather"])
+@pytest.mark.parametrize("sync", [LocalSGD(period=2), SlowMo(period=2), Gossip(graph="random")], ids=str)
+def test_all_types_of_parameters_are_averaged(sync: Strategy, sparse: str) -> None:
+    """Also tables with sparse gradients, and float64 beside float32 with all its digits."""
+
+    def body(group: Group) -> list[torch.Tensor]:
+        model = Mixed()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, group=group, sync=sync, sparse=sparse)
+        for step in range(2):
+            optimizer.zero_grad()
+            model(3 * group.rank + step).backward()
             optimizer.step()
-            if number == 2:
-                with pytest.raises(ConfigurationError, match="under way until step 3"):
-                    optimizer.local_steps.state()
-            else:
-                optimizer.local_steps.state()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    expected = []
+    for rank in range(2):
+        model = Mixed()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            inner.zero_grad()
+            model(3 * rank + step).backward()
+            inner.step()
+        expected.append([parameter.detach().double() for parameter in model.parameters()])
+    first, second = run_ranks(2, body)
+    if isinstance(sync, Gossip):  # exchanges after each step: only that all have come together
+        return_equal = [torch.equal(*pair) for pair in zip(first, second, strict=True)]
+        assert return_equal == [True] * 4
+        return
+    for mine, other, *theirs in zip(first, second, *expected, strict=True):
+        assert torch.equal(mine, other)
+        mean = (sum(theirs, torch.zeros(())) / 2).to(mine.dtype)
+        torch.testing.assert_close(
+            mine, mean, rtol=1e-14 if mine.dtype == DOUBLE else None, atol=0.0 if mine.dtype == DOUBLE else None
+        )
+
+
+def test_optimizers_that_need_dense_gradients_get_them_in_local_steps() -> None:
+    def body(group: Group) -> torch.Tensor:
+        model = Mixed()
+        inner = torch.optim.AdamW(model.parameters())
+        optimizer = DistributedOptimizer(inner, model, group=group, sync=LocalSGD(period=2))
+        for step in range(2):
+            optimizer.zero_grad()
+            model(3 * group.rank + step).backward()
+            optimizer.step()
+        return model.table.weight.detach().clone()
+
+    assert all_equal(run_ranks(2, body))
+
+
+def test_parameters_that_a_strategy_does_not_know_are_refused() -> None:
+    def body(group: Group) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        for parameter in model.parameters():
+            torch.nn.init.ones_(parameter)
+        model[1].requires_grad_(False)
+        inner = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], lr=0.1)
+        optimizer = DistributedOptimizer(inner, model, group=group, sync=LocalSGD(period=2))
+        with pytest.raises(ConfigurationError, match="goes on with the trainable parameters"):
+            optimizer.add_param_group({"params": list(model[2].parameters())})
+        optimizer.replan()  # nothing has changed
+        model(torch.ones(1, 2) * (group.rank + 1)).sum().backward()
+        optimizer.step()
+        model[1].requires_grad_(True)
+        with pytest.raises(ConfigurationError, match=r"2 parameter.s. were unfrozen"):
+            optimizer.step()
+        with pytest.raises(ConfigurationError, match="goes on with the trainable parameters"):
+            optimizer.replan()
+        model[1].requires_grad_(False)
+        optimizer.replan()
+        optimizer.step()
+        assert optimizer.local_steps.spread() == 0.0
 
     run_ranks(2, body)
 
@@ -269,9 +454,6 @@ def test_a_rank_that_takes_fewer_steps_is_named() -> None:
             optimizer.zero_grad()
             loss_of(model, shard(batch, group)).backward()
             optimizer.step()
-
-    from totalreduce.foundation.config import EngineConfig
-    from totalreduce.foundation.errors import DeadlineExceededError, PeerLost
 
     with pytest.raises((DeadlineExceededError, PeerLost)):
         run_ranks(2, body, engine=EngineConfig(timeout_s=2.0))

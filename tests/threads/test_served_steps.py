@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from optimizer_cases import Net, all_equal, batches, flat, loss_of, shard
 
 from totalreduce.foundation.config import EngineConfig
-from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.pytorch.served_steps import shares_of
@@ -21,7 +22,7 @@ STRATEGIES = [
     Async(),
     Async(max_staleness=6, scale="none"),
     StaleSynchronous(slack=2),
-    SoftSync(n=1),
+    SoftSync(n=2),
     Quorum(n=1, grace_s=0.01),
     Eager(mode="solo"),
 ]
@@ -158,7 +159,7 @@ def test_a_rank_that_is_held_back_for_too_long_says_why() -> None:
         model = Counting()
         optimizer = served(group, model, StaleSynchronous(slack=1))
         if group.rank == 1:
-            time.sleep(2.5)
+            time.sleep(1.5)
             optimizer.close()
             return ""
         for _ in range(2):
@@ -170,7 +171,7 @@ def test_a_rank_that_is_held_back_for_too_long_says_why() -> None:
                 return str(error)
         return "nobody waits"
 
-    said, _ = run_ranks(2, body, engine=EngineConfig(timeout_s=1.0))
+    said, _ = run_ranks(2, body, engine=EngineConfig(timeout_s=0.5))
     assert "stale_synchronous" in said
     assert "Do all ranks train" in said
 
@@ -208,3 +209,213 @@ def test_an_impossible_bound_is_refused_on_every_rank() -> None:
             served(group, model, Async(max_staleness=1))
 
     run_ranks(3, body)
+
+
+def test_a_step_and_an_end_that_ran_out_of_time_are_repeated_and_count_once() -> None:
+    """Each step adds 1 on rank 0 and 2 on rank 1; rank 1 is late."""
+
+    def body(group: Group) -> tuple[float, int]:
+        model = Counting()
+        optimizer = served(group, model, StaleSynchronous(slack=1))
+        errors = 0
+        for step in range(4):
+            optimizer.zero_grad()
+            model(-float(group.rank + 1)).backward()
+            if group.rank == 1 and step == 1:
+                time.sleep(1.0)
+            while True:
+                try:
+                    optimizer.step()
+                    break
+                except DeadlineExceededError:
+                    errors += 1
+                    with pytest.raises(ConfigurationError, match="interrupted"):
+                        model(1.0).backward()
+        if group.rank == 1:
+            time.sleep(1.0)
+        while True:
+            try:
+                optimizer.local_steps.finish()
+                break
+            except DeadlineExceededError:
+                errors += 1
+        optimizer.local_steps.finish()  # once more does nothing
+        with pytest.raises(ConfigurationError, match="finish"):
+            optimizer.step()
+        optimizer.close()
+        assert set(flat(model).tolist()) == {float(flat(model)[0])}
+        return float(flat(model)[0]), errors
+
+    (first, errors), (second, none) = run_ranks(2, body, engine=EngineConfig(timeout_s=0.3))
+    assert (first, second) == (12.0, 12.0)
+    assert errors >= 2
+    assert none == 0
+
+
+def test_one_program_runs_with_any_setting_and_number_of_ranks() -> None:
+    """Where no choice is left, what the program asks of the steps is there, too."""
+
+    def body(sync: ServedStrategy, group: Group) -> tuple[torch.Tensor, int]:
+        model = Counting()
+        optimizer = served(group, model, sync)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(-1.0).backward()
+            optimizer.step()
+        optimizer.local_steps.finish()
+        assert sum(optimizer.local_steps.staleness.values()) == 3
+        assert optimizer.local_steps.lead == 0
+        optimizer.close()
+        return flat(model)
+
+    for world_size, sync in ((1, Async()), (1, Eager(mode="solo")), (2, Eager()), (2, StaleSynchronous(slack=0))):
+        for parameters in run_ranks(world_size, functools.partial(body, sync)):
+            torch.testing.assert_close(parameters, torch.full_like(parameters, 3.0), rtol=0, atol=0)
+
+
+class Mixed(torch.nn.Module):
+    """Parameters of three types, whose servers are different ranks, and one that is transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = torch.nn.Parameter(torch.full((4, 5), 1 / 3, dtype=torch.float64).t())
+        self.plain = torch.nn.Parameter(torch.full((19,), 1 / 3))
+        self.short = torch.nn.Parameter(torch.full((18,), 0.5, dtype=torch.bfloat16))
+
+    def forward(self) -> torch.Tensor:
+        return (self.wide * torch.arange(4.0, dtype=torch.float64)).sum() + self.plain.sum() + self.short.float().sum()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parameters_of_several_types_arrive_with_all_their_digits(world_size: int) -> None:
+    def body(group: Group) -> list[torch.Tensor]:
+        model = Mixed()
+        optimizer = served(group, model, Async(scale="none"), lr=0.25)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        optimizer.local_steps.finish()
+        optimizer.close()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    wide = 1 / 3 - 0.5 * world_size * torch.arange(4.0, dtype=torch.float64).expand(5, 4)
+    for found in run_ranks(world_size, body):
+        torch.testing.assert_close(found[0], wide, rtol=1e-15, atol=1e-15)
+        torch.testing.assert_close(found[1], torch.full((19,), 1 / 3 - 0.5 * world_size), rtol=1e-6, atol=0)
+        torch.testing.assert_close(found[2], torch.full((18,), 0.5 - 0.5 * world_size, dtype=torch.bfloat16))
+
+
+def test_parameters_without_gradients_stay_as_they_are() -> None:
+    """A gradient of zeros would shrink them by the weight decay. Where one rank has a gradient, it counts."""
+
+    def body(group: Group) -> list[float]:
+        model = Counting()
+        for parameter in model.parameters():
+            torch.nn.init.ones_(parameter)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        optimizer = DistributedOptimizer(inner, model, group=group, sync=SoftSync(n=1))
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model.parts[0].sum() + (model.parts[1].sum() if group.rank else 0.0)).backward()
+            optimizer.step()
+        optimizer.local_steps.finish()
+        optimizer.close()
+        return [float(part.detach()[0]) for part in model.parts]
+
+    for found in run_ranks(2, body):
+        assert found[2:] == [1.0] * 3
+        assert found[0] == pytest.approx(_adamw(4), abs=1e-12)
+        assert found[1] == pytest.approx(_adamw(2), abs=1e-12)
+
+
+def _adamw(steps: int) -> float:
+    parameter = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.5)
+    for _ in range(steps):
+        parameter.grad = torch.ones(1, dtype=torch.float64)
+        optimizer.step()
+    return parameter.item()
+
+
+def test_servers_go_on_from_the_state_of_the_optimizer() -> None:
+    def body(group: Group) -> float:
+        model = Counting()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        model(-1.0).backward()
+        inner.step()  # a velocity of -1, at 1
+        optimizer = DistributedOptimizer(inner, model, group=group, sync=Async())
+        if group.rank == 0:
+            optimizer.step()  # once more: a velocity of -1.5
+        optimizer.local_steps.finish()
+        optimizer.close()
+        return float(flat(model)[0])
+
+    assert run_ranks(2, body) == [2.5, 2.5]
+
+
+class Wrapped(torch.optim.SGD):
+    """An optimizer that cannot be made of its own settings."""
+
+    def __init__(self, parameters, factor):
+        super().__init__(parameters, lr=factor)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (torch.optim.LBFGS, "does not support LBFGS"),
+        (torch.optim.SparseAdam, "does not support SparseAdam"),
+        (lambda parameters: Wrapped(parameters, 0.1), "a second Wrapped"),
+    ],
+)
+def test_optimizers_that_a_server_cannot_have_are_refused(make, says: str) -> None:
+    def body(group: Group) -> None:
+        model = Counting()
+        with pytest.raises(ConfigurationError, match=says):
+            DistributedOptimizer(make(list(model.parameters())), model, group=group, sync=Async())
+
+    run_ranks(2, body)
+
+
+def test_grace_ends_in_time() -> None:
+    def body(group: Group) -> list[float]:
+        model = Counting()
+        optimizer = served(group, model, Quorum(n=1, grace_s=0.01))
+        seconds = []
+        for _ in range(8 if group.rank == 0 else 0):
+            optimizer.zero_grad()
+            model(1.0).backward()
+            begin = time.monotonic()
+            optimizer.step()
+            seconds.append(time.monotonic() - begin)
+        if group.rank:
+            time.sleep(0.5)
+        optimizer.local_steps.finish()
+        optimizer.close()
+        return seconds
+
+    seconds, _ = run_ranks(2, body)
+    assert 0.01 <= min(seconds) < 0.04  # the server's thread looks at the time every 50 ms
+
+
+@pytest.mark.parametrize("sync", STRATEGIES, ids=str)
+def test_the_loss_of_a_rank_ends_the_steps_of_all(sync: ServedStrategy) -> None:
+    def body(group: Group) -> str:
+        model = Counting()
+        optimizer = served(group, model, sync)
+        for step in range(2000):
+            if group.rank == 1 and step == 3:
+                group.close()
+                return "left"
+            optimizer.zero_grad()
+            model(1.0).backward()
+            try:
+                optimizer.step()
+            except PeerLost:
+                return "lost"
+        return "nothing"
+
+    begin = time.monotonic()
+    assert run_ranks(3, body, engine=EngineConfig(timeout_s=10.0)) == ["lost", "left", "lost"]
+    assert time.monotonic() - begin < 8.0

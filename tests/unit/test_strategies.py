@@ -1,5 +1,7 @@
 """Strategies, their ranks in lockstep: what they compute, beside loops in plain NumPy."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -76,6 +78,21 @@ def test_the_state_of_the_optimizer_is_kept_or_averaged() -> None:
             replica.state = np.full(5, float(rank))
         run(None, 3, 2, ranks=ranks)
         assert [replica.state.tolist() for replica in ranks.replicas] == [[number] * 5 for number in expected]
+
+
+def test_states_of_other_tensors_are_not_averaged() -> None:
+    ranks = StrategyRanks(LocalSGD(period=2, optimizer_state="average"), 3, start())
+    for rank, replica in enumerate(ranks.replicas):  # equal sizes, of different tensors
+        replica.state, replica.state_layout = np.zeros(5), f"{rank // 2}.momentum_buffer:5"
+    with pytest.raises(ConfigurationError, match="optimizer_state='keep'"):
+        run(None, 3, 2, ranks=ranks)
+
+
+def test_many_samples_are_counted_exactly() -> None:
+    ranks = StrategyRanks(LocalSGD(period=2, weights="samples"), 2, start())
+    for _ in range(2):
+        ranks.step([np.zeros(N)] * 2, [2.0**24 + 1, 1.0])
+    np.testing.assert_allclose(everybody(ranks), begin(2), rtol=1e-15, atol=0)
 
 
 @sizes
@@ -242,6 +259,25 @@ def test_with_a_codec_nothing_is_lost(strategy, world_size: int) -> None:
         assert len({session.state()["shared"]["centre"].tobytes() for session in ranks.sessions}) == 1
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, 1e38])
+@pytest.mark.parametrize("strategy", [*CODED, DiLoCo(period=2, overlap=1, codec=Int8())], ids=str)
+def test_a_codec_does_not_hide_values_that_are_no_numbers(strategy, number: float) -> None:
+    """A rank that has diverged shows on all ranks, with the values that there are without a codec."""
+    found = []
+    for which in (strategy, dataclasses.replace(strategy, codec=None)):
+        ranks = StrategyRanks(which, 3, start(np.float32))
+        for step in range(3):
+            updates = [update(step, rank, np.float32) for rank in range(3)]
+            if step == 1:
+                updates[1][4] = number
+            with np.errstate(all="ignore"):
+                ranks.step(updates)
+        common = ranks.sessions[0].state()["shared"]["centre"] if isinstance(strategy, EASGD) else ranks.parameters(0)
+        assert np.isnan(common[4]) or abs(common[4]) > 1e36
+        found.append(np.concatenate([common, *everybody(ranks)]))
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-6)
+
+
 ALL = [
     LocalSGD(period=3),
     LocalSGD(period=3, codec=Int8()),
@@ -273,7 +309,7 @@ def test_periods_save_bytes() -> None:
             ranks = run(LocalSGD(period=period), 4, 32, np.float32)
             assert ranks.sent.max() / 32 < 1.1 * dense / period
     ranks = run(DiLoCo(period=16, codec=Int8(block=16), fragments=2), 4, 32, np.float32)
-    assert ranks.sent.max() / 32 < 0.5 * dense / 16
+    assert ranks.sent.max() / 32 < 0.6 * dense / 16
 
 
 @pytest.mark.parametrize(
@@ -282,7 +318,16 @@ def test_periods_save_bytes() -> None:
         lambda: LocalSGD(period=0),
         lambda: LocalSGD(weights="heavy"),
         lambda: LocalSGD(weights="samples", codec=Int8()),
+        lambda: LocalSGD(period=1, weights="samples"),
+        lambda: LocalSGD(period=1, codec=Int8()),
+        lambda: LocalSGD(codec="int8"),
+        lambda: LocalSGD(codec=Int8),
+        lambda: EASGD(codec=8),
+        lambda: DiLoCo(codec="int8"),
+        lambda: DiLoCo(outer=0.7),
+        lambda: DiLoCo(outer=Nesterov),
         lambda: PostLocalSGD(start=-1),
+        lambda: PostLocalSGD(start=1, then=DiLoCo()),
         lambda: DiLoCo(period=4, overlap=4),
         lambda: DiLoCo(period=2, fragments=3),
         lambda: DiLoCo(mix=1.0),

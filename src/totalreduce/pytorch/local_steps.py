@@ -8,10 +8,12 @@ that the strategy has named: the same one on all ranks, however fast each of the
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, final
+from typing import Any, Literal, final
 
+import numpy as np
 import torch
 
 from totalreduce.foundation import checks
@@ -19,6 +21,7 @@ from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededEr
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.replica import ModelReplica, check_equal
+from totalreduce.sparse.actions import Exchange
 from totalreduce.sparse.group_driver import GroupDriver
 from totalreduce.sparse.worker import ExchangeWorker, Job
 from totalreduce.strategies.strategy import Pending, Strategy
@@ -26,6 +29,8 @@ from totalreduce.tensors.compilation import never_compiled
 
 __all__ = ["LocalSteps"]
 
+#: The parts of a state, beside the strategy's name.
+_KEYS = ("steps", "samples", "results", "session")
 #: Exchanges are less urgent than gradients and than what somebody waits for.
 _PRIORITY = 1 << 20
 
@@ -37,7 +42,10 @@ class LocalSteps:
 
     Attributes:
         strategy: Its settings.
+        is_interrupted: Whether a call of ``step`` ran out of time, and must be repeated.
     """
+
+    is_synchronous: Literal[False] = False
 
     def __init__(
         self,
@@ -65,8 +73,10 @@ class LocalSteps:
         check_equal(self._replica, strategy.name, group, name)
         self._session = strategy.session(self._replica, group.rank, group.world_size)
         self._worker = ExchangeWorker(GroupDriver(group, f"{name}.strategy"))
-        self._waiting: list[tuple[Pending, Job]] = []
+        self._waiting: deque[tuple[Pending, Job]] = deque()
         self._steps, self._samples = 0, 0.0
+        self.is_interrupted = False
+        self._loss: Any = None  #: That of the closure of an interrupted step.
         self._end = weakref.finalize(self, self._worker.close)
 
     @property
@@ -79,28 +89,46 @@ class LocalSteps:
         self._samples += checks.real_number("the number of samples", number, minimum=0)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters with this rank's gradients, and do what ``stepped`` does; return the closure's loss."""
-        result = self._inner.step() if closure is None else self._inner.step(closure)
+        """Update the parameters with this rank's gradients, and do what ``stepped`` does; return the closure's loss.
+
+        Raises:
+            PeerLost, DeadlineExceededError: As ``stepped``.
+        """
+        if not self.is_interrupted:
+            self._loss = self._inner.step() if closure is None else self._inner.step(closure)
         self.stepped()
-        return result
+        loss, self._loss = self._loss, None
+        return loss
 
     def stepped(self) -> None:
-        """Note that a step has ended: apply results that are due, and begin the exchanges that follow it. Collective.
+        """Note that a step has ended: begin the exchanges that follow it, and apply results that are due. Collective.
+
+        ``step`` calls this. A program calls it where a step was left out on this rank alone.
 
         Raises:
             PeerLost: A rank is lost.
-            DeadlineExceededError: An exchange takes longer than the group's ``timeout_s``.
+            DeadlineExceededError: An exchange takes longer than the group's ``timeout_s``. Repeat the call: it waits
+                on, and counts no second step.
         """
+        if not self.is_interrupted:
+            self._begin()
+        self.is_interrupted = True
+        while self._waiting and self._waiting[0][0].due <= self._steps:
+            pending, job = self._waiting[0]
+            self._worker.hurry()
+            result = self._result(job)
+            self._session.apply(pending.channel, result)
+            self._waiting.popleft()
+        self.is_interrupted = False
+
+    def _begin(self) -> None:
+        """Count a step, and begin the exchanges that follow it."""
         self._steps += 1
         weight, self._samples = self._samples, 0.0
         for pending in self._session.stepped(weight):
             job = _job_of(pending)
             self._worker.start(job)
             self._waiting.append((pending, job))
-        while any(pending.due <= self._steps for pending, _ in self._waiting):
-            pending, job = self._waiting.pop(0)
-            self._worker.hurry()
-            pending.apply(self._result(job))
 
     def _result(self, job: Job) -> Any:
         try:
@@ -108,26 +136,60 @@ class LocalSteps:
         except FutureTimeoutError:
             raise DeadlineExceededError(
                 f"an exchange of {self.strategy.name} has not ended within {self._group.timeout_s:g} s. Do all ranks "
-                "take the same number of steps?"
+                "take the same number of steps? Repeat the call to wait on"
             ) from None
 
+    def trains(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether the strategy trains these parameters."""
+        return self._replica.holds(parameters)
+
     def state(self) -> dict[str, Any]:
-        """Return the state of the strategy.
+        """Return the state of the strategy on this rank, copied: numbers, lists, dicts and tensors.
+
+        Results of exchanges that are not due yet are in it: this waits for exchanges under way, and so for the other
+        ranks to come as far as this one.
 
         Raises:
-            ConfigurationError: An exchange is under way.
+            ConfigurationError: A call of ``step`` ran out of time and must be repeated.
+            PeerLost: A rank is lost.
+            DeadlineExceededError: An exchange takes longer than the group's ``timeout_s``. The call may be repeated.
         """
-        if self._waiting:
-            raise ConfigurationError(
-                f"an exchange of {self.strategy.name} is under way until step {self._waiting[-1][0].due}: save the "
-                f"state after this step (now it is step {self._steps})"
-            )
-        return {"steps": self._steps, "samples": self._samples, "session": dict(self._session.state())}
+        self._refuse_interrupted()
+        results = []
+        for pending, job in self._waiting:
+            self._worker.hurry()
+            results.append({"channel": pending.channel, "due": pending.due, "result": self._result(job)})
+        state = {"steps": self._steps, "samples": self._samples, "results": results, "session": self._session.state()}
+        return {"strategy": self.strategy.name, **_tensors(state)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        self._steps, self._samples = state["steps"], state["samples"]
-        self._session.load_state(state["session"])
+        """Go on from a state that ``state`` has returned on this rank, with the same settings and model.
+
+        Results that this rank has not applied yet are dropped, so all ranks call this after the same step.
+
+        Raises:
+            ConfigurationError: The state is that of other settings or another model. Nothing has changed. Or a call of
+                ``step`` ran out of time and must be repeated.
+        """
+        self._refuse_interrupted()
+        name = state.get("strategy") if isinstance(state, Mapping) else None
+        if name != self.strategy.name:
+            raise ConfigurationError(
+                f"the state is not that of {self.strategy.name!r} but of {name!r}: load what local_steps.state() has "
+                "returned with the same sync="
+            )
+        steps, samples, results, session = (_arrays(state.get(key)) for key in _KEYS)
+        present = {"steps": 0, "samples": 0.0, "results": [], "session": self._session.state()}
+        _check_alike({"steps": steps, "samples": samples, "results": [], "session": session}, present, "state")
+        for result in results:
+            _check_alike(result, {"channel": 0, "due": 0, "result": result["result"]}, "state.results")
+        self._steps, self._samples = steps, samples
+        self._session.load_state(session)
+        self._waiting = deque(_arrived(result["channel"], result["due"], result["result"]) for result in results)
+
+    def _refuse_interrupted(self) -> None:
+        if self.is_interrupted:
+            raise ConfigurationError("the last step() was interrupted: repeat it until it returns")
 
     def spread(self) -> float:
         """Return the largest distance between two ranks in an element of a parameter. Collective."""
@@ -144,3 +206,60 @@ class LocalSteps:
 
 def _job_of(pending: Pending) -> Job:
     return Job(pending.channel, lambda: None, lambda: pending.exchange, _PRIORITY)
+
+
+def _arrived(channel: int, due: int, result: Any) -> tuple[Pending, Job]:
+    """Return an exchange that has ended with a result."""
+    pending = Pending(channel, due, _nothing())
+    job = _job_of(pending)
+    job.result.set_result(result)
+    return pending, job
+
+
+def _nothing() -> Exchange:
+    """Exchange nothing."""
+    yield from ()
+
+
+def _tensors(state: Any) -> Any:
+    """Return a copy of nested dicts and lists in which arrays are tensors: ``torch.load`` takes them."""
+    if isinstance(state, Mapping):
+        return {key: _tensors(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_tensors(value) for value in state]
+    return torch.from_numpy(state.copy()) if isinstance(state, np.ndarray) else state
+
+
+def _arrays(state: Any) -> Any:
+    """Undo ``_tensors``."""
+    if isinstance(state, Mapping):
+        return {key: _arrays(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_arrays(value) for value in state]
+    return state.cpu().numpy().copy() if isinstance(state, torch.Tensor) else state
+
+
+def _check_alike(state: Any, present: Any, where: str) -> None:
+    """Raise ``ConfigurationError`` unless two states have the same keys, lengths, types and sizes."""
+    if _described(state) != _described(present):
+        raise ConfigurationError(
+            f"the saved state has {_described(state)} at {where}, and this strategy {_described(present)}: load one "
+            "of the same settings and the same model"
+        )
+    if isinstance(present, Mapping):
+        for key, value in present.items():
+            _check_alike(state[key], value, f"{where}.{key}")
+    elif isinstance(present, list):
+        for number, value in enumerate(present):
+            _check_alike(state[number], value, f"{where}[{number}]")
+
+
+def _described(state: Any) -> str:
+    """Name what must be equal of two nodes of states."""
+    if isinstance(state, Mapping):
+        return f"the entries {sorted(map(str, state))}"
+    if isinstance(state, list):
+        return f"a list of {len(state)}"
+    if isinstance(state, np.ndarray):
+        return f"{state.size} elements of {state.dtype}"
+    return "a number" if isinstance(state, (int, float)) else type(state).__name__

@@ -51,8 +51,10 @@ from totalreduce.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from totalreduce.pytorch.local_steps import LocalSteps
-    from totalreduce.pytorch.served_steps import ServedSteps
+    from totalreduce.pytorch.served_steps import ServedSteps, SynchronousSteps
     from totalreduce.sparse.auto import Choice
+
+    StrategySteps = LocalSteps | ServedSteps | SynchronousSteps
 
 __all__ = ["DistributedOptimizer"]
 
@@ -72,17 +74,27 @@ def _steps_of(
     optimizer: torch.optim.Optimizer,
     group: Group,
     name: str,
-) -> LocalSteps | ServedSteps | None:
-    """Return what carries a strategy out; ``None`` if it is the same as synchronous steps. Collective."""
+) -> StrategySteps:
+    """Return what carries a strategy out. Collective."""
     from totalreduce.pytorch.local_steps import LocalSteps
-    from totalreduce.pytorch.served_steps import ServedSteps
+    from totalreduce.pytorch.served_steps import ServedSteps, SynchronousSteps
     from totalreduce.strategies.served import ServedStrategy
 
     if not isinstance(strategy, ServedStrategy):
         return LocalSteps(strategy, parameters, optimizer, group, name)
     if strategy.is_synchronous(group.world_size):
-        return None
+        return SynchronousSteps(strategy)
     return ServedSteps(strategy, parameters, optimizer, group, name)
+
+
+def _check_same_parameters(steps: StrategySteps, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Refuse a plan with other parameters than those that a strategy has begun with. On all ranks: plans are equal."""
+    if not steps.is_synchronous and not steps.trains(parameters):
+        raise ConfigurationError(
+            f"sync={steps.strategy.name!r} goes on with the trainable parameters that it has begun with: replan() and "
+            "add_param_group() cannot change them. Close this optimizer, call tr.broadcast_parameters(model, group), "
+            "and build a new DistributedOptimizer"
+        )
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -231,8 +243,8 @@ class DistributedOptimizer(OptimizerWrapper):
         self._source = ParameterSource(optimizer, model, None if named_parameters is None else tuple(named_parameters))
         self._compressed = Compression(group, self._name, self._settings, grad_scaler)
         self._hooks = HookHandles()
-        #: The steps of the strategy, if there is one that is not the same as synchronous steps.
-        self._local: LocalSteps | ServedSteps | None = None
+        #: The steps of the strategy, if there is one.
+        self._local: StrategySteps | None = None
         self._no_sync_depth = 0
         self._planned = self._closed = False
         self._round = Round([], group.world_size)  #: Until there is a plan, a round without reducers.
@@ -274,6 +286,9 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._planned:
             self._planned, self._unfinished = False, None
             self._remove_plan()
+        if self._local is not None:
+            self._local.close()
+            self._local = None
         self._name = self._group.operations.own_name(self._given_name)
         self._compressed.name = self._name
         self._plan_gradients()
@@ -370,8 +385,11 @@ class DistributedOptimizer(OptimizerWrapper):
             self._unfinished = ComparingPlans()
             raise
         self._plan = plan
-        if settings.strategy is not None and self._local is None:
-            self._local = _steps_of(settings.strategy, plan.parameters, self._inner, group, name)
+        if settings.strategy is not None:
+            trained = (*plan.parameters, *plan.sparse.values())
+            if self._local is None:
+                self._local = _steps_of(settings.strategy, trained, self._inner, group, name)
+            _check_same_parameters(self._local, trained)
         arithmetic = Arithmetic.of(
             settings.op,
             group.world_size,
@@ -431,6 +449,7 @@ class DistributedOptimizer(OptimizerWrapper):
             parameter: The parameter.
         """
         if self._steps_locally:
+            self._note_local_gradient(made_dense, parameter)
             return
         if made_dense and parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
@@ -527,6 +546,11 @@ class DistributedOptimizer(OptimizerWrapper):
                 optimizer and load a checkpoint.
         """
         self._check_usable(completes=None if closure is None else ClosureLoss)
+        if self._local is not None and not self._local.is_synchronous and self.guard is not None:
+            raise ConfigurationError(
+                f"tr.recoverable does not support sync={self._local.strategy.name!r}, by which ranks have different "
+                "parameters between two exchanges: use tr.Snapshots of your own, or sync=None"
+            )
         if self._steps_locally:
             return self._step_locally(closure)
         if closure is not None and self.guard is not None:
@@ -563,18 +587,30 @@ class DistributedOptimizer(OptimizerWrapper):
     def _step_locally(self, closure: Callable[[], Any] | None) -> Any:
         """Update the parameters with this rank's gradients, and let the strategy do what follows."""
         assert self._local is not None
-        if self.guard is not None:
-            raise ConfigurationError(
-                f"tr.recoverable does not support sync={self._local.strategy.name!r}, by which ranks have different "
-                "parameters between two exchanges: use tr.Snapshots of your own, or sync=None"
-            )
+        assert not self._local.is_synchronous
+        self._plan.check_unchanged(self._inner.param_groups)
         result = self._local.step(closure)
         self._round.restart_passes()
         return result
 
+    def _note_local_gradient(self, made_dense: bool, parameter: torch.Tensor) -> None:
+        """Do what ``_on_gradient`` does in a step that uses the gradients of this rank alone."""
+        assert self._local is not None
+        if self._local.is_interrupted:
+            raise ConfigurationError(
+                "the last step() was interrupted and is unfinished. Repeat that call until it returns, then call "
+                "backward()"
+            )
+        sparse_kept = isinstance(self._inner, torch.optim.SparseAdam)  # it refuses dense gradients
+        if made_dense and not sparse_kept and parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+
     @property
-    def local_steps(self) -> LocalSteps | ServedSteps:
-        """The steps of the strategy, a ``LocalSteps`` or ``ServedSteps``, with what a program may ask of them.
+    def local_steps(self) -> StrategySteps:
+        """The steps of the strategy, with what a program may ask of them.
+
+        A ``LocalSteps``; of a strategy with servers a ``ServedSteps``, or a ``SynchronousSteps`` where the settings
+        leave no choice.
 
         Raises:
             ConfigurationError: ``sync`` is no strategy.
@@ -656,7 +692,7 @@ class DistributedOptimizer(OptimizerWrapper):
             PeerLost: A rank died.
         """
         self._check_usable(completes=Joining)
-        if self._local is not None:
+        if self._local is not None and not self._local.is_synchronous:
             raise ConfigurationError(
                 f"join() does not support sync={self._local.strategy.name!r}: give all ranks the same number of steps"
             )

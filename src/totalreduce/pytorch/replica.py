@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -20,8 +21,13 @@ __all__ = ["ModelReplica", "check_equal"]
 class ModelReplica:
     """The trained parameters of a model as a ``Replica``."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        """Note the parameters.
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        dtype: np.dtype[Any] | None = None,
+    ) -> None:
+        """Note the parameters. ``dtype``: that of the arrays; by default one that holds all parameters exactly.
 
         Raises:
             ConfigurationError: A parameter is not a floating-point tensor.
@@ -31,8 +37,8 @@ class ModelReplica:
             raise ConfigurationError(f"a strategy averages floating-point parameters, and one is of {odd[0]}")
         self._parameters, self._optimizer = list(parameters), optimizer
         self._sizes = [parameter.numel() for parameter in parameters]
-        whole = all(parameter.dtype == torch.float64 for parameter in parameters)
-        self._dtype = np.dtype(np.float64 if whole else np.float32)
+        wide = any(parameter.dtype == torch.float64 for parameter in parameters)
+        self._dtype = dtype or np.dtype(np.float64 if wide else np.float32)
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -41,7 +47,7 @@ class ModelReplica:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Float64 if all parameters have it, else float32."""
+        """Float64 if a parameter has it, else float32."""
         return self._dtype
 
     def read(self, tensors: Sequence[int]) -> Array:
@@ -52,21 +58,29 @@ class ModelReplica:
         """Set the elements of these parameters."""
         self._set([self._parameters[tensor] for tensor in tensors], values)
 
+    def describe_state(self) -> str:
+        """Name the tensors of ``read_state``, with their sizes."""
+        return " ".join(f"{name}:{value.numel()}" for name, value in self._state())
+
     def read_state(self) -> Array:
         """Return a copy of the floating-point tensors in the optimizer's state."""
-        return self._flat(self._state())
+        return self._flat([value for _, value in self._state()])
 
     def write_state(self, values: Array) -> None:
         """Set these tensors."""
-        self._set(self._state(), values)
+        self._set([value for _, value in self._state()], values)
 
-    def _state(self) -> list[torch.Tensor]:
-        """Return the tensors, in the order of parameters and names: equal on ranks that have taken a step."""
+    def holds(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether these are the parameters."""
+        return len(parameters) == len(self._parameters) and all(map(operator.is_, parameters, self._parameters))
+
+    def _state(self) -> list[tuple[str, torch.Tensor]]:
+        """Return names and tensors, in the order of parameters and names. Ranks may lack those of some parameters."""
         state = self._optimizer.state
         return [
-            value
-            for parameter in self._parameters
-            for _, value in sorted(state.get(parameter, {}).items())
+            (f"{number}.{name}", value)
+            for number, parameter in enumerate(self._parameters)
+            for name, value in sorted(state.get(parameter, {}).items())
             if isinstance(value, torch.Tensor) and value.dtype.is_floating_point
         ]
 

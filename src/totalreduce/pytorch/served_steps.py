@@ -5,24 +5,26 @@ thread receives what workers push and answers; what this rank pushes to its own 
 between a worker and a server have one length each, which both know:
 
 * from the worker: a header (its clock, and the version of the parameters that it has used), the learning rates of the
-  optimizer's groups, and the gradient;
+  optimizer's groups, and the gradient; behind the gradient a one for each parameter that has one, and a zero for the
+  others, so that the sum of gradients tells which parameters the optimizer must leave alone;
 * from the server: a header (the version, and the staleness of the gradient), and the parameters.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import struct
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
 
-from totalreduce.foundation.errors import DeadlineExceededError, GroupClosed
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
 from totalreduce.foundation.forking import HomeProcess
 from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
@@ -31,14 +33,14 @@ from totalreduce.strategies.served import Answer, Push, ServedStrategy
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
-__all__ = ["ServedSteps", "shares_of"]
+__all__ = ["ServedSteps", "SynchronousSteps", "shares_of"]
 
 #: Of a message to a server: clock and version. A clock of -1: the worker has finished.
 _PUSH = struct.Struct("<qq")
 #: Of an answer: version and staleness. A staleness of -1: the gradient counts later.
 _ANSWER = struct.Struct("<qq")
 _PUSHES, _ANSWERS = 0, 1
-#: How long the server's thread waits for a message before it looks at the time.
+#: How long the server's thread waits for a message, at most, before it looks at the time.
 _LOOK_S = 0.05
 #: How long the end of the thread is waited for.
 _END_S = 5.0
@@ -57,26 +59,41 @@ def shares_of(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 @final
 class _Share:
-    """The parameters of which this rank is the server, and their optimizer."""
+    """The parameters of which this rank is the server, and their optimizer.
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], inner: torch.optim.Optimizer) -> None:
+    Attributes:
+        dtype: The type of gradients and parameters in messages.
+        gradient_bytes: The size of a gradient in a message.
+        rates: The learning rates of the next update, by group.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], inner: torch.optim.Optimizer, dtype: np.dtype[Any]
+    ) -> None:
         """Copy the parameters; ``inner``: the worker's optimizer."""
         self._copies = {parameter: torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters}
         self._optimizer = _optimizer_like(inner, self._copies)
-        self._replica = ModelReplica(list(self._copies.values()), inner)
-        self.rates: Array = np.zeros(0)  #: The learning rates of the next update, by group.
+        self._replica = ModelReplica(list(self._copies.values()), inner, dtype)
+        self.dtype = dtype
+        self.gradient_bytes = (sum(self._replica.sizes) + len(self._copies)) * dtype.itemsize
+        self.rates: Array = np.zeros(0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no parameters."""
+        return not self._copies
 
     def values(self) -> Array:
         """Return a copy of the parameters as they are now."""
         return self._replica.read(range(len(self._copies)))
 
     def apply(self, gradient: Array, factor: float) -> None:
-        """Take a step with a gradient times a factor."""
-        begin = 0
-        for copy in self._copies.values():
-            part = torch.from_numpy(gradient[begin : begin + copy.numel()]).view(copy.shape)
-            copy.grad = (part * factor).to(copy.dtype)
-            begin += copy.numel()
+        """Take a step with a gradient times a factor. Parameters of which no rank had a gradient stay as they are."""
+        begin, present = 0, gradient[gradient.size - len(self._copies) :]
+        for number, parameter in enumerate(self._copies.values()):
+            part = torch.from_numpy(gradient[begin : begin + parameter.numel()]).view(parameter.shape)
+            begin += parameter.numel()
+            parameter.grad = (part * factor).to(parameter.device, parameter.dtype) if present[number] else None
         if self._optimizer is not None:
             for group, rate in zip(self._optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = float(rate)
@@ -98,7 +115,7 @@ class _Server:
         self._unfinished = set(range(group.world_size))
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="totalreduce-server", daemon=True)
-        if share.values().size:
+        if not share.is_empty:
             self._thread.start()
 
     def observed(self) -> tuple[Counter[int], int]:
@@ -114,7 +131,7 @@ class _Server:
     def take(self, worker: int, message: bytes) -> None:
         """Give a worker's message to the session, and answer whom it says."""
         clock, version = _PUSH.unpack_from(message)
-        gradient = np.frombuffer(message, self._share.values().dtype, offset=_PUSH.size + 8 * self._num_rates).copy()
+        gradient = np.frombuffer(message, self._share.dtype, offset=_PUSH.size + 8 * self._num_rates).copy()
         now = time.monotonic()
         with self._lock:
             if clock < 0:
@@ -127,8 +144,11 @@ class _Server:
 
     def await_own_answer(self, timeout_s: float) -> Array | None:
         """Return the answer to this rank's own worker, uint8; ``None`` if there is none in time."""
+        ends_at = time.monotonic() + timeout_s
         with self._lock:
-            self._lock.wait_for(lambda: self._own_answer is not None or self._error is not None, timeout_s)
+            while self._own_answer is None and self._error is None and (left := ends_at - time.monotonic()) > 0:
+                self._lock.wait(min(left, self._until_due()))
+                self._look_at_time()
             if self._error is not None:
                 raise self._error
             answer, self._own_answer = self._own_answer, None
@@ -153,8 +173,9 @@ class _Server:
             while self._unfinished - {self._group.rank} and not self._is_closed:
                 self._receive_one()
             while self._unfinished and not self._is_closed:  # this rank's own worker goes on
-                time.sleep(_LOOK_S)
-                self._look_at_time()
+                with self._lock:
+                    self._lock.wait(_LOOK_S)
+                    self._look_at_time()
         except BaseException as error:
             with self._lock:
                 self._error = error
@@ -162,23 +183,29 @@ class _Server:
 
     def _receive_one(self) -> None:
         """Receive a message of another worker, and look at the time meanwhile."""
-        message = torch.empty(_PUSH.size + 8 * self._num_rates + self._share.values().nbytes, dtype=torch.uint8)
+        message = torch.empty(_PUSH.size + 8 * self._num_rates + self._share.gradient_bytes, dtype=torch.uint8)
         work = self._group.recv(message, src=None, tag=_PUSHES)
         while not self._is_closed:
             try:
-                work.wait(_LOOK_S)
+                work.wait(self._until_due())
             except DeadlineExceededError:
-                self._look_at_time()
+                with self._lock:
+                    self._look_at_time()
             else:
                 assert work.source is not None
                 self.take(work.source, message.numpy().tobytes())
                 return
 
+    def _until_due(self) -> float:
+        """Return the seconds to wait before the time is looked at."""
+        due = self._session.due()
+        return _LOOK_S if due is None else min(_LOOK_S, max(0.0, due - time.monotonic()))
+
     def _look_at_time(self) -> None:
-        with self._lock:
-            due = self._session.due()
-            if due is not None and time.monotonic() >= due:
-                self._answer(self._session.tick(time.monotonic()))
+        """Do what is due. Under the lock."""
+        due = self._session.due()
+        if due is not None and time.monotonic() >= due:
+            self._answer(self._session.tick(time.monotonic()))
 
     def _answer(self, answers: Sequence[Answer]) -> None:
         """Send the parameters as they are now. Under the lock."""
@@ -215,7 +242,17 @@ class _Sent:
 def _optimizer_like(
     inner: torch.optim.Optimizer, copies: Mapping[torch.nn.Parameter, torch.nn.Parameter]
 ) -> torch.optim.Optimizer | None:
-    """Return an optimizer of the same kind and settings for copies of some parameters; ``None`` if there are none."""
+    """Return an optimizer of the same kind, settings and state for copies of some parameters; ``None`` without any.
+
+    Raises:
+        ConfigurationError: No such optimizer can be made, or it takes no steps with a given dense gradient.
+    """
+    kind = type(inner).__name__
+    if isinstance(inner, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise ConfigurationError(
+            f"a strategy with servers does not support {kind}: servers have dense gradients, and no closure. Use "
+            "another torch optimizer, or a strategy without servers, as tr.LocalSGD()"
+        )
     if not copies:
         return None
     groups = [
@@ -223,7 +260,47 @@ def _optimizer_like(
         for group in inner.param_groups
     ]
     accepted = inspect.signature(type(inner)).parameters
-    return type(inner)(groups, **{name: value for name, value in inner.defaults.items() if name in accepted})
+    try:
+        made = type(inner)(groups, **{name: value for name, value in inner.defaults.items() if name in accepted})
+    except Exception as error:
+        raise ConfigurationError(
+            f"a strategy with servers needs a second {kind} for the server, and it cannot be made of the settings of "
+            f"the first one ({error}). Its constructor must take param_groups and its defaults"
+        ) from error
+    for parameter, twin in copies.items():
+        if parameter in inner.state:
+            made.state[twin] = copy.deepcopy(inner.state[parameter])
+    return made
+
+
+@final
+class SynchronousSteps:
+    """A strategy with servers whose settings leave no choice: all steps are those of the synchronous optimizer.
+
+    Attributes:
+        strategy: Its settings.
+        staleness: How often each staleness was observed: always 0.
+        lead: The largest number of steps by which a rank was ahead: 0.
+    """
+
+    exchanges_gradients = True
+    is_synchronous: Literal[True] = True
+    is_interrupted = False
+
+    def __init__(self, strategy: ServedStrategy) -> None:
+        """Begin."""
+        self.strategy, self.lead = strategy, 0
+        self.staleness: Counter[int] = Counter()
+
+    def stepped(self) -> None:
+        """Count a step."""
+        self.staleness[0] += 1
+
+    def finish(self) -> None:
+        """Do nothing: all ranks have the same parameters."""
+
+    def close(self) -> None:
+        """Do nothing: there is no server."""
 
 
 @final
@@ -233,9 +310,11 @@ class ServedSteps:
 
     Attributes:
         strategy: Its settings.
+        is_interrupted: Whether a call of ``step`` ran out of time, and must be repeated.
     """
 
     exchanges_gradients = False
+    is_synchronous: Literal[False] = False
 
     def __init__(
         self,
@@ -253,11 +332,20 @@ class ServedSteps:
         self._group = group.control.subgroup(range(group.world_size), name=f"{name}.servers")
         self._parameters = list(parameters)
         self._shares = shares_of(self._replica.sizes, group.world_size)
-        share = _Share([self._parameters[tensor] for tensor in self._shares[group.rank]], optimizer)
+        own = [self._parameters[tensor] for tensor in self._shares[group.rank]]
+        share = _Share(own, optimizer, self._replica.dtype)
         self._server = _Server(strategy, share, self._group, len(optimizer.param_groups))
         self._clock = 0
         self._versions = [0] * group.world_size  #: By server: the version of the parameters that this rank has.
         self._sent = _Sent()
+        self.is_interrupted = False
+        self._loss: Any = None  #: That of the closure of an interrupted step.
+        #: By server that has not answered the last gradient: the message that is being received.
+        self._awaited: dict[int, tuple[Work, torch.Tensor]] = {}
+        self._answers: dict[int, Array] = {}  #: By server that has answered: its answer, uint8.
+        self._has_finished = False
+        #: The final parameters that are being received, by share.
+        self._final: list[tuple[Work, Sequence[int], Array]] | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push this rank's gradients to the servers, and take over the parameters that they answer with.
@@ -268,22 +356,37 @@ class ServedSteps:
         Raises:
             PeerLost: A rank is lost.
             DeadlineExceededError: A server does not answer within the group's ``timeout_s``: a bound holds this rank
-                back, and the others do not go on.
+                back, and the others do not go on. Repeat the call: it waits on, and pushes nothing a second time.
+            ConfigurationError: ``finish`` was called.
         """
         self._home.check()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        answers = self._push(self._clock)
-        self._clock += 1
-        for server, answer in answers.items():
+        if self._has_finished:
+            raise ConfigurationError(
+                "local_steps.finish() was called, so the servers take no more gradients: build a new "
+                "DistributedOptimizer to train on"
+            )
+        if not self.is_interrupted:
+            if closure is not None:
+                with torch.enable_grad():
+                    self._loss = closure()
+            self.is_interrupted = True
+            self._push(self._clock)
+            self._clock += 1
+        self._await_answers()
+        for server, answer in self._answers.items():
             self._versions[server], _ = _ANSWER.unpack_from(answer.data)
             self._replica.write(self._shares[server], answer[_ANSWER.size :].view(self._replica.dtype))
+        self._answers.clear()
+        self.is_interrupted = False
+        loss, self._loss = self._loss, None
         return loss
 
     def stepped(self) -> None:
         """Do nothing: ``step`` has done everything."""
+
+    def trains(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether the strategy trains these parameters."""
+        return self._replica.holds(parameters)
 
     def finish(self) -> None:
         """Wait until all ranks have called this, and take over the final parameters. Collective.
@@ -292,22 +395,36 @@ class ServedSteps:
 
         Raises:
             PeerLost: A rank is lost.
-            DeadlineExceededError: Another rank has not called this within the group's ``timeout_s``.
+            DeadlineExceededError: Another rank has not called this within the group's ``timeout_s``. Repeat the call.
         """
         group = self._group
-        self._push(-1)
-        if self._shares[group.rank]:
-            late = self._server.await_others(group.timeout_s)
-            if late:
-                raise DeadlineExceededError(
-                    f"rank(s) {late} have not called local_steps.finish() within {group.timeout_s:g} s"
-                )
-        for server, share in enumerate(self._shares):
-            if share:
-                empty = np.empty(self._num_elements(share), self._replica.dtype)
-                values = self._server.values() if server == group.rank else empty
-                group.broadcast(torch.from_numpy(values), root=server, name=f"final/{server}")
-                self._replica.write(share, values)
+        self._home.check()
+        if not self._has_finished:
+            self._has_finished = True
+            self._push(-1)
+        if self._final is None:
+            if self._shares[group.rank]:
+                late = self._server.await_others(group.timeout_s)
+                if late:
+                    raise DeadlineExceededError(
+                        f"rank(s) {late} have not called local_steps.finish() within {group.timeout_s:g} s. Repeat the "
+                        "call to wait on"
+                    )
+            self._final = [self._final_parameters(server, share) for server, share in enumerate(self._shares) if share]
+        while self._final:
+            work, share, values = self._final[0]
+            work.wait()
+            self._replica.write(share, values)
+            del self._final[0]
+
+    def _final_parameters(self, server: int, share: Sequence[int]) -> tuple[Work, Sequence[int], Array]:
+        """Begin to send or receive the parameters of a share."""
+        if server == self._group.rank:
+            values = self._server.values()
+        else:
+            values = np.empty(self._num_elements(share), self._replica.dtype)
+        final = torch.from_numpy(values)
+        return self._group.broadcast(final, root=server, name=f"final/{server}", async_op=True), share, values
 
     @property
     def staleness(self) -> Counter[int]:
@@ -324,11 +441,10 @@ class ServedSteps:
         if self._home.is_here:
             self._server.close()
 
-    def _push(self, clock: int) -> dict[int, Array]:
-        """Send a gradient, or with a clock of -1 the end, to all servers; return their answers, uint8."""
+    def _push(self, clock: int) -> None:
+        """Send a gradient, or with a clock of -1 the end, to all servers, and begin to receive their answers."""
         group, is_last = self._group, clock < 0
         rates = np.array([float(each["lr"]) for each in self._inner.param_groups], np.float64)
-        waiting: dict[int, tuple[Work, torch.Tensor]] = {}
         for server, share in enumerate(self._shares):
             if not share:
                 continue
@@ -338,40 +454,46 @@ class ServedSteps:
                 self._server.take(group.rank, message)
                 continue
             if not is_last:
-                answer = torch.empty(_ANSWER.size + gradient.nbytes, dtype=torch.uint8)
-                waiting[server] = group.recv(answer, src=server, tag=_ANSWERS), answer
+                num_bytes = _ANSWER.size + self._num_elements(share) * self._replica.dtype.itemsize
+                answer = torch.empty(num_bytes, dtype=torch.uint8)
+                self._awaited[server] = group.recv(answer, src=server, tag=_ANSWERS), answer
             self._sent.send(group, message, server, _PUSHES)
-        answers: dict[int, Array] = {}
-        if self._shares[group.rank] and not is_last:
+
+    def _await_answers(self) -> None:
+        """Wait until all servers have answered the last gradient."""
+        group = self._group
+        if self._shares[group.rank] and group.rank not in self._answers:
             own = self._server.await_own_answer(group.timeout_s)
             if own is None:
                 raise self._held_back(group.rank)
-            answers[group.rank] = own
-        for server, (work, answer) in waiting.items():
+            self._answers[group.rank] = own
+        for server, (work, answer) in list(self._awaited.items()):
             try:
                 work.wait()
             except DeadlineExceededError as error:
                 raise self._held_back(server) from error
-            answers[server] = answer.numpy()
-        return answers
+            self._answers[server] = answer.numpy()
+            del self._awaited[server]
 
     def _held_back(self, server: int) -> DeadlineExceededError:
         return DeadlineExceededError(
             f"rank {server}, a server, has not answered within {self._group.timeout_s:g} s: {self.strategy.name} holds "
-            "this rank back until other ranks go on. Do all ranks train, or call local_steps.finish()?"
+            "this rank back until other ranks go on. Do all ranks train, or call local_steps.finish()? Repeat the call "
+            "to wait on"
         )
 
     def _num_elements(self, share: Sequence[int]) -> int:
         return sum(self._replica.sizes[tensor] for tensor in share)
 
     def _gradient(self, share: Sequence[int], *, is_last: bool) -> Array:
-        """Return the gradients of a share, zeros where a parameter has none."""
-        flat = np.zeros(self._num_elements(share), self._replica.dtype)
+        """Return the gradients of a share, zeros where a parameter has none, and which of them there are."""
+        flat = np.zeros(self._num_elements(share) + len(share), self._replica.dtype)
         begin = 0
-        for tensor in share:
+        for place, tensor in enumerate(share, start=flat.size - len(share)):
             grad, end = self._parameters[tensor].grad, begin + self._replica.sizes[tensor]
             if grad is not None and not is_last:
                 dense = grad.to_dense() if grad.is_sparse else grad
                 torch.from_numpy(flat[begin:end]).copy_(dense.detach().reshape(-1))
+                flat[place] = 1.0
             begin = end
         return flat

@@ -44,7 +44,7 @@ class Alltoall:
 
 @dataclass(frozen=True, slots=True)
 class Allreduce:
-    """Reply: the sum over all ranks, in place; the same bits everywhere. ``values``: float32 or int64."""
+    """Reply: the sum over all ranks, in place; the same bits everywhere. ``values``: float32, float64 or int64."""
 
     values: Array
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from totalreduce.codecs.codec import TOO_LARGE, Codec
+from totalreduce.codecs.codec import Codec
 from totalreduce.codecs.int8 import Int8
 from totalreduce.kernels import ahead, quantisation
 from totalreduce.kernels.arrays import Array
@@ -72,8 +72,8 @@ def coded_sum(values: Array, codec: Codec, rank: int, world_size: int, step: int
     """Return the sum of the values of all ranks; the same bits on every rank.
 
     Args:
-        values: float32, finite, contiguous, one-dimensional, of the same size on all ranks. Becomes what was not sent:
-            the values of all ranks together lose exactly the sum, to the rounding of float32.
+        values: float32, ``within_limit``, contiguous, one-dimensional, of the same size on all ranks. Becomes what was
+            not sent: the values of all ranks together lose exactly the sum, to the rounding of float32.
         codec: Encodes the values, and the sum.
         rank: This rank.
         world_size: The number of ranks.
@@ -97,6 +97,8 @@ def coded_sum(values: Array, codec: Codec, rank: int, world_size: int, step: int
             total += own
         else:
             codec.decode(received[other], total, adds=True)
+    if not quantisation.within_limit(total):  # a sum of values that can be encoded: training diverges
+        np.clip(total, -quantisation.LIMIT, quantisation.LIMIT, out=total)
     block = _encoded(codec, total, _seed(step, rank, rank))
     own[:] = total
     sizes = [codec.bytes_max(region.size) for region in regions]
@@ -120,11 +122,7 @@ def _sizes(mine: list[int], rank: int) -> Generator[Action, Any, list[int]]:
 def _encoded(codec: Codec, values: Array, seed: int) -> Array:
     """Return the code of values, which become what it does not express."""
     room = np.empty(codec.bytes_max(values.size), np.uint8)
-    size = codec.encode(values, room, seed=seed, keeps=True)
-    if size == TOO_LARGE:  # a sum of values that can be encoded; such training has diverged long ago
-        np.clip(np.nan_to_num(values, copy=False), -quantisation.LIMIT, quantisation.LIMIT, out=values)
-        size = codec.encode(values, room, seed=seed, keeps=True)
-    return room[:size]
+    return room[: codec.encode(values, room, seed=seed, keeps=True)]
 
 
 def _seed(step: int, rank: int, region: int) -> int:

@@ -80,8 +80,8 @@ class _Started:
         self._works, self._reply = works, reply
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called when the last operation has ended."""
-        when_all_done(self._works, callback)
+        """Have ``callback`` called when the last operation has ended, or one has failed."""
+        when_all_done(self._works, callback, or_failed=True)
 
     def push(self, timeout_s: float) -> None:
         """Wait: a thread that waits for an operation moves messages, and makes the operation urgent."""
@@ -91,6 +91,10 @@ class _Started:
 
     def reply(self) -> Any:
         """Wait for the operations and return the reply."""
+        for work in self._works:
+            error = work.exception()
+            if error is not None:  # a message to a rank that has left: the message from another one may never come
+                raise error
         for work in self._works:
             work.wait()
         return self._reply()

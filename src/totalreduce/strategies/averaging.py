@@ -7,8 +7,9 @@ Structured Perceptron", NAACL 2010. Lin, Stich, Patel and Jaggi, "Don't Use Larg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, ClassVar, Literal, final
 
 import numpy as np
@@ -16,11 +17,15 @@ import numpy as np
 from totalreduce.codecs.codec import Codec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of, plain_mean
+from totalreduce.kernels.arrays import Array
+from totalreduce.sparse.actions import Action, Allgather, Exchange
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, check_codec, mean_of, plain_mean
 
 __all__ = ["AveragingSession", "LocalSGD", "PostLocalSGD"]
 
 OptimizerState = Literal["keep", "average"]
+#: The channels of the averages of parameters, and of the optimizer's state.
+_PARAMETERS, _STATE = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,9 +36,9 @@ class LocalSGD(Strategy):
         period: The number of steps between two averages. With 1 every step is synchronous.
         optimizer_state: ``"keep"``: each rank keeps the state of its optimizer. ``"average"``: it is averaged, too.
         weights: ``"equal"``, or ``"samples"``: a rank counts by the samples that it has used since the last average
-            (``DistributedOptimizer.count_samples``).
-        codec: Encodes the difference to the last average, with error feedback. ``None``: parameters are sent as they
-            are.
+            (``optimizer.local_steps.count_samples``); not with a period of 1, in which gradients count alike.
+        codec: Encodes the difference to the last average, with error feedback; not with a period of 1, in which no
+            parameters are sent. ``None``: parameters are sent as they are.
 
     Raises:
         ConfigurationError: A value makes no sense.
@@ -50,8 +55,14 @@ class LocalSGD(Strategy):
         checks.integer_fields(self, "period", minimum=1)
         checks.one_of("optimizer_state", self.optimizer_state, ("keep", "average"))
         checks.one_of("weights", self.weights, ("equal", "samples"))
+        check_codec(self.codec)
         if self.codec is not None and self.weights != "equal":
             raise ConfigurationError("LocalSGD with a codec has equal weights: leave weights= or codec= out")
+        if self.period == 1 and (self.codec is not None or self.weights != "equal"):
+            raise ConfigurationError(
+                "LocalSGD(period=1) is the synchronous optimizer, without weights= and codec=: leave them out, or use "
+                "a period of 2 or more"
+            )
 
     def session(self, replica: Replica, rank: int, world_size: int) -> AveragingSession:
         """Return the session of one rank."""
@@ -77,6 +88,8 @@ class PostLocalSGD(Strategy):
 
     def __post_init__(self) -> None:
         checks.integer_fields(self, "start", minimum=0)
+        if not isinstance(self.then, LocalSGD):
+            raise ConfigurationError(f"then is a tr.LocalSGD(...), not {self.then!r}")
 
     def session(self, replica: Replica, rank: int, world_size: int) -> AveragingSession:
         """Return the session of one rank."""
@@ -109,32 +122,50 @@ class AveragingSession:
         self._steps += 1
         self._weight += weight
         if was_synchronous:
-            if self._settings.codec is not None:
+            if self._settings.codec is not None and not self.exchanges_gradients():
                 self._last = self._replica.read(self._tensors)
             self._weight = 0.0
             return []
         if (self._steps - self._start) % self._settings.period:
             return []
-        weight = self._weight if self._settings.weights == "samples" else 1.0
-        self._weight = 0.0
-        pending = [self._average_of_parameters(weight)]
+        weight, self._weight = self._weight, 0.0
+        pending = [Pending(_PARAMETERS, self._steps, self._average_of_parameters(weight))]
         if self._settings.optimizer_state == "average":
-            exchange = plain_mean(self._replica.read_state(), weight, self._world_size)
-            pending.append(Pending(1, self._steps, exchange, self._replica.write_state))
+            pending.append(Pending(_STATE, self._steps, self._average_of_state(weight)))
         return pending
 
-    def _average_of_parameters(self, weight: float) -> Pending:
-        values, codec = self._replica.read(self._tensors), self._settings.codec
-        if codec is None:
-            exchange = plain_mean(values, weight, self._world_size)
-            return Pending(0, self._steps, exchange, lambda mean: self._replica.write(self._tensors, mean))
-        values += self._rest - self._last
-        self._rest = values
-        return Pending(0, self._steps, mean_of(values, codec, self._rank, self._world_size, self._steps), self._move)
+    def _average_of_parameters(self, weight: float) -> Exchange:
+        values = self._replica.read(self._tensors)
+        if self._settings.codec is not None:
+            values += self._rest - self._last
+            self._rest = values
+        return self._average_of(values, weight, self._settings.codec)
 
-    def _move(self, mean: Any) -> None:
-        self._last += mean
-        self._replica.write(self._tensors, self._last)
+    def _average_of_state(self, weight: float) -> Exchange:
+        values, layout = self._replica.read_state(), self._replica.describe_state()
+        digest = np.frombuffer(sha256(layout.encode()).digest(), np.uint8)
+        digests = yield Allgather(digest, [digest.size] * self._world_size)
+        if any(not np.array_equal(other, digest) for other in digests):
+            raise ConfigurationError(
+                "optimizer_state='average' needs states of the same tensors on all ranks, and they differ. Perhaps a "
+                "parameter has had no gradient yet on some ranks: give it one (zeros), or use optimizer_state='keep'"
+            )
+        return (yield from self._average_of(values, weight, None))
+
+    def _average_of(self, values: Array, weight: float, codec: Codec | None) -> Generator[Action, Any, Array]:
+        if self._settings.weights == "samples":
+            return plain_mean(values, weight, self._world_size)
+        return mean_of(values, codec, self._rank, self._world_size, self._steps)
+
+    def apply(self, channel: int, result: Any) -> None:
+        """Take an average over."""
+        if channel == _STATE:
+            self._replica.write_state(result)
+        elif self._settings.codec is None:
+            self._replica.write(self._tensors, result)
+        else:
+            self._last += result
+            self._replica.write(self._tensors, self._last)
 
     def state(self) -> Mapping[str, Any]:
         """Return the number of steps, the last average and what was not sent."""
@@ -143,5 +174,5 @@ class AveragingSession:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        self._steps, self._last = state["shared"]["steps"], state["shared"]["last"].copy()
-        self._rest, self._weight = state["own"]["rest"].copy(), state["own"]["weight"]
+        self._steps, self._last = state["shared"]["steps"], state["shared"]["last"]
+        self._rest, self._weight = state["own"]["rest"], state["own"]["weight"]

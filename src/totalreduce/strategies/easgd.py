@@ -14,9 +14,7 @@ import numpy as np
 
 from totalreduce.codecs.codec import Codec
 from totalreduce.foundation import checks
-from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.kernels.arrays import Array
-from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, check_codec, mean_of
 
 __all__ = ["EASGD", "EASGDSession"]
 
@@ -44,6 +42,7 @@ class EASGD(Strategy):
     def __post_init__(self) -> None:
         checks.integer_fields(self, "period", minimum=1)
         checks.real_field(self, "beta", above=0, maximum=1)
+        check_codec(self.codec)
 
     def session(self, replica: Replica, rank: int, world_size: int) -> EASGDSession:
         """Return the session of one rank."""
@@ -62,6 +61,7 @@ class EASGDSession:
         self._tensors = range(len(replica.sizes))
         self._centre = replica.read(self._tensors)
         self._rest = np.zeros_like(self._centre)
+        self._pulled = np.empty(0, self._centre.dtype)  #: While ranks and centre move: where this rank moves to.
 
     def exchanges_gradients(self) -> bool:
         """Gradients are never exchanged."""
@@ -76,28 +76,22 @@ class EASGDSession:
         values = self._replica.read(self._tensors)
         distance = values - self._centre
         self._rest += distance
-        number, codec = self._steps, self._settings.codec
-        exchange = mean_of(self._rest, codec, self._rank, self._world_size, number)
+        self._pulled = values - values.dtype.type(self._settings.beta / self._world_size) * distance
+        exchange = mean_of(self._rest, self._settings.codec, self._rank, self._world_size, self._steps)
+        return [Pending(0, self._steps, exchange)]
 
-        def apply(mean: Array) -> None:
-            pull = values.dtype.type(self._settings.beta / self._world_size)
-            self._replica.write(self._tensors, values - pull * distance)
-            self._centre += values.dtype.type(self._settings.beta) * mean
-
-        return [Pending(0, self._steps, exchange, apply)]
+    def apply(self, channel: int, result: Any) -> None:
+        """Move this rank to the centre, and the centre to all ranks."""
+        del channel
+        self._replica.write(self._tensors, self._pulled)
+        self._pulled = np.empty(0, self._centre.dtype)
+        self._centre += self._centre.dtype.type(self._settings.beta) * result
 
     def state(self) -> Mapping[str, Any]:
         """Return the number of steps, the centre, and what was not sent."""
         return {"shared": {"steps": self._steps, "centre": self._centre}, "own": {"rest": self._rest}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
-
-        Raises:
-            ConfigurationError: It is the state of another model.
-        """
-        centre = state["shared"]["centre"]
-        if centre.size != self._centre.size:
-            raise ConfigurationError(f"the saved centre has {centre.size} elements, the model {self._centre.size}")
-        self._steps, self._centre = state["shared"]["steps"], centre.copy()
-        self._rest = state["own"]["rest"].copy()
+        """Go on from a state."""
+        self._steps, self._centre = state["shared"]["steps"], state["shared"]["centre"]
+        self._rest = state["own"]["rest"]

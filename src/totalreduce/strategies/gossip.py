@@ -104,20 +104,21 @@ class GossipSession:
         channel = self._number % (self._settings.overlap + 1)
         due = self._steps + self._settings.overlap
         if to is None or source is None:
-            return [Pending(channel, due, _rest(), self._take)]
+            return [Pending(channel, due, _rest())]
         half = self._weight / 2
         self._weight = half
         values = self._replica.read(self._tensors)
         message = np.append(values * values.dtype.type(half), values.dtype.type(half))
-        return [Pending(channel, due, _swap(message, to, source), self._take)]
+        return [Pending(channel, due, _swap(message, to, source))]
 
-    def _take(self, message: Array | None) -> None:
-        """Add what has come to this rank's share."""
-        if message is None:
+    def apply(self, channel: int, result: Any) -> None:
+        """Add what has come to this rank's share; ``None``: this rank has rested."""
+        del channel
+        if result is None:
             return
-        share, came, weight = self._weight, message[:-1], float(message[-1])
+        share, came, weight = self._weight, result[:-1], float(result[-1])
         self._weight = share + weight
-        kind = message.dtype.type
+        kind = result.dtype.type
         values = self._replica.read(self._tensors)
         self._replica.write(self._tensors, (values * kind(share) + came) / kind(self._weight))
 

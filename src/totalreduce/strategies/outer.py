@@ -22,7 +22,7 @@ from totalreduce.codecs.codec import Codec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels.arrays import Array
-from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, check_codec, mean_of
 
 __all__ = ["DiLoCo", "HeavyBall", "Nesterov", "OuterOptimizer", "OuterSession", "SlowMo", "fragments_of"]
 
@@ -123,6 +123,11 @@ class DiLoCo(Strategy):
         checks.integer_fields(self, "period", "fragments", minimum=1)
         checks.integer_fields(self, "overlap", minimum=0)
         checks.real_field(self, "mix", minimum=0, below=1)
+        check_codec(self.codec)
+        if isinstance(self.outer, type) or not callable(getattr(self.outer, "move", None)):
+            raise ConfigurationError(
+                f"outer is an outer optimizer, for instance tr.Nesterov(lr=0.7), not {self.outer!r}"
+            )
         if self.overlap >= self.period:
             raise ConfigurationError(f"overlap must be below the period, {self.period}, not {self.overlap}")
         if self.fragments > self.period:
@@ -223,9 +228,18 @@ class OuterSession:
             update = fragment.rest
             update += fragment.common - self._replica.read(fragment.tensors)
             exchange = mean_of(update, settings.codec, self._rank, self._world_size, self._steps)
-            apply = _Apply(self._replica, fragment, settings)
-            pending.append(Pending(number, self._steps + settings.overlap, exchange, apply))
+            pending.append(Pending(number, self._steps + settings.overlap, exchange))
         return pending
+
+    def apply(self, channel: int, result: Any) -> None:
+        """Move the common parameters of the channel's fragment, and the replica to them."""
+        fragment, settings = self._fragments[channel], self._settings
+        settings.outer.move(fragment.common, result, fragment.velocity)
+        values = fragment.common
+        if settings.overlap and settings.mix:
+            mix = values.dtype.type(settings.mix)
+            values = mix * self._replica.read(fragment.tensors) + (1 - mix) * values
+        self._replica.write(fragment.tensors, values)
 
     def state(self) -> Mapping[str, Any]:
         """Return the number of steps; common parameters and velocities; and what was not sent."""
@@ -242,23 +256,4 @@ class OuterSession:
         self._steps = shared["steps"]
         parts = zip(self._fragments, shared["common"], shared["velocities"], own["rests"], strict=True)
         for fragment, common, velocity, rest in parts:
-            fragment.common, fragment.velocity, fragment.rest = common.copy(), velocity.copy(), rest.copy()
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Apply:
-    """Moves the common parameters of a fragment, and the replica to them."""
-
-    replica: Replica
-    fragment: _Fragment
-    settings: DiLoCo
-
-    def __call__(self, update: Array) -> None:
-        fragment, settings = self.fragment, self.settings
-        settings.outer.move(fragment.common, update, fragment.velocity)
-        values = fragment.common
-        if settings.overlap and settings.mix:
-            mix = values.dtype.type(settings.mix)
-            values = mix * self.replica.read(fragment.tensors) + (1 - mix) * values
-        self.replica.write(fragment.tensors, values)
+            fragment.common, fragment.velocity, fragment.rest = common, velocity, rest

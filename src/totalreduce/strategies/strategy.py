@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from totalreduce.codecs.codec import Codec
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.kernels import quantisation
 from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Allreduce, Exchange
 from totalreduce.sparse.coded import coded_sum
 
-__all__ = ["Pending", "Replica", "Strategy", "StrategySession", "mean_of", "plain_mean"]
+__all__ = ["Pending", "Replica", "Strategy", "StrategySession", "check_codec", "mean_of", "plain_mean"]
 
 
 class Replica(Protocol):
@@ -26,13 +28,16 @@ class Replica(Protocol):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type of the arrays: float64 if all tensors have it, else float32."""
+        """The type of the arrays: float64 if a tensor has it, else float32."""
 
     def read(self, tensors: Sequence[int]) -> Array:
         """Return a copy of the elements of these tensors, one tensor after the other."""
 
     def write(self, tensors: Sequence[int], values: Array) -> None:
         """Set the elements of these tensors."""
+
+    def describe_state(self) -> str:
+        """Name the tensors of ``read_state``, with their sizes."""
 
     def read_state(self) -> Array:
         """Return a copy of the floating-point tensors in the state of the torch optimizer, as one array."""
@@ -50,13 +55,11 @@ class Pending:
         due: The number of steps after which its result is applied; equal on all ranks. The step that has just ended
             means at once.
         exchange: Yields actions, beside later steps, and does not touch the replica.
-        apply: Changes the replica, given the result of the exchange.
     """
 
     channel: int
     due: int
     exchange: Exchange
-    apply: Callable[[Any], None]
 
 
 class StrategySession(Protocol):
@@ -72,15 +75,18 @@ class StrategySession(Protocol):
             weight: What this step counts in averages, for instance its number of samples.
         """
 
+    def apply(self, channel: int, result: Any) -> None:
+        """Change the replica: the result of a channel's exchange, an array or ``None``, is due."""
+
     def state(self) -> Mapping[str, Any]:
-        """Return the state, as numbers and arrays.
+        """Return the state: dicts and lists of numbers and arrays, which are not copied.
 
         Under ``"shared"`` is what is equal on all ranks, under ``"own"`` what belongs to this rank. No exchange is
-        pending.
+        running; results that are not due yet may be saved beside it.
         """
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Go on from a state of a session with these settings and this model. Its arrays may be taken over."""
 
 
 class Strategy(ABC):
@@ -104,7 +110,7 @@ def plain_mean(values: Array, weight: float, world_size: int) -> Generator[Actio
 
     If the weights of all ranks are zero, all ranks count alike.
     """
-    weights = yield Allreduce(np.array([weight], np.float32))
+    weights = yield Allreduce(np.array([weight], np.float64))
     total = float(weights[0])
     values *= values.dtype.type(weight / total if total else 1 / world_size)
     mean: Array = yield Allreduce(values)
@@ -116,6 +122,9 @@ def mean_of(
 ) -> Generator[Action, Any, Array]:
     """Return the mean of all ranks' values; the same bits on every rank.
 
+    If a rank has values that no codec can encode (NaN, infinite, beyond 1e30), all ranks send them as they are: the
+    mean shows what has happened, as it does without a codec.
+
     Args:
         values: Float32 or float64; becomes what was not sent: zeros without a codec.
         codec: Encodes the values, as float32. ``None``: they are sent as they are.
@@ -123,11 +132,26 @@ def mean_of(
         world_size: The number of ranks.
         number: The number of the exchange, of which the codec's pseudo-random numbers depend.
     """
-    if codec is None:
-        total: Array = yield Allreduce(values.copy())
-        values[:] = 0.0
-    else:
-        narrow = np.ascontiguousarray(values, np.float32)
-        total = yield from coded_sum(narrow, codec, rank, world_size, number)
+    is_coded = codec is not None
+    if codec is not None:
+        with np.errstate(over="ignore"):
+            narrow = np.ascontiguousarray(values, np.float32)
+        refused = yield Allreduce(np.array([not quantisation.within_limit(narrow)], np.int64))
+        is_coded = not refused[0]
+    if codec is not None and is_coded:
+        total: Array = yield from coded_sum(narrow, codec, rank, world_size, number)
         values[:] = narrow
+    else:
+        total = yield Allreduce(values.copy())
+        values[:] = 0.0
     return (total / world_size).astype(values.dtype, copy=False)
+
+
+def check_codec(codec: object) -> None:
+    """Refuse what is neither ``None`` nor a codec.
+
+    Raises:
+        ConfigurationError: For instance it is the name of a codec.
+    """
+    if codec is not None and (isinstance(codec, type) or not callable(getattr(codec, "bytes_max", None))):
+        raise ConfigurationError(f"codec is None or a codec, for instance tr.Int8(), not {codec!r}")

@@ -126,16 +126,21 @@ class Work:
         return result if result is not None else torch.empty(0)
 
 
-def when_all_done(works: Sequence[Work], callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the last operation has ended, in the thread that finds its end; at once without any."""
+def when_all_done(works: Sequence[Work], callback: Callable[[], None], *, or_failed: bool = False) -> None:
+    """Call ``callback`` when the last operation has ended, in the thread that finds its end; at once without any.
+
+    With ``or_failed`` also when the first one has failed: others may then never end. It is called once in any case.
+    """
     lock, pending = threading.Lock(), len(works)
 
-    def one_done(_: Work) -> None:
+    def one_done(work: Work) -> None:
         nonlocal pending
         with lock:
-            pending -= 1
-            last = pending == 0
-        if last:
+            if not pending:
+                return
+            pending = 0 if or_failed and work.exception() is not None else pending - 1
+            is_last = pending == 0
+        if is_last:
             callback()
 
     for work in works:

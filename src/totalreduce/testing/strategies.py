@@ -25,6 +25,7 @@ class ArrayReplica:
     Attributes:
         arrays: The tensors, one-dimensional, of one dtype.
         state: Stands for the state of an optimizer.
+        state_layout: Stands for the names of its tensors.
         sizes: The number of elements of each tensor.
         dtype: The dtype.
     """
@@ -32,6 +33,7 @@ class ArrayReplica:
     def __init__(self, arrays: Sequence[Array]) -> None:
         self.arrays = list(arrays)
         self.state = np.zeros(0, arrays[0].dtype)
+        self.state_layout = ""
         self.sizes = [array.size for array in arrays]
         self.dtype: np.dtype[Any] = arrays[0].dtype
 
@@ -46,6 +48,10 @@ class ArrayReplica:
             array = self.arrays[tensor]
             array[:] = values[begin : begin + array.size]
             begin += array.size
+
+    def describe_state(self) -> str:
+        """Return ``state_layout``."""
+        return self.state_layout
 
     def read_state(self) -> Array:
         """Return a copy of ``state``."""
@@ -107,5 +113,5 @@ class StrategyRanks:
         for due, done in list(self._waiting):
             if due <= self.steps:
                 self._waiting.remove((due, done))
-                for each, result in done:
-                    each.apply(result)
+                for session, (each, result) in zip(self.sessions, done, strict=True):
+                    session.apply(each.channel, result)
