@@ -86,7 +86,7 @@ class Threshold:
             count = selection.select(values, bound, 0, indices, found, 0)
             if count >= 0:
                 return indices[:count]
-            room = min(4 * room, values.size + selection.LANES * 64)
+            room = min(4 * room, values.size + selection.BLOCK)
 
     @staticmethod
     def _read(coded: Array, count: int) -> tuple[Array, Array]:

@@ -16,6 +16,9 @@ from totalreduce.kernels.arrays import Array
 
 __all__ = ["Topk"]
 
+#: The room for elements that reach the bound of a sample, as a multiple of k.
+_ROOM = 3
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,18 +60,12 @@ class Topk:
         k = self._num_sent(values.size)
         if not k:
             return 0
-        kth = selection.kth_magnitude([values], k)
-        room = k + kth.equal + selection.LANES * 64
-        indices, found = np.empty(room, np.int32), np.empty(room, np.float32)
-        count = selection.select(values, max(1, kth.bits), 0, indices, found, 0)
-        # Of equal magnitudes those with the smallest indices are sent.
-        if count > k:
-            count = selection.keep_largest(indices[:count], found[:count], kth.bits, k - kth.above)
-        sent = blocks.rounded(found[:count], self.values)
-        block = blocks.pack(indices[:count], sent, 0, values.size, self.values)
+        indices, found = _largest(values, k)
+        sent = blocks.rounded(found, self.values)
+        block = blocks.pack(indices, sent, 0, values.size, self.values)
         out[: block.size] = block
         if keeps:
-            scattering.scatter(values, 0, indices[:count], found[:count] - sent, np.float32(1.0))
+            scattering.scatter(values, 0, indices, found - sent, np.float32(1.0))
         return block.size
 
     def decode(self, coded: Array, out: Array, *, adds: bool = False) -> None:
@@ -84,3 +81,31 @@ class Topk:
 
     def _num_sent(self, count: int) -> int:
         return min(count, max(1, round(self.density * count)))
+
+
+def _largest(values: Array, k: int) -> tuple[Array, Array]:
+    """Return the indices and the values of the k largest magnitudes; fewer if others are zero.
+
+    Of equal magnitudes those with the smallest indices are taken. A sample tells a bound that usually a few more than k
+    elements reach: one pass lists them, and the rest is done with the list. Otherwise the bound is found exactly, by
+    three passes.
+    """
+    bound = selection.bound_from_sample(values[:: selection.sample_stride(values.size, k)].copy(), values.size, k)
+    indices, found = _listed(values, bound, _ROOM * k)
+    if found.size < k:
+        exact = selection.kth_magnitude([values], k)
+        bound = max(1, exact.bits)
+        indices, found = _listed(values, bound, exact.above + exact.equal)
+    if found.size > k:
+        kth = selection.kth_magnitude([found], k, bound)
+        count = selection.keep_largest(indices, found, kth.bits, k - kth.above)
+        indices, found = indices[:count], found[:count]
+    return indices, found
+
+
+def _listed(values: Array, bound: int, most: int) -> tuple[Array, Array]:
+    """Return the indices and values of the elements that reach a bound; nothing if they are more than ``most``."""
+    room = min(most, values.size) + selection.BLOCK
+    indices, found = np.empty(room, np.int32), np.empty(room, np.float32)
+    count = max(0, selection.select(values, bound, 0, indices, found, 0))
+    return indices[:count], found[:count]

@@ -16,14 +16,17 @@ from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.vectors import LANES, accumulate_lanes, select_lanes, trailing_zeros
 
 __all__ = [
+    "BLOCK",
     "INFINITY",
     "LANES",
     "Kth",
     "accumulate",
+    "bound_from_sample",
     "count_bins",
     "keep_largest",
     "kth_magnitude",
     "radix_select",
+    "sample_stride",
     "select",
 ]
 
@@ -31,7 +34,11 @@ __all__ = [
 INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 #: The number of elements between two checks of the room that is left.
-_BLOCK = 4096
+BLOCK = 4096
+#: The wanted number of elements that reach the bound of a sample, as a multiple of k.
+_CANDIDATES = 1.3
+#: The number of elements of a sample that reach its bound, if there are as many.
+_SAMPLED = 1000
 #: The digits of the radix selection: 2^11 counters fit into the first-level cache.
 _DIGITS = ((20, 0x7FF), (9, 0x7FF), (0, 0x1FF))
 #: 2^11 bins of 2^11 magnitudes are half an octave.
@@ -62,8 +69,8 @@ def accumulate(
     """
     n = gradient.size
     full = False
-    for begin in range(0, n, _BLOCK):
-        end = min(begin + _BLOCK, n)
+    for begin in range(0, n, BLOCK):
+        end = min(begin + BLOCK, n)
         if not full and count + (end - begin) > index.size:
             full = True
         if full:
@@ -85,8 +92,8 @@ def accumulate(
 def select(source: Array, bound: int, first: int, index: Array, value: Array, count: int) -> int:
     """List the elements that reach the bound, like ``accumulate``; the memory is only read."""
     n = source.size
-    for begin in range(0, n, _BLOCK):
-        end = min(begin + _BLOCK, n)
+    for begin in range(0, n, BLOCK):
+        end = min(begin + BLOCK, n)
         if count + (end - begin) > index.size:
             return -1 - count
         vector_end = begin + (end - begin) // LANES * LANES
@@ -163,6 +170,23 @@ def kth_magnitude(parts: Sequence[Array], k: int, low: int = 0) -> Kth:
             last, between = _digit(counts, k - above)
             return Kth((base + nearest) << _NEAR_SHIFT | last, above + between, int(counts[last]))
     return radix_select(histogram, k)
+
+
+def sample_stride(num_elements: int, k: int) -> int:
+    """Return the distance of the elements of a sample that tells the magnitude of the k largest ones."""
+    return max(1, min(k // _SAMPLED, num_elements // _SAMPLED))
+
+
+def bound_from_sample(sample: Array, num_elements: int, k: int) -> int:
+    """Estimate the bits of a magnitude that 1.3 k elements reach, so that nearly always k do.
+
+    Args:
+        sample: Some of the elements; see ``sample_stride``.
+        num_elements: The number of all elements.
+        k: From 1.
+    """
+    wanted = min(sample.size, int(k * _CANDIDATES / num_elements * sample.size) + 1)
+    return max(1, kth_magnitude([sample], wanted).bits)
 
 
 def radix_select(histogram: Callable[[int, int, int, int], Array], k: int) -> Kth:

@@ -26,8 +26,6 @@ __all__ = ["NOTHING", "NOT_FINITE", "Selection", "Selector", "sample_bound"]
 #: The wanted number of candidates, and the room for them, as multiples of k.
 _CANDIDATES = 1.3
 _ROOM = 3.0
-#: The number of elements of a sample that reach its bound, if there are as many.
-_SAMPLED = 1000
 _MAGNITUDE = 0x7FFFFFFF
 #: With fewer candidates than this multiple of k the slope of the distribution's tail is unknown; then it is taken to be
 #: that of a normal distribution at a density of 1 %.
@@ -136,12 +134,11 @@ class Selector:
 
 
 def sample_bound(terms: Sequence[Accumulator], scale: float, k: int) -> int:
-    """Estimate from a sample the bits of a magnitude that ``_CANDIDATES`` times k elements reach."""
+    """Estimate from a sample the bits of a magnitude that 1.3 k elements reach."""
     n = terms[0].num_elements
-    stride = max(1, min(k // _SAMPLED, n // _SAMPLED))
+    stride = selection.sample_stride(n, k)
     with np.errstate(over="ignore", invalid="ignore"):  # the pass finds elements that are not finite
         sample = terms[0].sample(stride) * np.float32(scale)
         for term in terms[1:]:
             sample += term.sample(stride)
-    wanted = min(sample.size, int(k * _CANDIDATES / n * sample.size) + 1)
-    return max(1, selection.kth_magnitude([sample], wanted).bits)
+    return selection.bound_from_sample(sample, n, k)
