@@ -385,6 +385,28 @@ def test_optimizers_that_need_dense_gradients_get_them_in_local_steps() -> None:
     assert all_equal(run_ranks(2, body))
 
 
+def test_a_step_that_a_grad_scaler_leaves_out_is_counted() -> None:
+    """The program of docs/strategies.md."""
+
+    def body(group: Group) -> tuple[float, int, float]:
+        model = Net(torch.float32)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = DistributedOptimizer(inner, model, group=group, sync=LocalSGD(period=2))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for number, batch in enumerate(batches(4, dtype=torch.float32)):
+            optimizer.zero_grad()
+            loss = loss_of(model, shard(batch, group)) * (float("inf") if (group.rank, number) == (1, 2) else 1.0)
+            scaler.scale(loss).backward()
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            if scaler.get_scale() < scale:
+                optimizer.local_steps.stepped()
+        return scaler.get_scale(), optimizer.local_steps.state()["steps"], optimizer.local_steps.spread()
+
+    assert run_ranks(2, body) == [(1024.0, 4, 0.0), (512.0, 4, 0.0)]
+
+
 def test_parameters_that_a_strategy_does_not_know_are_refused() -> None:
     def body(group: Group) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))

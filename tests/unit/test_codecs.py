@@ -224,6 +224,8 @@ def test_damaged_codes_are_refused(codec: Codec) -> None:
     [
         lambda: Int8(block=0),
         lambda: Int4(block=3),
+        lambda: Int4(block=1 << 40),
+        lambda: Ternary(block=5 << 30),
         lambda: OneBit(block=100),
         lambda: Ternary(block=12),
         lambda: Threshold(threshold=0.0),

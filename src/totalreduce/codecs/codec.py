@@ -11,10 +11,12 @@ from totalreduce.foundation.errors import ProtocolError
 from totalreduce.kernels import quantisation
 from totalreduce.kernels.arrays import Array
 
-__all__ = ["TOO_LARGE", "BlockCodec", "Codec", "check_size", "words"]
+__all__ = ["BLOCK_MAX", "TOO_LARGE", "BlockCodec", "Codec", "check_size", "words"]
 
 #: What ``Codec.encode`` returns if a value is too large.
 TOO_LARGE = -1
+#: The largest number of elements that share a scale. Kernels have room for a block, and add a block's values in float32.
+BLOCK_MAX = 1 << 20
 
 
 class Codec(Protocol):

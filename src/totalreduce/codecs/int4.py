@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from totalreduce.codecs.codec import TOO_LARGE, BlockCodec
+from totalreduce.codecs.codec import BLOCK_MAX, TOO_LARGE, BlockCodec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels import quantisation
@@ -33,7 +33,7 @@ class Int4(BlockCodec):
     stochastic: bool = False
 
     def __post_init__(self) -> None:
-        checks.integer_fields(self, "block", minimum=2)
+        checks.integer_fields(self, "block", minimum=2, maximum=BLOCK_MAX)
         if self.block % 2:
             raise ConfigurationError(f"block must be even, not {self.block}: two integers share a byte")
 

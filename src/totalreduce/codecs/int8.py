@@ -10,7 +10,7 @@ from typing import ClassVar, final
 
 import numpy as np
 
-from totalreduce.codecs.codec import TOO_LARGE, BlockCodec
+from totalreduce.codecs.codec import BLOCK_MAX, TOO_LARGE, BlockCodec
 from totalreduce.foundation import checks
 from totalreduce.kernels import quantisation
 from totalreduce.kernels.arrays import Array
@@ -37,7 +37,7 @@ class Int8(BlockCodec):
     stochastic: bool = False
 
     def __post_init__(self) -> None:
-        checks.integer_fields(self, "block", minimum=1)
+        checks.integer_fields(self, "block", minimum=1, maximum=BLOCK_MAX)
 
     @property
     def is_unbiased(self) -> bool:

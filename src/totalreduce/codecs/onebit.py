@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from totalreduce.codecs.codec import TOO_LARGE, BlockCodec
+from totalreduce.codecs.codec import BLOCK_MAX, TOO_LARGE, BlockCodec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels import quantisation
@@ -37,7 +37,7 @@ class OneBit(BlockCodec):
     block: int = 512
 
     def __post_init__(self) -> None:
-        checks.integer_fields(self, "block", minimum=LANES)
+        checks.integer_fields(self, "block", minimum=LANES, maximum=BLOCK_MAX)
         if self.block % LANES:
             raise ConfigurationError(f"block must be a multiple of {LANES}, not {self.block}")
 

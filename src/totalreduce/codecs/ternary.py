@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from totalreduce.codecs.codec import TOO_LARGE, BlockCodec
+from totalreduce.codecs.codec import BLOCK_MAX, TOO_LARGE, BlockCodec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.kernels import quantisation
@@ -36,7 +36,7 @@ class Ternary(BlockCodec):
     block: int = 640
 
     def __post_init__(self) -> None:
-        checks.integer_fields(self, "block", minimum=TRITS)
+        checks.integer_fields(self, "block", minimum=TRITS, maximum=BLOCK_MAX)
         if self.block % TRITS:
             raise ConfigurationError(f"block must be a multiple of {TRITS}, not {self.block}")
 
