@@ -15,7 +15,7 @@ __all__ = ["BLOCK_MAX", "TOO_LARGE", "BlockCodec", "Codec", "check_size", "words
 
 #: What ``Codec.encode`` returns if a value is too large.
 TOO_LARGE = -1
-#: The largest number of elements that share a scale. Kernels have room for a block, and add a block's values in float32.
+#: The largest number of elements that share a scale. Kernels have room for a block, and add its values in float32.
 BLOCK_MAX = 1 << 20
 
 

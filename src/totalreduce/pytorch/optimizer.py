@@ -97,6 +97,19 @@ def _check_same_parameters(steps: StrategySteps, parameters: Sequence[torch.nn.P
         )
 
 
+def _note_local_gradient(
+    steps: StrategySteps, optimizer: torch.optim.Optimizer, made_dense: bool, parameter: torch.Tensor
+) -> None:
+    """Do what ``_on_gradient`` does, in a step that uses the gradients of this rank alone."""
+    if steps.is_interrupted:
+        raise ConfigurationError(
+            "the last step() was interrupted and is unfinished. Repeat that call until it returns, then call backward()"
+        )
+    keeps_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # it refuses dense gradients
+    if made_dense and not keeps_sparse and parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()
+
+
 def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     """Return the optimizer's parameters that have gradients, the gradients, and their versions."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -449,7 +462,8 @@ class DistributedOptimizer(OptimizerWrapper):
             parameter: The parameter.
         """
         if self._steps_locally:
-            self._note_local_gradient(made_dense, parameter)
+            assert self._local is not None
+            _note_local_gradient(self._local, self._inner, made_dense, parameter)
             return
         if made_dense and parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
@@ -592,18 +606,6 @@ class DistributedOptimizer(OptimizerWrapper):
         result = self._local.step(closure)
         self._round.restart_passes()
         return result
-
-    def _note_local_gradient(self, made_dense: bool, parameter: torch.Tensor) -> None:
-        """Do what ``_on_gradient`` does in a step that uses the gradients of this rank alone."""
-        assert self._local is not None
-        if self._local.is_interrupted:
-            raise ConfigurationError(
-                "the last step() was interrupted and is unfinished. Repeat that call until it returns, then call "
-                "backward()"
-            )
-        sparse_kept = isinstance(self._inner, torch.optim.SparseAdam)  # it refuses dense gradients
-        if made_dense and not sparse_kept and parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.to_dense()
 
     @property
     def local_steps(self) -> StrategySteps:

@@ -274,6 +274,95 @@ def _optimizer_like(
 
 
 @final
+class _Worker:
+    """What this rank sends to all servers, and their answers.
+
+    Attributes:
+        replica: The model.
+        shares: By server: its parameters.
+    """
+
+    def __init__(
+        self,
+        strategy: ServedStrategy,
+        parameters: Sequence[torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        group: Group,
+    ) -> None:
+        """``optimizer``: the program's."""
+        self.replica = ModelReplica(parameters, optimizer)
+        self.shares = shares_of(self.replica.sizes, group.world_size)
+        self._strategy, self._parameters, self._inner, self._group = strategy, list(parameters), optimizer, group
+        self._versions = [0] * group.world_size  #: By server: the version of the parameters that this rank has.
+        self._sent = _Sent()
+        #: By server that has not answered the last gradient: the message that is being received.
+        self._awaited: dict[int, tuple[Work, torch.Tensor]] = {}
+        self._answers: dict[int, Array] = {}  #: By server that has answered: its answer, uint8.
+
+    def push(self, server_here: _Server, clock: int) -> None:
+        """Send a gradient, or with a clock of -1 the end, to all servers, and begin to receive their answers."""
+        group, is_last = self._group, clock < 0
+        rates = np.array([float(each["lr"]) for each in self._inner.param_groups], np.float64)
+        for server, share in enumerate(self.shares):
+            if not share:
+                continue
+            gradient = self._gradient(share, is_last=is_last)
+            message = _PUSH.pack(clock, self._versions[server]) + rates.tobytes() + gradient.tobytes()
+            if server == group.rank:
+                server_here.take(group.rank, message)
+                continue
+            if not is_last:
+                num_bytes = _ANSWER.size + self.num_elements(share) * self.replica.dtype.itemsize
+                answer = torch.empty(num_bytes, dtype=torch.uint8)
+                self._awaited[server] = group.recv(answer, src=server, tag=_ANSWERS), answer
+            self._sent.send(group, message, server, _PUSHES)
+
+    def await_answers(self, server_here: _Server) -> None:
+        """Wait until all servers have answered the last gradient, and take the parameters over."""
+        group = self._group
+        if self.shares[group.rank] and group.rank not in self._answers:
+            own = server_here.await_own_answer(group.timeout_s)
+            if own is None:
+                raise self._held_back(group.rank)
+            self._answers[group.rank] = own
+        for server, (work, answer) in list(self._awaited.items()):
+            try:
+                work.wait()
+            except DeadlineExceededError as error:
+                raise self._held_back(server) from error
+            self._answers[server] = answer.numpy()
+            del self._awaited[server]
+        for server, values in self._answers.items():
+            self._versions[server], _ = _ANSWER.unpack_from(values.data)
+            self.replica.write(self.shares[server], values[_ANSWER.size :].view(self.replica.dtype))
+        self._answers.clear()
+
+    def _held_back(self, server: int) -> DeadlineExceededError:
+        return DeadlineExceededError(
+            f"rank {server}, a server, did not answer within {self._group.timeout_s:g} s: {self._strategy.name} holds "
+            "this rank back until other ranks go on. Do all ranks train, or call local_steps.finish()? Repeat the call "
+            "to wait on"
+        )
+
+    def num_elements(self, share: Sequence[int]) -> int:
+        """Return the number of elements of these parameters."""
+        return sum(self.replica.sizes[tensor] for tensor in share)
+
+    def _gradient(self, share: Sequence[int], *, is_last: bool) -> Array:
+        """Return the gradients of a share, zeros where a parameter has none, and which of them there are."""
+        flat = np.zeros(self.num_elements(share) + len(share), self.replica.dtype)
+        begin = 0
+        for place, tensor in enumerate(share, start=flat.size - len(share)):
+            grad, end = self._parameters[tensor].grad, begin + self.replica.sizes[tensor]
+            if grad is not None and not is_last:
+                dense = grad.to_dense() if grad.is_sparse else grad
+                torch.from_numpy(flat[begin:end]).copy_(dense.detach().reshape(-1))
+                flat[place] = 1.0
+            begin = end
+        return flat
+
+
+@final
 class SynchronousSteps:
     """A strategy with servers whose settings leave no choice: all steps are those of the synchronous optimizer.
 
@@ -325,24 +414,18 @@ class ServedSteps:
         name: str,
     ) -> None:
         """Begin. Collective; arguments and errors as for ``LocalSteps``."""
-        self.strategy, self._inner = strategy, optimizer
+        self.strategy = strategy
         self._home = HomeProcess("the server of a strategy")
-        self._replica = ModelReplica(parameters, optimizer)
-        check_equal(self._replica, strategy.name, group, name)
+        check_equal(ModelReplica(parameters, optimizer), strategy.name, group, name)
         self._group = group.control.subgroup(range(group.world_size), name=f"{name}.servers")
-        self._parameters = list(parameters)
-        self._shares = shares_of(self._replica.sizes, group.world_size)
-        own = [self._parameters[tensor] for tensor in self._shares[group.rank]]
-        share = _Share(own, optimizer, self._replica.dtype)
+        self._worker = _Worker(strategy, parameters, optimizer, self._group)
+        self._shares = self._worker.shares
+        own = [parameters[tensor] for tensor in self._shares[group.rank]]
+        share = _Share(own, optimizer, self._worker.replica.dtype)
         self._server = _Server(strategy, share, self._group, len(optimizer.param_groups))
         self._clock = 0
-        self._versions = [0] * group.world_size  #: By server: the version of the parameters that this rank has.
-        self._sent = _Sent()
         self.is_interrupted = False
         self._loss: Any = None  #: That of the closure of an interrupted step.
-        #: By server that has not answered the last gradient: the message that is being received.
-        self._awaited: dict[int, tuple[Work, torch.Tensor]] = {}
-        self._answers: dict[int, Array] = {}  #: By server that has answered: its answer, uint8.
         self._has_finished = False
         #: The final parameters that are being received, by share.
         self._final: list[tuple[Work, Sequence[int], Array]] | None = None
@@ -370,13 +453,9 @@ class ServedSteps:
                 with torch.enable_grad():
                     self._loss = closure()
             self.is_interrupted = True
-            self._push(self._clock)
+            self._worker.push(self._server, self._clock)
             self._clock += 1
-        self._await_answers()
-        for server, answer in self._answers.items():
-            self._versions[server], _ = _ANSWER.unpack_from(answer.data)
-            self._replica.write(self._shares[server], answer[_ANSWER.size :].view(self._replica.dtype))
-        self._answers.clear()
+        self._worker.await_answers(self._server)
         self.is_interrupted = False
         loss, self._loss = self._loss, None
         return loss
@@ -386,7 +465,7 @@ class ServedSteps:
 
     def trains(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether the strategy trains these parameters."""
-        return self._replica.holds(parameters)
+        return self._worker.replica.holds(parameters)
 
     def finish(self) -> None:
         """Wait until all ranks have called this, and take over the final parameters. Collective.
@@ -401,7 +480,7 @@ class ServedSteps:
         self._home.check()
         if not self._has_finished:
             self._has_finished = True
-            self._push(-1)
+            self._worker.push(self._server, -1)
         if self._final is None:
             if self._shares[group.rank]:
                 late = self._server.await_others(group.timeout_s)
@@ -414,7 +493,7 @@ class ServedSteps:
         while self._final:
             work, share, values = self._final[0]
             work.wait()
-            self._replica.write(share, values)
+            self._worker.replica.write(share, values)
             del self._final[0]
 
     def _final_parameters(self, server: int, share: Sequence[int]) -> tuple[Work, Sequence[int], Array]:
@@ -422,7 +501,7 @@ class ServedSteps:
         if server == self._group.rank:
             values = self._server.values()
         else:
-            values = np.empty(self._num_elements(share), self._replica.dtype)
+            values = np.empty(self._worker.num_elements(share), self._worker.replica.dtype)
         final = torch.from_numpy(values)
         return self._group.broadcast(final, root=server, name=f"final/{server}", async_op=True), share, values
 
@@ -440,60 +519,3 @@ class ServedSteps:
         """End the server, after which no worker is answered: call ``finish`` before. Harmless when called twice."""
         if self._home.is_here:
             self._server.close()
-
-    def _push(self, clock: int) -> None:
-        """Send a gradient, or with a clock of -1 the end, to all servers, and begin to receive their answers."""
-        group, is_last = self._group, clock < 0
-        rates = np.array([float(each["lr"]) for each in self._inner.param_groups], np.float64)
-        for server, share in enumerate(self._shares):
-            if not share:
-                continue
-            gradient = self._gradient(share, is_last=is_last)
-            message = _PUSH.pack(clock, self._versions[server]) + rates.tobytes() + gradient.tobytes()
-            if server == group.rank:
-                self._server.take(group.rank, message)
-                continue
-            if not is_last:
-                num_bytes = _ANSWER.size + self._num_elements(share) * self._replica.dtype.itemsize
-                answer = torch.empty(num_bytes, dtype=torch.uint8)
-                self._awaited[server] = group.recv(answer, src=server, tag=_ANSWERS), answer
-            self._sent.send(group, message, server, _PUSHES)
-
-    def _await_answers(self) -> None:
-        """Wait until all servers have answered the last gradient."""
-        group = self._group
-        if self._shares[group.rank] and group.rank not in self._answers:
-            own = self._server.await_own_answer(group.timeout_s)
-            if own is None:
-                raise self._held_back(group.rank)
-            self._answers[group.rank] = own
-        for server, (work, answer) in list(self._awaited.items()):
-            try:
-                work.wait()
-            except DeadlineExceededError as error:
-                raise self._held_back(server) from error
-            self._answers[server] = answer.numpy()
-            del self._awaited[server]
-
-    def _held_back(self, server: int) -> DeadlineExceededError:
-        return DeadlineExceededError(
-            f"rank {server}, a server, has not answered within {self._group.timeout_s:g} s: {self.strategy.name} holds "
-            "this rank back until other ranks go on. Do all ranks train, or call local_steps.finish()? Repeat the call "
-            "to wait on"
-        )
-
-    def _num_elements(self, share: Sequence[int]) -> int:
-        return sum(self._replica.sizes[tensor] for tensor in share)
-
-    def _gradient(self, share: Sequence[int], *, is_last: bool) -> Array:
-        """Return the gradients of a share, zeros where a parameter has none, and which of them there are."""
-        flat = np.zeros(self._num_elements(share) + len(share), self._replica.dtype)
-        begin = 0
-        for place, tensor in enumerate(share, start=flat.size - len(share)):
-            grad, end = self._parameters[tensor].grad, begin + self._replica.sizes[tensor]
-            if grad is not None and not is_last:
-                dense = grad.to_dense() if grad.is_sparse else grad
-                torch.from_numpy(flat[begin:end]).copy_(dense.detach().reshape(-1))
-                flat[place] = 1.0
-            begin = end
-        return flat
