@@ -142,13 +142,17 @@ class _Server:
             self._share.rates = np.frombuffer(message, np.float64, self._num_rates, _PUSH.size)
             self._answer(self._session.push(Push(worker, clock, version, gradient), now))
 
-    def await_own_answer(self, timeout_s: float) -> Array | None:
-        """Return the answer to this rank's own worker, uint8; ``None`` if there is none in time."""
+    def await_own_answer(self, timeout_s: float, check: Callable[[], None]) -> Array | None:
+        """Return the answer to this rank's own worker, uint8; ``None`` if there is none in time.
+
+        ``check`` is called now and then; it may raise an error.
+        """
         ends_at = time.monotonic() + timeout_s
         with self._lock:
             while self._own_answer is None and self._error is None and (left := ends_at - time.monotonic()) > 0:
                 self._lock.wait(min(left, self._until_due()))
                 self._look_at_time()
+                check()
             if self._error is not None:
                 raise self._error
             answer, self._own_answer = self._own_answer, None
@@ -321,21 +325,37 @@ class _Worker:
         """Wait until all servers have answered the last gradient, and take the parameters over."""
         group = self._group
         if self.shares[group.rank] and group.rank not in self._answers:
-            own = server_here.await_own_answer(group.timeout_s)
+            own = server_here.await_own_answer(group.timeout_s, self._check_servers)
             if own is None:
                 raise self._held_back(group.rank)
             self._answers[group.rank] = own
         for server, (work, answer) in list(self._awaited.items()):
-            try:
-                work.wait()
-            except DeadlineExceededError as error:
-                raise self._held_back(server) from error
+            self._await_message(server, work)
             self._answers[server] = answer.numpy()
             del self._awaited[server]
         for server, values in self._answers.items():
             self._versions[server], _ = _ANSWER.unpack_from(values.data)
             self.replica.write(self.shares[server], values[_ANSWER.size :].view(self.replica.dtype))
         self._answers.clear()
+
+    def _await_message(self, server: int, work: Work) -> None:
+        """Wait for a server's answer, and look now and then whether another server is lost: then this one may wait."""
+        ends_at = time.monotonic() + self._group.timeout_s
+        while True:
+            try:
+                work.wait(max(0.0, min(_LOOK_S, ends_at - time.monotonic())))
+                return
+            except DeadlineExceededError as error:
+                self._check_servers()
+                if time.monotonic() >= ends_at:
+                    raise self._held_back(server) from error
+
+    def _check_servers(self) -> None:
+        """Raise the error of a server whose answer cannot come."""
+        for work, _ in self._awaited.values():
+            error = work.exception()
+            if error is not None:
+                raise error
 
     def _held_back(self, server: int) -> DeadlineExceededError:
         return DeadlineExceededError(
