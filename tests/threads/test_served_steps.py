@@ -71,6 +71,27 @@ def test_every_gradient_is_applied_once(world_size: int, sync: ServedStrategy) -
             assert max(staleness, default=0) <= 6
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_schedule_sees_that_steps_are_taken() -> None:
+    def body(group: Group) -> list[float]:
+        model = Counting()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+        optimizer = DistributedOptimizer(inner, model, group=group, sync=Async())
+        rates = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(1.0).backward()
+            optimizer.step()
+            schedule.step()
+            rates += schedule.get_last_lr()
+        optimizer.local_steps.finish()
+        optimizer.close()
+        return rates
+
+    assert run_ranks(2, body) == [[0.5, 0.25, 0.125]] * 2
+
+
 @pytest.mark.parametrize("sync", STRATEGIES, ids=str)
 def test_training_comes_to_an_end_with_equal_parameters_and_a_small_loss(sync: ServedStrategy) -> None:
     def body(group: Group) -> tuple[torch.Tensor, float, float]:

@@ -434,7 +434,7 @@ class ServedSteps:
         name: str,
     ) -> None:
         """Begin. Collective; arguments and errors as for ``LocalSteps``."""
-        self.strategy = strategy
+        self.strategy, self._optimizer = strategy, optimizer
         self._home = HomeProcess("the server of a strategy")
         check_equal(ModelReplica(parameters, optimizer), strategy.name, group, name)
         self._group = group.control.subgroup(range(group.world_size), name=f"{name}.servers")
@@ -476,6 +476,7 @@ class ServedSteps:
             self._worker.push(self._server, self._clock)
             self._clock += 1
         self._worker.await_answers(self._server)
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn: no step was taken
         self.is_interrupted = False
         loss, self._loss = self._loss, None
         return loss
