@@ -149,10 +149,11 @@ def check(name: str, answers, limit_s: float, kind: str, text: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_a_call_ends_by_its_deadline_and_says_for_which_rank_it_has_waited(fleet, transport) -> None:
-    names = NAMES if transport == "tcp" else NAMES[::8]  # all of them take 40 s
-    for name, answers in ends_of_calls(fleet, names, transport, 0.4, 30.0):
+    names = NAMES if transport == "tcp" else NAMES[::8]  # all of them take a minute
+    # On a busy machine the others need some tenths of a second to say that they do not wait for this rank.
+    for name, answers in ends_of_calls(fleet, names, transport, 1.0, 30.0):
         check(
-            name, answers, 0.4, "DeadlineExceededError", r"rank(\(s\))? [\d, and]*2|message 2 to|no rank has sent one"
+            name, answers, 1.0, "DeadlineExceededError", r"rank(\(s\))? [\d, and]*2|message 2 to|no rank has sent one"
         )
 
 

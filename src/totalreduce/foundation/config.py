@@ -102,7 +102,7 @@ class TcpConfig:
     heartbeat_s: float = 0.25
     """The time between two heartbeats of an idle connection, in both directions."""
     silence_s: float = 2.0
-    """A peer whose connection is silent for longer is lost (stopped, cut off). A crash is noticed at once."""
+    """A peer that falls silent is lost within this time (stopped, cut off). A crash is noticed at once."""
     connect_timeout_s: float = 20.0
     """How long it may take to connect to a peer, handshake included."""
     handshake_timeout_s: float = 5.0

@@ -1,7 +1,8 @@
 """Which peers are alive: heartbeats that are due, and peers that have been silent for too long.
 
-A transport sends a heartbeat to a peer to which nothing else has left for ``heartbeat_s``. A peer from which nothing
-has come for ``silence_s`` is lost. Time in which this process did not run (it was stopped, or starved of processor
+A transport sends a heartbeat to a peer to which nothing else has left for ``heartbeat_s``. A peer that falls silent is
+lost within ``silence_s``. Because a transport looks now and then, the silence that it allows is shorter by the time
+between two looks. Time in which this process did not run (it was stopped, or starved of processor
 time) is not the silence of a peer.
 """
 
@@ -16,6 +17,8 @@ __all__ = ["SILENT", "Liveness", "Pulse"]
 
 #: The beginning of the reason for the loss of a peer that is silent, and may still run.
 SILENT = "silent for"
+#: The allowed silence is shorter than ``silence_s`` by this share at most, whatever the time between two looks is.
+_SHARE_MAX = 0.1
 
 
 @final
@@ -45,10 +48,11 @@ class Liveness:
         due_at: When ``look`` is to be called next.
     """
 
-    __slots__ = ("_config", "_looked_at", "due_at")
+    __slots__ = ("_between_looks_s", "_config", "_looked_at", "due_at")
 
     def __init__(self, config: TcpConfig, now: float) -> None:
         self._config = config
+        self._between_looks_s = config.heartbeat_s / 2
         self._looked_at = now
         self.due_at = 0.0
 
@@ -58,16 +62,16 @@ class Liveness:
         If this process has not looked for a long time, that time counts for no peer as silence.
         """
         beat = self._config.heartbeat_s
-        self.due_at = now + beat / 2
+        self.due_at = now + self._between_looks_s
         away, self._looked_at = now - self._looked_at, now
         if away > 2 * beat:
             for pulse in pulses:
                 pulse.heard_at = min(now, pulse.heard_at + away)
 
     def verdict(self, pulse: Pulse, now: float, *, extra_s: float = 0.0) -> str | None:
-        """Return why a peer is lost, if it was silent for too long: ``silence_s`` and ``extra_s``."""
-        silence_s = pulse.silence_s(now)
-        if silence_s <= self._config.silence_s + extra_s:
+        """Return why a peer is lost, if it was silent for too long; ``extra_s`` is allowed in addition."""
+        silence_s, limit_s = pulse.silence_s(now), self._config.silence_s
+        if silence_s <= limit_s - min(self._between_looks_s, _SHARE_MAX * limit_s) + extra_s:
             return None
         return f"{SILENT} {silence_s:.1f} s (stopped, frozen or cut off from the network)"
 
