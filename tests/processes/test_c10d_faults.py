@@ -41,9 +41,9 @@ def check(workers, since, what):
         again = worker.read("next")
         assert "DistBackendError" in again["kinds"], (what, again)
         assert again["rank"] == 1, (what, again)
-        assert again["seconds"] < 0.5
-        assert worker.read("destroyed")["seconds"] < 2.0
-        assert worker.wait(5) == 0
+        assert again["seconds"] < LIMIT_S
+        assert worker.read("destroyed")["seconds"] < 5.0
+        assert worker.wait() == 0
         assert "Traceback" not in worker.errors()
 
 

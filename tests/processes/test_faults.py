@@ -177,7 +177,7 @@ def test_a_rank_that_leaves_while_it_is_needed_is_named(fleet, way, exit_code):
         for call in ("lost", "next"):
             answer = worker.read(call)
             assert (answer["error"], answer["rank"]) == ("PeerLost", 1)
-            assert answer["at"] - since < CRASH_S
+            assert answer["at"] - since < SILENCE_S
             if way in ("exit", "raise", "close"):
                 assert "it has closed the group" in answer["text"]
         assert worker.wait(5) == 0
@@ -206,7 +206,7 @@ def test_a_broadcast_to_a_rank_that_has_left_fails_at_the_root(fleet, num_bytes)
     workers[0].tell()
     answer = workers[0].read("lost")
     assert (answer["error"], answer["rank"]) == ("PeerLost", 1)
-    assert answer["seconds"] < CRASH_S
+    assert answer["seconds"] < SILENCE_S
 
 
 def test_a_broadcast_under_way_to_a_rank_that_leaves_fails_at_the_root(fleet):
@@ -230,7 +230,7 @@ def test_a_broadcast_under_way_to_a_rank_that_leaves_fails_at_the_root(fleet):
     workers[1].tell()
     answer = workers[0].read("lost")
     assert (answer["error"], answer["rank"]) == ("PeerLost", 1)
-    assert answer["seconds"] < 2.0
+    assert answer["seconds"] < SILENCE_S
 
 
 @pytest.mark.faults("F16")
@@ -262,7 +262,7 @@ def test_an_optimizer_step_raises_the_loss_as_itself(fleet, overlap):
     for worker in workers[:2]:
         answer = worker.read("lost")
         assert (answer["error"], answer["rank"]) == ("PeerLost", 2)
-        assert answer["at"] - since < CRASH_S
+        assert answer["at"] - since < SILENCE_S
         assert worker.wait(5) == 0
 
 
@@ -332,7 +332,7 @@ def test_ctrl_c_in_a_wait_ends_the_process_and_the_others_are_told(fleet):
     for worker in (workers[0], workers[2]):
         answer = worker.read("lost")
         assert (answer["error"], answer["rank"]) == ("PeerLost", 1)
-        assert answer["at"] - since < CRASH_S, f"rank {worker.rank}: {answer['text']}\n{workers[1].errors()}"
+        assert answer["at"] - since < SILENCE_S, f"rank {worker.rank}: {answer['text']}\n{workers[1].errors()}"
     assert workers[1].wait(3) != 0
     assert workers[1].errors().rstrip().endswith("KeyboardInterrupt")
 
@@ -476,4 +476,4 @@ def test_a_process_that_holds_the_interpreter_lock_looks_frozen(fleet):
     workers[1].tell()
     answer = workers[0].read("lost")
     assert (answer["error"], answer["rank"]) == ("PeerLost", 1)
-    assert answer["at"] - begin < SILENCE_S
+    assert answer["at"] - begin < 2 * SILENCE_S

@@ -155,7 +155,8 @@ def test_mistakes_of_hosts_are_errors(tmp_path, shell):
 DAEMON = """
 child = subprocess.Popen(['sleep', '1000'], start_new_session=True)
 open(sys.argv[1] + f"/{rank}", "w").write(f"{os.getpid()} {child.pid}")
-try: signal.pause()
+try:
+    while True: time.sleep(0.05)
 except KeyboardInterrupt: print("saved", flush=True); sys.exit(0)
 """
 
@@ -219,6 +220,8 @@ def await_end_of(worker, each_time=lambda: None):
             errors += worker.shown(os.read(worker.process.stderr.fileno(), 1), is_error=True)
         each_time()
         time.sleep(0.001)
+    while data := os.read(worker.process.stderr.fileno(), 1):  # what the worker wrote just before its end
+        errors += worker.shown(data, is_error=True)
     worker.finish(time.monotonic())
     worker.process.stdout.close()
     worker.process.stderr.close()

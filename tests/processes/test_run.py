@@ -177,10 +177,12 @@ signal.pause()"""
 
 def test_a_killed_worker_and_survivors_that_print_their_own_error(launcher, script, tmp_path):
     path = script(
-        """
-import pathlib
+        f"""
+dying = {str(tmp_path / "dying")!r}
 if rank == 1:
+    open(dying, "w").close()
     os.kill(os.getpid(), signal.SIGKILL)
+while not os.path.exists(dying): time.sleep(0.01)
 time.sleep(0.5)
 print("rank 1 is lost", file=sys.stderr); sys.exit(1)"""
     )
@@ -193,18 +195,25 @@ print("rank 1 is lost", file=sys.stderr); sys.exit(1)"""
     assert [worker["exit_code"] for worker in document["workers"]] == [1, 137, 1]
     assert document["first_failure"]["rank"] == 1
     assert document["first_failure"]["signal"] == "SIGKILL"
-    assert document["workers"][0]["seconds"] >= 0.5 > document["workers"][1]["seconds"]
+    assert document["workers"][0]["seconds"] >= max(0.5, document["workers"][1]["seconds"])
     assert (document["exit_code"], document["world_size"]) == (137, 3)
 
 
-def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(script):
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(script, tmp_path):
     path = script(
-        "if rank == 0: sys.exit(5)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()"
+        f"""
+ready = {str(tmp_path / "ready")!r}
+if rank == 0:
+    while not os.path.exists(ready): time.sleep(0.01)
+    sys.exit(5)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(ready, "w").close()
+while True: signal.pause()"""
     )
     begin = time.monotonic()
     result = run_workers([sys.executable, path], num_workers=2, output="capture", linger_s=0.5, grace_s=0.5)
     assert (result.exit_code, result.workers[1].signal) == (5, "SIGKILL")
-    assert 1.0 <= time.monotonic() - begin < 8.0
+    assert 1.0 <= time.monotonic() - begin < 20.0
 
 
 READY = "print(os.getpid(), flush=True)\n"
@@ -223,8 +232,10 @@ def test_a_signal_to_the_launcher_stops_the_workers(launcher, script, number, co
 
 
 def test_a_signal_of_a_batch_system_reaches_the_workers_and_the_run_goes_on(launcher, script):
-    catch = "signal.signal(signal.SIGUSR1, lambda *_: print('told', flush=True))\n"
-    process = launcher("-n", 2, script(catch + READY + "signal.pause()\nsignal.pause()\nsys.exit(rank)"))
+    # A blocked signal is kept until sigwait() takes it; signal.pause() would miss one that comes before it.
+    block = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
+    take = "for _ in range(2): signal.sigwait([signal.SIGUSR1]); print('told', flush=True)\n"
+    process = launcher("-n", 2, script(block + READY + take + "sys.exit(rank)"))
     read_lines(process, 2)
     for _ in range(2):
         process.send_signal(signal.SIGUSR1)
@@ -235,8 +246,8 @@ def test_a_signal_of_a_batch_system_reaches_the_workers_and_the_run_goes_on(laun
 
 
 def test_workers_may_save_their_work_on_ctrl_c(launcher, script):
-    body = "print(os.getpid(), flush=True); signal.pause()"
-    path = script(f"try: {body}\nexcept KeyboardInterrupt: print('saved'); sys.exit(0)")
+    body = "print(os.getpid(), flush=True)\n    while True: time.sleep(0.05)"
+    path = script(f"try:\n    {body}\nexcept KeyboardInterrupt: print('saved'); sys.exit(0)")
     process = launcher("-n", 2, path)
     read_lines(process, 2)
     process.send_signal(signal.SIGINT)
@@ -246,9 +257,9 @@ def test_workers_may_save_their_work_on_ctrl_c(launcher, script):
 
 
 def test_a_second_ctrl_c_kills_at_once(launcher, script):
-    handler = "lambda *_: print('no', flush=True)"
+    handler = "lambda *_: os.write(1, b'no\\n')"  # print() must not be called within print()
     ignore = f"for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, {handler})\n"
-    process = launcher("-n", 1, "--grace", 60, script(ignore + READY + "while True: time.sleep(60)"))
+    process = launcher("-n", 1, "--grace", 60, script(ignore + READY + "while True: time.sleep(0.05)"))
     pid = int(read_lines(process, 1)[0].split()[1])
     process.send_signal(signal.SIGINT)
     assert read_lines(process, 1) == ["[0] no"]
@@ -272,7 +283,7 @@ def test_what_a_worker_left_in_its_group_is_killed_and_not_waited_for(script):
     path = script("child = subprocess.Popen(['sleep', '1000'])\nprint(child.pid)")
     begin = time.monotonic()
     result = run_workers([sys.executable, path], num_workers=1, output="capture")
-    assert (result.exit_code, time.monotonic() - begin < 8) == (0, True)
+    assert (result.exit_code, time.monotonic() - begin < 20) == (0, True)
     assert is_gone(int(result.output[0]))
 
 
@@ -280,7 +291,7 @@ def test_a_daemon_that_holds_the_pipe_is_not_waited_for_and_lives_on(script):
     path = script("child = subprocess.Popen(['sleep', '30'], start_new_session=True)\nprint(child.pid)")
     begin = time.monotonic()
     result = run_workers([sys.executable, path], num_workers=1, output="capture")
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 20
     daemon = int(result.output[0])
     os.kill(daemon, 0)
     os.kill(daemon, signal.SIGKILL)

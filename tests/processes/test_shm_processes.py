@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-CRASH_S, SILENCE_S = 1.0, 3.0
+CRASH_S, SILENCE_S = 3.0, 6.0  # wide, for other tests run meanwhile; test_faults.py measures closely
 """What is promised: from the event to the error on every survivor."""
 
 #: Says where it listens, is told where the others do, and has a group then.

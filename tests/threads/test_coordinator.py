@@ -441,7 +441,7 @@ def test_operations_that_begin_together_do_not_wait_for_each_other(*, keeps_orde
 
     begin = time.monotonic()
     assert together(2, body) == [[2.0] * 4] * 2
-    assert time.monotonic() - begin < 3.0
+    assert time.monotonic() - begin < 4.5
 
 
 def test_a_reduction_that_the_library_refuses_changes_no_tensor() -> None:
@@ -740,14 +740,14 @@ def test_a_barrier_that_has_run_out_of_time_is_waited_for_again() -> None:
                 with pytest.raises(tr.DeadlineExceededError, match="barrier"):
                     coordinator.barrier(timeout_s=0.05)
         group.barrier()
-        coordinator.barrier(timeout_s=2.0)
+        coordinator.barrier(timeout_s=20.0)
         if group.rank == 1:
             with pytest.raises(tr.DeadlineExceededError, match="barrier"):
                 coordinator.barrier(timeout_s=0.05)
         group.barrier()
         if group.rank != 1:
-            coordinator.barrier(timeout_s=2.0)
-        assert coordinator.join(timeout_s=2.0) in range(3)  # rank 1 waits for the barrier here
+            coordinator.barrier(timeout_s=20.0)
+        assert coordinator.join(timeout_s=20.0) in range(3)  # rank 1 waits for the barrier here
         if group.rank == 0:
             time.sleep(0.1)
         arrived[group.rank] = True
@@ -782,11 +782,11 @@ def test_a_barrier_that_was_interrupted_is_waited_for_again(
                 patch.setattr(waiter, "wait", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     barrier(timeout_s=5.0)
-        barrier(timeout_s=2.0)
+        barrier(timeout_s=20.0)
         if group.rank == 0:
             time.sleep(0.1)
         arrived[group.rank] = True
-        barrier(timeout_s=2.0)
+        barrier(timeout_s=20.0)
         assert all(arrived)
 
     together(2, body)
@@ -1323,7 +1323,7 @@ def test_a_rank_that_closes_ends_what_the_others_wait_for(how: str, transport: s
                     coordinator.allreduce(torch.ones(2), name=name).wait(timeout_s=20.0)
                 assert caught.value.rank == 2
                 said.append(caught.value.reason)
-            assert time.monotonic() - begin < 5.0
+            assert time.monotonic() - begin < 15.0
         return said, [] if how == "group" else group.allreduce(torch.ones(1), name="goes on").wait().tolist()
 
     results = together(3, body, transport)
@@ -1424,7 +1424,7 @@ def test_a_rank_that_closes_carries_out_what_was_agreed_or_its_operations_fail_e
         if group.rank == 1:
             begin = time.monotonic()
             coordinator.close(timeout_s)
-            assert time.monotonic() - begin < 1.0
+            assert time.monotonic() - begin < 4.0
             with pytest.raises(tr.GroupClosed):
                 coordinator.allreduce(torch.ones(2), name="later")
         results: list[Any] = [first]
@@ -1434,7 +1434,7 @@ def test_a_rank_that_closes_carries_out_what_was_agreed_or_its_operations_fail_e
                 results.append(work.wait(timeout_s=5.0).tolist())
             except (tr.PeerLost, tr.GroupClosed) as error:
                 results.append(error)
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < 4.0
         group.barrier()
         return results
 
@@ -1559,7 +1559,7 @@ def test_a_rank_that_cannot_carry_an_operation_out_ends_the_agreement_everywhere
             coordinator.allreduce(torch.ones(7), name="w").wait(timeout_s=5.0)
         with pytest.raises(tr.TotalReduceError, match="seven"):
             coordinator.allreduce(torch.ones(2), name="fine")
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < 4.5
         group.barrier()
         return str(coordinator.ended)
 
@@ -1670,7 +1670,7 @@ def test_a_stall_is_reported_and_then_ends_the_agreement(
         else:
             with pytest.raises(tr.StallError) as caught:
                 coordinator.allreduce(torch.ones(2), name="late").wait(timeout_s=20.0)
-        assert 0.7 < time.monotonic() - begin < 5.0
+        assert 0.7 < time.monotonic() - begin < 15.0
         with pytest.raises(tr.StallError):
             coordinator.allreduce(torch.ones(2), name="fine")
         with pytest.raises(tr.StallError):

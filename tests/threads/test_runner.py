@@ -148,7 +148,7 @@ def test_close_while_others_wait_fails_their_operations(transport):
         groups[0].close()
         for waiter in waiters:
             waiter.join(10)
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < 5.0
         assert [type(error) for error in outcomes] == [GroupClosed] * 4, outcomes
         assert "pending" in str(outcomes[0])
         with pytest.raises(GroupClosed, match="make a new one"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 
 import pytest
@@ -176,11 +177,13 @@ def test_without_slack_the_bits_are_those_of_synchronous_steps(sync: ServedStrat
 
 
 def test_a_rank_that_is_held_back_for_too_long_says_why() -> None:
+    has_said = threading.Event()
+
     def body(group: Group) -> str:
         model = Counting()
         optimizer = served(group, model, StaleSynchronous(slack=1))
         if group.rank == 1:
-            time.sleep(1.5)
+            assert has_said.wait(20)
             optimizer.close()
             return ""
         for _ in range(2):
@@ -189,7 +192,9 @@ def test_a_rank_that_is_held_back_for_too_long_says_why() -> None:
             try:
                 optimizer.step()
             except DeadlineExceededError as error:
+                has_said.set()
                 return str(error)
+        has_said.set()
         return "nobody waits"
 
     said, _ = run_ranks(2, body, engine=EngineConfig(timeout_s=0.5))

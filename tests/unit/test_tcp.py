@@ -108,6 +108,21 @@ def turn(ranks, until, *, timeout_s=20.0):
                 rank.transport.wait(0.002)
 
 
+def settle(ranks):
+    """Let every rank make progress until no event comes any more, so that nothing is left of the handshakes.
+
+    ``wait`` returns at an event that ``progress`` must handle, such as a connection that the other rank opens meanwhile.
+    """
+    quiet = 0
+    while quiet < 3:
+        quiet += 1
+        for rank in ranks:
+            rank.transport._poller.poll(0.01)
+            if rank.transport._poller.events:
+                quiet = 0
+            rank.transport.progress()
+
+
 def only_wait(rank, *, timeout_s=20.0):
     """Let a rank wait, and never make progress."""
     deadline = time.monotonic() + timeout_s
@@ -163,7 +178,8 @@ def test_a_message_that_is_half_way_out_goes_on_while_its_rank_waits(ranks):
     first, second = ranks
     first.post(Message(0, 0))
     second.post(Message(0, 0))
-    turn(ranks, lambda: second.inbox == first.inbox == [0])  # so what TLS sends after its handshake has been read
+    turn(ranks, lambda: second.inbox == first.inbox == [0])
+    settle(ranks)
     first.post(Message(1, 8 << 20))
     first.transport.progress()
     assert first.sent == [0], "it does not fit into the socket"
@@ -186,6 +202,7 @@ def test_nothing_follows_a_message_in_which_ctrl_c_struck(ranks, monkeypatch):
     first, second = ranks
     first.post(Message(0, 0))
     turn(ranks, lambda: second.inbox == [0])
+    settle(ranks)
     first.post(Message(1, 8 << 20))
     first.transport.progress()
     (connection,) = (c for c in first.transport._connections.values() if c.outgoing.is_half_way)
@@ -354,9 +371,9 @@ def test_what_a_leaving_rank_said_last_arrives_on_the_slower_connection(crossed)
     assert (other.inbox, other.lost) == ([0], [])
     assert len(other.transport._connections) == 1
     road.held.clear()
-    turn([other], lambda: other.inbox == [0, 1, 2], timeout_s=5.0)
+    turn([other], lambda: other.inbox == [0, 1, 2])
     assert other.lost == []
-    turn([other], lambda: other.lost, timeout_s=1.0)  # and a moment after the end of the last one
+    turn([other], lambda: other.lost)  # and a moment after the end of the last one
     assert other.lost == ["its connection ended (the connection was closed by the other end)"]
     leaving.join()
 
@@ -372,7 +389,7 @@ def test_a_farewell_may_wait_for_longer_than_silence_is_allowed(crossed):
     leaver.post(Message(2, 0, Frame.GOODBYE))
     turn([leaver], lambda: leaver.sent == [0, 2, 1] and leaver.transport.idle())
     leaving = leave(leaver)
-    turn([other], lambda: other.inbox == [0, 1, 2], timeout_s=10.0)
+    turn([other], lambda: other.inbox == [0, 1, 2])
     assert other.lost == []
     leaving.join()
 
@@ -384,7 +401,7 @@ def test_as_long_as_bytes_come_nobody_is_lost(crossed):
     leaver.post(Message(1, 300_000))
     turn([leaver], lambda: not leaver.outbox and leaver.transport.idle())
     leaving = leave(leaver)
-    turn([other], lambda: other.inbox == [0, 1], timeout_s=10.0)
+    turn([other], lambda: other.inbox == [0, 1])
     assert other.lost == []
     leaving.join()
 
@@ -404,7 +421,7 @@ def test_a_connection_that_ends_while_the_peer_lives_on_is_a_loss(crossed, ends)
     thread = threading.Thread(target=live)
     thread.start()
     try:
-        turn([other], lambda: other.lost, timeout_s=3.0)
+        turn([other], lambda: other.lost)
     finally:
         stop.set()
         thread.join()
@@ -419,8 +436,8 @@ def test_the_end_of_the_only_connection_is_noticed_at_once(ranks):
     [connection] = first.transport._connections.values()
     begin = time.monotonic()
     connection.sock.shutdown(socket.SHUT_RDWR)
-    turn([second], lambda: second.lost, timeout_s=2.0)
-    assert time.monotonic() - begin < 1.0
+    turn([second], lambda: second.lost)
+    assert time.monotonic() - begin < CONFIG.heartbeat_s / 2
 
 
 @pytest.fixture
@@ -459,8 +476,8 @@ def test_closing_waits_while_a_slow_peer_takes_bytes(narrow):
 def test_closing_does_not_wait_for_a_peer_that_takes_nothing(narrow):
     leaver, _ = narrow
     begin = time.monotonic()
-    leaver.transport.close(10.0)
-    assert time.monotonic() - begin < 5.0
+    leaver.transport.close(20.0)
+    assert time.monotonic() - begin < 10.0
 
 
 def test_a_late_wake_up_does_not_write_to_the_next_file_with_the_number_of_the_pipe(monkeypatch):
