@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Torch would start a thread per core in every rank, and they would spin while they wait for each other.
 test check soak: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check torch-suite lint warm-kernels warm-tests soak bench clean
+.PHONY: demo test check torch-suite lint warm-kernels warm-tests triton-tests soak bench clean
 demo: $(STAMP)
 	$(BIN)/totalreduce demo $(ARGS)
 
@@ -24,10 +24,9 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow" $(ARGS)
 else
 test: $(STAMP)
-	$(MAKE) --jobs 3 lint warm-kernels warm-tests $(TRITON)/.installed
+	$(MAKE) --jobs 3 lint warm-tests triton-tests
 	$(PYTEST) -m "not slow and not alone" -n $(WORKERS) --dist worksteal
 	$(PYTEST) -m "not slow and alone" tests/hosts $(shell grep -rl --include "test_*.py" "mark\.alone" tests/threads tests/processes)
-	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PYTEST) tests/unit/test_device_accumulator.py tests/unit/test_exports.py
 endif
 
 # Before a commit: style, types, layers, and the unit tests.
@@ -51,6 +50,10 @@ warm-kernels: $(STAMP)
 
 warm-tests: $(STAMP)
 	$(PYTEST) --collect-only --quiet > $(VENV)/.collected || { tail -n 30 $(VENV)/.collected; exit 1; }
+
+# The tests of Triton's kernels, in its interpreter. They are one process, which runs beside lint and warm-tests.
+triton-tests: $(TRITON)/.installed warm-kernels
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PYTEST) tests/unit/test_device_accumulator.py tests/unit/test_exports.py
 
 # What is too long for every commit: a thousand simulated seeds, a thousand training steps, faults under load.
 soak: $(STAMP)
