@@ -23,7 +23,8 @@ steps = parser.parse_args().steps
 
 text = "\n".join(pydoc_data.topics.topics.values())
 alphabet = sorted(set(text))
-data = torch.tensor([alphabet.index(character) for character in text])
+numbers = {character: number for number, character in enumerate(alphabet)}
+data = torch.tensor([numbers[character] for character in text])
 
 torch.set_num_threads(1)
 with tr.init() as group:
