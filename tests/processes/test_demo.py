@@ -17,12 +17,12 @@ from totalreduce.cli.demo_compare import TOLERANCE, compare
 from totalreduce.cli.demo_setup import DemoSettings, built_in_text, read_text
 from totalreduce.foundation.errors import ConfigurationError
 
-COMMAND = [sys.executable, "-c", "from totalreduce.cli.main import main; main()", "demo"]
+COMMAND = ["-c", "from totalreduce.cli.main import main; main()", "demo"]
 
 
-def demo(*arguments, cwd, timeout_s=100):
+def demo(*arguments, cwd, timeout_s=100, python=sys.executable):
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
+        [str(python), *COMMAND, *map(str, arguments)],
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -32,7 +32,7 @@ def demo(*arguments, cwd, timeout_s=100):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, zygote):
     """One small demo on a text with a zoo of characters; the folder, what it printed, the figures.
 
     Processes that run tests in parallel share it.
@@ -56,7 +56,7 @@ def finished(tmp_path_factory):
                 "--timeline",
                 "lines",
             ]
-            process = demo(*options, cwd=folder)
+            process = demo(*options, cwd=folder, python=zygote.python)  # test_ctrl_c_stops_everything starts cold
             folder.with_suffix(".errors").write_text(process.stderr)
             folder.with_suffix(".printed").write_text(process.stdout)
     assert (folder / "figures.json").exists(), folder.with_suffix(".errors").read_text()
@@ -206,7 +206,7 @@ def test_ctrl_c_stops_everything(tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     process = subprocess.Popen(
-        [*COMMAND, "--ranks", "2", "--steps", "100000"],
+        [sys.executable, *COMMAND, "--ranks", "2", "--steps", "100000"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -20,7 +20,7 @@ def run(*arguments, exit_code=0):
     return found
 
 
-def test_a_local_job_is_examined_and_its_links_are_stored(tmp_path):
+def test_a_local_job_is_examined_and_its_links_are_stored(tmp_path, warm_python):
     out, links = tmp_path / "out.json", tmp_path / "links.json"
     found = run("-n", 3, "--json", out, "--store", links)
     document = json.loads(out.read_text())
@@ -81,11 +81,11 @@ def test_emulated_hosts_are_told_apart(tmp_path):
     except ConfigurationError as error:
         pytest.skip(str(error))
     out = tmp_path / "out.json"
-    found = run("--emulate-hosts", 2, "--emulate-rate", "200mbit", "-n", 4, "--json", out)
+    found = run("--emulate-hosts", 2, "--emulate-rate", "200mbit", "-n", 2, "--json", out)
     document = json.loads(out.read_text())
-    assert document["survey"]["hosts"] == [0, 0, 1, 1]
+    assert document["survey"]["hosts"] == [0, 1]
     assert 0.3 * 2.5e7 < document["links"]["bytes_per_s"] < 1.3 * 2.5e7
-    assert way_between(document, 1, 2) == "tcp"
+    assert way_between(document, 0, 1) == "tcp"
     assert "packets of 1500 bytes" in found.stdout
     assert "between hosts:" in found.stdout
 

@@ -38,7 +38,7 @@ def run(environment, *arguments, timeout_s=100):
     return done.stdout
 
 
-def test_a_schedule_conforms_and_is_chosen(installed):
+def test_a_schedule_conforms_and_is_chosen(installed, warm_python):
     program = """
     import json
     from totalreduce.foundation.types import OpKind

@@ -52,7 +52,7 @@ def exported(python):
 @pytest.mark.parametrize(
     ("disturb", "loop"),
     [
-        pytest.param(preempt, [], id="signal"),
+        pytest.param(preempt, [], id="signal", marks=pytest.mark.slow),
         pytest.param(preempt, ["--ddp"], id="signal-ddp", marks=pytest.mark.slow),
         pytest.param(requeue, [], id="requeue", marks=pytest.mark.slow),
         pytest.param(crash, [], id="crash", marks=pytest.mark.slow),
@@ -78,6 +78,33 @@ def test_a_job_that_slurm_starts_again_changes_no_bit(slurm, zygote, tmp_path, d
     if disturb is preempt:
         stops = reports(text, "stops at")
         assert [end[2] for end in stops] == begun * 2, text
+
+
+@pytest.mark.parametrize(
+    ("code", "starts", "asks"),
+    [(0, 0, False), (75, 9, True), (1, 0, True), (1, 3, False)],
+    ids=["success", "signal", "first loss", "last loss"],
+)
+def test_the_script_asks_slurm_for_another_start(tmp_path, code, starts, asks):
+    """The script with commands in the place of Slurm's; the jobs above, with a Slurm, are in ``make soak``."""
+    asked = tmp_path / "asked"
+    commands = {
+        "srun": f'echo "$@" > {tmp_path / "ran"}; exit {code}',
+        "scontrol": f'echo "$@" > {asked}; kill $PPID',  # as Slurm ends the script of a job that it starts again
+    }
+    for name, text in commands.items():
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(starts)}
+    variables |= {"PYTHON": "python3", "RETRIES": "3"}
+    command = ["bash", str(EXAMPLES / "slurm_requeue.sbatch"), "train.py", "folder"]
+    done = subprocess.run(command, env={**os.environ, **variables}, timeout=60, check=False)
+    assert done.returncode == (-signal.SIGTERM if asks else code)
+    assert asked.exists() == asks
+    if asks:
+        assert asked.read_text() == "requeue 7\n"
+    assert (tmp_path / "ran").read_text().endswith(" --wait=60 --export=ALL python3 -u train.py folder\n")
 
 
 @pytest.mark.slow

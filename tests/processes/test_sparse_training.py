@@ -18,6 +18,14 @@ runpy.run_path({argv!r}[0], run_name="__main__")
 """
 
 
+@pytest.fixture
+def with_digits(fleet):
+    """Workers have scikit-learn's data already, which a cnn is trained on."""
+    pytest.importorskip("sklearn")
+    fleet.preload("sklearn.datasets")
+    return fleet
+
+
 def train(fleet, out, *options, ranks=2):
     """What rank 0 wrote."""
     argv = [str(EXAMPLES / "sparse_training.py"), "--json", str(out), "--steps", "20", "--evaluations", "4", *options]
@@ -32,8 +40,8 @@ def losses(document):
 
 
 @pytest.mark.parametrize("model", ["cnn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lstm", "gpt"))])
-def test_all_elements_of_all_ranks_are_what_dense_training_has(fleet, tmp_path, model):
-    pytest.importorskip("sklearn")
+def test_all_elements_of_all_ranks_are_what_dense_training_has(with_digits, tmp_path, model):
+    fleet = with_digits
     small = ("--model", model, "--width", "64", "--momentum", "optimizer")
     dense = train(fleet, tmp_path / "dense.json", *small, "--method", "dense")
     every = train(fleet, tmp_path / "every.json", *small, "--method", "topka", "--density", "1")
@@ -46,8 +54,8 @@ def test_all_elements_of_all_ranks_are_what_dense_training_has(fleet, tmp_path, 
     assert few_sent != pytest.approx(wanted, rel=1e-5)
 
 
-def test_doors_and_seeds(fleet, tmp_path):
-    pytest.importorskip("sklearn")
+def test_doors_and_seeds(with_digits, tmp_path):
+    fleet = with_digits
     small = ("--model", "cnn", "--width", "64", "--seeds", "2")
     ours = train(fleet, tmp_path / "ours.json", *small, "--method", "dense", ranks=3)
     ddp = train(fleet, tmp_path / "ddp.json", *small, "--method", "dense", "--door", "ddp", ranks=3)

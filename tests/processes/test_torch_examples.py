@@ -77,10 +77,10 @@ def end_gloo(worker, out):
     ("example", "model", "ranks", "dtype", "tolerance"),
     [
         ("torch_ddp", "cnn", 2, "float64", 1e-13),
-        ("torch_ddp", "cnn", 4, "float64", 1e-13),
+        pytest.param("torch_ddp", "cnn", 4, "float64", 1e-13, marks=pytest.mark.slow),
         ("torch_ddp", "gpt", 4, "float32", 1e-5),
         ("torch_fsdp", "cnn", 2, "float64", 1e-13),
-        ("torch_fsdp", "gpt", 2, "float32", 1e-5),
+        pytest.param("torch_fsdp", "gpt", 2, "float32", 1e-5, marks=pytest.mark.slow),
         ("lightning_fit", "gpt", 2, "float32", 1e-5),
         ("accelerate_fit", "cnn", 2, "float64", 1e-13),
         ("transformers_fit", "gpt", 2, "float32", 1e-5),
@@ -90,6 +90,8 @@ def test_losses_are_those_on_gloo(fleet, tmp_path, example, model, ranks, dtype,
     needed = NEEDS.get(example, "torch")
     if importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
+    if needed != "torch":
+        fleet.preload(needed)
     losses = train(fleet, tmp_path, example, model, ranks, dtype)
     assert losses["totalreduce"] == pytest.approx(losses["gloo"], rel=tolerance)
     assert len(set(losses["gloo"])) == STEPS  # something was learnt, or at least other examples were seen

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import fcntl
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -159,7 +160,7 @@ class Zygote:
         return pid
 
     def on_request(self, channel):
-        """The test wants a worker, or the exit code of one that has ended."""
+        """The test wants a worker, or the exit code of one that has ended, or modules for later workers."""
         data, descriptors, _, _ = socket.recv_fds(channel, 1 << 20, 8)
         if not data:
             return False
@@ -167,6 +168,13 @@ class Zygote:
         if "wait" in request:
             _, status = os.waitpid(request["wait"], 0)
             channel.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
+            return True
+        if "imports" in request:
+            for name in request["imports"]:
+                importlib.import_module(name)
+            gc.collect()
+            gc.freeze()
+            channel.send(b"done")
             return True
         pid = self.fork(lambda: work(request["source"], request["environment"], descriptors), descriptors)
         if pid:

@@ -92,14 +92,18 @@ INTEGERS = [torch.int32, torch.int64]
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_no_bit_of_an_allreduce_depends_on_the_lane(world_size: int) -> None:
-    """Small tensors and large ones, in memory of their own and in shared memory."""
+    """Small tensors and large ones, in memory of their own and in shared memory.
+
+    The longest tensors, of more stages than one, are for two and three ranks, and the rarer types for up to four.
+    """
+    sizes = (0, 1, 3, 1000, 50_000, 700_001) if world_size in (2, 3) else (0, 1, 3, 1000, 50_000)
 
     def results_of(group: Group) -> list[torch.Tensor]:
         results = []
-        for dtype in (*FLOATS, *INTEGERS):
+        for dtype in (*FLOATS, *INTEGERS) if world_size < 5 else (torch.float32, torch.bfloat16, torch.int64):
             ops = [ReduceOp.SUM, ReduceOp.PRODUCT]
             ops += [ReduceOp.AVG] if dtype in FLOATS else [ReduceOp.MIN, ReduceOp.MAX]
-            for size in (0, 1, 3, 1000, 50_000, 700_001):
+            for size in sizes:
                 for op in ops if size <= 50_000 or dtype in FLOATS[:2] else ops[-1:]:
                     for shared in (False, True):
                         tensor = values_of(group.rank, size, dtype)
@@ -133,7 +137,11 @@ def test_no_bit_of_blocks_depends_on_the_lane(memory: str, world_size: int) -> N
         results, rank = [], group.rank
         equal = [[size] * world_size for size in (1, 900, 320_000 // world_size)]
         unequal = [[size * other for other in range(world_size)] for size in (3, 250_000 // world_size**2)]
-        dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.float32, torch.float32]
+        dtypes = (
+            [torch.float32] * 3
+            if world_size > 5
+            else [torch.float32, torch.bfloat16, torch.int64, *[torch.float32] * 2]
+        )
         for dtype, sizes in itertools.product(dtypes, [*equal, *unequal]):
             name = f"{sum(sizes)} {dtype}"
             outputs, own = blocks_of(group, sizes, dtype, memory), values_of(rank, sizes[rank], dtype)

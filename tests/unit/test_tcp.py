@@ -111,7 +111,7 @@ def turn(ranks, until, *, timeout_s=20.0):
 def settle(ranks):
     """Let every rank make progress until no event comes any more, so that nothing is left of the handshakes.
 
-    ``wait`` returns at an event that ``progress`` must handle, such as a connection that the other rank opens meanwhile.
+    ``wait`` returns at an event that ``progress`` must handle, such as a connection that the other rank opens.
     """
     quiet = 0
     while quiet < 3:
