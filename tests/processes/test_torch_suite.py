@@ -7,13 +7,11 @@ import pytest
 
 HERE = Path(__file__).parents[1] / "torch_suite"
 
-#: Hooks and ``no_sync``, complex and coalesced tensors, objects, time-outs, receives from any rank, sparse tensors.
+#: Hooks and ``no_sync``, objects, receives from any rank, sparse tensors.
 #: Each of these tests starts two processes, so that a few must do here.
 SOME = [
     "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
-    "test_all_gather_coalesced_complex",
     "test_all_gather_object_default_pg",
-    "test_barrier_timeout_full_group",
     "test_send_recv_any_source_torch_profiler",
     "test_sparse_all_reduce_sum",
 ]
