@@ -19,6 +19,7 @@ __all__ = [
     "accumulate_lanes",
     "fence",
     "load_word",
+    "prefetch",
     "select_lanes",
     "sign_lanes",
     "store_word",
@@ -150,6 +151,21 @@ def store_word(_typing: Any, target: Any, at: Any, word: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(target, types.int64, types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(_typing: Any, array: Any, at: Any) -> Any:
+    """Ask for the cache line of ``array[at]``, of any element type, before it is read and written."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        place = builder.bitcast(_pointer(context, builder, signature.args[0], *arguments), byte)
+        kind = ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT])
+        request = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
+        builder.call(request, [place, _INT(1), _INT(3), _INT(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

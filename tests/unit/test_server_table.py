@@ -1,0 +1,174 @@
+"""Where keys are, and what the optimizers of a parameter server do with what is pushed."""
+
+from __future__ import annotations
+
+import numpy as np
+import plain_updates
+import pytest
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError, ProtocolError
+from totalreduce.server.layout import Layout
+from totalreduce.server.optimizers import FTRL, SGD, Adagrad, Adam, Momentum, Optimizer, Sum
+from totalreduce.server.table import Table
+
+OPTIMIZERS = [
+    Sum(),
+    SGD(0.1),
+    Momentum(0.1, 0.7),
+    Adagrad(0.1, 0.3),
+    Adam(0.01),
+    Adam(0.01, beta1=0.0),
+    FTRL(0.2, l1=0.3),
+]
+
+# ------------------------------------------------------------------------------------------------------------- layout
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3, 4, 5, 7, 8])
+def test_servers_have_nearly_equal_shares(num_servers: int) -> None:
+    layout = Layout(10**6, range(num_servers))
+    shares = np.bincount(layout.owners, minlength=num_servers)
+    assert shares.sum() == layout.num_ranges == 1024
+    assert shares.max() <= 1.2 * shares.mean()
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 4, 7])
+def test_only_the_ranges_of_the_changed_server_move(num_servers: int) -> None:
+    before, after = Layout(10**6, range(num_servers)), Layout(10**6, range(num_servers + 1))
+    moved = before.owners != after.owners
+    assert set(after.owners[moved]) == {num_servers}
+    assert (after.owners[~moved] != num_servers).all()
+    assert 0 < moved.sum() <= 1.2 * 1024 / (num_servers + 1)
+
+
+def test_successors_are_different_servers_and_the_next_owner_is_the_second() -> None:
+    layout, without = Layout(1000, [1, 4, 6, 9]), Layout(1000, [1, 6, 9])
+    for index in range(layout.num_ranges):
+        chain = layout.successors(index, 3)
+        assert len(set(chain)) == 3
+        assert chain[0] == layout.owners[index]
+        assert without.owners[index] == (chain[1] if chain[0] == 4 else chain[0])
+    assert len(layout.successors(0, 9)) == 4
+
+
+@pytest.mark.parametrize(("num_keys", "num_servers"), [(1, 1), (5, 3), (1024, 2), (99_991, 4)])
+def test_every_key_has_one_server(num_keys: int, num_servers: int) -> None:
+    layout = Layout(num_keys, range(num_servers))
+    keys = np.unique(np.random.default_rng(1).integers(0, num_keys, 300))
+    found = np.concatenate([keys[positions] for _, positions in layout.split_keys(keys)])
+    assert sorted(found) == list(keys)
+    begin, end = num_keys // 3, num_keys - num_keys // 5
+    by_range: dict[int, list[int]] = {}
+    for server, parts in layout.split_range(begin, end):
+        by_range[server] = [key for first, last in parts for key in range(first, last)]
+        assert (parts[1:, 0] > parts[:-1, 1]).all()
+    assert sorted(key for keys in by_range.values() for key in keys) == list(range(begin, end))
+    for server, positions in layout.split_keys(np.arange(begin, end)):
+        assert by_range[server] == list(np.arange(begin, end)[positions])
+
+
+@pytest.mark.parametrize(("num_keys", "servers"), [(0, [0]), (2**50, [0]), (True, [0]), (5, []), (5, [1, 1])])
+def test_layouts_that_cannot_be(num_keys: int, servers: list[int]) -> None:
+    with pytest.raises(ConfigurationError):
+        Layout(num_keys, servers)
+
+
+# -------------------------------------------------------------------------------------------------------------- table
+
+
+def make(optimizer: Optimizer, width: int, dtype: type, initial: object = 0.0, num_keys: int = 5000) -> Table:
+    layout = Layout(num_keys, [0, 1])
+    return Table(layout, 1, width=width, dtype=np.dtype(dtype), optimizer=optimizer, initial=initial)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_pushes_do_what_the_reference_does(optimizer: Optimizer, width: int, dtype: type) -> None:
+    random, table = np.random.default_rng(5), make(optimizer, width, dtype, initial=0.25)
+    begins = Layout(5000, [0, 1]).begins
+    own = np.concatenate([np.arange(*begins[i : i + 2]) for i in table.ranges])
+    place = {int(key): row for row, key in enumerate(own)}
+    values = np.full((len(own), width), 0.25)
+    states = [np.full((len(own), 1 if kind.is_per_key else width), kind.initial) for kind in optimizer.states]
+    for step in range(12):
+        if step % 3 == 2:
+            begin, end = sorted(random.integers(0, 5001, 2))
+            keys, rows = own[(own >= begin) & (own < end)], table.find_range(begin, end)
+        else:
+            keys = own[np.flatnonzero(random.random(len(own)) < 0.2)]
+            rows = table.find_keys(keys.astype(np.int32 if step % 2 else np.int64))
+        assert rows.count == len(keys)
+        gradients = random.standard_normal((len(keys), width)).astype(dtype)
+        plain_updates.update(optimizer, values, states, np.array([place[int(key)] for key in keys], int), gradients)
+        table.push(rows, gradients.reshape(-1))
+        pulled = table.pull(rows).reshape(-1, width)
+        expected = values[[place[int(key)] for key in keys]]
+        np.testing.assert_allclose(pulled, expected, rtol=2e-5 if dtype is np.float32 else 1e-12, atol=1e-6)
+    np.testing.assert_allclose(table.values.reshape(-1, width), values, rtol=2e-5, atol=1e-6)
+    assert table.version == 12
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (SGD(0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
+        (Momentum(0.1, 0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+        (Adagrad(0.1, 0.5), lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5)),
+        (Adam(0.01, 0.8, 0.99), lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.8, 0.99))),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_dense_table_is_trained_as_by_torch(ours: Optimizer, theirs: object) -> None:
+    layout = Layout(3000, [0])
+    table = Table(layout, 0, width=2, dtype=np.dtype(np.float64), optimizer=ours)
+    parameter = torch.nn.Parameter(torch.zeros(3000, 2, dtype=torch.float64))
+    optimizer, generator = theirs([parameter]), torch.Generator().manual_seed(1)
+    for _ in range(5):
+        parameter.grad = torch.randn(3000, 2, dtype=torch.float64, generator=generator)
+        optimizer.step()
+        table.push(table.find_range(0, 3000), parameter.grad.numpy().reshape(-1))
+    np.testing.assert_allclose(table.values.reshape(-1, 2), parameter.detach().numpy(), rtol=1e-12, atol=1e-12)
+
+
+def test_initial_values_are_those_of_the_key() -> None:
+    table = make(Sum(), 2, np.float32, initial=lambda keys: np.stack([keys, -keys], axis=1))
+    rows = table.find_range(1234, 2345)
+    pulled = table.pull(rows).reshape(-1, 2)
+    layout = Layout(5000, [0, 1])
+    expected = [key for _, parts in [*layout.split_range(1234, 2345)][1:] for p in parts for key in range(*p)]
+    np.testing.assert_array_equal(pulled, np.stack([expected, np.negative(expected)], axis=1))
+    with pytest.raises(ConfigurationError, match=r"initial returns values of shape \(1,\) for \d+ keys; expected is"):
+        make(Sum(), 2, np.float32, initial=lambda keys: np.zeros(1))
+
+
+def test_ranges_that_a_request_touches() -> None:
+    table, layout = make(Sum(), 1, np.float32), Layout(5000, [0, 1])
+    keys = np.array([layout.begins[table.ranges[3]], layout.begins[table.ranges[7] + 1] - 1])
+    assert list(table.find_keys(keys).ranges) == [3, 7]
+    assert list(table.find_range(int(keys[0]), int(keys[1]) + 1).ranges) == [3, 4, 5, 6, 7]
+    assert table.find_range(10, 10).count == 0
+
+
+@pytest.mark.parametrize("keys", ["of the other server", "twice", "descending", "negative", "too large"])
+def test_wrong_keys(keys: str) -> None:
+    table, layout = make(Sum(), 1, np.float32), Layout(5000, [0, 1])
+    mine = [int(layout.begins[index]) for index in table.ranges]
+    wrong = {
+        "of the other server": [mine[0], *[int(layout.begins[i]) for i in range(1024) if i not in table.ranges][-1:]],
+        "twice": [mine[0], mine[0]],
+        "descending": [mine[4], mine[2]],
+        "negative": [-1, mine[1]],
+        "too large": [mine[0], 5000],
+    }
+    with pytest.raises(ProtocolError, match="is not ascending, or of another server"):
+        table.find_keys(np.array(wrong[keys], np.int64))
+
+
+@pytest.mark.parametrize(
+    "make_wrong", [lambda: SGD(0), lambda: Momentum(1, 1), lambda: Adam(beta2=0), lambda: FTRL(l1=-1)]
+)
+def test_settings_that_cannot_be(make_wrong: object) -> None:
+    with pytest.raises(ConfigurationError):
+        make_wrong()
