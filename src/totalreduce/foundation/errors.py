@@ -11,11 +11,13 @@
     ├── StallError              some rank never submitted an operation that others wait for
     ├── MissingTensorError      a rank left a planned tensor out and the policy forbids it
     ├── DeadlineExceededError   also a TimeoutError: the operation goes on, this wait does not
+    │   └── SlowWorkersError    a request to a parameter server waits for workers that are steps behind
     ├── PeerLost                a rank died, froze or left
     ├── GroupClosed             this rank closed the group
     ├── RendezvousError         the group could not be formed
     │   ├── AuthenticationError a peer could not prove that it knows the job's key
     │   └── RecoveryError       the job cannot go on after a loss
+    ├── RefusedError            a parameter server has not applied a request
     └── ProtocolError           bytes that no correct peer sends
 
 An error says what happened, where (rank, tensor), and what to do about it.
@@ -36,8 +38,10 @@ __all__ = [
     "PlanMismatchError",
     "ProtocolError",
     "RecoveryError",
+    "RefusedError",
     "RendezvousError",
     "ReplayMismatchError",
+    "SlowWorkersError",
     "StallError",
     "TotalReduceError",
     "UnsupportedError",
@@ -192,6 +196,27 @@ class DeadlineExceededError(TotalReduceError, TimeoutError):
     def __new__(cls, *args: object) -> Self:
         """Use ``TimeoutError``'s constructor; that of ``RuntimeError`` would refuse to make an ``OSError``."""
         return TimeoutError.__new__(cls, *args)
+
+
+class SlowWorkersError(DeadlineExceededError):
+    """A request to a parameter server has waited for slower workers until its deadline. It may be waited for again.
+
+    Attributes:
+        clock: The clock of this worker.
+        clocks: The clocks of the workers for which it waits, by rank.
+    """
+
+    def __init__(self, clock: int, clocks: dict[int, int], waited_s: float) -> None:
+        who = ", ".join(f"rank {rank} at clock {behind}" for rank, behind in sorted(clocks.items()))
+        super().__init__(
+            f"a request of a worker at clock {clock} has waited {waited_s:.3g} s for slower workers: {who}. Does every "
+            "rank call clock() after each step? If a rank is only slow, allow more staleness or a longer timeout_s"
+        )
+        self.clock, self.clocks = clock, clocks
+
+
+class RefusedError(TotalReduceError):
+    """A parameter server has refused a request; it has applied nothing of it. Other servers may have applied theirs."""
 
 
 class PeerLost(TotalReduceError):

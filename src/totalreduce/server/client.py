@@ -1,0 +1,341 @@
+"""One worker: calls and answers in, requests out. A plain object without thread, socket and clock."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Final, final
+
+import numpy as np
+
+from totalreduce.codecs.codec import TOO_LARGE
+from totalreduce.foundation.errors import ConfigurationError, ProtocolError, RefusedError, TotalReduceError
+from totalreduce.kernels import updates
+from totalreduce.kernels.arrays import Array
+from totalreduce.server.layout import Layout
+from totalreduce.server.messages import WINDOW, Form, Header, Kind, Lru, Message, Spec, digest_of
+from totalreduce.server.pieces import Places, cut_parts, cut_positions
+from totalreduce.server.server import read_waiting
+
+__all__ = ["Call", "Client"]
+
+#: The lists of keys that a client expects each server to know.
+_LISTS_MAX: Final = 4096
+#: The bytes of values that a worker's unanswered requests to one server push or pull. One request may have more.
+_UNANSWERED_BYTES_MAX: Final = 16 * 1024 * 1024
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call of the program.
+
+    Attributes:
+        clock: The worker's clock at the time of the call.
+        pending: The number of its requests that were not answered yet.
+        error: Why it has failed.
+        staleness: Of a pull: the largest number of steps by which the slowest worker was behind.
+    """
+
+    clock: int
+    pending: int = 0
+    error: TotalReduceError | None = None
+    staleness: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all requests were answered, or one has failed."""
+        return self.pending == 0 or self.error is not None
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request of a call to one server. The arrays are those of the call, of shape (n, width)."""
+
+    call: Call
+    kind: Kind
+    number: int
+    num_bytes: int  #: Of the values that it pushes or pulls.
+    places: Places | None = None
+    keys: Array | None = None
+    values: Array | None = None
+    out: Array | None = None
+    #: Made when it is sent for the first time; ``keys`` of the message are there also if only the digest is sent.
+    message: Message | None = None
+
+
+@final
+@dataclass(slots=True)
+class _Lane:
+    """The requests to one server.
+
+    Attributes:
+        unsent: Those that were not sent yet.
+        unanswered: Those that were sent, by number, in this order.
+        last: The number of the last one that was sent.
+        lists: The digests of lists that the server knows.
+        slow: What the server has told last: workers for which a request waits, with their clocks.
+    """
+
+    unsent: deque[_Request] = field(default_factory=deque)
+    unanswered: dict[int, _Request] = field(default_factory=dict)
+    last: int = -1
+    lists: Lru[bool] = field(default_factory=lambda: Lru(_LISTS_MAX))
+    slow: dict[int, int] = field(default_factory=dict)
+    unanswered_bytes: int = 0
+
+
+@final
+class Client:
+    """The requests of one worker.
+
+    Attributes:
+        clock: The number of steps that the worker has ended.
+        staleness: How often each staleness was observed, by answer to a pull.
+        lists: How often keys travelled as a ``"list"``, as a ``"digest"``, and how often a server did not know a digest
+            (``"unknown"``).
+    """
+
+    def __init__(self, layout: Layout, spec: Spec) -> None:
+        self.clock = 0
+        self.staleness: Counter[int] = Counter()
+        self.lists: Counter[str] = Counter()
+        self._layout, self._spec = layout, spec
+        self._lanes = {int(server): _Lane() for server in np.unique(layout.owners)}
+        self._next = 0
+        self._again: list[tuple[int, Message]] = []
+        #: What codes of earlier pushes have not expressed. Memory of zeros is not taken before it is used.
+        self._residual: Array = np.zeros((layout.num_keys if spec.codec is not None else 0, spec.width), np.float32)
+
+    # --------------------------------------------------------------------------------------------------------- calls
+
+    def on_keys(self, kind: Kind, keys: Array, values: Array | None, out: Array | None) -> Call:
+        """Push to or pull listed keys. Arrays must not change before the call is done.
+
+        Args:
+            kind: ``PUSH``, ``PULL`` or ``PUSH_PULL``.
+            keys: Integers, one-dimensional, ascending, each once.
+            values: What is pushed, of shape (n, width), or of any shape with as many elements; contiguous.
+            out: Takes what is pulled; likewise, and writable.
+
+        Raises:
+            ConfigurationError: The arrays are not like that. Nothing is sent.
+        """
+        keys, spec = np.asarray(keys), self._spec
+        if keys.ndim != 1 or keys.dtype.kind not in "iu":
+            raise ConfigurationError(f"keys are a one-dimensional array of integers, not {keys.dtype} of {keys.shape}")
+        wrong = updates.first_wrong(keys, 0, spec.num_keys)
+        if wrong >= 0:
+            raise ConfigurationError(
+                f"keys[{wrong}] is {keys[wrong]}: keys are ascending, each comes once, and they are from 0 to "
+                f"{spec.num_keys - 1}. numpy.unique sorts them; add what is pushed for one key twice"
+            )
+        values, out = self._rows("values", values, keys.size), self._rows("out", out, keys.size)
+        wire = np.ascontiguousarray(keys, spec.key_dtype)
+        pieces = (
+            (server, places)
+            for server, positions in self._layout.split_keys(wire)
+            for places in cut_positions(positions, spec.keys_max)
+        )
+        return self._call(kind, pieces if keys.size else (), wire, values, out)
+
+    def on_range(self, kind: Kind, begin: int, end: int, values: Array | None, out: Array | None) -> Call:
+        """Push to or pull all keys of ``[begin, end)``; other arguments and errors as for ``on_keys``."""
+        if not 0 <= begin <= end <= self._spec.num_keys:
+            raise ConfigurationError(f"keys from {begin} to {end} are no range of {self._spec.num_keys} keys")
+        values, out = self._rows("values", values, end - begin), self._rows("out", out, end - begin)
+        pieces = (
+            (server, places)
+            for server, parts in self._layout.split_range(begin, end)
+            for places in cut_parts(parts, begin, self._spec.keys_max)
+        )
+        return self._call(kind, pieces, None, values, out)
+
+    def advance(self) -> Call:
+        """End a step: the clock advances by one. The call is done when all servers know it."""
+        self.clock += 1
+        return self._call(Kind.CLOCK, ((server, None) for server in self._lanes), None, None, None)
+
+    def finish(self) -> Call:
+        """End all: other workers do not wait for this one any more."""
+        return self._call(Kind.FINISH, ((server, None) for server in self._lanes), None, None, None)
+
+    def _call(
+        self,
+        kind: Kind,
+        pieces: Iterable[tuple[int, Places | None]],
+        keys: Array | None,
+        values: Array | None,
+        out: Array | None,
+    ) -> Call:
+        call = Call(self.clock)
+        for server, places in pieces:
+            num_bytes = 0 if places is None else places.count * self._spec.width * self._spec.dtype.itemsize
+            request = _Request(call, kind, self._next, num_bytes, places, keys, values, out)
+            self._lanes[server].unsent.append(request)
+            self._next += 1
+            call.pending += 1
+        return call
+
+    def _rows(self, name: str, array: Array | None, count: int) -> Array | None:
+        """Check an array of the caller; return it with shape (n, width)."""
+        if array is None:
+            return None
+        spec = self._spec
+        if array.dtype != spec.dtype:
+            raise ConfigurationError(f"{name} are {array.dtype}; the table's values are {spec.dtype}")
+        if array.size != count * spec.width:
+            raise ConfigurationError(
+                f"{name} have shape {array.shape}; expected is ({count}, {spec.width}), one row for each key"
+            )
+        if not array.flags.c_contiguous or (name == "out" and not array.flags.writeable):
+            raise ConfigurationError(f"{name} must be contiguous, and out must be writable")
+        return array.reshape(count, spec.width)
+
+    # ------------------------------------------------------------------------------------------------------ messages
+
+    def outgoing(self) -> list[tuple[int, Message]]:
+        """Return the servers and requests that are to be sent now."""
+        messages, self._again = self._again, []
+        for server, lane in self._lanes.items():
+            while lane.unsent and len(lane.unanswered) < WINDOW:
+                request = lane.unsent[0]
+                if lane.unanswered and lane.unanswered_bytes + request.num_bytes > _UNANSWERED_BYTES_MAX:
+                    break
+                lane.unsent.popleft()
+                messages.append((server, self._send(lane, request)))
+        return messages
+
+    def resend(self, server: int) -> None:
+        """Have all unanswered requests to a server sent again, in order."""
+        lane = self._lanes[server]
+        self._again += [(server, self._as_sent(lane, request)) for request in lane.unanswered.values()]
+
+    def room_for(self, server: int, header: Header) -> Array | None:
+        """Return the caller's memory for the values of an answer; ``None`` if there is none in one piece."""
+        request = self._lanes[server].unanswered.get(header.number) if server in self._lanes else None
+        if header.kind is not Kind.DONE or request is None or request.out is None:
+            return None
+        assert request.places is not None
+        memory = request.places.memory(request.out)
+        return memory if memory is not None and memory.nbytes == header.value_bytes else None
+
+    def answer(self, server: int, message: Message) -> None:
+        """Take in an answer of a server. One to a request that was answered before is ignored.
+
+        Raises:
+            ProtocolError: No correct server sends this answer.
+        """
+        header = message.header
+        if server not in self._lanes or header.kind.is_request:
+            raise ProtocolError(f"rank {server} sends a message of kind {header.kind.name} to a worker")
+        lane = self._lanes[server]
+        request = lane.unanswered.get(header.number)
+        if request is None:
+            return
+        match header.kind:
+            case Kind.UNKNOWN_LIST:
+                assert request.message is not None
+                lane.lists.drop(request.message.header.digest)
+                self.lists["unknown"] += 1
+                self.resend(server)
+                return
+            case Kind.WAITING:
+                lane.slow = {} if message.values is None else read_waiting(message.values)
+                return
+            case Kind.DONE:
+                self._take_values(server, request, message)
+            case Kind.REFUSED:
+                text = "" if message.values is None else message.values.tobytes().decode(errors="replace")
+                request.call.error = request.call.error or RefusedError(f"rank {server}, a server: {text}")
+            case _:
+                raise ProtocolError(f"rank {server} answers with a message of kind {header.kind.name}")
+        del lane.unanswered[header.number]
+        lane.unanswered_bytes -= request.num_bytes
+        lane.slow = {}
+        request.call.pending -= 1
+
+    def slow_workers(self) -> dict[int, int]:
+        """Return the workers for which requests wait, with their clocks, as servers have told last."""
+        return {worker: clock for lane in self._lanes.values() for worker, clock in lane.slow.items()}
+
+    def fail(self, error: TotalReduceError) -> None:
+        """Fail all calls that are not done."""
+        for lane in self._lanes.values():
+            for request in [*lane.unanswered.values(), *lane.unsent]:
+                request.call.error = request.call.error or error
+            lane.unanswered.clear()
+            lane.unsent.clear()
+
+    # ------------------------------------------------------------------------------------------------------- details
+
+    def _send(self, lane: _Lane, request: _Request) -> Message:
+        """Make the message of a request that is sent for the first time."""
+        places, values, keys, clock = request.places, None, None, request.call.clock
+        if request.values is not None:
+            assert places is not None
+            values = places.take(request.values).reshape(-1)
+        header = Header(request.kind, number=request.number, previous=lane.last, clock=clock)
+        if places is not None and request.keys is None:
+            header = replace(header, form=Form.RANGE, begin=places.begin, end=places.end)
+            if values is not None and self._spec.codec is not None:
+                values = self._encode(request, places, values)
+        elif places is not None and request.keys is not None:
+            keys = places.take(request.keys)
+            header = replace(header, form=Form.LIST, end=places.count, digest=digest_of(keys))
+        if values is not None:
+            header = replace(header, value_bytes=values.nbytes)
+        request.message = Message(header, keys, values)
+        lane.last = request.number
+        lane.unanswered[request.number] = request
+        lane.unanswered_bytes += request.num_bytes
+        return self._as_sent(lane, request)
+
+    def _as_sent(self, lane: _Lane, request: _Request) -> Message:
+        """Return the message of a request: with a digest for a list of keys that the server knows."""
+        message = request.message
+        assert message is not None
+        header = message.header
+        if header.form is not Form.LIST:
+            return message
+        if lane.lists.get(header.digest):
+            self.lists["digest"] += 1
+            return Message(replace(header, form=Form.DIGEST), None, message.values)
+        self.lists["list"] += 1
+        lane.lists.put(header.digest, value=True)
+        return message
+
+    def _encode(self, request: _Request, places: Places, values: Array) -> Array:
+        """Return the code of what is pushed to a range; its error is added to the next push."""
+        codec = self._spec.codec
+        assert codec is not None
+        residual = places.in_table()
+        total = residual.take(self._residual).reshape(-1) + values
+        code = np.zeros(codec.bytes_max(total.size), np.uint8)
+        size = codec.encode(total, code, seed=request.number, keeps=True)
+        if size == TOO_LARGE:
+            request.call.error = ConfigurationError(
+                "what is pushed has values that are not finite, or too large to encode"
+            )
+            return code[:0]
+        residual.put(self._residual, total.reshape(-1, self._spec.width))
+        return code[:size]
+
+    def _take_values(self, server: int, request: _Request, message: Message) -> None:
+        expected = 0
+        if request.out is not None:
+            assert request.places is not None
+            expected = request.places.count * self._spec.width
+        values = message.values
+        if expected != (0 if values is None else values.size):
+            raise ProtocolError(f"rank {server} answers request {request.number} with another number of values")
+        if values is None or request.out is None or request.places is None:
+            return
+        memory = request.places.memory(request.out)
+        if memory is None or memory.ctypes.data != values.ctypes.data:  # else they were received in place
+            request.places.put(request.out, values.reshape(-1, self._spec.width))
+        staleness = max(0, request.call.clock - message.header.clock)
+        request.call.staleness = max(request.call.staleness, staleness)
+        self.staleness[staleness] += 1

@@ -1,0 +1,133 @@
+"""Clocks of workers, and the rules by which requests wait for them.
+
+A worker's clock is the number of steps that it has ended. A server notes it for each range of keys (the range vector
+clocks of Li et al., OSDI 2014), so that a range can be handed on with its clocks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Final, final
+
+import numpy as np
+
+from totalreduce.foundation import checks
+from totalreduce.foundation.errors import ProtocolError
+from totalreduce.kernels.arrays import Array
+
+__all__ = ["FINISHED", "Bounded", "Consistency", "Eventual", "RangeClocks", "Sequential"]
+
+#: The clock of a worker that has finished: nobody waits for it.
+FINISHED: Final = 1 << 62
+
+
+@dataclass(frozen=True)
+class Consistency(ABC):
+    """A rule: which requests wait for other workers. Equal on all ranks.
+
+    Attributes:
+        in_steps: Whether pushes are kept until all workers have ended the step, and then applied in the order of ranks.
+    """
+
+    in_steps: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def bound(self) -> int | None:
+        """A worker may be so many steps ahead of the slowest one when its request is carried out; ``None``: any."""
+
+    def admits(self, clock: int, slowest: int) -> bool:
+        """Return whether a request of a worker at ``clock`` is carried out while the slowest is at ``slowest``."""
+        return self.bound is None or clock - slowest <= self.bound
+
+    def describe(self) -> dict[str, Any]:
+        """Return name and settings as JSON values."""
+        return {"name": type(self).__name__, **asdict(self)}
+
+
+@final
+@dataclass(frozen=True)
+class Sequential(Consistency):
+    """Synchronous steps: a pull sees all pushes of earlier steps, and none of this step; the same bits in every run.
+
+    Attributes:
+        buffer_bytes: A server keeps at most so many bytes of what one worker pushes in a step. More is refused.
+    """
+
+    in_steps: ClassVar[bool] = True
+
+    buffer_bytes: int = 256 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        """Check the bound."""
+        checks.integer_fields(self, "buffer_bytes", minimum=1)
+
+    @property
+    def bound(self) -> int:
+        """No worker is ahead of another one."""
+        return 0
+
+
+@final
+@dataclass(frozen=True)
+class Bounded(Consistency):
+    """Bounded delay, or stale synchronous: a worker is at most ``tau`` steps ahead of the slowest one.
+
+    Pushes are applied when they come. Li et al., OSDI 2014; Ho et al., NIPS 2013.
+    """
+
+    tau: int
+
+    def __post_init__(self) -> None:
+        """Check the bound."""
+        checks.integer_fields(self, "tau", minimum=0)
+
+    @property
+    def bound(self) -> int:
+        """The bound."""
+        return self.tau
+
+
+@final
+@dataclass(frozen=True)
+class Eventual(Consistency):
+    """Nobody waits. Pushes are applied when they come."""
+
+    @property
+    def bound(self) -> None:
+        """There is no bound."""
+        return
+
+
+@final
+class RangeClocks:
+    """The clocks of all workers, for each range of a server."""
+
+    def __init__(self, num_ranges: int, num_workers: int) -> None:
+        """All clocks begin at 0."""
+        self._clocks: Array = np.zeros((num_ranges, num_workers), np.int64)
+
+    def advance(self, worker: int, clock: int) -> None:
+        """Set the clock of a worker, in all ranges. A clock that was set before is no change.
+
+        Raises:
+            ProtocolError: The clock is neither the next one nor ``FINISHED``.
+        """
+        own = self._clocks[:, worker]
+        if not ((clock - own <= 1) | (clock == FINISHED)).all():
+            raise ProtocolError(f"worker {worker} is at clock {own.min()}, and cannot go on to {clock}")
+        np.maximum(own, clock, out=own)
+
+    def of(self, worker: int) -> int:
+        """Return the clock of a worker."""
+        return int(self._clocks[:, worker].min())
+
+    def slowest(self, ranges: Array | slice = slice(None)) -> int:
+        """Return the smallest clock in some ranges."""
+        return int(self._clocks[ranges].min())
+
+    def below(self, clock: int, ranges: Array) -> list[tuple[int, int]]:
+        """Return workers whose clocks are below ``clock`` in some ranges, and these clocks."""
+        clocks = self._clocks[ranges].min(axis=0)
+        return [(int(worker), int(clocks[worker])) for worker in np.flatnonzero(clocks < clock)]

@@ -1,0 +1,333 @@
+"""Messages, clocks, one server and one client of a parameter server, as plain objects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from totalreduce.codecs.int8 import Int8
+from totalreduce.codecs.topk import Topk
+from totalreduce.foundation.errors import ConfigurationError, ProtocolError, RefusedError
+from totalreduce.server.client import Call, Client
+from totalreduce.server.clocks import FINISHED, Bounded, Eventual, RangeClocks, Sequential
+from totalreduce.server.layout import Layout
+from totalreduce.server.messages import HEADER, WINDOW, Form, Header, Kind, Lru, Message, Spec, digest_of
+from totalreduce.server.optimizers import Sum
+from totalreduce.server.server import Server, read_waiting
+from totalreduce.server.table import Table
+
+F32 = np.dtype(np.float32)
+SPEC = Spec(5000, 2, F32, table=77)
+
+
+def pair(rule=None, *, spec=SPEC, num_workers=2, rank=0):
+    """A server of all keys, and the clients of its workers."""
+    layout = Layout(spec.num_keys, [rank])
+    table = Table(layout, rank, width=spec.width, dtype=spec.dtype, optimizer=Sum())
+    server = Server(rank, table, spec, rule or Eventual(), num_workers)
+    return server, [Client(layout, spec) for _ in range(num_workers)]
+
+
+def carry(server: Server, clients: list[Client], worker: int, call: Call) -> Call:
+    """Bring all messages where they belong."""
+    while messages := clients[worker].outgoing():
+        for _, message in messages:
+            for target, answer in server.take(worker, message):
+                clients[target].answer(0, answer)
+    return call
+
+
+def rows(*shape: int) -> np.ndarray:
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1
+
+
+# ------------------------------------------------------------------------------------------------------------ messages
+
+
+def test_headers_come_back() -> None:
+    keys = np.arange(3, dtype=np.int32)
+    header = Header(Kind.PUSH_PULL, Form.LIST, 9, 4, 3, 0, 3, 24, digest_of(keys))
+    assert SPEC.decode(SPEC.encode(header)) == header
+    assert (SPEC.key_bytes(header), SPEC.value_dtype(header)) == (12, F32)
+
+
+VALID = SPEC.encode(Header(Kind.PUSH, Form.RANGE, 5, -1, 0, 10, 20, 80))
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (VALID[:-1], "has 71 bytes where 72"),
+        (b"\2" + VALID[1:], "a message of version 2 where version 1"),
+        (
+            replace(SPEC, table=3).encode(Header(Kind.CLOCK)),
+            "about table 0x3, which has other settings than table 0x4d",
+        ),
+        (VALID[:2] + b"\x63" + VALID[3:], "an unknown kind"),
+        (SPEC.encode(Header(Kind.PUSH, number=1)), "PUSH cannot have keys of form NOTHING"),
+        (SPEC.encode(Header(Kind.PULL, Form.RANGE, 1, begin=9, end=5001)), "a range from 9 to 5001 of 5000 keys"),
+        (SPEC.encode(Header(Kind.PULL, Form.LIST, 1, end=1 << 40)), "a list of 1099511627776 keys"),
+        (
+            SPEC.encode(Header(Kind.PUSH, Form.LIST, 1, end=2, value_bytes=12)),
+            "12 bytes of values for 2 keys, where 16",
+        ),
+        (SPEC.encode(Header(Kind.DONE, value_bytes=1 << 30)), "1073741824 bytes of values in a message of kind DONE"),
+        (SPEC.encode(Header(Kind.PULL, Form.RANGE, -3, begin=0, end=1)), "a request with number -3"),
+    ],
+    ids=lambda each: None if isinstance(each, str) else "header",
+)
+def test_headers_that_no_correct_rank_sends(data: bytes, text: str) -> None:
+    with pytest.raises(ProtocolError, match=text):
+        SPEC.decode(data)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_garbage_is_refused_and_never_asks_for_memory(data: st.DataObject) -> None:
+    """Random headers, half of them with some fields that are right: an error, or sizes within the bounds."""
+    number = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 50)
+    fields = [
+        *(1, data.draw(st.integers(0, 255) | st.integers(1, 12)), data.draw(st.integers(0, 5)), 77),
+        *(data.draw(number) for _ in range(5)),
+        *(data.draw(st.integers(0, 2**64 - 1) | st.integers(0, 400)), data.draw(st.binary(min_size=16, max_size=16))),
+    ]
+    try:
+        header = SPEC.decode(HEADER.pack(*fields))
+    except ProtocolError:
+        return
+    assert SPEC.key_bytes(header) <= 4 << 20
+    assert header.value_bytes <= 4 << 20
+    server, clients = pair()
+    keys = None
+    if header.form is Form.LIST:
+        keys = data.draw(st.sampled_from([np.zeros(header.end, np.int32), np.arange(header.end, dtype=np.int32)]))
+    dtype = SPEC.value_dtype(header)
+    values = np.ones(header.value_bytes // dtype.itemsize, dtype) if header.value_bytes else None
+    for taker in (lambda: server.take(1, Message(header, keys, values)), lambda: clients[0].answer(0, Message(header))):
+        try:
+            answers = taker()
+        except ProtocolError:
+            continue
+        refused = not answers or answers[0][1].header.kind in (Kind.REFUSED, Kind.UNKNOWN_LIST)
+        assert not refused or not server.table.values.any()
+
+
+def test_least_recently_used_entries_are_dropped() -> None:
+    lru: Lru[int] = Lru(10)
+    for number in range(4):
+        lru.put(bytes([number]), number, 3)
+        lru.get(b"\1")
+    assert [lru.get(bytes([number])) for number in range(4)] == [None, 1, 2, 3]
+    lru.put(b"\1", 5, 11)
+    assert [lru.get(bytes([number])) for number in range(4)] == [None, None, None, None]
+
+
+# -------------------------------------------------------------------------------------------------------------- clocks
+
+
+def test_clocks_go_on_one_by_one() -> None:
+    clocks = RangeClocks(3, 2)
+    clocks.advance(0, 1)
+    clocks.advance(0, 1)  # the same message again
+    assert (clocks.of(0), clocks.of(1), clocks.slowest()) == (1, 0, 0)
+    with pytest.raises(ProtocolError, match="worker 1 is at clock 0, and cannot go on to 2"):
+        clocks.advance(1, 2)
+    clocks.advance(1, FINISHED)
+    assert clocks.slowest(np.array([2])) == 1
+    assert clocks.below(5, np.array([0, 1])) == [(0, 1)]
+
+
+@pytest.mark.parametrize("make", [lambda: Bounded(-1), lambda: Bounded(1.5), lambda: Sequential(buffer_bytes=0)])
+def test_rules_that_cannot_be(make: object) -> None:
+    with pytest.raises(ConfigurationError):
+        make()
+
+
+# ------------------------------------------------------------------------------------------------- server and client
+
+
+def test_a_request_that_comes_again_is_answered_and_not_applied_again() -> None:
+    server, clients = pair()
+    client = clients[0]
+    call = client.on_keys(Kind.PUSH, np.array([3, 9]), rows(2, 2), None)
+    [(_, first)] = client.outgoing()
+    assert [answer.header.kind for _, answer in server.take(0, first)] == [Kind.DONE]
+    assert [answer.header.kind for _, answer in server.take(0, first)] == [Kind.DONE]
+    np.testing.assert_array_equal(server.table.values[6:8], [1, 2])
+    client.resend(0)
+    [(_, again)] = client.outgoing()
+    assert again.header.form is Form.DIGEST  # the server knows the list
+    carry(server, clients, 0, call)
+    assert server.table.version == 1
+    assert not call.is_done
+    client.answer(0, server.take(0, again)[0][1])
+    assert call.is_done
+    client.answer(0, Message(Header(Kind.DONE, number=first.header.number)))  # a late answer changes nothing
+    assert call.pending == 0
+
+
+def test_a_request_whose_predecessor_is_missing_is_ignored() -> None:
+    server, clients = pair()
+    client = clients[0]
+    calls = [client.on_keys(Kind.PUSH, np.array([3]), rows(1, 2), None) for _ in range(2)]
+    [(_, first), (_, second)] = client.outgoing()
+    assert server.take(0, second) == []
+    assert server.table.version == 0
+    client.resend(0)
+    carry(server, clients, 0, calls[0])  # the second one has a digest only, so the list is asked for, too
+    assert calls[1].is_done
+    np.testing.assert_array_equal(server.table.values[6:8], [2, 4])
+    assert (first.header.previous, second.header.previous) == (-1, first.header.number)
+
+
+def test_lists_are_shared_between_workers_and_asked_for() -> None:
+    server, clients = pair()
+    keys, out = np.array([5, 7, 4999]), np.empty((3, 2), np.float32)
+    carry(server, clients, 0, clients[0].on_keys(Kind.PUSH, keys, rows(3, 2), None))
+    clients[1]._lanes[0].lists.put(digest_of(keys.astype(np.int32)), value=True)  # as if it had used it long ago
+    assert carry(server, clients, 1, clients[1].on_keys(Kind.PULL, keys, None, out)).is_done
+    np.testing.assert_array_equal(out, rows(3, 2))
+    assert clients[1].lists == {"digest": 1}
+    server._lists.drop(digest_of(keys.astype(np.int32)))
+    out[:] = 0
+    assert carry(server, clients, 1, clients[1].on_keys(Kind.PUSH_PULL, keys, rows(3, 2), out)).is_done
+    np.testing.assert_array_equal(out, 2 * rows(3, 2))
+    assert clients[1].lists == {"digest": 2, "unknown": 1, "list": 1}
+
+
+def test_a_list_with_the_digest_of_another_one_is_refused() -> None:
+    server, _ = pair()
+    keys = np.array([1, 2], np.int32)
+    header = Header(Kind.PUSH, Form.LIST, 0, end=2, value_bytes=16, digest=digest_of(keys + 1))
+    [(_, answer)] = server.take(0, Message(header, keys, rows(4)))
+    assert answer.header.kind is Kind.REFUSED
+    assert b"is that of another list" in answer.values.tobytes()
+    assert not server.table.values.any()
+
+
+def test_a_worker_that_is_ahead_waits_and_is_told_for_whom() -> None:
+    server, clients = pair(Bounded(1), num_workers=3)
+    fast, out = clients[0], np.zeros((5000, 2), np.float32)
+    for _ in range(2):
+        assert carry(server, clients, 0, fast.advance()).is_done
+    assert carry(server, clients, 2, clients[2].advance()).is_done
+    push = carry(server, clients, 0, fast.on_range(Kind.PUSH, 0, 5000, rows(5000, 2), None))
+    pull = carry(server, clients, 0, fast.on_range(Kind.PULL, 0, 5000, None, out))
+    assert not push.is_done
+    assert not pull.is_done
+    assert fast.slow_workers() == {1: 0}
+    assert not server.table.values.any()
+    carry(server, clients, 1, clients[1].advance())
+    assert push.is_done
+    assert pull.is_done
+    assert pull.staleness == 1
+    assert fast.staleness == {1: 1}
+    assert fast.slow_workers() == {}
+    np.testing.assert_array_equal(out, rows(5000, 2))
+    assert read_waiting(np.frombuffer(bytes(16), np.uint8)) == {0: 0}
+    with pytest.raises(ProtocolError):
+        read_waiting(np.zeros(9, np.uint8))
+
+
+def test_steps_are_applied_when_all_have_ended_them() -> None:
+    server, clients = pair(Sequential(buffer_bytes=40_000))
+    out, mine = np.zeros((5000, 2), np.float32), rows(5000, 2)
+    for worker in (1, 0):
+        carry(server, clients, worker, clients[worker].on_range(Kind.PUSH, 0, 5000, mine, None))
+    mine[:] = 99  # worker 0 is on the server's rank: its array was copied
+    refused = carry(server, clients, 1, clients[1].on_keys(Kind.PUSH, np.array([1]), rows(1, 2), None))
+    assert isinstance(refused.error, RefusedError)
+    assert "worker 1 pushes more in step 0 than the rule's buffer_bytes" in str(refused.error)
+    carry(server, clients, 1, clients[1].on_range(Kind.PULL, 0, 5000, None, out))
+    assert not out.any()
+    carry(server, clients, 1, clients[1].advance())
+    late = carry(server, clients, 1, clients[1].on_range(Kind.PULL, 0, 5000, None, out))
+    assert not late.is_done
+    carry(server, clients, 0, clients[0].finish())
+    assert late.is_done
+    np.testing.assert_array_equal(out, rows(5000, 2) + 99)  # worker 1's memory came without a copy here
+    assert server.table.version == 2
+
+
+def test_large_calls_are_cut_and_few_requests_are_under_way() -> None:
+    spec = Spec(9_000_000, 1, np.dtype(np.float64))
+    server, clients = pair(spec=spec, num_workers=1)
+    values, out = np.arange(9e6), np.zeros(9_000_000)
+    push = clients[0].on_range(Kind.PUSH, 0, 9_000_000, values, None)
+    sent = clients[0].outgoing()
+    assert len(sent) == 4  # 16 MiB
+    assert all(message.num_bytes <= (4 << 20) + HEADER.size for _, message in sent)
+    assert np.shares_memory(sent[0][1].values, values)
+    for _, message in sent:
+        [(_, answer)] = server.take(0, message)
+        clients[0].answer(0, answer)
+    carry(server, clients, 0, push)
+    assert push.is_done
+    carry(server, clients, 0, clients[0].on_range(Kind.PULL, 0, 9_000_000, None, out))
+    np.testing.assert_array_equal(out, values)
+    small = [clients[0].on_keys(Kind.PULL, np.array([1]), None, np.zeros(1)) for _ in range(100)]
+    assert len(clients[0].outgoing()) == WINDOW
+    clients[0].fail(RefusedError("over"))
+    assert all(isinstance(call.error, RefusedError) for call in small)
+
+
+@pytest.mark.parametrize("codec", [Int8(), Topk(density=0.05)], ids=str)
+def test_what_codes_do_not_express_is_pushed_later(codec: object) -> None:
+    spec = Spec(5000, 2, F32, codec)
+    server, clients = pair(spec=spec)
+    random, total = np.random.default_rng(3), np.zeros((5000, 2))
+    for begin, end in [(0, 5000), (100, 4000), (100, 4000), (7, 8)]:
+        values = random.standard_normal((end - begin, 2)).astype(np.float32)
+        total[begin:end] += values
+        call = clients[0].on_range(Kind.PUSH, begin, end, values, None)
+        [(_, message)] = clients[0].outgoing()
+        assert message.values.nbytes < 0.3 * values.nbytes + 40
+        clients[0].answer(0, server.take(0, message)[0][1])
+        assert call.is_done
+        assert call.error is None
+    kept = clients[0]._residual + server.table.values.reshape(-1, 2)
+    np.testing.assert_allclose(kept, total, atol=1e-5)
+    assert np.abs(clients[0]._residual).max() > 1e-3
+    broken = clients[0].on_range(Kind.PUSH, 0, 1, np.full((1, 2), np.nan, np.float32), None)
+    before = server.table.values.copy()
+    carry(server, clients, 0, broken)
+    assert isinstance(broken.error, ConfigurationError)
+    np.testing.assert_array_equal(server.table.values, before)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "text"),
+    [
+        ([1, 1], rows(2, 2), r"keys\[1\] is 1: keys are ascending, each comes once, and they are from 0 to 4999"),
+        ([2, 1], rows(2, 2), r"keys\[1\] is 1"),
+        ([-1, 1], rows(2, 2), r"keys\[0\] is -1"),
+        ([1, 5000], rows(2, 2), r"keys\[1\] is 5000"),
+        ([1.0, 2.0], rows(2, 2), "array of integers, not float64"),
+        ([[1, 2]], rows(2, 2), r"one-dimensional array of integers, not int64 of \(1, 2\)"),
+        ([1, 2], rows(2, 3), r"values have shape \(2, 3\); expected is \(2, 2\)"),
+        ([1, 2], np.ones((2, 2)), "values are float64; the table's values are float32"),
+        ([1, 2], rows(2, 4)[:, ::2], "must be contiguous"),
+    ],
+)
+def test_bad_arguments(keys: list, values: np.ndarray, text: str) -> None:
+    _, [client, _] = pair()
+    with pytest.raises(ConfigurationError, match=text):
+        client.on_keys(Kind.PUSH, np.array(keys), values, None)
+    assert client.outgoing() == []
+
+
+def test_bad_ranges_and_outputs() -> None:
+    _, [client, _] = pair()
+    with pytest.raises(ConfigurationError, match="keys from 4 to 3 are no range of 5000 keys"):
+        client.on_range(Kind.PULL, 4, 3, None, rows(1, 2))
+    out = rows(2, 2)
+    out.flags.writeable = False
+    with pytest.raises(ConfigurationError, match="out must be writable"):
+        client.on_range(Kind.PULL, 4, 6, None, out)
+    assert client.on_range(Kind.PULL, 4, 4, None, rows(0, 2)).is_done
+    with pytest.raises(ProtocolError, match="rank 5 sends a message of kind DONE to a worker"):
+        client.answer(5, Message(Header(Kind.DONE, number=0)))
