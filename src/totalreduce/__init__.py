@@ -17,6 +17,7 @@ from totalreduce.c10d import registration as _registration
 from totalreduce.foundation.version import VERSION
 
 if TYPE_CHECKING:
+    from totalreduce import server as ps
     from totalreduce.c10d.attempts import attempts
     from totalreduce.codecs.half import Half
     from totalreduce.codecs.int4 import Int4
@@ -255,12 +256,19 @@ __all__ = [
     "convert_sync_batchnorm",
     "ddp_hook",
     "init",
+    "ps",
     "recoverable",
     "replayed",
 ]
 
 
+#: Packages that have a short name.
+_PACKAGES = {"ps": "server"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"totalreduce.{_PACKAGES[name]}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'totalreduce' has no attribute {name!r}")

@@ -13,6 +13,7 @@ from totalreduce.foundation.errors import (
     MissingTensorError,
     PeerLost,
     PlanMismatchError,
+    SlowWorkersError,
     TotalReduceError,
 )
 
@@ -84,3 +85,11 @@ def test_errors_travel_between_processes(error: Exception) -> None:
     assert type(copy) is type(error)
     assert str(copy) == str(error)
     assert copy.__dict__ == error.__dict__
+
+
+def test_slow_workers() -> None:
+    error = SlowWorkersError(5, {3: 1, 1: 2}, 0.5)
+    assert (error.clock, error.clocks) == (5, {3: 1, 1: 2})
+    assert "at clock 5 has waited 0.5 s for slower workers: rank 1 at clock 2, rank 3 at clock 1. Does" in str(error)
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), copied.clocks) == (str(error), error.clocks)

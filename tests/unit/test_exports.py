@@ -47,10 +47,12 @@ def test_public_things_have_docstrings(modules: list[ModuleType]) -> None:
 
 def test_the_package_exports_what_it_can_find() -> None:
     assert len(set(totalreduce.__all__)) == len(totalreduce.__all__)  # ruff sorts them
-    assert set(totalreduce.__all__) == {*totalreduce._HOMES, "__version__"}
+    assert set(totalreduce.__all__) == {*totalreduce._HOMES, *totalreduce._PACKAGES, "__version__"}
     for name in totalreduce.__all__:
         thing = getattr(totalreduce, name)
-        if name != "__version__":
+        if name in totalreduce._PACKAGES:
+            assert thing.__name__ == f"totalreduce.{totalreduce._PACKAGES[name]}"
+        elif name != "__version__":
             assert thing.__module__ == f"totalreduce.{totalreduce._HOMES[name]}"
     assert set(totalreduce.__all__) <= set(dir(totalreduce))
 

@@ -108,6 +108,7 @@ def test_files_with_threads_are_known() -> None:
         "horovod/joining.py",
         "pytorch/ddp_connection.py",
         "pytorch/served_steps.py",
+        "server/connection.py",
         "sparse/worker.py",
         "recovery/snapshots.py",
     }

@@ -206,6 +206,10 @@ class SlowWorkersError(DeadlineExceededError):
         clocks: The clocks of the workers for which it waits, by rank.
     """
 
+    def __new__(cls, *_args: object) -> Self:
+        """Keep the arguments away from the constructor of ``OSError``, which would take them for an error number."""
+        return TimeoutError.__new__(cls)
+
     def __init__(self, clock: int, clocks: dict[int, int], waited_s: float) -> None:
         who = ", ".join(f"rank {rank} at clock {behind}" for rank, behind in sorted(clocks.items()))
         super().__init__(

@@ -1,1 +1,24 @@
 """A parameter server for sparse keys and dense ranges of keys. Programs call it ``tr.ps``."""
+
+from totalreduce.server.clocks import Bounded, Consistency, Eventual, Sequential
+from totalreduce.server.connecting import connect
+from totalreduce.server.connection import Connection, ServerStatistics, Ticket
+from totalreduce.server.optimizers import FTRL, SGD, Adagrad, Adam, Momentum, Optimizer, Sum
+
+__all__ = [
+    "FTRL",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Bounded",
+    "Connection",
+    "Consistency",
+    "Eventual",
+    "Momentum",
+    "Optimizer",
+    "Sequential",
+    "ServerStatistics",
+    "Sum",
+    "Ticket",
+    "connect",
+]

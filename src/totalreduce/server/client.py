@@ -257,6 +257,11 @@ class Client:
         lane.slow = {}
         request.call.pending -= 1
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all requests were answered."""
+        return not any(lane.unsent or lane.unanswered for lane in self._lanes.values())
+
     def slow_workers(self) -> dict[int, int]:
         """Return the workers for which requests wait, with their clocks, as servers have told last."""
         return {worker: clock for lane in self._lanes.values() for worker, clock in lane.slow.items()}

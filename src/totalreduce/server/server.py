@@ -85,6 +85,11 @@ class Server:
         self._kept: list[tuple[int, Rows, Array]] = []
         self._step = 0
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether all workers have finished."""
+        return self.clocks.slowest() == FINISHED
+
     def take(self, worker: int, message: Message) -> list[tuple[int, Message]]:
         """Take in a request of a worker; return the answers that go to workers now.
 
@@ -176,7 +181,7 @@ class Server:
             return []
         stream.told = slowest
         behind = self.clocks.below(clock - (self._rule.bound or 0), request.rows.ranges)[:_WAITING_MAX]
-        note = np.frombuffer(b"".join(_WAITING.pack(*each) for each in behind), np.uint8)
+        note = np.frombuffer(bytearray(b"".join(_WAITING.pack(*each) for each in behind)), np.uint8)
         header = replace(self._answer(request.header), kind=Kind.WAITING, value_bytes=note.nbytes)
         return [Message(header, None, note)]
 
@@ -230,5 +235,5 @@ class Server:
         return Header(Kind.DONE, number=header.number, clock=slowest, begin=self.table.version)
 
     def _refusal(self, header: Header, text: str) -> Message:
-        note = np.frombuffer(text.encode()[:_TEXT_MAX], np.uint8)
+        note = np.frombuffer(bytearray(text.encode()[:_TEXT_MAX]), np.uint8)
         return Message(replace(self._answer(header), kind=Kind.REFUSED, value_bytes=note.nbytes), None, note)

@@ -1,0 +1,453 @@
+"""A rank's end of a parameter server: the thread that moves messages, and what programs call.
+
+Every message is a header of one length, with a tag of its own, and after it keys and values, with another tag. A rank
+always has one receive of a header, from whichever rank sends first. It handles what one rank sends in order. The thread
+alone touches the server. What a rank asks its own server needs no message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Self, final
+
+import numpy as np
+import torch
+
+from totalreduce.foundation import checks
+from totalreduce.foundation.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    GroupClosed,
+    PeerLost,
+    ProtocolError,
+    SlowWorkersError,
+    TotalReduceError,
+)
+from totalreduce.foundation.forking import HomeProcess
+from totalreduce.groups.group import Group
+from totalreduce.kernels.arrays import Array
+from totalreduce.server.client import Call, Client
+from totalreduce.server.messages import HEADER, Header, Kind, Message, Spec
+from totalreduce.server.server import Server
+from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.work import Work
+
+__all__ = ["Connection", "ServerStatistics", "Ticket"]
+
+_HEADERS, _BODIES = 0, 1
+#: The seconds for which the end of the thread is waited for after an error.
+_END_S = 5.0
+#: After so many seconds without an event the thread looks whether a rank has left.
+_LOOK_S = 0.5
+
+#: Keys: ascending integers, or ``slice(a, b)`` for all keys from a to b - 1.
+Keys = Array | torch.Tensor | Sequence[int] | slice
+#: What is pushed or pulled.
+Values = Array | torch.Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ServerStatistics:
+    """Numbers of one rank since it has connected.
+
+    Attributes:
+        bytes_sent: The bytes of messages to other ranks, as a worker and as a server.
+        bytes_received: The bytes of messages from other ranks.
+        staleness: How often the slowest worker was so many steps behind when a pull was answered.
+        waiting_s: The seconds for which the program has waited for tickets.
+        lists: How often keys travelled as a list.
+        digests: How often the digest of a list was enough.
+        unknown_lists: How often a server did not know the list of a digest.
+        updates: The number of pushes that this rank's server has applied.
+    """
+
+    bytes_sent: int
+    bytes_received: int
+    staleness: Counter[int]
+    waiting_s: float
+    lists: int
+    digests: int
+    unknown_lists: int
+    updates: int
+
+
+@final
+@never_compiled
+class Ticket:
+    """The handle of a call. The program must not change keys, values or ``out`` of the call before it is done."""
+
+    __slots__ = ("_call", "_connection")
+
+    def __init__(self, connection: Connection, call: Call) -> None:
+        self._connection, self._call = connection, call
+
+    def done(self) -> bool:
+        """Return whether the call has ended, with or without an error. Never blocks."""
+        return self._call.is_done
+
+    @property
+    def staleness(self) -> int:
+        """Of a pull that is done: by how many steps the slowest worker was behind this one."""
+        return self._call.staleness
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when all servers have answered.
+
+        Args:
+            timeout_s: Seconds; ``None``: those of the connection.
+
+        Raises:
+            SlowWorkersError: The call waits for workers that are behind. It goes on, and ``wait`` may be called again.
+            DeadlineExceededError: A server does not answer; likewise.
+            RefusedError: A server has refused a request of the call, and has applied nothing of this request.
+            PeerLost: A rank is lost.
+            GroupClosed: The connection or the group was closed.
+        """
+        self._connection.await_call(self._call, timeout_s)
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """A message whose keys and values may not have come yet."""
+
+    message: Message
+    pending: int
+
+
+@final
+@never_compiled
+class Connection:
+    """A rank that is connected to a parameter server. Made by ``tr.ps.connect``; any thread may call it."""
+
+    def __init__(self, group: Group, client: Client, server: Server | None, spec: Spec, timeout_s: float) -> None:
+        """``group``: is used by nothing else."""
+        self._group, self._client, self._server, self._spec = group, client, server, spec
+        self._timeout_s = timeout_s
+        self._home = HomeProcess("the connection to a parameter server")
+        self._lock = threading.Condition()
+        self._send_lock = threading.Lock()  # a header and what follows it leave together
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._incoming: dict[int, deque[_Incoming]] = {r: deque() for r in range(group.world_size) if r != group.rank}
+        #: Ranks that may still send something.
+        self._talking = set(self._incoming)
+        #: Bytes sent and received, and seconds waited.
+        self._numbers = {"sent": 0.0, "received": 0.0, "waited": 0.0}
+        self._error: TotalReduceError | None = None
+        self._state: Literal["open", "closing", "silent", "ended"] = "open"
+        self._thread = threading.Thread(target=self._run, name="totalreduce-ps", daemon=True)
+        if self._talking:
+            self._listen()
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.end()
+
+    # --------------------------------------------------------------------------------------------------------- calls
+
+    def push(self, keys: Keys, values: Values) -> Ticket:
+        """Push updates of keys to their servers; return at once.
+
+        Args:
+            keys: Integers, ascending, each once; or ``slice(a, b)``.
+            values: Of shape (n, width), or (n,) if the width is 1, in the type of the table. A contiguous array that
+                can be written is not copied.
+
+        Raises:
+            ConfigurationError: The arrays are not like that. Nothing is sent. So with all calls.
+            PeerLost: A rank was lost.
+            GroupClosed: The connection or the group was closed.
+        """
+        return self._start(Kind.PUSH, keys, values, None)
+
+    def pull(self, keys: Keys, out: Values) -> Ticket:
+        """Copy the values of keys into ``out``, which is contiguous; return at once. Arguments as for ``push``."""
+        return self._start(Kind.PULL, keys, None, out)
+
+    def push_pull(self, keys: Keys, values: Values, out: Values) -> Ticket:
+        """Push, and pull what the values are afterwards, in one message for each server.
+
+        Under ``Sequential`` the pull does not see the push, but the values at the beginning of the step. ``values`` and
+        ``out`` must not share memory.
+        """
+        if np.may_share_memory(_array("values", values), _array("out", out)):
+            raise ConfigurationError("values and out of push_pull share memory")
+        return self._start(Kind.PUSH_PULL, keys, values, out)
+
+    def push_range(self, begin: int, end: int, values: Values) -> Ticket:
+        """Push updates of all keys from ``begin`` to ``end`` - 1."""
+        return self.push(slice(begin, end), values)
+
+    def pull_range(self, begin: int, end: int, out: Values) -> Ticket:
+        """Pull all keys from ``begin`` to ``end`` - 1."""
+        return self.pull(slice(begin, end), out)
+
+    def push_pull_range(self, begin: int, end: int, values: Values, out: Values) -> Ticket:
+        """Push and pull all keys from ``begin`` to ``end`` - 1."""
+        return self.push_pull(slice(begin, end), values, out)
+
+    def clock(self) -> Ticket:
+        """End a step of this worker. The ticket is done when all servers know it; nobody needs to wait for it."""
+        with self._lock:
+            self._check_open()
+            return self._submit(self._client.advance())
+
+    def statistics(self) -> ServerStatistics:
+        """Return numbers of this rank since it has connected."""
+        with self._lock:
+            lists = self._client.lists
+            return ServerStatistics(
+                bytes_sent=int(self._numbers["sent"]),
+                bytes_received=int(self._numbers["received"]),
+                staleness=Counter(self._client.staleness),
+                waiting_s=self._numbers["waited"],
+                lists=lists["list"],
+                digests=lists["digest"],
+                unknown_lists=lists["unknown"],
+                updates=0 if self._server is None else self._server.table.version,
+            )
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait until all ranks have closed their connections. Collective.
+
+        Other workers do not wait for this one any more as soon as it has called this. A second call does nothing.
+
+        Raises:
+            DeadlineExceededError: A rank has not called this in time. The connection is closed nevertheless.
+            PeerLost: A rank is lost.
+        """
+        with self._lock:
+            if self._state != "open" or not self._home.is_here:
+                return
+            self._check_open()
+            self._state = "closing"
+            self._submit(self._client.finish())
+        timeout_s = self._timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s)
+        self._thread.join(timeout_s)
+        with self._lock:
+            error, late = self._error, sorted(self._talking)
+        self.end()
+        if error is not None:
+            raise error.with_traceback(None)
+        if late:
+            raise DeadlineExceededError(
+                f"rank(s) {late} have not closed their connections to the parameter server within {timeout_s:g} s"
+            )
+
+    def end(self) -> None:
+        """End without waiting for other ranks, after an error. They cannot go on with the parameter server."""
+        if self._home.is_here:
+            self._events.put(partial(self._fail, GroupClosed("this rank has closed its connection to the servers")))
+            if self._thread is not threading.current_thread():
+                self._thread.join(_END_S)
+
+    def await_call(self, call: Call, timeout_s: float | None) -> None:
+        """Wait for a call; see ``Ticket.wait``."""
+        self._home.check()
+        patience_s = self._timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s, or_zero=True)
+        begin = time.monotonic()
+        with self._lock:
+            self._lock.wait_for(lambda: call.is_done, patience_s)
+            self._numbers["waited"] += time.monotonic() - begin
+            if call.error is not None:
+                raise call.error.with_traceback(None)
+            if call.is_done:
+                return
+            slow = self._client.slow_workers()
+            if slow:
+                raise SlowWorkersError(call.clock, slow, patience_s)
+        raise DeadlineExceededError(f"servers have not answered a call within {patience_s:g} s")
+
+    def _start(self, kind: Kind, keys: Keys, values: Values | None, out: Values | None) -> Ticket:
+        pushed = None if values is None else _readable(_array("values", values))
+        pulled = None if out is None else _array("out", out)
+        with self._lock:
+            self._check_open()
+            if isinstance(keys, slice):
+                if keys.step not in (None, 1) or keys.stop is None:
+                    raise ConfigurationError(f"keys are slice(begin, end), not {keys}")
+                begin = 0 if keys.start is None else checks.integer("begin", keys.start)
+                end = checks.integer("end", keys.stop)
+                return self._submit(self._client.on_range(kind, begin, end, pushed, pulled))
+            listed = _readable(_array("keys", keys if isinstance(keys, torch.Tensor) else np.asarray(keys)))
+            return self._submit(self._client.on_keys(kind, listed, pushed, pulled))
+
+    def _submit(self, call: Call) -> Ticket:
+        self._flush()
+        return Ticket(self, call)
+
+    def _check_open(self) -> None:
+        self._home.check()
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        if self._state != "open":
+            raise GroupClosed("this rank has closed its connection to the parameter server")
+
+    # ------------------------------------------------------------------------------------------------------ messages
+
+    def _flush(self) -> None:
+        """Send what the client has to send. Under the lock."""
+        for target, message in self._client.outgoing():
+            if target == self._group.rank:
+                self._events.put(partial(self._handle, target, message))
+            else:
+                self._send(target, message)
+
+    def _send(self, target: int, message: Message) -> None:
+        header = torch.frombuffer(bytearray(self._spec.encode(message.header)), dtype=torch.uint8)
+        with self._send_lock:
+            self._numbers["sent"] += message.num_bytes
+            works = [self._group.send(header, dst=target, tag=_HEADERS)]
+            bodies = [body for body in (message.keys, message.values) if body is not None and body.size]
+            works += [self._group.send(torch.from_numpy(body), dst=target, tag=_BODIES) for body in bodies]
+        for work in works:
+            work.on_done(partial(self._sent, message))
+
+    def _sent(self, message: Message, work: Work) -> None:
+        """Note that a part of a message, whose memory was kept for this, has left."""
+        del message
+        error = work.exception()
+        if isinstance(error, TotalReduceError):
+            self._events.put(partial(self._fail, error))
+
+    def _listen(self) -> None:
+        header = torch.empty(HEADER.size, dtype=torch.uint8)
+        work = self._group.recv(header, src=None, tag=_HEADERS)
+        work.on_done(lambda done: self._events.put(partial(self._on_header, done, header)))
+
+    def _on_header(self, work: Work, data: torch.Tensor) -> None:
+        source = self._ended_well(work).source
+        assert source is not None
+        header = self._spec.decode(data.numpy().tobytes())
+        if header.kind is Kind.GOODBYE:
+            self._talking.discard(source)
+        if self._talking:
+            self._listen()
+        keys = values = None
+        if self._spec.key_bytes(header):
+            keys = np.empty(header.end, self._spec.key_dtype)
+        if header.value_bytes:
+            dtype = self._spec.value_dtype(header)
+            with self._lock:
+                values = self._client.room_for(source, header)
+            values = np.empty(header.value_bytes // dtype.itemsize, dtype) if values is None else values
+        bodies = [body for body in (keys, values) if body is not None]
+        incoming = _Incoming(Message(header, keys, values), len(bodies))
+        self._numbers["received"] += incoming.message.num_bytes
+        self._incoming[source].append(incoming)
+        for body in bodies:
+            received = self._group.recv(torch.from_numpy(body), src=source, tag=_BODIES)
+            received.on_done(lambda done: self._events.put(partial(self._on_body, source, incoming, done)))
+        self._handle_complete(source)
+
+    def _on_body(self, source: int, incoming: _Incoming, work: Work) -> None:
+        self._ended_well(work)
+        incoming.pending -= 1
+        self._handle_complete(source)
+
+    def _handle_complete(self, source: int) -> None:
+        incoming = self._incoming[source]
+        while incoming and incoming[0].pending == 0:
+            self._handle(source, incoming.popleft().message)
+
+    def _handle(self, source: int, message: Message) -> None:
+        """Handle a complete message of a rank, or of this one."""
+        if message.header.kind is Kind.GOODBYE:
+            return
+        if not message.header.kind.is_request:
+            with self._lock:
+                self._client.answer(source, message)
+                self._flush()
+                self._lock.notify_all()
+            return
+        if self._server is None:
+            raise ProtocolError(f"rank {source} sends a request to rank {self._group.rank}, which is no server")
+        for target, answer in self._server.take(source, message):
+            if target == self._group.rank:
+                self._handle(target, answer)
+            else:
+                self._send(target, answer)
+
+    # ---------------------------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        while self._state != "ended":
+            try:
+                event = self._events.get(timeout=_LOOK_S)
+            except queue.Empty:
+                event = self._look_for_departed
+            try:
+                event()
+                self._end_if_all_is_done()
+            except TotalReduceError as error:
+                self._fail(error)
+            except BaseException as error:
+                self._fail(ProtocolError(f"the thread of the parameter server has failed: {error!r}"))
+                raise
+
+    def _look_for_departed(self) -> None:
+        """Fail if a rank has closed its group before its connection. Everything that it has sent was handled."""
+        departed = self._group.operations.runner.engine.members.departed
+        for rank in sorted(self._talking):
+            if self._group.ranks[rank] in departed:
+                reason = departed[self._group.ranks[rank]]
+                raise PeerLost(self._group.ranks[rank], f"it has closed its group, and not its connection; {reason}")
+
+    def _end_if_all_is_done(self) -> None:
+        """Say goodbye when this worker has finished, and so have all workers of this server; end when all have."""
+        with self._lock:
+            if self._state == "closing" and self._client.is_idle and (self._server is None or self._server.is_finished):
+                self._state = "silent"
+                for target in self._incoming:
+                    self._send(target, Message(Header(Kind.GOODBYE)))
+            if self._state == "silent" and not self._talking:
+                self._state = "ended"
+
+    def _fail(self, error: TotalReduceError) -> None:
+        with self._lock:
+            if self._error is None and self._state != "ended":
+                self._error = error
+                self._client.fail(error)
+            self._state = "ended"
+            self._lock.notify_all()
+
+    def _ended_well(self, work: Work) -> Work:
+        error = work.exception()
+        if error is not None:
+            raise error.with_traceback(None)
+        return work
+
+
+def _array(name: str, value: Any) -> Array:
+    """Return an array with the memory of a tensor or an array."""
+    if isinstance(value, np.ndarray):
+        return value
+    if not isinstance(value, torch.Tensor):
+        raise ConfigurationError(f"{name} must be a NumPy array or a torch tensor, not {type(value).__name__}")
+    with contextlib.suppress(TypeError, RuntimeError):
+        found: Array = value.detach().numpy()
+        return found
+    raise ConfigurationError(f"{name} must be a dense tensor on the CPU, not {value.dtype} on {value.device}")
+
+
+def _readable(array: Array) -> Array:
+    """Return an array that torch can read without a warning and without strides: a copy, if need be."""
+    array = np.ascontiguousarray(array)
+    return array if array.flags.writeable else array.copy()

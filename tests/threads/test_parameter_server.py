@@ -1,0 +1,311 @@
+"""A parameter server on real ranks: what is pushed comes to the servers, and back; how it waits, fails and ends."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import totalreduce as tr
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    GroupClosed,
+    PeerLost,
+    PlanMismatchError,
+    RefusedError,
+    SlowWorkersError,
+)
+from totalreduce.groups.group import Group
+from totalreduce.testing import run_ranks
+
+ps = tr.ps
+SIZES = [1, 2, 3, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (5, 7, 8))]
+NUM_KEYS = 3000
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_pushes_of_all_ranks_are_added_up(world_size: int) -> None:
+    """Sparse keys and ranges, arrays and tensors; every element and every rank has another value."""
+
+    def body(group: Group) -> tuple[np.ndarray, np.ndarray]:
+        with ps.connect(group, num_keys=NUM_KEYS, width=2, dtype="float64", consistency=ps.Sequential()) as client:
+            keys = torch.arange(group.rank, NUM_KEYS, 3 + group.rank)
+            values = torch.stack([keys, 10.0**group.rank + keys], dim=1).double()
+            client.push(keys, values)
+            dense = np.arange(2000.0).reshape(1000, 2) * (group.rank + 1)
+            client.push_range(500, 1500, dense)
+            client.clock()
+            sparse, out = np.zeros((len(keys), 2)), torch.full((NUM_KEYS, 2), torch.nan, dtype=torch.float64)
+            tickets = [client.pull(keys, sparse), client.pull(slice(0, NUM_KEYS), out)]
+            for ticket in tickets:
+                ticket.wait()
+                assert ticket.done()
+                assert ticket.staleness == 0
+            np.testing.assert_array_equal(sparse, out.numpy()[keys])
+            return out.numpy(), client.statistics().updates
+
+    expected = np.zeros((NUM_KEYS, 2))
+    for rank in range(world_size):
+        keys = np.arange(rank, NUM_KEYS, 3 + rank)
+        expected[keys] += np.stack([keys, 10.0**rank + keys], axis=1)
+        expected[500:1500] += np.arange(2000.0).reshape(1000, 2) * (rank + 1)
+    results = run_ranks(world_size, body)
+    for out, _ in results:
+        np.testing.assert_array_equal(out, expected)
+    assert sum(updates for _, updates in results) == 2 * world_size * world_size
+
+
+@pytest.mark.parametrize("servers", [[0], [2, 1]])
+def test_some_ranks_are_servers(servers: list[int]) -> None:
+    def body(group: Group) -> tuple[float, int]:
+        with ps.connect(group, num_keys=100, servers=servers, consistency=ps.Bounded(0), initial=2.0) as client:
+            client.push(np.array([3, 50]), np.array([1, 2], np.float32))
+            client.push_range(0, 100, np.full(100, 0.5, np.float32))
+            client.clock()
+            out = np.zeros(100, np.float32)
+            client.pull_range(0, 100, out).wait()
+            assert (out[3], out[50], out[4]) == (6.5, 9.5, 3.5)
+            return float(out.sum()), client.statistics().updates
+
+    for rank, (total, updates) in enumerate(run_ranks(3, body)):
+        assert total == 359
+        assert (updates > 0) == (rank in servers)
+
+
+def test_steps_of_an_optimizer_have_the_bits_of_a_synchronous_run() -> None:
+    def body(group: Group) -> bytes:
+        random = np.random.default_rng(group.rank)
+        adam, initial = ps.Adam(0.01), lambda keys: np.sin(keys)
+        settings = {"num_keys": 500, "optimizer": adam, "initial": initial, "consistency": ps.Sequential()}
+        with ps.connect(group, **settings) as client:
+            out = np.zeros(500, np.float32)
+            for step in range(6):
+                client.pull_range(0, 500, out).wait()
+                if (step + group.rank) % 3 == 0:
+                    time.sleep(0.01)
+                keys = np.flatnonzero(random.random(500) < 0.4)
+                client.push(keys, (np.cos(out[keys]) * (group.rank + 1)).astype(np.float32))
+                client.clock()
+            client.pull_range(0, 500, out).wait()
+            return out.tobytes()
+
+    runs = [run_ranks(3, body) for _ in range(2)]
+    assert len({bits for run in runs for bits in run}) == 1
+    one = run_ranks(1, body)[0]
+    assert one != runs[0][0]
+
+
+def test_staleness_is_bounded_and_counted() -> None:
+    def body(group: Group) -> tuple[int, int, float]:
+        with ps.connect(group, num_keys=10, consistency=ps.Bounded(2)) as client:
+            seen, ones, out = 0, np.ones(1, np.float32), np.zeros(10, np.float32)
+            begin = time.monotonic()
+            for step in range(8):
+                ticket = client.pull_range(0, 10, out)
+                ticket.wait()
+                seen = max(seen, ticket.staleness)
+                for other in range(group.world_size):
+                    assert out[other] >= step - 2
+                client.push([group.rank], ones)
+                client.clock()
+                time.sleep(0.05 if group.rank == 1 else 0.0)
+            seconds = time.monotonic() - begin
+            statistics = client.statistics()
+            assert max(statistics.staleness) == seen
+            assert statistics.waiting_s < seconds
+            return seen, statistics.lists + statistics.digests, statistics.waiting_s
+
+    results = run_ranks(3, body)
+    assert max(seen for seen, *_ in results) == 2
+    assert results[0][2] > 0.1  # the fast ones have waited
+
+
+def test_lists_of_keys_travel_once() -> None:
+    def body(group: Group) -> tuple[int, int, int]:
+        with ps.connect(group, num_keys=100_000, servers=[0]) as client:
+            keys, values = np.arange(0, 100_000, 10), np.ones(10_000, np.float32)
+            for _ in range(5):
+                client.push(keys, values).wait()
+            statistics = client.statistics()
+            return statistics.lists, statistics.digests, statistics.bytes_sent
+
+    _, (lists, digests, sent) = run_ranks(2, body)
+    assert (lists, digests) == (1, 4)
+    assert 5 * 40_000 + 40_000 <= sent <= 5 * 40_000 + 40_000 + 2000
+
+
+def test_codes_are_pushed_with_error_feedback() -> None:
+    def body(group: Group) -> tuple[np.ndarray, int]:
+        with ps.connect(group, num_keys=4096, codec=tr.Int8(), consistency=ps.Sequential()) as client:
+            values, out = np.linspace(0, 1, 4096, dtype=np.float32) ** 3, np.zeros(4096, np.float32)
+            for _ in range(20):
+                client.push_range(0, 4096, values)
+            client.clock()
+            client.pull_range(0, 4096, out).wait()
+            return out, client.statistics().bytes_sent
+
+    for out, sent in run_ranks(2, body):
+        exact = 40 * np.linspace(0, 1, 4096, dtype=np.float32) ** 3
+        assert 0 < np.abs(out - exact).max() < 0.03  # the error of two codes, and not of forty
+        assert sent < 20 * 4096 * 4
+
+
+def test_a_bound_holds_a_rank_back_and_the_error_names_the_slow_ones() -> None:
+    def body(group: Group) -> str:
+        with ps.connect(group, num_keys=10, consistency=ps.Bounded(1), timeout_s=10.0) as client:
+            out = np.zeros(10, np.float32)
+            if group.rank == 0:
+                for _ in range(2):
+                    client.clock().wait()
+                ticket = client.pull_range(0, 10, out)
+                with pytest.raises(SlowWorkersError, match=r"clock 2 has waited 0\.3 s for slower") as caught:
+                    ticket.wait(0.3)
+                assert (caught.value.clock, caught.value.clocks) == (2, {1: 0, 2: 0})
+            group.barrier()
+            client.clock().wait()
+            if group.rank == 0:
+                client.clock()
+                client.pull_range(0, 10, out)
+                ticket.wait()  # goes on
+                assert ticket.staleness == 1
+            return "done"
+
+    assert run_ranks(3, body) == ["done"] * 3
+
+
+def test_a_lost_rank_raises_in_all_waiting_calls() -> None:
+    def body(group: Group) -> list[BaseException | str]:
+        client = ps.connect(group, num_keys=10, consistency=ps.Sequential())
+        if group.rank == 2:
+            group.barrier()
+            group.close()
+            return ["left"]
+        client.clock()
+        out, found = np.zeros(10, np.float32), []
+        ticket = client.pull_range(0, 10, out)
+        group.barrier()
+        for wait in (ticket.wait, lambda: client.push_range(0, 10, out).wait()):
+            begin = time.monotonic()
+            try:
+                wait(20.0) if wait == ticket.wait else wait()
+            except (PeerLost, GroupClosed) as error:
+                found.append(error)
+            assert time.monotonic() - begin < 10
+        client.end()
+        return found
+
+    *survivors, _ = run_ranks(3, body)
+    for found in survivors:
+        assert [type(error) for error in found] == [PeerLost, PeerLost]
+        assert found[0].rank == 2
+
+
+def test_a_refused_request_raises_on_its_rank_only() -> None:
+    def body(group: Group) -> float:
+        rule = ps.Sequential(buffer_bytes=400)
+        with ps.connect(group, num_keys=100, servers=[0], consistency=rule) as client:
+            ones, out = np.ones(100, np.float32), np.zeros(100, np.float32)
+            client.push_range(0, 100, ones).wait()
+            if group.rank == 1:
+                with pytest.raises(RefusedError, match="worker 1 pushes more in step 0"):
+                    client.push_range(0, 1, ones[:1]).wait()
+            client.clock()
+            client.pull_range(0, 100, out).wait()
+            return float(out.sum())
+
+    assert run_ranks(2, body) == [200.0, 200.0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "zero", "one"),
+    [
+        ("num_keys", 10, 11),
+        ("optimizer", ps.SGD(0.1), ps.SGD(0.2)),
+        ("consistency", ps.Bounded(1), ps.Eventual()),
+        ("codec", tr.Int8(), None),
+        ("dtype", "float32", "float64"),
+    ],
+)
+def test_settings_must_agree(setting: str, zero: object, one: object) -> None:
+    def body(group: Group) -> str:
+        given = {"num_keys": 10, setting: one if group.rank else zero}
+        with pytest.raises(PlanMismatchError) as caught:
+            ps.connect(group, **given)
+        return str(caught.value)
+
+    for text in run_ranks(2, body):
+        assert f"{setting}" in text
+        assert "rank 0 has" in text
+        assert "rank 1 has" in text
+
+
+def test_arguments_that_cannot_be() -> None:
+    def body(group: Group) -> None:
+        for given, text in [
+            ({"num_keys": 0}, "num_keys must be at least 1"),
+            ({"dtype": "float16"}, "dtype is 'float32' or 'float64'"),
+            ({"dtype": torch.float64, "codec": tr.Int8()}, "codecs encode float32"),
+            ({"optimizer": torch.optim.SGD}, "expected is a tr.ps.Optimizer"),
+            ({"servers": []}, "servers must name a rank"),
+        ]:
+            with pytest.raises(ConfigurationError, match=text):
+                ps.connect(group, **{"num_keys": 10, **given})
+        client = ps.connect(group, num_keys=10)
+        for keys, values, text in [
+            ([3, 3], np.ones(2, np.float32), "ascending"),
+            ([3, 10], np.ones(2, np.float32), "from 0 to 9"),
+            ([3], np.ones(2, np.float32), "expected is"),
+            ([3], torch.ones(1, dtype=torch.bfloat16), "dense tensor on the CPU, not torch.bfloat16"),
+            ([3], [1.0], "not list"),
+            (slice(0, 9, 2), np.ones(2, np.float32), "slice"),
+            (slice(2, 12), np.ones(10, np.float32), "no range"),
+        ]:
+            with pytest.raises(ConfigurationError, match=text):
+                client.push(keys, values)
+        ones = np.ones(10, np.float32)
+        with pytest.raises(ConfigurationError, match="share memory"):
+            client.push_pull_range(0, 10, ones, ones)
+        ones.flags.writeable = False
+        client.push_range(0, 10, ones).wait()
+        client.close()
+        client.close()
+        with pytest.raises(GroupClosed, match="has closed its connection"):
+            client.clock()
+
+    run_ranks(2, body)
+
+
+def test_a_rank_that_does_not_close_is_named() -> None:
+    def body(group: Group) -> None:
+        client = ps.connect(group, num_keys=10)
+        if group.rank == 0:
+            with pytest.raises(DeadlineExceededError, match=r"rank\(s\) \[1\] have not closed their connections"):
+                client.close(0.3)
+        group.barrier()
+        client.end()
+
+    run_ranks(2, body, engine=EngineConfig(timeout_s=20.0))
+
+
+def test_two_tables_and_a_large_dense_one_over_tcp() -> None:
+    def body(group: Group) -> None:
+        one = ps.connect(group, num_keys=5_000_000)
+        two = ps.connect(group, num_keys=5, optimizer=ps.SGD(1.0))
+        values, out, small = np.arange(5e6, dtype=np.float32), np.zeros(5_000_000, np.float32), np.zeros(5, np.float32)
+        ticket = one.push_pull_range(0, 5_000_000, values, out)
+        two.push([1], np.ones(1, np.float32)).wait()
+        ticket.wait()
+        group.barrier()
+        one.pull_range(0, 5_000_000, out).wait()
+        two.pull([0, 1, 2, 3, 4], small).wait()
+        np.testing.assert_array_equal(out, 2 * values)
+        assert list(small) == [0, -2, 0, 0, 0]
+        group.barrier()
+        two.close()
+        one.close()
+
+    run_ranks(2, body, transport="tcp")
