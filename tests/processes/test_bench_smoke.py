@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from totalreduce.bench.app import bench_app
 from totalreduce.bench.collectives import CollectivesParameters, CollectivesSamples, Contestant
 from totalreduce.bench.launching import BenchmarkFailedError, Setting, run_benchmark
+from totalreduce.bench.ps import DENSE, SPARSE
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import OpKind
 from totalreduce.launch.emulate import EmulatedNetwork
@@ -340,3 +341,24 @@ def test_shares_of_a_shaped_link_are_below_one(tmp_path):
         # The bucket's burst of 256 KiB may pass at once: 6 % of 4 MiB.
         assert 0.4 < figure["share_of_rate"] < 1.07
         assert figure["share_of_rate"] < figure["share_of_tcp"]
+
+
+def test_ps_reports_sparse_and_dense_and_checks_what_is_pulled(tmp_path):
+    out = tmp_path / "out.json"
+    found = run(
+        *("ps", "-n", 2, "--keys", "20k", "--density", 0.1, "--dense", "300KiB", "--rounds", 2, "--steps", 6),
+        *("--bound", 1, "--json", out),
+    )
+    document = json.loads(out.read_text())
+    figures = {figure["what"]: figure for figure in document["figures"]}
+    assert {*SPARSE, *DENSE} < set(figures)
+    for what in SPARSE:
+        assert figures[what]["keys_per_s"] == pytest.approx(2000 / figures[what]["seconds"]["median"])
+    # Half of the keys and values go to the other rank: four bytes each, and no keys if the server knows the list.
+    assert 7600 < figures["push, new keys"]["bytes_sent"] < 8400
+    assert 3800 < figures["push, known keys"]["bytes_sent"] < 4200
+    assert figures["ring allreduce"]["ratio"] is None
+    assert figures["push_range"]["ratio"]["median"] > 0
+    assert "100% travelled as a digest" in found.stdout
+    assert "Staleness of pulls in 6 steps of Bounded(1)" in " ".join(found.stdout.split())
+    assert {int(steps) for rank in document["raw"] for steps in rank["staleness"]} <= {0, 1}

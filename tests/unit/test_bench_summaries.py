@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from totalreduce.bench import collectives, coordination, replay, sparse, step, summary, urgent
+from totalreduce.bench import collectives, coordination, ps, replay, sparse, step, summary, urgent
 from totalreduce.bench.collectives import CollectiveRow, CollectivesSamples, Contestant
 from totalreduce.bench.coordination import CoordinationSamples
 from totalreduce.bench.launching import BenchmarkFailedError, Setting
@@ -171,3 +171,20 @@ def test_settings_fill_each_other_in():
     assert setting.peers == ["totalreduce", "gloo"]
     assert setting.describe() == "8 ranks on 4 emulated hosts x 250mbit"
     assert Setting(ranks=2).rate_bits_per_s is None
+
+
+def test_keys_per_second_count_the_keys_of_all_ranks_for_each_server():
+    def rank(push, ring, ranged, kernels):
+        seconds = {"push, new keys": push, "ring allreduce": ring, "push_range": ranged}
+        sent = {"push, new keys": 800.0, "ring allreduce": 64.0, "push_range": 32.0}
+        return ps.PsSamples(seconds, sent, kernels, 1.0, {"0": 3}, 0.1)
+
+    ranks = [
+        rank([0.1, 0.3], [0.2, 0.4], [0.1, 0.1], {"find keys": [0.01, 0.01]}),
+        rank([0.2, 0.1], [0.1] * 2, [0.1] * 2, {}),
+    ]
+    push, ring, ranged, kernel = ps.summarise(ranks, 1000, 5000)
+    assert (push.seconds.median, push.keys_per_s) == (pytest.approx(0.25), pytest.approx(4000))
+    assert (ring.keys_per_s, ring.ratio, ring.bytes_sent) == (pytest.approx(5000 / 0.3), None, 64)
+    assert ranged.ratio.median == pytest.approx(3.0)
+    assert (kernel.keys_per_s, kernel.bytes_sent) == (pytest.approx(1e5), None)

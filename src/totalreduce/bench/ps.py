@@ -1,0 +1,184 @@
+"""``totalreduce bench ps``: pushes to and pulls from a parameter server, beside the ring allreduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Annotated
+
+import typer
+
+from totalreduce.bench.arithmetic import format_count, parse_count, parse_size
+from totalreduce.bench.command import benchmark
+from totalreduce.bench.launching import Results, Setting, run_benchmark
+from totalreduce.bench.report import Report, Table, duration, size, times
+from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate, slowest
+from totalreduce.cli.report import format_bytes
+from totalreduce.foundation.errors import ConfigurationError
+
+#: The contestants, in the order of the tables.
+SPARSE = ("push, new keys", "push, known keys", "pull, new keys", "pull, known keys")
+DENSE = ("ring allreduce", "push_range", "pull_range", "push_pull_range")
+
+
+@dataclass(frozen=True, slots=True)
+class PsParameters:
+    """The table and what is pushed; the fields are options."""
+
+    keys: Annotated[str, typer.Option(help="Number of keys, as 100M; the table has one float32 for each.")] = "10M"
+    density: Annotated[float, typer.Option(help="Share of the keys in each push and pull of listed keys.")] = 0.01
+    dense: Annotated[str, typer.Option(help="Size of the dense range, and of the allreduce.")] = "64MiB"
+    optimizer: Annotated[str, typer.Option(help="sum, sgd, momentum, adagrad, adam or ftrl.")] = "sum"
+    bound: Annotated[int, typer.Option(help="Of the steps whose staleness is counted: Bounded(bound).")] = 4
+    steps: Annotated[int, typer.Option(help="The number of these steps.")] = 50
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        if not 0 < self.density <= 0.5 or self.num_listed < 1:
+            raise ConfigurationError(f"--density must be above 0, at most 0.5, and choose a key; not {self.density:g}")
+        if self.optimizer not in ("sum", "sgd", "momentum", "adagrad", "adam", "ftrl"):
+            raise ConfigurationError(
+                f"--optimizer is sum, sgd, momentum, adagrad, adam or ftrl, not {self.optimizer!r}"
+            )
+        if self.bound < 0 or self.steps < 1:
+            raise ConfigurationError("--bound must be at least 0 and --steps at least 1")
+
+    @property
+    def num_keys(self) -> int:
+        """The number of keys."""
+        return parse_count(self.keys)
+
+    @property
+    def num_listed(self) -> int:
+        """The number of keys in a list."""
+        return int(self.num_keys * self.density)
+
+    @property
+    def num_dense(self) -> int:
+        """The number of elements of the dense range."""
+        return parse_size(self.dense) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class PsSamples:
+    """The samples of one rank.
+
+    Attributes:
+        seconds: Of every call, by contestant.
+        bytes_sent: By this rank, as a worker and as a server, in one call; likewise.
+        kernel_seconds: Of operations on a table in this process alone; on rank 0, else empty.
+        hit_rate: The share of the requests of known keys that a digest was enough for.
+        staleness: How often a pull was so many steps ahead of the slowest worker.
+        waited_s: The seconds for which the program waited in these steps.
+    """
+
+    seconds: dict[str, list[float]]
+    bytes_sent: dict[str, float]
+    kernel_seconds: dict[str, list[float]]
+    hit_rate: float
+    staleness: dict[str, int]
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PsFigure:
+    """One contestant.
+
+    Attributes:
+        what: What was done.
+        seconds: Time of a call, of the slowest rank, median over rounds.
+        keys_per_s: Keys of all ranks for each second and server; of kernels, on one core.
+        bytes_sent: By the average rank in one call; ``None`` for kernels.
+        ratio: The ring's time divided by this; ``None`` where there is no ring.
+    """
+
+    what: str
+    seconds: Estimate
+    keys_per_s: float
+    bytes_sent: float | None
+    ratio: Estimate | None
+
+
+@benchmark(
+    "ps",
+    "totalreduce bench ps -n 2",
+    "totalreduce bench ps --emulate-hosts 4 --keys 100M --optimizer adagrad",
+    shared=("transport", "ranks", "emulate_hosts", "emulate_rate", "rounds"),
+    rounds=7,
+)
+def bench_ps(setting: Setting, parameters: PsParameters) -> Report:
+    """Time a parameter server with a server on each rank: listed keys, known or new, and a dense range.
+
+    The ring allreduce of as many elements takes turns with the dense range. What is pulled is checked on every rank.
+    """
+    figures, results = measure_ps(setting, parameters)
+    tables = _tables(setting, parameters, figures, results.ranks)
+    return Report(tables, setting.as_document(), results.machine, figures, results.raw())
+
+
+def measure_ps(setting: Setting, parameters: PsParameters) -> tuple[list[PsFigure], Results[PsSamples]]:
+    """Run the workers; returns the figures and the ranks' samples."""
+    setting.refuse_mpi("ps")
+    results = run_benchmark("ps_worker", parameters, setting, PsSamples)
+    return summarise(results.ranks, parameters.num_listed, parameters.num_dense), results
+
+
+def summarise(ranks: Sequence[PsSamples], num_listed: int, num_dense: int) -> list[PsFigure]:
+    """From every rank's samples to figures. Pure."""
+    figures = []
+    taken = {what: slowest([rank.seconds[what] for rank in ranks]) for what in ranks[0].seconds}
+    for what, seconds in taken.items():
+        count = num_dense if what in DENSE else num_listed  # each rank has so many, and there are as many servers
+        sent = fmean(rank.bytes_sent[what] for rank in ranks)
+        ratio = ratio_estimate(taken[DENSE[0]], seconds) if what in DENSE[1:] else None
+        found = estimate(seconds)
+        figures.append(PsFigure(what, found, count / found.median, sent, ratio))
+    for what, seconds in ranks[0].kernel_seconds.items():
+        found = estimate(seconds)
+        figures.append(PsFigure(what, found, num_listed / found.median, None, None))
+    return figures
+
+
+def _tables(
+    setting: Setting, parameters: PsParameters, figures: Sequence[PsFigure], ranks: Sequence[PsSamples]
+) -> list[Table[PsFigure]]:
+    time_column = ("time (95 %)", lambda figure: duration(figure.seconds))
+    rate = lambda figure: f"{figure.keys_per_s / 1e6:.3g} M"  # noqa: E731
+    histogram: dict[int, int] = {}
+    for rank in ranks:
+        for steps, count in rank.staleness.items():
+            histogram[int(steps)] = histogram.get(int(steps), 0) + count
+    seen = ", ".join(f"{steps}: {count}" for steps, count in sorted(histogram.items()))
+    listed = f"{format_count(parameters.num_listed)} of {format_count(parameters.num_keys)} keys"
+    return [
+        Table(
+            f"{listed}, a list for each rank, {parameters.optimizer}, {setting.describe()}",
+            [
+                ("what", lambda figure: figure.what),
+                time_column,
+                ("keys/s and server", rate),
+                ("sent per rank", lambda figure: size(figure.bytes_sent)),
+            ],
+            [figure for figure in figures if figure.what in SPARSE],
+            f"Of the requests with known keys, {fmean(rank.hit_rate for rank in ranks):.0%} travelled as a digest.",
+        ),
+        Table(
+            f"a range of {format_bytes(4 * parameters.num_dense)}, {setting.describe()}",
+            [
+                ("what", lambda figure: figure.what),
+                time_column,
+                ("keys/s and server", rate),
+                ("sent per rank", lambda figure: size(figure.bytes_sent)),
+                ("ring / this", lambda figure: times(figure.ratio)),
+            ],
+            [figure for figure in figures if figure.what in DENSE],
+            "A push_pull sees what other ranks have pushed by then; the ring has all.",
+        ),
+        Table(
+            f"the table alone, {listed}, one core",
+            [("what", lambda figure: figure.what), time_column, ("keys/s", rate)],
+            [figure for figure in figures if figure.bytes_sent is None],
+            f"Staleness of pulls in {parameters.steps} steps of Bounded({parameters.bound}), rank 0 slower: {seen}.",
+        ),
+    ]
