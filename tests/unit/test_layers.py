@@ -20,7 +20,7 @@ PURE = [
     *(ROOT / "schedules").glob("*.py"),
     *(ROOT / "foundation").glob("*.py"),
     *(path for path in (ROOT / "sparse").glob("*.py") if path.name not in SPARSE_DRIVERS),
-    *(path for path in (ROOT / "server").glob("*.py") if path.name != "connection.py"),
+    *(path for path in (ROOT / "server").glob("*.py") if path.name not in ("connection.py", "messenger.py")),
     ROOT / "transports" / "simulated.py",
     ROOT / "testing" / "simulation.py",
 ]

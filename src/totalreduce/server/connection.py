@@ -1,8 +1,7 @@
-"""A rank's end of a parameter server: the thread that moves messages, and what programs call.
+"""A rank's end of a parameter server: its thread, and what programs call.
 
-Every message is a header of one length, with a tag of its own, and after it keys and values, with another tag. A rank
-always has one receive of a header, from whichever rank sends first. It handles what one rank sends in order. The thread
-alone touches the server. What a rank asks its own server needs no message.
+The thread handles messages, one after the other, and alone touches the server. What a rank asks its own server needs no
+message.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,6 @@ from totalreduce.foundation.errors import (
     ConfigurationError,
     DeadlineExceededError,
     GroupClosed,
-    PeerLost,
     ProtocolError,
     SlowWorkersError,
     TotalReduceError,
@@ -35,18 +33,15 @@ from totalreduce.foundation.forking import HomeProcess
 from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
 from totalreduce.server.client import Call, Client
-from totalreduce.server.messages import HEADER, Header, Kind, Message, Spec
+from totalreduce.server.messages import Header, Kind, Message, Spec
+from totalreduce.server.messenger import Messenger
 from totalreduce.server.server import Server
 from totalreduce.tensors.compilation import never_compiled
-from totalreduce.tensors.work import Work
 
 __all__ = ["Connection", "ServerStatistics", "Ticket"]
 
-_HEADERS, _BODIES = 0, 1
 #: The seconds for which the end of the thread is waited for after an error.
 _END_S = 5.0
-#: After so many seconds without an event the thread looks whether a rank has left.
-_LOOK_S = 0.5
 
 #: Keys: ascending integers, or ``slice(a, b)`` for all keys from a to b - 1.
 Keys = Array | torch.Tensor | Sequence[int] | slice
@@ -116,37 +111,26 @@ class Ticket:
 
 
 @final
-@dataclass(slots=True, eq=False)
-class _Incoming:
-    """A message whose keys and values may not have come yet."""
-
-    message: Message
-    pending: int
-
-
-@final
 @never_compiled
 class Connection:
     """A rank that is connected to a parameter server. Made by ``tr.ps.connect``; any thread may call it."""
 
-    def __init__(self, group: Group, client: Client, server: Server | None, spec: Spec, timeout_s: float) -> None:
-        """``group``: is used by nothing else."""
-        self._group, self._client, self._server, self._spec = group, client, server, spec
-        self._timeout_s = timeout_s
+    def __init__(
+        self, group: Group, name: str, client: Client, server: Server | None, spec: Spec, timeout_s: float
+    ) -> None:
+        """``group`` is used by nothing else; ``name``: no other parameter server of the job has it."""
+        self._rank, self._client, self._server, self._timeout_s = group.rank, client, server, timeout_s
         self._home = HomeProcess("the connection to a parameter server")
         self._lock = threading.Condition()
-        self._send_lock = threading.Lock()  # a header and what follows it leave together
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._incoming: dict[int, deque[_Incoming]] = {r: deque() for r in range(group.world_size) if r != group.rank}
-        #: Ranks that may still send something.
-        self._talking = set(self._incoming)
-        #: Bytes sent and received, and seconds waited.
-        self._numbers = {"sent": 0.0, "received": 0.0, "waited": 0.0}
+        self._messenger = Messenger(
+            *(group, name, spec), post=self._events.put, handle=self._handle, room_for=self._room_for, fail=self._fail
+        )
+        self._waited_s = 0.0
         self._error: TotalReduceError | None = None
         self._state: Literal["open", "closing", "silent", "ended"] = "open"
         self._thread = threading.Thread(target=self._run, name="totalreduce-ps", daemon=True)
-        if self._talking:
-            self._listen()
+        self._messenger.open()
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -214,10 +198,10 @@ class Connection:
         with self._lock:
             lists = self._client.lists
             return ServerStatistics(
-                bytes_sent=int(self._numbers["sent"]),
-                bytes_received=int(self._numbers["received"]),
+                bytes_sent=self._messenger.num_bytes["sent"],
+                bytes_received=self._messenger.num_bytes["received"],
                 staleness=Counter(self._client.staleness),
-                waiting_s=self._numbers["waited"],
+                waiting_s=self._waited_s,
                 lists=lists["list"],
                 digests=lists["digest"],
                 unknown_lists=lists["unknown"],
@@ -242,7 +226,7 @@ class Connection:
         timeout_s = self._timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s)
         self._thread.join(timeout_s)
         with self._lock:
-            error, late = self._error, sorted(self._talking)
+            error, late = self._error, sorted(self._messenger.talking)
         self.end()
         if error is not None:
             raise error.with_traceback(None)
@@ -265,7 +249,7 @@ class Connection:
         begin = time.monotonic()
         with self._lock:
             self._lock.wait_for(lambda: call.is_done, patience_s)
-            self._numbers["waited"] += time.monotonic() - begin
+            self._waited_s += time.monotonic() - begin
             if call.error is not None:
                 raise call.error.with_traceback(None)
             if call.is_done:
@@ -304,73 +288,21 @@ class Connection:
 
     def _flush(self) -> None:
         """Send what the client has to send. Under the lock."""
+        remote = []
         for target, message in self._client.outgoing():
-            if target == self._group.rank:
+            if target == self._rank:
                 self._events.put(partial(self._handle, target, message))
             else:
-                self._send(target, message)
+                remote.append((target, message))
+        if remote:
+            self._messenger.send(remote)
 
-    def _send(self, target: int, message: Message) -> None:
-        header = torch.frombuffer(bytearray(self._spec.encode(message.header)), dtype=torch.uint8)
-        with self._send_lock:
-            self._numbers["sent"] += message.num_bytes
-            works = [self._group.send(header, dst=target, tag=_HEADERS)]
-            bodies = [body for body in (message.keys, message.values) if body is not None and body.size]
-            works += [self._group.send(torch.from_numpy(body), dst=target, tag=_BODIES) for body in bodies]
-        for work in works:
-            work.on_done(partial(self._sent, message))
-
-    def _sent(self, message: Message, work: Work) -> None:
-        """Note that a part of a message, whose memory was kept for this, has left."""
-        del message
-        error = work.exception()
-        if isinstance(error, TotalReduceError):
-            self._events.put(partial(self._fail, error))
-
-    def _listen(self) -> None:
-        header = torch.empty(HEADER.size, dtype=torch.uint8)
-        work = self._group.recv(header, src=None, tag=_HEADERS)
-        work.on_done(lambda done: self._events.put(partial(self._on_header, done, header)))
-
-    def _on_header(self, work: Work, data: torch.Tensor) -> None:
-        source = self._ended_well(work).source
-        assert source is not None
-        header = self._spec.decode(data.numpy().tobytes())
-        if header.kind is Kind.GOODBYE:
-            self._talking.discard(source)
-        if self._talking:
-            self._listen()
-        keys = values = None
-        if self._spec.key_bytes(header):
-            keys = np.empty(header.end, self._spec.key_dtype)
-        if header.value_bytes:
-            dtype = self._spec.value_dtype(header)
-            with self._lock:
-                values = self._client.room_for(source, header)
-            values = np.empty(header.value_bytes // dtype.itemsize, dtype) if values is None else values
-        bodies = [body for body in (keys, values) if body is not None]
-        incoming = _Incoming(Message(header, keys, values), len(bodies))
-        self._numbers["received"] += incoming.message.num_bytes
-        self._incoming[source].append(incoming)
-        for body in bodies:
-            received = self._group.recv(torch.from_numpy(body), src=source, tag=_BODIES)
-            received.on_done(lambda done: self._events.put(partial(self._on_body, source, incoming, done)))
-        self._handle_complete(source)
-
-    def _on_body(self, source: int, incoming: _Incoming, work: Work) -> None:
-        self._ended_well(work)
-        incoming.pending -= 1
-        self._handle_complete(source)
-
-    def _handle_complete(self, source: int) -> None:
-        incoming = self._incoming[source]
-        while incoming and incoming[0].pending == 0:
-            self._handle(source, incoming.popleft().message)
+    def _room_for(self, source: int, header: Header) -> Array | None:
+        with self._lock:
+            return self._client.room_for(source, header)
 
     def _handle(self, source: int, message: Message) -> None:
         """Handle a complete message of a rank, or of this one."""
-        if message.header.kind is Kind.GOODBYE:
-            return
         if not message.header.kind.is_request:
             with self._lock:
                 self._client.answer(source, message)
@@ -378,21 +310,21 @@ class Connection:
                 self._lock.notify_all()
             return
         if self._server is None:
-            raise ProtocolError(f"rank {source} sends a request to rank {self._group.rank}, which is no server")
+            raise ProtocolError(f"rank {source} sends a request to rank {self._rank}, which is no server")
+        remote = []
         for target, answer in self._server.take(source, message):
-            if target == self._group.rank:
+            if target == self._rank:
                 self._handle(target, answer)
             else:
-                self._send(target, answer)
+                remote.append((target, answer))
+        if remote:
+            self._messenger.send(remote)
 
     # ---------------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         while self._state != "ended":
-            try:
-                event = self._events.get(timeout=_LOOK_S)
-            except queue.Empty:
-                event = self._look_for_departed
+            event = self._events.get()
             try:
                 event()
                 self._end_if_all_is_done()
@@ -401,23 +333,16 @@ class Connection:
             except BaseException as error:
                 self._fail(ProtocolError(f"the thread of the parameter server has failed: {error!r}"))
                 raise
-
-    def _look_for_departed(self) -> None:
-        """Fail if a rank has closed its group before its connection. Everything that it has sent was handled."""
-        departed = self._group.operations.runner.engine.members.departed
-        for rank in sorted(self._talking):
-            if self._group.ranks[rank] in departed:
-                reason = departed[self._group.ranks[rank]]
-                raise PeerLost(self._group.ranks[rank], f"it has closed its group, and not its connection; {reason}")
+        with contextlib.suppress(TotalReduceError):  # the group may be closed already
+            self._messenger.close()
 
     def _end_if_all_is_done(self) -> None:
         """Say goodbye when this worker has finished, and so have all workers of this server; end when all have."""
         with self._lock:
             if self._state == "closing" and self._client.is_idle and (self._server is None or self._server.is_finished):
                 self._state = "silent"
-                for target in self._incoming:
-                    self._send(target, Message(Header(Kind.GOODBYE)))
-            if self._state == "silent" and not self._talking:
+                self._messenger.say_goodbye()
+            if self._state == "silent" and not self._messenger.talking:
                 self._state = "ended"
 
     def _fail(self, error: TotalReduceError) -> None:
@@ -427,12 +352,6 @@ class Connection:
                 self._client.fail(error)
             self._state = "ended"
             self._lock.notify_all()
-
-    def _ended_well(self, work: Work) -> Work:
-        error = work.exception()
-        if error is not None:
-            raise error.with_traceback(None)
-        return work
 
 
 def _array(name: str, value: Any) -> Array:

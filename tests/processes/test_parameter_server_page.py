@@ -1,0 +1,28 @@
+"""The programs of docs/parameter-server.md, as they stand there, under the launcher."""
+
+import re
+import sys
+from pathlib import Path
+
+from totalreduce.launch.local import run_workers
+
+PAGE = (Path(__file__).parents[2] / "docs" / "parameter-server.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def run(tmp_path, program, ranks):
+    path = tmp_path / "train.py"
+    path.write_text(program)
+    result = run_workers([sys.executable, str(path)], num_workers=ranks, output="capture", timeout_s=100)
+    assert result.exit_code == 0, [worker.last_errors for worker in result.workers]
+    return "".join(result.output)
+
+
+def test_a_linear_model_is_learned(warm_python, tmp_path):
+    [error] = re.findall(r"mean error of a weight: (\d\.\d\d)", run(tmp_path, PROGRAMS[0], 2))
+    assert float(error) < 0.1
+
+
+def test_a_dense_vector_is_added_up(warm_python, tmp_path):
+    lines = re.findall(r"(True|False) Counter\((.*)\)", run(tmp_path, PROGRAMS[1], 2))
+    assert lines == [("True", "{0: 2}")] * 2
