@@ -21,7 +21,7 @@ from totalreduce.foundation.errors import PeerLost, ProtocolError, TotalReduceEr
 from totalreduce.foundation.types import operation_id
 from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
-from totalreduce.server.messages import HEADER, Header, Kind, Message, Spec
+from totalreduce.server.messages import HEADER, WINDOW, Header, Kind, Message, Spec
 from totalreduce.tensors.work import Work
 
 __all__ = ["Messenger"]
@@ -29,6 +29,8 @@ __all__ = ["Messenger"]
 #: Keys and values of so many bytes together travel in the channel. 32 such requests, which may arrive before this rank
 #: opens the channel, are well below what the engine keeps of them.
 _INLINE_BYTES_MAX: Final = 16 * 1024
+#: The messages of one rank of which a part has not come: requests, answers, and both once again.
+_INCOMING_MAX: Final = 4 * WINDOW
 
 
 @final
@@ -179,6 +181,8 @@ class Messenger:
         expected = HEADER.size + (key_bytes + value_bytes if is_inline else 0)
         if len(data) != expected:
             raise ProtocolError(f"rank {source} sends a message of {len(data)} bytes where {expected} are expected")
+        if len(self._incoming[source]) >= _INCOMING_MAX:
+            raise ProtocolError(f"rank {source} has announced more than {_INCOMING_MAX} messages that do not come")
         keys = values = None
         dtype = spec.value_dtype(header)
         if is_inline:
