@@ -309,3 +309,24 @@ def test_two_tables_and_a_large_dense_one_over_tcp() -> None:
         one.close()
 
     run_ranks(2, body, transport="tcp")
+
+
+def test_a_rank_that_only_serves_closes_at_once() -> None:
+    """Nobody waits for it, and it goes on serving until the others have closed."""
+
+    def body(group: Group) -> float:
+        client = ps.connect(group, num_keys=100, servers=[0], consistency=ps.Sequential())
+        out = np.zeros(100, np.float32)
+        if group.rank == 0:
+            client.close(30.0)
+            return client.statistics().updates
+        for _ in range(3):
+            client.pull_range(0, 100, out).wait()
+            time.sleep(0.05)
+            client.push_range(0, 100, np.ones(100, np.float32))
+            client.clock()
+        client.pull_range(0, 100, out).wait()
+        client.close()
+        return float(out.sum())
+
+    assert run_ranks(3, body) == [6, 600, 600]
