@@ -260,7 +260,14 @@ def test_values_of_the_store_that_no_process_writes_are_refused() -> None:
     def assembly() -> Assembly:
         return Assembly(LauncherStore(lambda _: store), policy, 0, 0, lambda: 0.0)
 
-    for key, value in ((ENDED, "[]"), (decision_key(1), "{}"), (decision_key(1), "nothing"), (ENDED, "{")):
+    for key, value in (
+        (ENDED, '{"x": 0}'),
+        (ENDED, '{"0": []}'),
+        (ENDED, "[]"),
+        (decision_key(1), "{}"),
+        (decision_key(1), "nothing"),
+        (ENDED, "{"),
+    ):
         store = MemoryStore({**first, key: value.encode()})
         with pytest.raises(ProtocolError, match="the store holds"):
             for _ in assembly().meeting(Report(0, 0)):

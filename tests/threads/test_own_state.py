@@ -104,7 +104,6 @@ def train(world_size: int, num_blocks: int, num_elements: int, late: float = 0.0
         process.enter(group, members(*[0] * world_size, version=0), has_state=False)
         for _ in range(num_blocks):
             process.block(late=late * group.rank)
-            process.own.current()  # for a snapshot: from then on, the buffer is one that blocks change
         group.barrier()
         return process
 
@@ -137,10 +136,11 @@ def test_a_buffer_that_is_changed_after_the_step_is_not_one_step_old(num_element
     assert not caplog.records
 
 
-def test_late_buffers_that_differ_between_ranks_are_named(caplog) -> None:
+@pytest.mark.parametrize("num_elements", [5, MANY])
+def test_late_buffers_that_differ_between_ranks_are_named(num_elements: int, caplog) -> None:
     caplog.set_level(logging.WARNING, logger="totalreduce")
-    first, _, third = train(3, 2, 5, late=1.0)
-    _, new, _ = go_on([first, None, third], members(0, 1, 0, version=2), 5)
+    first, _, third = train(3, 2, num_elements, late=1.0)
+    _, new, _ = go_on([first, None, third], members(0, 1, 0, version=2), num_elements)
     assert torch.equal(new.model.average, first.model.average)
     [record] = caplog.records
     assert (
@@ -167,6 +167,33 @@ def test_copies_are_read_in_the_form_in_which_they_were_sent(before, after, num_
     assert torch.equal(new[1].model.average, found[0].model.average)
     for process in new:  # the new copies are in the new form
         assert process.own._replicas.seats(3)
+
+
+def alone(process: Process, decision: Decision, num_blocks: int) -> None:
+    """Have a process go on without the others, and run blocks."""
+
+    def body(group):
+        process.enter(group, decision, has_state=True)
+        for _ in range(num_blocks):
+            process.block()
+
+    run_ranks(1, body)
+
+
+def test_buffers_of_the_forward_pass_are_not_late_on_a_rank_that_is_alone() -> None:
+    """It sends nothing that the buffers could be compared with."""
+    first, _ = train(2, 3, MANY)
+    alone(first, members(0, None, version=3), 2)
+    assert first.own._late == {"average"}
+
+
+def test_copies_of_a_block_that_was_undone_never_count() -> None:
+    """The copies of the third block have come, and a rank is lost before the vote."""
+    first, _ = train(2, 2, 5)
+    first.own._replicas.note(3, {1: torch.zeros(1, dtype=torch.uint8)})
+    alone(first, members(0, None, version=2), 1)
+    assert first.state.version == 3
+    assert first.own._replicas.seats(3) == []
 
 
 def test_after_a_begin_from_disk_there_are_copies_before_the_first_vote() -> None:

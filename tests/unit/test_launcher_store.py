@@ -152,6 +152,13 @@ def test_the_keeper_tells_the_launcher_what_ranks_write_and_counts_the_rest() ->
     store.set(accusation_key(0), b"\xff\xfe")
     assert watch.news() == []
     assert watch.num_refused == 15
+    for seats in ((0, 3), (1, 1)):  # a seat that there is not, and a seat with two processes
+        members = tuple(Member(seat, 0, has_state=False) for seat in seats)
+        store.set(decision_key(6), Decision(6, members, 3).encode())
+        assert watch.news() == [{"refused": 16}] * (seats == (0, 3))
+    store.set(decision_key(6), " " * (5 << 20) + Decision(6, (), 3).encode())
+    assert watch.news() == []
+    assert watch.num_refused == 18
     store.set(BEGUN, "yes")
     store.set(FINISHED, "yes")
     assert watch.news() == [{"begun": True}, {"finished": True}]

@@ -1,11 +1,12 @@
 """Parts of recovery by themselves: the sampler, the state, the rules of the decision, the launcher's restarts."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from totalreduce.foundation.errors import ConfigurationError, RecoveryError
+from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
 from totalreduce.launch.recovery import RecoveryOptions, Restarts
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.forming import compare_states, send_state
@@ -13,6 +14,7 @@ from totalreduce.recovery.job import recoverable
 from totalreduce.recovery.membership import Decision, Member, Membership, Policy, Report
 from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.state import State
+from totalreduce.recovery.wishes import Wish
 from totalreduce.testing import run_ranks
 
 
@@ -207,6 +209,26 @@ def test_states_that_differ_are_an_error_on_every_rank() -> None:
     for message in run_ranks(2, body):
         assert message.startswith("version 0 of the state differs between ranks: ")
         assert "2.weight" in message
+
+
+def test_after_a_signal_the_loss_of_a_rank_at_the_end_is_the_end_of_the_job() -> None:
+    """All have the last version on disk. The launcher must start no process in the place of the lost one."""
+
+    def body(group):
+        model = torch.nn.Linear(2, 1)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, group=group)
+        job = recoverable(State(model=model, optimizer=optimizer))
+        said = []
+        job._assembly = SimpleNamespace(finish=lambda: said.append("finished"), suspect=said.append)
+        job._agreed = Wish.END
+        job.group = SimpleNamespace(rank=0, barrier=lambda: raise_(PeerLost(1, "gone")), close=lambda *_, **__: None)
+        job._finish()
+        return said
+
+    def raise_(error):
+        raise error
+
+    assert run_ranks(1, body) == [["finished"]]
 
 
 # ----------------------------------------------------------------------------------------------------------- decisions

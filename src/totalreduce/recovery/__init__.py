@@ -8,8 +8,8 @@ epoch. A *block* is the smallest part of a program that takes effect on all rank
 all ranks *vote*: the vote passes when every rank has come to it.
 
 The modules, from the plain objects to the processes: ``membership`` (the rules of the decision), ``assembly`` (the
-decision through a store), ``accusation`` (what it has of silent processes), ``launcher_store`` (the connection to it),
-``keeper`` (the process that serves it),
+decision through a store), ``accusation`` (what processes write into the store about silent processes),
+``launcher_store`` (the connection to it), ``keeper`` (the process that serves it),
 ``dealing``, ``sampler`` and ``stream`` (which rank trains on which samples), ``state`` (what is recovered),
 ``buffers`` (copies of the model's buffers), ``optimizers`` (of which a block steps one), ``vote`` (the vote of a
 block), ``replicas`` (copies of the state that each rank has for itself), ``snapshots`` (the state on disk), ``wishes``

@@ -1,4 +1,4 @@
-"""What a process tells the launcher of the process of another seat that is silent."""
+"""The message by which a process tells the launcher that another process is silent."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import final
 
-from totalreduce.foundation import checks
-from totalreduce.foundation.errors import ConfigurationError, ProtocolError
-from totalreduce.recovery.membership import json_object
+from totalreduce.recovery.membership import number_in, reading
 
 __all__ = ["Accusation"]
-
-_NUMBER_MAX = 1 << 40
 
 
 @final
@@ -41,12 +37,8 @@ class Accusation:
         Raises:
             ProtocolError: The text is no accusation.
         """
-        fields = json_object(text, "accusation")
-        try:
-            return cls(
-                checks.integer("suspected", fields["suspected"], minimum=0, maximum=num_seats - 1),
-                checks.integer("incarnation", fields["incarnation"], minimum=0, maximum=_NUMBER_MAX),
-                checks.integer("epoch", fields["epoch"], minimum=0, maximum=_NUMBER_MAX),
-            )
-        except (KeyError, ConfigurationError) as error:
-            raise ProtocolError(f"the store holds {text[:100]!r} where an accusation is expected: {error}") from error
+        with reading(text, "accusation") as fields:
+            found = cls(*(number_in(fields[name]) for name in ("suspected", "incarnation", "epoch")))
+            if found.seat >= num_seats:
+                raise ValueError(found.seat)
+            return found

@@ -21,7 +21,7 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError, RecoveryError
 from totalreduce.recovery.accusation import Accusation
 from totalreduce.recovery.launcher_store import PREFIX, LauncherStore, StoreLost
-from totalreduce.recovery.membership import Decision, Membership, Policy, Report, json_object
+from totalreduce.recovery.membership import Decision, Membership, Policy, Report, number_in, reading
 
 __all__ = ["BEGUN", "ENDED", "FINISHED", "WAITING", "Assembly", "accusation_key", "decision_key"]
 
@@ -280,7 +280,8 @@ class Assembly:
         if now >= self._waits_since + _WAITING_S:
             self._waits_since = now
             self._num_said += 1
-            # In another store this process would go on with the epoch of the one that is lost.
+            # Not ``set_lasting``: it would connect anew, and this process would then go on in the new store with an
+            # epoch of the lost one.
             self._store.set_if_connected(WAITING, f"{self.seat} {self.incarnation} {self._num_said}")
 
     def _next_epoch(self, last: Decision | None) -> int:
@@ -323,8 +324,10 @@ class Assembly:
 
     def _read_ended(self) -> dict[int, int]:
         text = self._store.text(ENDED)
-        fields = json_object(text, "list of ended processes") if text else {}
-        return {int(seat): int(incarnation) for seat, incarnation in fields.items()}
+        if not text:
+            return {}
+        with reading(text, "list of ended processes") as fields:
+            return {int(seat): number_in(incarnation) for seat, incarnation in fields.items()}
 
 
 def _count_key(epoch: int) -> str:

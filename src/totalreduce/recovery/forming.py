@@ -31,7 +31,7 @@ from totalreduce.launch.rendezvous import StoreRank
 from totalreduce.pytorch.broadcast import broadcast_tensors
 from totalreduce.recovery.assembly import Assembly
 from totalreduce.recovery.launcher_store import LauncherStore
-from totalreduce.recovery.membership import Decision, Policy
+from totalreduce.recovery.membership import Decision, Policy, reading
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
 from totalreduce.schedules.select import LinkModel
@@ -95,7 +95,10 @@ def form_group(assembly: Assembly, formation: Callable[..., Group]) -> Group:
     rank = decision.rank_of(assembly.seat, assembly.incarnation)
     assert rank is not None
     links = assembly.value("links")
-    options: dict[str, Any] = {"links": LinkModel(**json.loads(links))} if links else {}
+    options: dict[str, Any] = {}
+    if links:
+        with reading(links, "description of the links") as fields:
+            options["links"] = LinkModel(**fields)
     meeting = StoreRank(assembly.store_of_epoch(), rank, len(decision.members), decision.epoch, assembly.interruption)
     group = formation(store=meeting, **options)
     measured = probe.selector_of(group).links

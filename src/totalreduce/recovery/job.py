@@ -645,8 +645,11 @@ class Job:
                 self.group.barrier()
             except PeerLost as error:
                 self._leave_group(error)
-                # After a signal the last version is on disk, and no process is to take the place of one that has ended.
-                if self.preempted or not self._form_group(has_state=True):
+                if self.preempted:
+                    # The last version is on disk. No process is to be started in the place of one that has ended.
+                    self._assembly.finish()
+                    return
+                if not self._form_group(has_state=True):
                     return
             else:
                 self._assembly.finish()

@@ -16,7 +16,7 @@ To the launcher (standard output):
 - ``{"epoch": …, "members": …, "version": …}``: a decision;
 - ``{"begun": true}``: the first block has taken effect;
 - ``{"finished": true}``: all ranks have come to the end of the job;
-- ``{"refused": count}``: so many values were found in the store that no rank writes; at 1, 2, 4, 8, ….
+- ``{"refused": count}``: the number of values found so far that no rank writes, when it reaches or passes 1, 2, 4, ….
 
 The store has no key: whoever reaches its port can write into it (docs/security.md). So nothing that is found in it is
 passed on to the launcher before it is checked.
@@ -40,7 +40,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.recovery.accusation import Accusation
 from totalreduce.recovery.assembly import BEGUN, ENDED, FINISHED, WAITING, accusation_key, decision_key
-from totalreduce.recovery.launcher_store import FIRST_EPOCH
+from totalreduce.recovery.launcher_store import FIRST_EPOCH, VALUE_BYTES_MAX
 from totalreduce.recovery.membership import Decision
 
 #: How often the keeper looks for accusations and decisions.
@@ -110,9 +110,7 @@ class Watch:
         while self._store.check([decision_key(self._epoch)]):
             value = self._store.get(decision_key(self._epoch))
             try:
-                decision = Decision.decode(value.decode(errors="replace"))
-                if decision.epoch != self._epoch:
-                    raise ProtocolError(f"decision of epoch {decision.epoch}")
+                decision = self._decision_in(value)
             except ProtocolError:  # on each rank it is an error
                 self.num_refused += value != self._refused_decision
                 self._refused_decision = value
@@ -120,6 +118,17 @@ class Watch:
             words.append(asdict(decision))
             self._epoch += 1
         return words
+
+    def _decision_in(self, value: bytes) -> Decision:
+        """Read the decision of the present epoch. Raises ``ProtocolError`` if the ranks cannot have made it."""
+        if len(value) > VALUE_BYTES_MAX:
+            raise ProtocolError(f"a decision of {len(value)} bytes")
+        decision = Decision.decode(value.decode(errors="replace"))
+        seats = [member.seat for member in decision.members]
+        different = set(seats).intersection(range(self._num_seats))
+        if decision.epoch != self._epoch or len(different) < len(seats):
+            raise ProtocolError(f"a decision of epoch {decision.epoch} on the seats {seats[:10]}")
+        return decision
 
 
 def main() -> None:

@@ -18,13 +18,13 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from totalreduce.foundation.errors import ProtocolError, RecoveryError
 
-__all__ = ["FIRST_EPOCH", "PREFIX", "LauncherStore", "StoreLost", "connect"]
+__all__ = ["FIRST_EPOCH", "PREFIX", "VALUE_BYTES_MAX", "LauncherStore", "StoreLost", "connect"]
 
 PREFIX = "totalreduce/recovery"
 #: The number of the first epoch that is decided in this store. The keeper sets it before anything else.
 FIRST_EPOCH = f"{PREFIX}/first epoch"
 #: Longer values in the store are none of this library's.
-_VALUE_BYTES_MAX = 4 << 20
+VALUE_BYTES_MAX = 4 << 20
 _NUMBER_DIGITS_MAX = 9
 #: How long one attempt to connect anew may take. Nobody listens while the launcher starts the store again.
 _ATTEMPT_S = 1.0
@@ -110,7 +110,7 @@ class LauncherStore:
         if not self.is_set(key):
             return ""
         value: bytes = self._access(lambda: self.raw.get(key))
-        if len(value) > _VALUE_BYTES_MAX:
+        if len(value) > VALUE_BYTES_MAX:
             raise ProtocolError(f"{key!r} in the store is longer than any rank writes it")
         return value.decode(errors="replace")
 

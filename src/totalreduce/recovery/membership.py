@@ -18,7 +18,7 @@ from typing import Any, Literal, final
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ProtocolError, RecoveryError
 
-__all__ = ["Decision", "Member", "Membership", "OnLoss", "Policy", "Report", "json_object"]
+__all__ = ["Decision", "Member", "Membership", "OnLoss", "Policy", "Report", "number_in", "reading"]
 
 OnLoss = Literal["replace", "shrink"]
 #: The largest number of seats, incarnations, epochs and versions that is accepted from the store.
@@ -38,7 +38,7 @@ class Policy:
             before the others go on without it. It must be longer than the time after which silence counts as a loss,
             because a process that has not noticed the loss yet does not report.
         deadline_s: How long a process waits for a decision before it gives up. For a process that joins, the time
-            begins when a member of the last epoch comes to the decision.
+            begins when a member of the last epoch comes to the decision; in a store that has begun anew, at once.
         max_ranks: With ``"shrink"``: the number of seats, which is the largest number of ranks. By default as many as
             the job begins with.
     """
@@ -92,8 +92,8 @@ class Report:
         Raises:
             ProtocolError: The text is no report.
         """
-        with _reading(text, "report") as fields:
-            numbers = [_number(fields[name]) for name in ("seat", "incarnation", "version")]
+        with reading(text, "report") as fields:
+            numbers = [number_in(fields[name]) for name in ("seat", "incarnation", "version")]
             has_state = _flag(fields["has_state"])
         return cls(numbers[0], numbers[1], has_state, numbers[2])
 
@@ -156,10 +156,10 @@ class Decision:
         Raises:
             ProtocolError: The text is no decision.
         """
-        with _reading(text, "decision") as fields:
-            epoch, version = _number(fields["epoch"]), _number(fields["version"])
+        with reading(text, "decision") as fields:
+            epoch, version = number_in(fields["epoch"]), number_in(fields["version"])
             members = tuple(
-                Member(_number(each["seat"]), _number(each["incarnation"]), _flag(each["has_state"]))
+                Member(number_in(each["seat"]), number_in(each["incarnation"]), _flag(each["has_state"]))
                 for each in fields["members"]
             )
         return cls(epoch, members, version)
@@ -282,36 +282,25 @@ class Membership:
         )
 
 
-def json_object(text: str, kind: str) -> dict[str, Any]:
-    """Return the JSON object that a value of the store is.
+@contextmanager
+def reading(text: str, kind: str) -> Iterator[dict[str, Any]]:
+    """Yield the fields of the JSON object that a value of the store is.
 
     Raises:
-        ProtocolError: The value is none; the message has ``kind``, the name of what is expected.
+        ProtocolError: The value is no object, or the body raises ``KeyError``, ``TypeError`` or ``ValueError``. The
+            message has ``kind``, the name of what is expected.
     """
     try:
         fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _malformed(text, kind) from error
-    if not isinstance(fields, dict):
-        raise _malformed(text, kind)
-    return fields
-
-
-@contextmanager
-def _reading(text: str, kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the fields of a value of the store; what is wrong with them is a ``ProtocolError``."""
-    fields = json_object(text, kind)
-    try:
+        if not isinstance(fields, dict):
+            raise TypeError(fields)
         yield fields
-    except (KeyError, TypeError, ValueError) as error:
-        raise _malformed(text, kind) from error
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"the store holds {text[:100]!r} where a {kind} is expected") from error
 
 
-def _malformed(text: str, kind: str) -> ProtocolError:
-    return ProtocolError(f"the store holds {text[:100]!r} where a {kind} is expected")
-
-
-def _number(value: object) -> int:
+def number_in(value: object) -> int:
+    """Return a field of a value of the store that is a number; raise ``ValueError`` if it is none, or too large."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _NUMBER_MAX:
         raise ValueError(value)
     return value

@@ -43,7 +43,7 @@ from totalreduce.recovery.forming import (
     open_assembly,
     report_loss,
 )
-from totalreduce.recovery.membership import Decision, Member
+from totalreduce.recovery.membership import Decision, Member, number_in, reading
 from totalreduce.recovery.replay import Call, Entry, Parcel, ReplayLog, Standing, Versions, plan_parcels
 from totalreduce.recovery.replicas import Replicas
 from totalreduce.tensors.dtypes import dtype_of
@@ -359,7 +359,8 @@ class ReplayedJob:
             yield
         except ReplayMismatchError as error:
             if self._assembly is not None:
-                fields = [error.version, error.position, list(error.differences)]
+                differences = list(error.differences)
+                fields = {"version": error.version, "position": error.position, "differences": differences}
                 self._assembly.first_value(_MISMATCH, json.dumps(fields))
                 self._assembly.finish()
             raise
@@ -367,8 +368,10 @@ class ReplayedJob:
     def _check_not_ended(self, assembly: Assembly) -> None:
         text = assembly.value(_MISMATCH)
         if text:
-            version, position, differences = json.loads(text)
-            raise ReplayMismatchError(version, position, tuple(differences))
+            with reading(text, "difference between calls") as fields:
+                version, position = number_in(fields["version"]), number_in(fields["position"])
+                differences = tuple(map(str, fields["differences"]))
+            raise ReplayMismatchError(version, position, differences)
 
     def _committed(self) -> None:
         """Drop what belongs to the version before."""

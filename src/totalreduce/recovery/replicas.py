@@ -144,6 +144,10 @@ class Replicas:
         """Note that the vote has passed: the copies of the last exchange are those that count."""
         self._held, self._next = self._next or self._held, {}
 
+    def undo(self) -> None:
+        """Note that the block of the last exchange has not taken effect: its copies never count."""
+        self._next = {}
+
     def seats(self, version: int) -> list[int]:
         """Return the seats of which this rank has a copy of a version."""
         return [seat for seat, (held, _) in self._held.items() if held == version]
@@ -234,7 +238,8 @@ class OwnState:
         self._rows: _BufferRows | None = None  #: For small buffers.
         self._sends = False  #: Whether there is anything to send before a vote.
         self._sending: Exchange | None = None  #: The exchange that has not ended.
-        self._sent: dict[str, torch.Tensor] = {}  #: Copies of the buffers in the last exchange.
+        #: Copies of the buffers in the last exchange of this epoch that had no rows; ``None`` if there was none.
+        self._sent: dict[str, torch.Tensor] | None = None
         #: Whether the copies that count are rows of buffers. Another number of ranks may have another form of copies.
         self._holds_rows = False
         self._late: set[str] = set()  #: Buffers that blocks change after the vote.
@@ -284,10 +289,12 @@ class OwnState:
         """Return the names of the buffers that the program has changed since they were sent."""
         if self._rows is not None:
             return self._rows.changed()
-        if not self._sent:
+        sent = self._sent
+        if sent is None:
             return set()
         now = dict(self._state.named_buffers())
-        return {name for name, sent in self._sent.items() if not torch.equal(now[name], sent)}
+        names = sent.keys() | self._state.own_buffers().keys()
+        return {name for name in names if name not in sent or not torch.equal(now[name], sent[name])}
 
     def current(self) -> dict[str, Any] | None:
         """Return this rank's own state as it is between two blocks; ``None`` if no rank has any."""
@@ -336,7 +343,8 @@ class OwnState:
         self.vote.prepare()
         layout = self._state.buffer_row()
         self._rows = _BufferRows(layout, self._group) if self._has_small_buffers(layout) else None
-        self._sends, self._sending = self._exists, None
+        self._sends, self._sending, self._sent = self._exists, None, None
+        self._replicas.undo()
         if not self._exists or decision.version == 0:
             return
         held = self._replicas.seats(decision.version) if has_state else []

@@ -70,7 +70,8 @@ class Snapshots:
             folder: Where the versions are. It is made if it does not exist.
             every: Write each version that is a multiple of this number. A rank copies what it writes, and writes it in
                 a thread; if that lasts until the next one is due, this one is left out.
-            keep: How many versions stay on disk.
+            keep: How many versions stay on disk. With 1, a sharded state that goes back after a loss may replace the
+                only version part by part, and the loss of all processes meanwhile leaves none.
             on_signal: A signal, or several (``signal.SIGUSR1``), by which a batch system tells a process that it must
                 end soon. When one rank has got it, all ranks write the version after the next step, and the loop ends
                 on all of them: ``job.preempted`` is then true. ``tr.recoverable`` and ``tr.attempts`` handle the

@@ -1,9 +1,9 @@
 """Which peers are alive: heartbeats that are due, and peers that have been silent for too long.
 
 A transport sends a heartbeat to a peer to which nothing else has left for ``heartbeat_s``. A peer that falls silent is
-lost within ``silence_s``. Because a transport looks now and then, the silence that it allows is shorter by the time
-between two looks. Time in which this process did not run (it was stopped, or starved of processor
-time) is not the silence of a peer.
+lost within about ``silence_s``: a transport looks for silent peers every half heartbeat, so it allows a silence that is
+shorter by that time, and by a tenth at most. Time in which this process did not run (it was stopped, or starved of
+processor time) is not the silence of a peer.
 """
 
 from __future__ import annotations

@@ -233,7 +233,8 @@ class TcpTransport(Transport):
         while True:
             self._poller.poll(max(0.0, until - now))
             now = time.monotonic()
-            # First what came with the last poll: on a busy machine the time is over before the kernel's answer is read.
+            # Write before looking at the clock: on a busy machine the time may be over although the last poll has found
+            # that a connection can be written to.
             if not self._write_on(now) or now >= until:
                 return
 
