@@ -48,7 +48,7 @@ class World:
             )
             for rank in servers
         }
-        self.clients = [Client(self.layout, self.spec) for _ in range(num_workers)]
+        self.clients = [Client(worker, self.layout, self.spec) for worker in range(num_workers)]
         #: By worker and step: how often each key was pushed before this step.
         self.pushed = [[np.zeros(NUM_KEYS)] for _ in range(num_workers)]
         self.events: list[tuple[float, int, object]] = []

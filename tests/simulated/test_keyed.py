@@ -7,6 +7,7 @@ import pytest
 from keyed import NUM_KEYS, World
 
 from totalreduce.server.clocks import Bounded, Consistency, Eventual, Sequential
+from totalreduce.server.messages import list_bytes
 from totalreduce.server.optimizers import Adagrad, Optimizer, Sum
 from totalreduce.server.server import Server
 
@@ -69,7 +70,7 @@ def test_a_server_that_forgets_lists_of_keys_gets_them_again() -> None:
     for seed in range(20):
         world = World(Bounded(1), seed)
         for server in world.servers.values():
-            server._lists._size_max = 8 * 12
+            server._lists._size_max = list_bytes(20)
         assert world.run().violations == []
         assert not world.wrong_sums()
         unknown += sum(client.lists["unknown"] for client in world.clients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from totalreduce.codecs.int8 import Int8
+from totalreduce.codecs.ternary import Ternary
 from totalreduce.codecs.topk import Topk
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError, RefusedError
 from totalreduce.server.client import Call, Client
@@ -29,7 +31,7 @@ def pair(rule=None, *, spec=SPEC, num_workers=2, rank=0):
     layout = Layout(spec.num_keys, [rank])
     table = Table(layout, rank, width=spec.width, dtype=spec.dtype, optimizer=Sum())
     server = Server(rank, table, spec, rule or Eventual(), num_workers)
-    return server, [Client(layout, spec) for _ in range(num_workers)]
+    return server, [Client(worker, layout, spec) for worker in range(num_workers)]
 
 
 def carry(server: Server, clients: list[Client], worker: int, call: Call) -> Call:
@@ -188,7 +190,7 @@ def test_lists_are_shared_between_workers_and_asked_for() -> None:
     server, clients = pair()
     keys, out = np.array([5, 7, 4999]), np.empty((3, 2), np.float32)
     carry(server, clients, 0, clients[0].on_keys(Kind.PUSH, keys, rows(3, 2), None))
-    clients[1]._lanes[0].lists.put(digest_of(keys.astype(np.int32)), value=True)  # as if it had used it long ago
+    clients[1]._lanes[0].lists.put(digest_of(keys.astype(np.int32)), True, 1)  # as if it had used it long ago
     assert carry(server, clients, 1, clients[1].on_keys(Kind.PULL, keys, None, out)).is_done
     np.testing.assert_array_equal(out, rows(3, 2))
     assert clients[1].lists == {"digest": 1}
@@ -289,14 +291,155 @@ def test_what_codes_do_not_express_is_pushed_later(codec: object) -> None:
         clients[0].answer(0, server.take(0, message)[0][1])
         assert call.is_done
         assert call.error is None
-    kept = clients[0]._residual + server.table.values.reshape(-1, 2)
-    np.testing.assert_allclose(kept, total, atol=1e-5)
-    assert np.abs(clients[0]._residual).max() > 1e-3
-    broken = clients[0].on_range(Kind.PUSH, 0, 1, np.full((1, 2), np.nan, np.float32), None)
-    before = server.table.values.copy()
-    carry(server, clients, 0, broken)
-    assert isinstance(broken.error, ConfigurationError)
-    np.testing.assert_array_equal(server.table.values, before)
+    residual = clients[0]._residual.values
+    np.testing.assert_allclose(residual + server.table.values.reshape(-1, 2), total, atol=1e-5)
+    assert np.abs(residual).max() > 1e-3
+
+
+@pytest.mark.parametrize("codec", [Int8(), Topk(density=0.05)], ids=str)
+def test_values_that_no_code_expresses_are_refused_before_anything_is_sent(codec: object) -> None:
+    """The last of three pieces has the wrong value."""
+    spec = Spec(3_000_000, 1, F32, codec)
+    _, [client, _] = pair(spec=spec)
+    values = np.ones(3_000_000, np.float32)
+    values[-1] = np.nan
+    with pytest.raises(ConfigurationError, match="not finite, or too large to encode"):
+        client.on_range(Kind.PUSH, 0, 3_000_000, values, None)
+    assert client.outgoing() == []
+    assert client.is_idle
+
+
+def test_a_refused_push_leaves_the_residual_as_it_was() -> None:
+    spec = Spec(100, 1, F32, Topk(density=0.05))
+    server, clients = pair(Sequential(buffer_bytes=400), spec=spec)
+    first, second = np.arange(100, dtype=np.float32), np.arange(100, dtype=np.float32)[::-1].copy()
+    carry(server, clients, 0, clients[0].on_range(Kind.PUSH, 0, 100, first, None))
+    refused = carry(server, clients, 0, clients[0].on_range(Kind.PUSH, 0, 100, second, None))
+    assert isinstance(refused.error, RefusedError)
+    for worker in (0, 1):
+        carry(server, clients, worker, clients[worker].advance())
+    kept = clients[0]._residual.values.reshape(-1) + server.table.values
+    np.testing.assert_allclose(kept, first, atol=1e-4)
+
+
+def test_workers_use_different_random_numbers_for_the_same_values() -> None:
+    spec = Spec(1000, 1, F32, Ternary())
+    _, clients = pair(spec=spec)
+    values, codes = np.linspace(-1, 1, 1000, dtype=np.float32), []
+    for client in clients:
+        client.on_range(Kind.PUSH, 0, 1000, values, None)
+        [(_, message)] = client.outgoing()
+        codes.append(message.values)
+    assert (codes[0] != codes[1]).any()
+
+
+def two_servers() -> tuple[Client, Layout]:
+    layout = Layout(SPEC.num_keys, [0, 1])
+    return Client(0, layout, SPEC), layout
+
+
+def test_a_call_is_done_when_all_its_requests_were_answered_also_after_an_error() -> None:
+    client, _ = two_servers()
+    call = client.on_range(Kind.PULL, 0, 5000, None, rows(5000, 2))
+    [(zero, first), (one, second)] = client.outgoing()
+    client.answer(zero, Message(Header(Kind.REFUSED, number=first.header.number)))
+    assert not call.is_done  # the other server's answer may still be received into the caller's memory
+    client.answer(one, Message(Header(Kind.REFUSED, number=second.header.number)))
+    assert call.is_done
+    assert isinstance(call.error, RefusedError)
+    other = client.on_range(Kind.PULL, 0, 5000, None, rows(5000, 2))
+    client.fail(ConfigurationError("over"))
+    assert other.is_done
+    assert isinstance(other.error, ConfigurationError)
+
+
+def test_the_memory_of_a_pull_takes_one_answer_only() -> None:
+    _, [client, _] = pair()
+    out = np.zeros((5000, 2), np.float32)
+    client.on_range(Kind.PULL, 0, 5000, None, out)
+    [(server, message)] = client.outgoing()
+    header = Header(Kind.DONE, number=message.header.number, value_bytes=out.nbytes)
+    assert np.shares_memory(client.room_for(server, header), out)
+    assert client.room_for(server, header) is None
+
+
+def test_the_error_of_a_call_that_nobody_waits_for_is_kept() -> None:
+    server, clients = pair(Sequential(buffer_bytes=8))
+    for _ in range(2):
+        carry(server, clients, 0, clients[0].on_range(Kind.PUSH, 0, 2, rows(2, 2), None))
+    first = clients[0].unreported()
+    assert isinstance(first.error, RefusedError)
+    first.is_reported = True
+    second = clients[0].unreported()
+    assert second is not None
+    second.is_reported = True
+    assert clients[0].unreported() is None
+
+
+def test_keys_of_another_byte_order() -> None:
+    server, clients = pair()
+    carry(server, clients, 0, clients[0].on_keys(Kind.PUSH, np.array([3, 9], ">i8"), rows(2, 2), None))
+    np.testing.assert_array_equal(server.table.values[[6, 7, 18, 19]], [1, 2, 3, 4])
+
+
+def test_only_the_answer_to_the_waiting_request_ends_what_is_known_of_slow_workers() -> None:
+    server, clients = pair(Bounded(0), num_workers=3)
+    client, out = clients[0], np.zeros((1, 2), np.float32)
+    carry(server, clients, 0, client.advance())
+    client.on_keys(Kind.PULL, np.array([1]), None, out)
+    [(_, waiting)] = client.outgoing()
+    [(_, note)] = server.take(0, waiting)
+    client.answer(0, note)
+    late = client.on_range(Kind.PULL, 0, 1, None, out.copy())
+    client.outgoing()
+    client.answer(0, Message(Header(Kind.REFUSED, number=waiting.header.number + 1)))
+    assert late.is_done
+    assert client.slow_workers() == {1: 0, 2: 0}
+
+
+def test_the_slowest_clock_of_all_servers_is_told() -> None:
+    client, _ = two_servers()
+    client.on_range(Kind.PULL, 0, 5000, None, rows(5000, 2))
+    for (server, message), clock in zip(client.outgoing(), (3, 4), strict=True):
+        note = np.frombuffer(bytearray(struct.pack("<qq", 1, clock)), np.uint8)
+        client.answer(server, Message(Header(Kind.WAITING, number=message.header.number), None, note))
+    assert client.slow_workers() == {1: 3}
+
+
+def test_many_forgotten_lists_are_sent_again_once() -> None:
+    server, clients = pair()
+    client, lists = clients[0], [np.array([first, first + 50]) for first in range(WINDOW)]
+    for keys in lists:
+        carry(server, clients, 0, client.on_keys(Kind.PUSH, keys, rows(2, 2), None))
+    for keys in lists:
+        server._lists.drop(digest_of(keys.astype(np.int32)))
+    before = client.lists.total()
+    calls = [client.on_keys(Kind.PUSH, keys, rows(2, 2), None) for keys in lists]
+    carry(server, clients, 0, calls[0])
+    assert all(call.is_done for call in calls)
+    assert client.lists["unknown"] == 1
+    assert client.lists.total() - before <= 2 * WINDOW + 1
+
+
+def test_a_refused_push_that_comes_again_is_refused_again() -> None:
+    server, clients = pair(Sequential(buffer_bytes=8))
+    client = clients[0]
+    client.on_keys(Kind.PUSH, np.array([1]), rows(1, 2), None)
+    client.on_keys(Kind.PUSH, np.array([2]), rows(1, 2), None)
+    for _, message in client.outgoing():
+        answers = [server.take(0, message)[0][1].header.kind for _ in range(2)]
+    assert answers == [Kind.REFUSED, Kind.REFUSED]
+    for worker in (0, 1):
+        clients[worker].advance()
+        for _, each in clients[worker].outgoing():
+            server.take(worker, each)
+    assert server.take(0, message)[0][1].header.kind is Kind.REFUSED  # also when there would be room now
+
+
+def test_kept_lists_of_keys_count_as_what_is_kept() -> None:
+    server, clients = pair(Sequential(buffer_bytes=20))
+    call = carry(server, clients, 0, clients[0].on_keys(Kind.PUSH, np.array([1, 2]), rows(2, 2), None))
+    assert isinstance(call.error, RefusedError)  # 16 bytes of values, and 16 of rows
 
 
 @pytest.mark.parametrize(
@@ -310,6 +453,8 @@ def test_what_codes_do_not_express_is_pushed_later(codec: object) -> None:
         ([[1, 2]], rows(2, 2), r"one-dimensional array of integers, not int64 of \(1, 2\)"),
         ([1, 2], rows(2, 3), r"values have shape \(2, 3\); expected is \(2, 2\)"),
         ([1, 2], np.ones((2, 2)), "values are float64; the table's values are float32"),
+        ([1, 2], rows(4), r"values have shape \(4,\); expected is \(2, 2\)"),
+        ([1, 2, 3], rows(2, 3), r"values have shape \(2, 3\); expected is \(3, 2\)"),
         ([1, 2], rows(2, 4)[:, ::2], "must be contiguous"),
     ],
 )

@@ -167,8 +167,17 @@ def test_wrong_keys(keys: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "make_wrong", [lambda: SGD(0), lambda: Momentum(1, 1), lambda: Adam(beta2=0), lambda: FTRL(l1=-1)]
+    "make_wrong",
+    [lambda: SGD(0), lambda: Momentum(1, 1), lambda: Adam(beta2=0), lambda: FTRL(l1=-1), lambda: FTRL(beta=0, l2=0)],
 )
 def test_settings_that_cannot_be(make_wrong: object) -> None:
     with pytest.raises(ConfigurationError):
         make_wrong()
+
+
+@pytest.mark.parametrize("optimizer", [Adagrad(0.1, eps=1e-50), FTRL(beta=0, l1=0, l2=1e-3)], ids=str)
+def test_tiny_gradients_and_settings_change_nothing_and_raise_nothing(optimizer: Optimizer) -> None:
+    table = make(optimizer, 1, np.float32)
+    for gradient in (0.0, 1e-30):
+        table.push(table.find_range(0, 5000), np.full(len(table.values), gradient, np.float32))
+    assert np.isfinite(table.values).all()

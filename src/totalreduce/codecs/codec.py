@@ -7,16 +7,17 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from totalreduce.foundation.errors import ProtocolError
+from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.kernels import quantisation
 from totalreduce.kernels.arrays import Array
 
-__all__ = ["BLOCK_MAX", "TOO_LARGE", "BlockCodec", "Codec", "check_size", "words"]
+__all__ = ["BLOCK_MAX", "TOO_LARGE", "BlockCodec", "Codec", "check_codec", "check_size", "seed_of", "words"]
 
 #: What ``Codec.encode`` returns if a value is too large.
 TOO_LARGE = -1
 #: The largest number of elements that share a scale. Kernels have room for a block, and add its values in float32.
 BLOCK_MAX = 1 << 20
+_SEED_BITS = 0x7FFFFFFF
 
 
 class Codec(Protocol):
@@ -108,6 +109,21 @@ class BlockCodec:
         if not (np.abs(scales) <= 2 * quantisation.LIMIT).all():  # means may be rounded up
             raise ProtocolError("a scale in the code is larger than any encoder writes")
         return scales, codes
+
+
+def check_codec(codec: object) -> None:
+    """Refuse what is neither ``None`` nor a codec.
+
+    Raises:
+        ConfigurationError: For instance it is the name of a codec.
+    """
+    if codec is not None and (isinstance(codec, type) or not callable(getattr(codec, "bytes_max", None))):
+        raise ConfigurationError(f"codec is None or a codec, for instance tr.Int8(), not {codec!r}")
+
+
+def seed_of(step: int, rank: int, region: int = 0) -> int:
+    """Return a seed for ``Codec.encode``. Ranks and steps have different seeds, so that their errors do not add up."""
+    return (step * 1_000_003 + rank * 8_191 + region * 131) & _SEED_BITS
 
 
 def check_size(coded: Array, expected: int) -> None:

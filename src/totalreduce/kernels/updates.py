@@ -28,7 +28,7 @@ def first_wrong(keys: Array, begin: int, end: int) -> int:
     return -1
 
 
-#: Cache lines are asked for so many rows ahead. An update with a root or a division in it is too long for the processor
+#: The kernels prefetch the cache lines of the row that is this many positions ahead. An update with a root or a division in it is too long for the processor
 #: to find the misses of the next rows by itself: without this, Adam took three times as long.
 _AHEAD = 16
 
@@ -120,7 +120,7 @@ def adam(
     decay2: float,
     eps: float,
 ) -> None:
-    """Kingma and Ba, ICLR 2015. ``counts``: the number of updates of each row, of which the corrections depend.
+    """Kingma and Ba, ICLR 2015. ``counts``: the number of updates of each row, on which the bias corrections depend.
 
     The scalars are float64.
     """

@@ -9,19 +9,29 @@ from typing import Final, final
 
 import numpy as np
 
-from totalreduce.codecs.codec import TOO_LARGE
+from totalreduce.codecs.codec import seed_of
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError, RefusedError, TotalReduceError
 from totalreduce.kernels import updates
 from totalreduce.kernels.arrays import Array
 from totalreduce.server.layout import Layout
-from totalreduce.server.messages import WINDOW, Form, Header, Kind, Lru, Message, Spec, digest_of
+from totalreduce.server.messages import (
+    LISTS_BYTES_MAX,
+    WINDOW,
+    Form,
+    Header,
+    Kind,
+    Lru,
+    Message,
+    Spec,
+    digest_of,
+    list_bytes,
+)
 from totalreduce.server.pieces import Places, cut_parts, cut_positions
+from totalreduce.server.residual import Residual
 from totalreduce.server.server import read_waiting
 
 __all__ = ["Call", "Client"]
 
-#: The lists of keys that a client expects each server to know.
-_LISTS_MAX: Final = 4096
 #: The bytes of values that a worker's unanswered requests to one server push or pull. One request may have more.
 _UNANSWERED_BYTES_MAX: Final = 16 * 1024 * 1024
 
@@ -36,17 +46,19 @@ class Call:
         pending: The number of its requests that were not answered yet.
         error: Why it has failed.
         staleness: Of a pull: the largest number of steps by which the slowest worker was behind.
+        is_reported: Whether the program was told the error.
     """
 
     clock: int
     pending: int = 0
     error: TotalReduceError | None = None
     staleness: int = 0
+    is_reported: bool = False
 
     @property
     def is_done(self) -> bool:
-        """Whether all requests were answered, or one has failed."""
-        return self.pending == 0 or self.error is not None
+        """Whether all requests were answered, or the connection has failed. The memory of the call is free then."""
+        return self.pending == 0
 
 
 @final
@@ -62,8 +74,10 @@ class _Request:
     keys: Array | None = None
     values: Array | None = None
     out: Array | None = None
-    #: Made when it is sent for the first time; ``keys`` of the message are there also if only the digest is sent.
+    #: The message with its list of keys. It is made at the first send. When the server knows the list, a copy with the
+    #: digest alone is sent.
     message: Message | None = None
+    is_lent: bool = False  #: Whether an answer is received into ``out``. A second answer must not be.
 
 
 @final
@@ -77,14 +91,18 @@ class _Lane:
         last: The number of the last one that was sent.
         lists: The digests of lists that the server knows.
         slow: What the server has told last: workers for which a request waits, with their clocks.
+        waits: The number of this request.
+        is_finished: Whether the server has answered ``FINISH``.
     """
 
     unsent: deque[_Request] = field(default_factory=deque)
     unanswered: dict[int, _Request] = field(default_factory=dict)
     last: int = -1
-    lists: Lru[bool] = field(default_factory=lambda: Lru(_LISTS_MAX))
+    lists: Lru[bool] = field(default_factory=lambda: Lru(LISTS_BYTES_MAX))
     slow: dict[int, int] = field(default_factory=dict)
+    waits: int = -1
     unanswered_bytes: int = 0
+    is_finished: bool = False
 
 
 @final
@@ -98,16 +116,17 @@ class Client:
             (``"unknown"``).
     """
 
-    def __init__(self, layout: Layout, spec: Spec) -> None:
+    def __init__(self, rank: int, layout: Layout, spec: Spec) -> None:
         self.clock = 0
         self.staleness: Counter[int] = Counter()
         self.lists: Counter[str] = Counter()
-        self._layout, self._spec = layout, spec
+        self._rank, self._layout, self._spec = rank, layout, spec
         self._lanes = {int(server): _Lane() for server in np.unique(layout.owners)}
         self._next = 0
         self._again: list[tuple[int, Message]] = []
-        #: What codes of earlier pushes have not expressed. Memory of zeros is not taken before it is used.
-        self._residual: Array = np.zeros((layout.num_keys if spec.codec is not None else 0, spec.width), np.float32)
+        #: Calls that servers have refused. At most ``WINDOW`` of those whose errors the program was not told are kept.
+        self._failed: list[Call] = []
+        self._residual = None if spec.codec is None else Residual(spec.codec, layout.num_keys, spec.width)
 
     # --------------------------------------------------------------------------------------------------------- calls
 
@@ -117,7 +136,7 @@ class Client:
         Args:
             kind: ``PUSH``, ``PULL`` or ``PUSH_PULL``.
             keys: Integers, one-dimensional, ascending, each once.
-            values: What is pushed, of shape (n, width), or of any shape with as many elements; contiguous.
+            values: What is pushed, of shape (n, width), or (n,) if the width is 1; contiguous.
             out: Takes what is pulled; likewise, and writable.
 
         Raises:
@@ -126,6 +145,7 @@ class Client:
         keys, spec = np.asarray(keys), self._spec
         if keys.ndim != 1 or keys.dtype.kind not in "iu":
             raise ConfigurationError(f"keys are a one-dimensional array of integers, not {keys.dtype} of {keys.shape}")
+        keys = keys.astype(keys.dtype.newbyteorder("="), copy=False)
         wrong = updates.first_wrong(keys, 0, spec.num_keys)
         if wrong >= 0:
             raise ConfigurationError(
@@ -142,10 +162,15 @@ class Client:
         return self._call(kind, pieces if keys.size else (), wire, values, out)
 
     def on_range(self, kind: Kind, begin: int, end: int, values: Array | None, out: Array | None) -> Call:
-        """Push to or pull all keys of ``[begin, end)``; other arguments and errors as for ``on_keys``."""
+        """Push to or pull all keys of ``[begin, end)``; other arguments and errors as for ``on_keys``.
+
+        With a codec, values that it cannot encode are a ``ConfigurationError``, too.
+        """
         if not 0 <= begin <= end <= self._spec.num_keys:
             raise ConfigurationError(f"keys from {begin} to {end} are no range of {self._spec.num_keys} keys")
         values, out = self._rows("values", values, end - begin), self._rows("out", out, end - begin)
+        if values is not None and self._residual is not None:
+            self._residual.check(values)
         pieces = (
             (server, places)
             for server, parts in self._layout.split_range(begin, end)
@@ -186,7 +211,7 @@ class Client:
         spec = self._spec
         if array.dtype != spec.dtype:
             raise ConfigurationError(f"{name} are {array.dtype}; the table's values are {spec.dtype}")
-        if array.size != count * spec.width:
+        if array.shape != (count, spec.width) and (spec.width > 1 or array.shape != (count,)):
             raise ConfigurationError(
                 f"{name} have shape {array.shape}; expected is ({count}, {spec.width}), one row for each key"
             )
@@ -208,19 +233,28 @@ class Client:
                 messages.append((server, self._send(lane, request)))
         return messages
 
+    def unreported(self) -> Call | None:
+        """Return the first failed call whose error the program was not told."""
+        return next((call for call in self._failed if not call.is_reported), None)
+
+    def has_finished(self, server: int) -> bool:
+        """Return whether a rank is no server, or has answered that this worker has finished."""
+        return server not in self._lanes or self._lanes[server].is_finished
+
     def resend(self, server: int) -> None:
         """Have all unanswered requests to a server sent again, in order."""
         lane = self._lanes[server]
         self._again += [(server, self._as_sent(lane, request)) for request in lane.unanswered.values()]
 
     def room_for(self, server: int, header: Header) -> Array | None:
-        """Return the caller's memory for the values of an answer; ``None`` if there is none in one piece."""
+        """Return the caller's memory for the values of an answer, once; ``None`` if there is none in one piece."""
         request = self._lanes[server].unanswered.get(header.number) if server in self._lanes else None
-        if header.kind is not Kind.DONE or request is None or request.out is None:
+        if header.kind is not Kind.DONE or request is None or request.out is None or request.is_lent:
             return None
         assert request.places is not None
         memory = request.places.memory(request.out)
-        return memory if memory is not None and memory.nbytes == header.value_bytes else None
+        request.is_lent = memory is not None and memory.nbytes == header.value_bytes
+        return memory if request.is_lent else None
 
     def answer(self, server: int, message: Message) -> None:
         """Take in an answer of a server. One to a request that was answered before is ignored.
@@ -237,24 +271,29 @@ class Client:
             return
         match header.kind:
             case Kind.UNKNOWN_LIST:
-                assert request.message is not None
-                lane.lists.drop(request.message.header.digest)
                 self.lists["unknown"] += 1
+                # The server may have forgotten other lists, too. To ask about each would send the later ones each time.
+                for each in lane.unanswered.values():
+                    assert each.message is not None
+                    lane.lists.drop(each.message.header.digest)
                 self.resend(server)
                 return
             case Kind.WAITING:
                 lane.slow = {} if message.values is None else read_waiting(message.values)
+                lane.waits = header.number
                 return
             case Kind.DONE:
                 self._take_values(server, request, message)
+                lane.is_finished = lane.is_finished or request.kind is Kind.FINISH
             case Kind.REFUSED:
                 text = "" if message.values is None else message.values.tobytes().decode(errors="replace")
-                request.call.error = request.call.error or RefusedError(f"rank {server}, a server: {text}")
+                self._refused(request, RefusedError(f"rank {server}, a server: {text}"))
             case _:
                 raise ProtocolError(f"rank {server} answers with a message of kind {header.kind.name}")
         del lane.unanswered[header.number]
         lane.unanswered_bytes -= request.num_bytes
-        lane.slow = {}
+        if header.number == lane.waits:
+            lane.slow = {}
         request.call.pending -= 1
 
     @property
@@ -263,16 +302,22 @@ class Client:
         return not any(lane.unsent or lane.unanswered for lane in self._lanes.values())
 
     def slow_workers(self) -> dict[int, int]:
-        """Return the workers for which requests wait, with their clocks, as servers have told last."""
-        return {worker: clock for lane in self._lanes.values() for worker, clock in lane.slow.items()}
+        """Return the workers for which requests wait, with their smallest clocks, as servers have told last."""
+        slow: dict[int, int] = {}
+        for lane in self._lanes.values():
+            for worker, clock in lane.slow.items():
+                slow[worker] = min(clock, slow.get(worker, clock))
+        return slow
 
     def fail(self, error: TotalReduceError) -> None:
-        """Fail all calls that are not done."""
+        """Fail all calls that are not done, and drop what is kept for later ones."""
         for lane in self._lanes.values():
             for request in [*lane.unanswered.values(), *lane.unsent]:
                 request.call.error = request.call.error or error
+                request.call.pending = 0
             lane.unanswered.clear()
             lane.unsent.clear()
+        self._residual = None
 
     # ------------------------------------------------------------------------------------------------------- details
 
@@ -285,8 +330,8 @@ class Client:
         header = Header(request.kind, number=request.number, previous=lane.last, clock=clock)
         if places is not None and request.keys is None:
             header = replace(header, form=Form.RANGE, begin=places.begin, end=places.end)
-            if values is not None and self._spec.codec is not None:
-                values = self._encode(request, places, values)
+            if values is not None and self._residual is not None:
+                values = self._residual.encode(places, values, seed_of(request.number, self._rank))
         elif places is not None and request.keys is not None:
             keys = places.take(request.keys)
             header = replace(header, form=Form.LIST, end=places.count, digest=digest_of(keys))
@@ -309,24 +354,19 @@ class Client:
             self.lists["digest"] += 1
             return Message(replace(header, form=Form.DIGEST), None, message.values)
         self.lists["list"] += 1
-        lane.lists.put(header.digest, value=True)
+        lane.lists.put(header.digest, True, list_bytes(header.end))
         return message
 
-    def _encode(self, request: _Request, places: Places, values: Array) -> Array:
-        """Return the code of what is pushed to a range; its error is added to the next push."""
-        codec = self._spec.codec
-        assert codec is not None
-        residual = places.in_table()
-        total = residual.take(self._residual).reshape(-1) + values
-        code = np.zeros(codec.bytes_max(total.size), np.uint8)
-        size = codec.encode(total, code, seed=request.number, keeps=True)
-        if size == TOO_LARGE:
-            request.call.error = ConfigurationError(
-                "what is pushed has values that are not finite, or too large to encode"
-            )
-            return code[:0]
-        residual.put(self._residual, total.reshape(-1, self._spec.width))
-        return code[:size]
+    def _refused(self, request: _Request, error: RefusedError) -> None:
+        call, message = request.call, request.message
+        if call.error is None:
+            call.error = error
+            self._failed = [each for each in self._failed if not each.is_reported][: WINDOW - 1] + [call]
+        if self._residual is not None and request.values is not None and request.keys is None:
+            assert request.places is not None
+            assert message is not None
+            assert message.values is not None
+            self._residual.take_back(request.places, request.places.take(request.values).reshape(-1), message.values)
 
     def _take_values(self, server: int, request: _Request, message: Message) -> None:
         expected = 0

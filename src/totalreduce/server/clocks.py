@@ -35,7 +35,10 @@ class Consistency(ABC):
     @property
     @abstractmethod
     def bound(self) -> int | None:
-        """A worker may be so many steps ahead of the slowest one when its request is carried out; ``None``: any."""
+        """The largest number of steps by which a worker may be ahead of the slowest one when its request is carried out.
+
+        ``None``: there is no limit.
+        """
 
     def admits(self, clock: int, slowest: int) -> bool:
         """Return whether a request of a worker at ``clock`` is carried out while the slowest is at ``slowest``."""
@@ -52,7 +55,8 @@ class Sequential(Consistency):
     """Synchronous steps: a pull sees all pushes of earlier steps, and none of this step; the same bits in every run.
 
     Attributes:
-        buffer_bytes: A server keeps at most so many bytes of what one worker pushes in a step. More is refused.
+        buffer_bytes: A server keeps at most so many bytes of what one worker pushes in a step: values, and 8 bytes for
+            each listed key. More is refused. The bound is for each worker: a server may keep as much of every worker.
     """
 
     in_steps: ClassVar[bool] = True

@@ -100,7 +100,7 @@ def connect(
         server = Server(group.rank, table, spec, rule, group.world_size)
     _load_kernels(spec, optimizer or Sum())
     own = group.control.subgroup(range(group.world_size), name=name)
-    connection = Connection(own, name, Client(layout, spec), server, spec, timeout_s)
+    connection = Connection(own, name, Client(group.rank, layout, spec), server, spec, timeout_s)
     group.at_close(connection.end)
     return connection
 

@@ -19,13 +19,29 @@ from totalreduce.codecs.codec import Codec
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.kernels.arrays import Array
 
-__all__ = ["HEADER", "WINDOW", "Form", "Header", "Kind", "Lru", "Message", "Spec", "digest_of"]
+__all__ = [
+    "HEADER",
+    "LISTS_BYTES_MAX",
+    "WINDOW",
+    "Form",
+    "Header",
+    "Kind",
+    "Lru",
+    "Message",
+    "Spec",
+    "digest_of",
+    "list_bytes",
+]
 
 _VERSION: Final = 1
 #: A request and an answer have at most so many bytes of keys, and of values.
 _PIECE_BYTES_MAX: Final = 4 * 1024 * 1024
 #: The number of requests of a worker that a server may have to answer.
 WINDOW: Final = 32
+#: The bytes of lists of keys that a server knows, and that a client expects it to know.
+LISTS_BYTES_MAX: Final = 64 * 1024 * 1024
+#: What a list takes besides its rows, about.
+_LIST_OVERHEAD: Final = 512
 #: The longest text or list of workers in an answer, in bytes.
 _NOTE_BYTES_MAX: Final = 1024
 
@@ -38,11 +54,13 @@ class Kind(IntEnum):
 
     PUSH = 1
     PULL = 2
-    PUSH_PULL = 3  #: A push, and a pull after it.
+    PUSH_PULL = 3  #: A push and then a pull, which sees the push unless the rule is ``Sequential``.
     CLOCK = 4  #: The worker goes on to the next step.
     FINISH = 5  #: The worker sends no more requests.
     DONE = 8  #: The answer to any of these, with the values of a pull.
-    UNKNOWN_LIST = 9  #: The server does not know the list of keys of this digest: all from here on is to be sent again.
+    UNKNOWN_LIST = (
+        9  #: The server does not know this list of keys. The worker sends this request and all later ones again.
+    )
     WAITING = 10  #: The request waits for workers, which are listed with their clocks.
     REFUSED = 11  #: Nothing of the request was applied; a text says why.
     GOODBYE = 12  #: The rank sends nothing more.
@@ -246,7 +264,7 @@ class Lru(Generic[_Value]):
         self._entries.move_to_end(digest)
         return found[0]
 
-    def put(self, digest: bytes, value: _Value, size: int = 1) -> None:
+    def put(self, digest: bytes, value: _Value, size: int) -> None:
         """Keep a value."""
         self.drop(digest)
         self._entries[digest] = value, size
@@ -260,6 +278,11 @@ class Lru(Generic[_Value]):
         found = self._entries.pop(digest, None)
         if found is not None:
             self._size -= found[1]
+
+
+def list_bytes(count: int) -> int:
+    """Return the size for which a list of so many keys counts, in bytes."""
+    return 8 * count + _LIST_OVERHEAD
 
 
 def digest_of(keys: Array) -> bytes:

@@ -9,7 +9,10 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
+import numpy as np
+
 from totalreduce.foundation import checks
+from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels import updates
 from totalreduce.kernels.arrays import Array
 
@@ -121,7 +124,8 @@ class Adagrad(Optimizer):
 
     def update(self, values: Array, states: tuple[Array, ...], rows: Array, width: int, gradients: Array) -> None:
         kind = values.dtype.type
-        updates.adagrad(values, *states, rows, width, gradients, kind(self.lr), kind(self.eps))
+        eps = max(kind(self.eps), np.finfo(kind).tiny)  # a division by zero would end the server
+        updates.adagrad(values, *states, rows, width, gradients, kind(self.lr), eps)
 
 
 @final
@@ -153,7 +157,7 @@ class Adam(Optimizer):
 class FTRL(Optimizer):
     """FTRL-Proximal with L1 and L2 regularisation (McMahan et al., 2013): most values of a linear model become zero.
 
-    The state does not begin with an initial value of the table: that is lost with the first push of a key.
+    FTRL computes a value from its state alone. So the first push of a key replaces the key's initial value.
     """
 
     alpha: float = 0.1
@@ -165,6 +169,8 @@ class FTRL(Optimizer):
         checks.real_field(self, "alpha", above=0)
         for name in ("beta", "l1", "l2"):
             checks.real_field(self, name, minimum=0)
+        if self.beta / self.alpha + self.l2 <= 0:
+            raise ConfigurationError("beta and l2 of FTRL are both 0: its steps have no bound; one must be positive")
 
     @property
     def states(self) -> tuple[StateKind, ...]:

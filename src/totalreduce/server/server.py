@@ -12,7 +12,18 @@ import numpy as np
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.kernels.arrays import Array
 from totalreduce.server.clocks import FINISHED, Consistency, RangeClocks, Sequential
-from totalreduce.server.messages import WINDOW, Form, Header, Kind, Lru, Message, Spec, digest_of
+from totalreduce.server.messages import (
+    LISTS_BYTES_MAX,
+    WINDOW,
+    Form,
+    Header,
+    Kind,
+    Lru,
+    Message,
+    Spec,
+    digest_of,
+    list_bytes,
+)
 from totalreduce.server.table import Rows, Table
 
 __all__ = ["Server", "read_waiting"]
@@ -21,8 +32,6 @@ __all__ = ["Server", "read_waiting"]
 _WAITING = struct.Struct("<qq")
 _WAITING_MAX: Final = 32
 _TEXT_MAX: Final = 1000
-#: The bytes of rows of known lists of keys.
-_LISTS_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
 def read_waiting(note: Array) -> dict[int, int]:
@@ -56,12 +65,14 @@ class _Stream:
         queue: Those that wait: the first one for other workers, the others for the first one.
         kept_bytes: What the worker has pushed in this step and is kept until the step ends.
         told: The slowest clock of which the worker was told that it waits for it.
+        refused: The numbers of the last pushes for which there was no room.
     """
 
     last: int = -1
     queue: deque[_Request] = field(default_factory=deque)
     kept_bytes: int = 0
     told: int | None = None
+    refused: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
 
 @final
@@ -80,7 +91,7 @@ class Server:
         self._streams = [_Stream() for _ in range(num_workers)]
         #: By range and worker: the number of the last push that was applied.
         self._applied: Array = np.full((len(table.ranges), num_workers), -1, np.int64)
-        self._lists: Lru[Rows] = Lru(_LISTS_BYTES_MAX)
+        self._lists: Lru[Rows] = Lru(LISTS_BYTES_MAX)
         #: What was pushed in this step, with the worker.
         self._kept: list[tuple[int, Rows, Array]] = []
         self._step = 0
@@ -138,7 +149,7 @@ class Server:
             if digest_of(message.keys) != header.digest:
                 raise ProtocolError(f"the digest of a list of {header.end} keys is that of another list")
             rows = self.table.find_keys(message.keys)
-            self._lists.put(header.digest, rows, 8 * rows.count)
+            self._lists.put(header.digest, rows, list_bytes(rows.count))
         if rows is not None and header.form is not Form.RANGE and rows.count != header.end:
             raise ProtocolError(f"a list of {rows.count} keys is said to have {header.end}")
         if header.kind.pushes:
@@ -191,12 +202,14 @@ class Server:
             return self._advance(worker, header)
         if header.kind.pushes:
             assert request.values is not None
-            applied = self._applied[rows.ranges, worker]
-            if (applied < header.number).all():
+            refused = self._streams[worker].refused
+            if (self._applied[rows.ranges, worker] < header.number).all():
                 self._applied[rows.ranges, worker] = header.number
                 if not self._push(worker, rows, request.values):
-                    limit = "the rule's buffer_bytes: raise it, or push less in a step"
-                    return self._refusal(header, f"worker {worker} pushes more in step {self._step} than {limit}")
+                    refused.append(header.number)
+            if header.number in refused:
+                limit = "the rule's buffer_bytes: raise it, or push less in a step"
+                return self._refusal(header, f"worker {worker} pushes more in step {header.clock} than {limit}")
         answer = self._answer(header, self.clocks.slowest(rows.ranges))
         if not header.kind.pulls:
             return Message(answer)
@@ -209,9 +222,10 @@ class Server:
             self.table.push(rows, values)
             return True
         stream = self._streams[worker]
-        if stream.kept_bytes + values.nbytes > self._rule.buffer_bytes:
+        num_bytes = values.nbytes + (0 if rows.listed is None else rows.listed.nbytes)
+        if stream.kept_bytes + num_bytes > self._rule.buffer_bytes:
             return False
-        stream.kept_bytes += values.nbytes
+        stream.kept_bytes += num_bytes
         self._kept.append((worker, rows, values.copy() if worker == self._rank else values))
         return True
 

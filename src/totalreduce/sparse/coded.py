@@ -15,7 +15,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from totalreduce.codecs.codec import Codec
+from totalreduce.codecs.codec import Codec, seed_of
 from totalreduce.codecs.int8 import Int8
 from totalreduce.kernels import ahead, quantisation
 from totalreduce.kernels.arrays import Array
@@ -25,8 +25,6 @@ from totalreduce.sparse.greeting import greet
 from totalreduce.sparse.session import BucketShape, Update
 
 __all__ = ["Coded", "CodedSession", "coded_sum"]
-
-_SEED_BITS = 0x7FFFFFFF
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +81,7 @@ def coded_sum(values: Array, codec: Codec, rank: int, world_size: int, step: int
     regions = [values[begin:end] for begin, end in pairwise(edges)]
     own = regions[rank]
     blocks = [
-        np.empty(0, np.uint8) if other == rank else _encoded(codec, region, _seed(step, rank, other))
+        np.empty(0, np.uint8) if other == rank else _encoded(codec, region, seed_of(step, rank, other))
         for other, region in enumerate(regions)
     ]
     sizes = [codec.bytes_max(own.size)] * world_size
@@ -99,7 +97,7 @@ def coded_sum(values: Array, codec: Codec, rank: int, world_size: int, step: int
             codec.decode(received[other], total, adds=True)
     if not quantisation.within_limit(total):  # a sum of values that can be encoded: training diverges
         np.clip(total, -quantisation.LIMIT, quantisation.LIMIT, out=total)
-    block = _encoded(codec, total, _seed(step, rank, rank))
+    block = _encoded(codec, total, seed_of(step, rank, rank))
     own[:] = total
     sizes = [codec.bytes_max(region.size) for region in regions]
     if not codec.has_fixed_size:
@@ -123,7 +121,3 @@ def _encoded(codec: Codec, values: Array, seed: int) -> Array:
     """Return the code of values, which become what it does not express."""
     room = np.empty(codec.bytes_max(values.size), np.uint8)
     return room[: codec.encode(values, room, seed=seed, keeps=True)]
-
-
-def _seed(step: int, rank: int, region: int) -> int:
-    return (step * 1_000_003 + rank * 8_191 + region * 131) & _SEED_BITS

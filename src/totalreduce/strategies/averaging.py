@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Literal, final
 
 import numpy as np
 
-from totalreduce.codecs.codec import Codec
+from totalreduce.codecs.codec import Codec, check_codec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Allgather, Exchange
-from totalreduce.strategies.strategy import Pending, Replica, Strategy, check_codec, mean_of, plain_mean
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of, plain_mean
 
 __all__ = ["AveragingSession", "LocalSGD", "PostLocalSGD"]
 

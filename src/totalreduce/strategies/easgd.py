@@ -12,9 +12,9 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from totalreduce.codecs.codec import Codec
+from totalreduce.codecs.codec import Codec, check_codec
 from totalreduce.foundation import checks
-from totalreduce.strategies.strategy import Pending, Replica, Strategy, check_codec, mean_of
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of
 
 __all__ = ["EASGD", "EASGDSession"]
 

@@ -18,11 +18,11 @@ from typing import Any, ClassVar, Protocol, final
 
 import numpy as np
 
-from totalreduce.codecs.codec import Codec
+from totalreduce.codecs.codec import Codec, check_codec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels.arrays import Array
-from totalreduce.strategies.strategy import Pending, Replica, Strategy, check_codec, mean_of
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of
 
 __all__ = ["DiLoCo", "HeavyBall", "Nesterov", "OuterOptimizer", "OuterSession", "SlowMo", "fragments_of"]
 

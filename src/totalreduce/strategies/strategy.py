@@ -10,13 +10,12 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from totalreduce.codecs.codec import Codec
-from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels import quantisation
 from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Allreduce, Exchange
 from totalreduce.sparse.coded import coded_sum
 
-__all__ = ["Pending", "Replica", "Strategy", "StrategySession", "check_codec", "mean_of", "plain_mean"]
+__all__ = ["Pending", "Replica", "Strategy", "StrategySession", "mean_of", "plain_mean"]
 
 
 class Replica(Protocol):
@@ -145,13 +144,3 @@ def mean_of(
         total = yield Allreduce(values.copy())
         values[:] = 0.0
     return (total / world_size).astype(values.dtype, copy=False)
-
-
-def check_codec(codec: object) -> None:
-    """Refuse what is neither ``None`` nor a codec.
-
-    Raises:
-        ConfigurationError: For instance it is the name of a codec.
-    """
-    if codec is not None and (isinstance(codec, type) or not callable(getattr(codec, "bytes_max", None))):
-        raise ConfigurationError(f"codec is None or a codec, for instance tr.Int8(), not {codec!r}")
