@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -330,3 +332,165 @@ def test_a_rank_that_only_serves_closes_at_once() -> None:
         return float(out.sum())
 
     assert run_ranks(3, body) == [6, 600, 600]
+
+
+def test_memory_in_use_ends_the_connection_and_nothing_goes_to_other_keys() -> None:
+    """The keys of a failed push must not be followed by the values of the next one."""
+    count = 10_000
+
+    def body(group: Group) -> float | str:
+        client = ps.connect(group, num_keys=2 * count, servers=[0])
+        buffer, fives = np.ones(count, np.float32), np.full(count, 5, np.float32)
+        if group.rank == 0:
+            table = client._server.table
+            group.barrier()
+            group.barrier()
+            with pytest.raises(PeerLost, match="rank 1 is lost: it has ended its connection"):
+                client.close()
+            group.send(torch.from_numpy(buffer), dst=1).wait()
+            return float(np.abs(table.values).sum())
+        group.barrier()
+        received = group.recv(torch.from_numpy(buffer), src=0)
+        with pytest.raises(ConfigurationError, match="in flight"):
+            client.push_range(0, count, buffer)
+        with pytest.raises(ConfigurationError, match="in flight"):
+            client.push_range(count, 2 * count, fives)
+        group.barrier()
+        received.wait()
+        with pytest.raises(ConfigurationError, match="in flight"):
+            client.close()
+        client.close()
+        return "done"
+
+    assert run_ranks(2, body) == [0.0, "done"]
+
+
+def test_the_end_of_a_with_block_raises_what_has_failed_meanwhile() -> None:
+    def body(group: Group) -> type[BaseException]:
+        if group.rank == 1:
+            client = ps.connect(group, num_keys=10)
+            client.end()
+            client.close()  # says nothing: this rank has ended its connection itself
+            return GroupClosed
+        with pytest.raises(PeerLost, match="rank 1 is lost") as caught, ps.connect(group, num_keys=10) as client:  # noqa: PT012
+            client.push_range(0, 10, np.ones(10, np.float32))
+            until = time.monotonic() + 10
+            while client._state != "ended" and time.monotonic() < until:
+                time.sleep(0.01)
+        client.close()  # was told once
+        return type(caught.value)
+
+    assert run_ranks(2, body) == [PeerLost, GroupClosed]
+
+
+def test_close_raises_the_error_of_a_push_that_nobody_has_waited_for() -> None:
+    def body(group: Group) -> None:
+        client = ps.connect(group, num_keys=100, servers=[0], consistency=ps.Sequential(buffer_bytes=40))
+        ones = np.ones(100, np.float32)
+        if group.rank == 1:
+            with pytest.raises(RefusedError):
+                client.push_range(0, 100, ones).wait()
+            client.push_range(0, 50, ones[:50])
+            with pytest.raises(RefusedError, match="worker 1 pushes more"):
+                client.close()
+        client.close()
+
+    run_ranks(2, body)
+
+
+def test_several_pulls_into_the_same_memory() -> None:
+    """Over tcp, large answers are received into the memory of the pull, if nothing else uses it."""
+
+    def body(group: Group) -> int:
+        with ps.connect(group, num_keys=1_000_000, servers=[0], initial=lambda keys: keys) as client:
+            out, lent = np.zeros(1_000_000, np.float32), 0
+            room_for = client._messenger._room_for
+
+            def count(source, header):
+                nonlocal lent
+                room = room_for(source, header)
+                lent += room is not None and np.shares_memory(room, out)
+                return room
+
+            client._messenger._room_for = count
+            for _ in range(3):
+                tickets = [client.pull_range(0, 1_000_000, out) for _ in range(4)]
+                for ticket in tickets:
+                    ticket.wait()
+                np.testing.assert_array_equal(out, np.arange(1e6, dtype=np.float32))
+                out[:] = 0
+            return lent
+
+    assert run_ranks(2, body, transport="tcp") == [0, 12]
+
+
+@pytest.mark.parametrize("how", ["end", "failure"])
+def test_a_rank_that_ends_its_connection_is_lost_to_the_others(how: str) -> None:
+    def body(group: Group) -> float:
+        client = ps.connect(group, num_keys=10, servers=[0], consistency=ps.Bounded(0), timeout_s=20.0)
+        ticket = None
+        if group.rank != 0:
+            client.clock()
+            ticket = client.pull_range(0, 10, np.zeros(10, np.float32))
+        group.barrier()
+        if group.rank == 0:
+            if how == "end":
+                client.end()
+            else:
+                client._events.put(lambda: client._fail(RefusedError("planted")))
+            return 0.0
+        begin = time.monotonic()
+        with pytest.raises(PeerLost, match="rank 0 is lost: it has ended its connection to the parameter server"):
+            ticket.wait()
+        client.end()
+        return time.monotonic() - begin
+
+    assert max(run_ranks(3, body)) < 10
+
+
+def test_one_rank_that_cannot_connect_does_not_leave_the_others_waiting() -> None:
+    def fails(_keys: np.ndarray) -> np.ndarray:
+        raise ZeroDivisionError("of the program")
+
+    def body(group: Group) -> list[str]:
+        texts = []
+        for setting, wrong in [("initial", fails), ("timeout_s", -1.0), ("codec", "int8")]:
+            right = (lambda keys: keys) if setting == "initial" else None
+            with pytest.raises((ConfigurationError, PlanMismatchError)) as caught:
+                ps.connect(group, num_keys=10, **{setting: wrong if group.rank == 1 else right})
+            texts.append(str(caught.value))
+        with pytest.raises(ConfigurationError, match=r"tr\.Int8\(\), not 'int8'"):
+            ps.connect(group, num_keys=10, codec="int8")
+        return texts
+
+    zero, one = run_ranks(2, body)
+    for text, expected in zip(one, ["ZeroDivisionError('of the program')", "timeout_s", "codec"], strict=True):
+        assert expected in text
+    for text in zero:
+        assert "refused" in text
+
+
+def test_a_wrong_time_limit_of_close_changes_nothing_and_a_list_may_be_empty() -> None:
+    def body(group: Group) -> None:
+        with ps.connect(group, num_keys=10) as client:
+            with pytest.raises(ConfigurationError):
+                client.close(-1)
+            client.push([], np.zeros(0, np.float32)).wait()
+            client.push([3], np.ones(1, np.float32)).wait()
+
+    run_ranks(2, body)
+
+
+def test_a_closed_connection_keeps_no_table() -> None:
+    def body(group: Group) -> int:
+        client = ps.connect(group, num_keys=1000, codec=tr.Int8())
+        table = weakref.ref(client._server.table)
+        group.barrier()
+        client.push_range(0, 1000, np.ones(1000, np.float32)).wait()
+        client.close()
+        gc.collect()
+        assert table() is None
+        assert client._client._residual is None
+        return client.statistics().updates
+
+    assert run_ranks(2, body) == [2, 2]

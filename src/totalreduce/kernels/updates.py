@@ -28,8 +28,9 @@ def first_wrong(keys: Array, begin: int, end: int) -> int:
     return -1
 
 
-#: The kernels prefetch the cache lines of the row that is this many positions ahead. An update with a root or a division in it is too long for the processor
-#: to find the misses of the next rows by itself: without this, Adam took three times as long.
+#: The kernels prefetch the cache lines of the row that is this many positions ahead. An update with a root or a
+#: division in it is too long for the processor to find the misses of the next rows by itself: without this, Adam took
+#: three times as long.
 _AHEAD = 16
 
 

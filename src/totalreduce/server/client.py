@@ -310,13 +310,16 @@ class Client:
         return slow
 
     def fail(self, error: TotalReduceError) -> None:
-        """Fail all calls that are not done, and drop what is kept for later ones."""
+        """Fail all calls that are not done."""
         for lane in self._lanes.values():
             for request in [*lane.unanswered.values(), *lane.unsent]:
                 request.call.error = request.call.error or error
                 request.call.pending = 0
             lane.unanswered.clear()
             lane.unsent.clear()
+
+    def release(self) -> None:
+        """Drop the memory that only later calls would need."""
         self._residual = None
 
     # ------------------------------------------------------------------------------------------------------- details
@@ -361,7 +364,7 @@ class Client:
         call, message = request.call, request.message
         if call.error is None:
             call.error = error
-            self._failed = [each for each in self._failed if not each.is_reported][: WINDOW - 1] + [call]
+            self._failed = [*[each for each in self._failed if not each.is_reported][: WINDOW - 1], call]
         if self._residual is not None and request.values is not None and request.keys is None:
             assert request.places is not None
             assert message is not None

@@ -35,7 +35,7 @@ class Consistency(ABC):
     @property
     @abstractmethod
     def bound(self) -> int | None:
-        """The largest number of steps by which a worker may be ahead of the slowest one when its request is carried out.
+        """The largest number of steps by which a worker may be ahead of the slowest one when its request is served.
 
         ``None``: there is no limit.
         """

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from totalreduce.codecs.codec import Codec
+from totalreduce.codecs.codec import Codec, check_codec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.agreement import agree_or_refuse
@@ -64,12 +64,14 @@ def connect(
         ConfigurationError: A setting is not like that.
         PlanMismatchError: The ranks have different settings; on every rank.
     """
-    timeout_s = group.timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s)
     name = group.operations.own_name("parameter server")
 
     def make() -> dict[str, Any]:
         kind = str(dtype).removeprefix("torch.")
         checks.one_of("dtype", kind, _DTYPES)
+        check_codec(codec)
+        if timeout_s is not None:
+            checks.seconds("timeout_s", timeout_s)
         if codec is not None and kind != "float32":
             raise ConfigurationError(f"codecs encode float32, not {kind}")
         for what, setting, base in (("optimizer", optimizer, Optimizer), ("consistency", consistency, Consistency)):
@@ -93,14 +95,24 @@ def connect(
     kind = np.dtype(settings["dtype"])
     layout = Layout(settings["num_keys"], settings["servers"])
     spec = Spec(layout.num_keys, settings["width"], kind, codec, int.from_bytes(digest, "little"))
-    rule, server = consistency or Eventual(), None
-    if layout.ranges_of(group.rank):
-        update = optimizer or Sum()
-        table = Table(layout, group.rank, width=spec.width, dtype=kind, optimizer=update, initial=initial)
-        server = Server(group.rank, table, spec, rule, group.world_size)
-    _load_kernels(spec, optimizer or Sum())
+    rule, update = consistency or Eventual(), optimizer or Sum()
+
+    def make_ends() -> tuple[Client, Server | None]:
+        try:
+            client = Client(group.rank, layout, spec)
+            if not layout.ranges_of(group.rank):
+                return client, None
+            table = Table(layout, group.rank, width=spec.width, dtype=kind, optimizer=update, initial=initial)
+        except ConfigurationError:
+            raise
+        except Exception as error:  # of the function ``initial``, or there is too little memory
+            raise ConfigurationError(f"the table of a parameter server cannot be made: {error!r}") from error
+        return client, Server(group.rank, table, spec, rule, group.world_size)
+
+    client, server = agree_or_refuse(group.control, f"{name}, its tables", make_ends, lambda _made: {})
+    _load_kernels(spec, update)
     own = group.control.subgroup(range(group.world_size), name=name)
-    connection = Connection(own, name, Client(group.rank, layout, spec), server, spec, timeout_s)
+    connection = Connection(own, name, client, server, spec, group.timeout_s if timeout_s is None else timeout_s)
     group.at_close(connection.end)
     return connection
 

@@ -11,20 +11,20 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, final
+from typing import Literal, Self, final
 
 import numpy as np
-import torch
 
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import (
     ConfigurationError,
     DeadlineExceededError,
     GroupClosed,
+    PeerLost,
     ProtocolError,
     SlowWorkersError,
     TotalReduceError,
@@ -32,6 +32,7 @@ from totalreduce.foundation.errors import (
 from totalreduce.foundation.forking import HomeProcess
 from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
+from totalreduce.server.arguments import Keys, Values, array_of, keys_of, readable
 from totalreduce.server.client import Call, Client
 from totalreduce.server.messages import Header, Kind, Message, Spec
 from totalreduce.server.messenger import Messenger
@@ -42,11 +43,6 @@ __all__ = ["Connection", "ServerStatistics", "Ticket"]
 
 #: The seconds for which the end of the thread is waited for after an error.
 _END_S = 5.0
-
-#: Keys: ascending integers, or ``slice(a, b)`` for all keys from a to b - 1.
-Keys = Array | torch.Tensor | Sequence[int] | slice
-#: What is pushed or pulled.
-Values = Array | torch.Tensor
 
 
 @final
@@ -124,10 +120,16 @@ class Connection:
         self._lock = threading.Condition()
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._messenger = Messenger(
-            *(group, name, spec), post=self._events.put, handle=self._handle, room_for=self._room_for, fail=self._fail
+            *(group, name, spec),
+            post=self._events.put,
+            handle=self._handle,
+            room_for=self._room_for,
+            may_leave=self._may_leave,
+            fail=self._fail,
         )
-        self._waited_s = 0.0
+        self._waited_s, self._updates = 0.0, 0
         self._error: TotalReduceError | None = None
+        self._is_over = False  # whether this rank has ended the connection, and knows what has failed
         self._state: Literal["open", "closing", "silent", "ended"] = "open"
         self._thread = threading.Thread(target=self._run, name="totalreduce-ps", daemon=True)
         self._messenger.open()
@@ -171,7 +173,7 @@ class Connection:
         Under ``Sequential`` the pull does not see the push, but the values at the beginning of the step. ``values`` and
         ``out`` must not share memory.
         """
-        if np.may_share_memory(_array("values", values), _array("out", out)):
+        if np.may_share_memory(array_of("values", values), array_of("out", out)):
             raise ConfigurationError("values and out of push_pull share memory")
         return self._start(Kind.PUSH_PULL, keys, values, out)
 
@@ -205,28 +207,34 @@ class Connection:
                 lists=lists["list"],
                 digests=lists["digest"],
                 unknown_lists=lists["unknown"],
-                updates=0 if self._server is None else self._server.table.version,
+                updates=self._updates if self._server is None else self._server.table.version,
             )
 
     def close(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks have closed their connections. Collective.
 
-        Other workers do not wait for this one any more as soon as it has called this. A second call does nothing.
+        Other workers do not wait for this one any more as soon as it has called this. A call after this has returned or
+        raised does nothing.
 
         Raises:
-            DeadlineExceededError: A rank has not called this in time. The connection is closed nevertheless.
-            PeerLost: A rank is lost.
+            DeadlineExceededError: A rank has not called this in time. The connection is closed nevertheless; memory of
+                calls that are not done may still be sent or received.
+            PeerLost: A rank is lost, or has ended its connection.
+            RefusedError: A server has refused a request of a call whose ticket nobody has waited for.
+            TotalReduceError: The connection has failed before. A call has raised the same error, if there was one.
         """
-        with self._lock:
-            if self._state != "open" or not self._home.is_here:
-                return
-            self._check_open()
-            self._state = "closing"
-            self._submit(self._client.finish())
         timeout_s = self._timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s)
+        if not self._home.is_here:
+            return
+        with self._lock:
+            if self._is_over or self._state in ("closing", "silent"):
+                return
+            if self._state == "open":
+                self._state = "closing"
+                self._submit(self._client.finish())
         self._thread.join(timeout_s)
         with self._lock:
-            error, late = self._error, sorted(self._messenger.talking)
+            error, late, failed = self._error, sorted(self._messenger.talking), self._client.unreported()
         self.end()
         if error is not None:
             raise error.with_traceback(None)
@@ -234,10 +242,16 @@ class Connection:
             raise DeadlineExceededError(
                 f"rank(s) {late} have not closed their connections to the parameter server within {timeout_s:g} s"
             )
+        if failed is not None and failed.error is not None:
+            raise failed.error.with_traceback(None)
 
     def end(self) -> None:
-        """End without waiting for other ranks, after an error. They cannot go on with the parameter server."""
+        """End without waiting for other ranks, after an error. They cannot go on with the parameter server.
+
+        Memory of calls that were not done may still be sent or received until the group is closed.
+        """
         if self._home.is_here:
+            self._is_over = True
             self._events.put(partial(self._fail, GroupClosed("this rank has closed its connection to the servers")))
             if self._thread is not threading.current_thread():
                 self._thread.join(_END_S)
@@ -250,9 +264,10 @@ class Connection:
         with self._lock:
             self._lock.wait_for(lambda: call.is_done, patience_s)
             self._waited_s += time.monotonic() - begin
-            if call.error is not None:
-                raise call.error.with_traceback(None)
             if call.is_done:
+                call.is_reported = True
+                if call.error is not None:
+                    raise call.error.with_traceback(None)
                 return
             slow = self._client.slow_workers()
             if slow:
@@ -260,8 +275,8 @@ class Connection:
         raise DeadlineExceededError(f"servers have not answered a call within {patience_s:g} s")
 
     def _start(self, kind: Kind, keys: Keys, values: Values | None, out: Values | None) -> Ticket:
-        pushed = None if values is None else _readable(_array("values", values))
-        pulled = None if out is None else _array("out", out)
+        pushed = None if values is None else readable(array_of("values", values))
+        pulled = None if out is None else array_of("out", out)
         with self._lock:
             self._check_open()
             if isinstance(keys, slice):
@@ -270,8 +285,7 @@ class Connection:
                 begin = 0 if keys.start is None else checks.integer("begin", keys.start)
                 end = checks.integer("end", keys.stop)
                 return self._submit(self._client.on_range(kind, begin, end, pushed, pulled))
-            listed = _readable(_array("keys", keys if isinstance(keys, torch.Tensor) else np.asarray(keys)))
-            return self._submit(self._client.on_keys(kind, listed, pushed, pulled))
+            return self._submit(self._client.on_keys(kind, readable(keys_of(keys)), pushed, pulled))
 
     def _submit(self, call: Call) -> Ticket:
         self._flush()
@@ -287,19 +301,28 @@ class Connection:
     # ------------------------------------------------------------------------------------------------------ messages
 
     def _flush(self) -> None:
-        """Send what the client has to send. Under the lock."""
-        remote = []
-        for target, message in self._client.outgoing():
-            if target == self._rank:
-                self._events.put(partial(self._handle, target, message))
-            else:
-                remote.append((target, message))
-        if remote:
-            self._messenger.send(remote)
+        """Send what the client has to send. Under the lock. An error ends the connection, because requests are lost."""
+        try:
+            remote = []
+            for target, message in self._client.outgoing():
+                if target == self._rank:
+                    self._events.put(partial(self._handle, target, message))
+                else:
+                    remote.append((target, message))
+            if remote:
+                self._messenger.send(remote)
+        except TotalReduceError as error:
+            self._events.put(partial(self._fail, error))  # wakes the thread
+            self._fail(error)
+            raise
 
     def _room_for(self, source: int, header: Header) -> Array | None:
         with self._lock:
             return self._client.room_for(source, header)
+
+    def _may_leave(self, source: int) -> bool:
+        with self._lock:
+            return self._client.has_finished(source) and (self._server is None or self._server.has_finished(source))
 
     def _handle(self, source: int, message: Message) -> None:
         """Handle a complete message of a rank, or of this one."""
@@ -323,18 +346,32 @@ class Connection:
     # ---------------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        while self._state != "ended":
-            event = self._events.get()
-            try:
-                event()
-                self._end_if_all_is_done()
-            except TotalReduceError as error:
-                self._fail(error)
-            except BaseException as error:
-                self._fail(ProtocolError(f"the thread of the parameter server has failed: {error!r}"))
-                raise
+        try:
+            while self._state != "ended":
+                event = self._events.get()
+                try:
+                    event()
+                    self._end_if_all_is_done()
+                except TotalReduceError as error:
+                    self._fail(error)
+        except BaseException as error:
+            self._fail(ProtocolError(f"the thread of the parameter server has failed: {error!r}"))
+            raise
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Tell the others that this rank has ended, unless they know; drop the table."""
         with contextlib.suppress(TotalReduceError):  # the group may be closed already
+            # All ranks hear of a loss by themselves. If this rank's message came first, they would think it lost.
+            if self._error is not None and not isinstance(self._error, PeerLost):
+                self._messenger.say_goodbye()
+        with contextlib.suppress(TotalReduceError):
             self._messenger.close()
+        with self._lock:
+            if self._server is not None:
+                self._updates, self._server = self._server.table.version, None
+            self._client.release()
 
     def _end_if_all_is_done(self) -> None:
         """Say goodbye when this worker has finished, and so have all workers of this server; end when all have."""
@@ -352,21 +389,3 @@ class Connection:
                 self._client.fail(error)
             self._state = "ended"
             self._lock.notify_all()
-
-
-def _array(name: str, value: Any) -> Array:
-    """Return an array with the memory of a tensor or an array."""
-    if isinstance(value, np.ndarray):
-        return value
-    if not isinstance(value, torch.Tensor):
-        raise ConfigurationError(f"{name} must be a NumPy array or a torch tensor, not {type(value).__name__}")
-    with contextlib.suppress(TypeError, RuntimeError):
-        found: Array = value.detach().numpy()
-        return found
-    raise ConfigurationError(f"{name} must be a dense tensor on the CPU, not {value.dtype} on {value.device}")
-
-
-def _readable(array: Array) -> Array:
-    """Return an array that torch can read without a warning and without strides: a copy, if need be."""
-    array = np.ascontiguousarray(array)
-    return array if array.flags.writeable else array.copy()

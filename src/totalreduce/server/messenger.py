@@ -17,7 +17,7 @@ from typing import Final, final
 import numpy as np
 import torch
 
-from totalreduce.foundation.errors import PeerLost, ProtocolError, TotalReduceError
+from totalreduce.foundation.errors import ConfigurationError, PeerLost, ProtocolError, TotalReduceError
 from totalreduce.foundation.types import operation_id
 from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
@@ -62,6 +62,7 @@ class Messenger:
         post: Callable[[Callable[[], None]], object],
         handle: Callable[[int, Message], None],
         room_for: Callable[[int, Header], Array | None],
+        may_leave: Callable[[int], bool],
         fail: Callable[[TotalReduceError], None],
     ) -> None:
         """Begin without a channel.
@@ -73,10 +74,12 @@ class Messenger:
             post: Has a function called soon, by the thread. May be called under the engine's lock.
             handle: Handles a complete message of a rank.
             room_for: Returns memory for large values that will come; ``None``: there is none.
+            may_leave: Returns whether neither this worker nor this server needs a rank any more.
             fail: Is told that a rank is lost.
         """
         self._group, self._spec, self._runner = group, spec, group.operations.runner
-        self._post, self._handle, self._room_for, self._fail = post, handle, room_for, fail
+        self._post, self._handle, self._room_for = post, handle, room_for
+        self._may_leave, self._fail = may_leave, fail
         self._number = operation_id(f"parameter server {group.operations.scope!r} {name!r}")
         self._indices = {rank: index for index, rank in enumerate(group.ranks)}
         self._incoming: dict[int, deque[_Incoming]] = {r: deque() for r in range(group.world_size) if r != group.rank}
@@ -107,7 +110,12 @@ class Messenger:
         self._runner.act(end)
 
     def send(self, messages: Sequence[tuple[int, Message]]) -> None:
-        """Send messages to other ranks, in this order. Any thread may call it."""
+        """Send messages to other ranks, in this order. Any thread may call it.
+
+        Raises:
+            TotalReduceError: The group takes no more messages, or the memory of a message is in use. Then no header was
+                sent, but large keys and values may have been: nothing more can be sent.
+        """
         channel: list[tuple[int, bytes]] = []
         large: list[tuple[int, Message, Array]] = []
         for target, message in messages:
@@ -125,9 +133,10 @@ class Messenger:
             return True
 
         with self._lock:
-            self.num_bytes["sent"] += sum(message.num_bytes for _, message in messages)
-            self._runner.act(post)
+            # A header without its body would have the next body taken for it, so bodies come first.
             works = [(m, self._group.send(torch.from_numpy(body), dst=target)) for target, m, body in large]
+            self._runner.act(post)
+            self.num_bytes["sent"] += sum(message.num_bytes for _, message in messages)
         for message, work in works:
             work.on_done(partial(self._sent, message))
 
@@ -195,14 +204,26 @@ class Messenger:
             if value_bytes:
                 room = self._room_for(source, header)
                 values = np.empty(value_bytes // dtype.itemsize, dtype) if room is None else room
-        bodies = [] if is_inline else [body for body in (keys, values) if body is not None]
-        incoming = _Incoming(Message(header, keys, values), len(bodies))
+        works: list[Work] = []
+        if not is_inline:
+            keys, values = self._receive(source, keys, works), self._receive(source, values, works)
+        incoming = _Incoming(Message(header, keys, values), len(works))
         self.num_bytes["received"] += incoming.message.num_bytes
         self._incoming[source].append(incoming)
-        for body in bodies:
-            received = self._group.recv(torch.from_numpy(body), src=source)
-            received.on_done(partial(self._received, source, incoming))
+        for work in works:
+            work.on_done(partial(self._received, source, incoming))
         self._handle_complete(source)
+
+    def _receive(self, source: int, memory: Array | None, works: list[Work]) -> Array | None:
+        """Receive keys or values into this memory, or into other memory if another operation uses this one."""
+        if memory is None:
+            return None
+        try:
+            works.append(self._group.recv(torch.from_numpy(memory), src=source))
+        except ConfigurationError:  # for instance an earlier pull into the same array
+            memory = np.empty_like(memory)
+            works.append(self._group.recv(torch.from_numpy(memory), src=source))
+        return memory
 
     def _received(self, source: int, incoming: _Incoming, work: Work) -> None:
         self._post(partial(self._followed, source, incoming, work))
@@ -220,5 +241,8 @@ class Messenger:
             message = incoming.popleft().message
             if message.header.kind is Kind.GOODBYE:
                 self.talking.discard(source)
+                if not self._may_leave(source):
+                    reason = "it has ended its connection to the parameter server"
+                    self._fail(PeerLost(self._group.ranks[source], reason))
             else:
                 self._handle(source, message)

@@ -101,6 +101,10 @@ class Server:
         """Whether all workers have finished."""
         return self.clocks.slowest() == FINISHED
 
+    def has_finished(self, worker: int) -> bool:
+        """Return whether a worker has finished."""
+        return self.clocks.of(worker) == FINISHED
+
     def take(self, worker: int, message: Message) -> list[tuple[int, Message]]:
         """Take in a request of a worker; return the answers that go to workers now.
 
