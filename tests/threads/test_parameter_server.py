@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 
@@ -18,10 +19,13 @@ from totalreduce.foundation.errors import (
     GroupClosed,
     PeerLost,
     PlanMismatchError,
+    ProtocolError,
     RefusedError,
     SlowWorkersError,
 )
 from totalreduce.groups.group import Group
+from totalreduce.server import messenger
+from totalreduce.server.messages import Kind
 from totalreduce.testing import run_ranks
 
 ps = tr.ps
@@ -494,3 +498,32 @@ def test_a_closed_connection_keeps_no_table() -> None:
         return client.statistics().updates
 
     assert run_ranks(2, body) == [2, 2]
+
+
+def test_a_rank_that_asks_and_does_not_receive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers would fill the memory of the server."""
+    monkeypatch.setattr(messenger, "_UNSENT_BYTES_MAX", 1 << 20)
+
+    def body(group: Group) -> str:
+        client = ps.connect(group, num_keys=10_000, servers=[0])
+        group.barrier()
+        if group.rank == 1:
+            goes_on = threading.Event()
+            client._events.put(goes_on.wait)  # nothing is received from here on
+            client._client.on_range(Kind.PULL, 0, 10_000, None, np.zeros(10_000, np.float32))
+            [(_, message)] = client._client.outgoing()
+            client._messenger.send([(0, message)] * 100)
+        group.barrier()
+        text = ""
+        if group.rank == 0:
+            with pytest.raises(ProtocolError) as caught:
+                client.close(20.0)
+            text = str(caught.value)
+        group.barrier()
+        if group.rank == 1:
+            goes_on.set()
+        client.end()
+        return text
+
+    text, _ = run_ranks(2, body, engine=EngineConfig(floating_bytes_max=100_000))
+    assert text == "rank 1 asks for values and does not receive them: more than 1048576 bytes of answers wait"

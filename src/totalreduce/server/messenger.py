@@ -31,6 +31,8 @@ __all__ = ["Messenger"]
 _INLINE_BYTES_MAX: Final = 16 * 1024
 #: The messages of one rank of which a part has not come: requests, answers, and both once again.
 _INCOMING_MAX: Final = 4 * WINDOW
+#: The bytes of large answers to one rank that have not left: four times those of a correct worker's unanswered requests.
+_UNSENT_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
 @final
@@ -84,6 +86,8 @@ class Messenger:
         self._indices = {rank: index for index, rank in enumerate(group.ranks)}
         self._incoming: dict[int, deque[_Incoming]] = {r: deque() for r in range(group.world_size) if r != group.rank}
         self._lock = threading.Lock()  # a header and what follows it leave together
+        self._unsent_bytes: Counter[int] = Counter()
+        self._unsent_lock = threading.Lock()  # never held for long: the engine calls ``_sent``
         self.talking = set(self._incoming)
         self.num_bytes: Counter[str] = Counter()
 
@@ -113,6 +117,7 @@ class Messenger:
         """Send messages to other ranks, in this order. Any thread may call it.
 
         Raises:
+            ProtocolError: A rank does not receive the answers to its requests.
             TotalReduceError: The group takes no more messages, or the memory of a message is in use. Then no header was
                 sent, but large keys and values may have been: nothing more can be sent.
         """
@@ -125,6 +130,7 @@ class Messenger:
                 data = b"".join([data, *(body.tobytes() for body in bodies)])
             else:
                 large += [(target, message, body) for body in bodies]
+                self._count_unsent(target, message)
             channel.append((self._group.ranks[target], data))
 
         def post(_now: float) -> bool:
@@ -134,15 +140,29 @@ class Messenger:
 
         with self._lock:
             # A header without its body would have the next body taken for it, so bodies come first.
-            works = [(m, self._group.send(torch.from_numpy(body), dst=target)) for target, m, body in large]
+            works = [(t, m, self._group.send(torch.from_numpy(body), dst=t)) for t, m, body in large]
             self._runner.act(post)
             self.num_bytes["sent"] += sum(message.num_bytes for _, message in messages)
-        for message, work in works:
-            work.on_done(partial(self._sent, message))
+        for target, message, work in works:
+            work.on_done(partial(self._sent, target, message))
 
-    def _sent(self, message: Message, work: Work) -> None:
+    def _count_unsent(self, target: int, message: Message) -> None:
+        """Count the memory of an answer, which is kept until it has left."""
+        if message.header.kind.is_request:
+            return  # the program's memory
+        with self._unsent_lock:
+            self._unsent_bytes[target] += message.num_bytes
+            if self._unsent_bytes[target] > _UNSENT_BYTES_MAX:
+                raise ProtocolError(
+                    f"rank {self._group.ranks[target]} asks for values and does not receive them: more than "
+                    f"{_UNSENT_BYTES_MAX} bytes of answers wait"
+                )
+
+    def _sent(self, target: int, message: Message, work: Work) -> None:
         """Note that a part of a message, whose memory was kept for this, has left."""
-        del message
+        if not message.header.kind.is_request:
+            with self._unsent_lock:
+                self._unsent_bytes[target] -= message.num_bytes
         error = work.exception()
         if isinstance(error, TotalReduceError):
             self._post(partial(self._fail, error))
