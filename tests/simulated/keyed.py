@@ -8,6 +8,8 @@ from random import Random
 
 import numpy as np
 
+from totalreduce.codecs.codec import Codec
+from totalreduce.foundation.errors import RefusedError
 from totalreduce.server.client import Call, Client
 from totalreduce.server.clocks import Consistency
 from totalreduce.server.layout import Layout
@@ -24,6 +26,7 @@ class World:
 
     A worker pushes ones into the column of its rank, so that a pull shows which pushes of which worker it has seen.
     ``lost``: the share of the messages that is lost; a worker sends again what was not answered for some time.
+    ``codec``: of pushes to ranges; then only sums in the end are compared, with what the workers have not sent.
     """
 
     def __init__(
@@ -37,11 +40,12 @@ class World:
         lost: float = 0.0,
         optimizer: Optimizer | None = None,
         fractions: bool = False,
+        codec: Codec | None = None,
     ) -> None:
         self.rule, self.random, self.steps, self.lost = rule, Random(seed), steps, lost
         self.num_workers, self.fractions = num_workers, fractions
         self.layout = Layout(NUM_KEYS, servers)
-        self.spec = Spec(NUM_KEYS, num_workers, np.dtype(np.float64))
+        self.spec = Spec(NUM_KEYS, num_workers, np.dtype(np.float32 if codec else np.float64), codec)
         self.servers = {
             rank: Server(
                 *(rank, self.table_of(rank, optimizer or Sum()), self.spec, rule, num_workers),
@@ -56,7 +60,7 @@ class World:
         self.free_at: dict[tuple[int, int], float] = {}
         self.violations: list[str] = []
         self.pulls: list[np.ndarray] = []
-        self.finished = 0
+        self.finished = self.refused = 0
         self.waiting: dict[int, tuple[Iterator[Call | float], Call]] = {}
         self.clocks_seen = {rank: np.zeros(num_workers, np.int64) for rank in servers}
         choose = Random(seed % 7)  # few lists of keys, so that digests are used
@@ -100,7 +104,7 @@ class World:
         client, random = self.clients[worker], Random(self.random.random())
         slow = 4.0 if worker == self.num_workers - 1 else 1.0
         for step in range(self.steps):
-            out = np.full((NUM_KEYS, self.num_workers), np.nan)
+            out = np.full((NUM_KEYS, self.num_workers), np.nan, self.spec.dtype)
             keys = np.arange(NUM_KEYS)
             if random.random() < 0.5:
                 yield client.on_range(Kind.PULL, 0, NUM_KEYS, None, out)
@@ -113,23 +117,45 @@ class World:
             yield random.random() * slow
             counts = self.pushed[worker][step].copy()
             for _ in range(random.randint(1, 3)):
-                keys = random.choice(self.lists)
-                values = np.zeros((len(keys), self.num_workers))
+                begin, end = sorted(random.sample(range(NUM_KEYS + 1), 2))
+                is_range = random.random() < 0.3
+                keys = np.arange(begin, end) if is_range else random.choice(self.lists)
+                values = np.zeros((len(keys), self.num_workers), self.spec.dtype)
                 values[:, worker] = random.random() if self.fractions else 1.0
                 if self.fractions:  # all columns, so that the order of additions shows
                     values[:] = values[:, worker : worker + 1]
-                call = client.on_keys(Kind.PUSH, keys, values, None)
-                counts[keys] += 1
-                if random.random() < 0.3:
+                out = np.full_like(values, np.nan) if random.random() < 0.3 else None
+                kind = Kind.PUSH if out is None else Kind.PUSH_PULL
+                if is_range:
+                    call = client.on_range(kind, begin, end, values, out)
+                else:
+                    call = client.on_keys(kind, keys, values, out)
+                if out is not None or random.random() < 0.3 or self.may_refuse:
                     yield call
+                if call.error is not None:
+                    self.refused += 1
+                    continue
+                counts[keys] += 1
+                if out is not None:
+                    self.check_pull(worker, step, keys, out, counts)
             self.pushed[worker].append(counts)
             client.advance()
         yield client.finish()
         self.finished += 1
 
-    def check_pull(self, worker: int, step: int, keys: np.ndarray, out: np.ndarray) -> None:
-        if self.fractions:
+    @property
+    def may_refuse(self) -> bool:
+        """A refusal is of a request. With one server each call is one, so none is refused in part."""
+        return self.rule.in_steps and len(self.servers) == 1
+
+    def check_pull(
+        self, worker: int, step: int, keys: np.ndarray, out: np.ndarray, own: np.ndarray | None = None
+    ) -> None:
+        """Check what a pull returns; ``own``: what this worker has pushed before it, also in this step."""
+        if self.fractions or self.spec.codec is not None:
             return
+        if own is not None and not self.rule.in_steps and (out[:, worker] != own[keys]).any():
+            self.violations.append(f"worker {worker} in step {step} does not see what it has pushed before")
         bound = self.rule.bound
         for other in range(self.num_workers):
             seen, history = out[:, other], self.pushed[other]
@@ -143,7 +169,7 @@ class World:
 
     def on_step(self, worker: int, program: Iterator[Call | float], waits_for: Call | None) -> None:
         while waits_for is None or waits_for.is_done:
-            if waits_for is not None and waits_for.error is not None:
+            if waits_for is not None and waits_for.error is not None and not isinstance(waits_for.error, RefusedError):
                 raise waits_for.error
             waits_for = next(program, 0)
             self.flush(worker)
@@ -203,4 +229,8 @@ class World:
 
     def wrong_sums(self) -> bool:
         """Whether a push was lost or applied twice."""
-        return bool((self.values() != np.stack([history[-1] for history in self.pushed], axis=1)).any())
+        pushed, found = np.stack([history[-1] for history in self.pushed], axis=1), self.values()
+        if self.spec.codec is None:
+            return bool((found != pushed).any())
+        found += sum(client._residual.values for client in self.clients)
+        return bool((np.abs(found - pushed) > 1e-3).any())

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 from keyed import NUM_KEYS, World
 
+from totalreduce.codecs.codec import Codec
+from totalreduce.codecs.int8 import Int8
+from totalreduce.codecs.topk import Topk
 from totalreduce.server.clocks import Bounded, Consistency, Eventual, Sequential
 from totalreduce.server.messages import list_bytes
 from totalreduce.server.optimizers import Adagrad, Optimizer, Sum
@@ -55,14 +58,32 @@ class Recorded:
     def __init__(self, world: World, worker: int) -> None:
         self.steps: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(world.steps + 1)]
         client = world.clients[worker]
-        on_keys = client.on_keys
+        on_keys, on_range = client.on_keys, client.on_range
 
         def record(kind, keys, values, out):
             if values is not None:
                 self.steps[client.clock].append((keys, values.copy()))
             return on_keys(kind, keys, values, out)
 
-        client.on_keys = record
+        def record_range(kind, begin, end, values, out):
+            if values is not None:
+                self.steps[client.clock].append((np.arange(begin, end), values.copy()))
+            return on_range(kind, begin, end, values, out)
+
+        client.on_keys, client.on_range = record, record_range
+
+
+@pytest.mark.parametrize("codec", [None, Int8(block=8), Topk(density=0.2)], ids=str)
+@pytest.mark.parametrize("rule", [Sequential(buffer_bytes=700), Bounded(1)], ids=str)
+def test_codes_and_refusals_lose_nothing(rule: Consistency, codec: Codec | None) -> None:
+    """What is in the table and in the residuals is what was pushed and not refused."""
+    refused = 0
+    for seed in range(30):
+        world = World(rule, seed, servers=(0,), codec=codec, lost=0.1 if seed % 2 else 0.0).run()
+        assert world.violations == [], seed
+        assert not world.wrong_sums(), seed
+        refused += world.refused
+    assert (refused > 10) == rule.in_steps
 
 
 def test_a_server_that_forgets_lists_of_keys_gets_them_again() -> None:
