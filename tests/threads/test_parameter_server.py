@@ -495,6 +495,7 @@ def test_a_closed_connection_keeps_no_table() -> None:
         gc.collect()
         assert table() is None
         assert client._client._residual is None
+        assert client._client._lanes == {}
         return client.statistics().updates
 
     assert run_ranks(2, body) == [2, 2]

@@ -203,7 +203,8 @@ class SlowWorkersError(DeadlineExceededError):
 
     Attributes:
         clock: The clock of this worker.
-        clocks: The clocks of the workers for which it waits, by rank.
+        clocks: The clocks of the workers for which it waits, by rank, as servers have told last. A server tells again
+            when the slowest clock changes.
     """
 
     def __new__(cls, *_args: object) -> Self:

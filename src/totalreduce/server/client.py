@@ -319,8 +319,9 @@ class Client:
             lane.unsent.clear()
 
     def release(self) -> None:
-        """Drop the memory that only later calls would need."""
+        """Drop the memory that only later calls would need. There are none any more."""
         self._residual = None
+        self._lanes.clear()
 
     # ------------------------------------------------------------------------------------------------------- details
 

@@ -55,10 +55,11 @@ class ServerStatistics:
         bytes_received: The bytes of messages from other ranks.
         staleness: How often the slowest worker was so many steps behind when a pull was answered.
         waiting_s: The seconds for which the program has waited for tickets.
-        lists: How often keys travelled as a list.
-        digests: How often the digest of a list was enough.
+        lists: How often a request to a server had a list of keys. Requests to the own server count, too.
+        digests: How often the digest of a list was enough; likewise.
         unknown_lists: How often a server did not know the list of a digest.
-        updates: The number of pushes that this rank's server has applied.
+        updates: The number of requests whose pushes this rank's server has applied; under ``Sequential`` they are
+            applied when the step ends.
     """
 
     bytes_sent: int
@@ -154,10 +155,11 @@ class Connection:
         Args:
             keys: Integers, ascending, each once; or ``slice(a, b)``.
             values: Of shape (n, width), or (n,) if the width is 1, in the type of the table. A contiguous array that
-                can be written is not copied.
+                can be written is not copied, unless it has keys of several servers.
 
         Raises:
-            ConfigurationError: The arrays are not like that. Nothing is sent. So with all calls.
+            ConfigurationError: The arrays are not like that, or have values that the codec cannot encode. Nothing is
+                sent. So with all calls. Or another operation uses the memory: then the connection has failed.
             PeerLost: A rank was lost.
             GroupClosed: The connection or the group was closed.
         """

@@ -31,7 +31,7 @@ __all__ = ["Messenger"]
 _INLINE_BYTES_MAX: Final = 16 * 1024
 #: The messages of one rank of which a part has not come: requests, answers, and both once again.
 _INCOMING_MAX: Final = 4 * WINDOW
-#: The bytes of large answers to one rank that have not left: four times those of a correct worker's unanswered requests.
+#: The bytes of large answers to one rank that have not left: four times those of a worker's unanswered requests.
 _UNSENT_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
