@@ -528,3 +528,21 @@ def test_a_rank_that_asks_and_does_not_receive_is_refused(monkeypatch: pytest.Mo
 
     text, _ = run_ranks(2, body, engine=EngineConfig(floating_bytes_max=100_000))
     assert text == "rank 1 asks for values and does not receive them: more than 1048576 bytes of answers wait"
+
+
+def test_a_request_that_could_not_be_sent_ends_the_connection() -> None:
+    def body(group: Group) -> None:
+        client = ps.connect(group, num_keys=10)
+
+        def planted() -> list[object]:
+            raise MemoryError
+
+        client._client.outgoing = planted
+        with pytest.raises(MemoryError):
+            client.push([3], np.ones(1, np.float32))
+        with pytest.raises(ProtocolError, match="a request could not be sent: MemoryError"):
+            client.push([3], np.ones(1, np.float32))
+        with pytest.raises(ProtocolError):
+            client.close()
+
+    run_ranks(1, body)

@@ -57,7 +57,7 @@ class Call:
 
     @property
     def is_done(self) -> bool:
-        """Whether all requests were answered, or the connection has failed. The memory of the call is free then."""
+        """Whether all requests were answered, so that the memory of the call is free; or the connection has failed."""
         return self.pending == 0
 
 

@@ -313,9 +313,14 @@ class Connection:
                     remote.append((target, message))
             if remote:
                 self._messenger.send(remote)
-        except TotalReduceError as error:
-            self._events.put(partial(self._fail, error))  # wakes the thread
-            self._fail(error)
+        except BaseException as error:
+            failure = (
+                error
+                if isinstance(error, TotalReduceError)
+                else ProtocolError(f"a request could not be sent: {error!r}")
+            )
+            self._events.put(partial(self._fail, failure))  # wakes the thread
+            self._fail(failure)
             raise
 
     def _room_for(self, source: int, header: Header) -> Array | None:
