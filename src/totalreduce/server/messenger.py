@@ -45,6 +45,36 @@ class _Incoming:
 
 
 @final
+class _Unsent:
+    """Counts the bytes of large answers that have not left; their memory is kept. Any thread may call it.
+
+    Answers alone are counted: the memory of requests is the program's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_bytes: Counter[int] = Counter()
+
+    def begin(self, rank: int, message: Message) -> None:
+        """Count a message to a rank; raise ``ProtocolError`` if this is too much."""
+        if message.header.kind.is_request:
+            return
+        with self._lock:
+            self._num_bytes[rank] += message.num_bytes
+            if self._num_bytes[rank] > _UNSENT_BYTES_MAX:
+                raise ProtocolError(
+                    f"rank {rank} asks for values and does not receive them: more than {_UNSENT_BYTES_MAX} bytes of "
+                    "answers wait"
+                )
+
+    def end(self, rank: int, message: Message) -> None:
+        """Note that a message has left."""
+        if not message.header.kind.is_request:
+            with self._lock:
+                self._num_bytes[rank] -= message.num_bytes
+
+
+@final
 class Messenger:
     """The messages of one rank. It implements ``engine.channels.Channel``.
 
@@ -86,8 +116,7 @@ class Messenger:
         self._indices = {rank: index for index, rank in enumerate(group.ranks)}
         self._incoming: dict[int, deque[_Incoming]] = {r: deque() for r in range(group.world_size) if r != group.rank}
         self._lock = threading.Lock()  # a header and what follows it leave together
-        self._unsent_bytes: Counter[int] = Counter()
-        self._unsent_lock = threading.Lock()  # never held for long: the engine calls ``_sent``
+        self._unsent = _Unsent()
         self.talking = set(self._incoming)
         self.num_bytes: Counter[str] = Counter()
 
@@ -130,7 +159,7 @@ class Messenger:
                 data = b"".join([data, *(body.tobytes() for body in bodies)])
             else:
                 large += [(target, message, body) for body in bodies]
-                self._count_unsent(target, message)
+                self._unsent.begin(self._group.ranks[target], message)
             channel.append((self._group.ranks[target], data))
 
         def post(_now: float) -> bool:
@@ -144,25 +173,11 @@ class Messenger:
             self._runner.act(post)
             self.num_bytes["sent"] += sum(message.num_bytes for _, message in messages)
         for target, message, work in works:
-            work.on_done(partial(self._sent, target, message))
+            work.on_done(partial(self._sent, self._group.ranks[target], message))
 
-    def _count_unsent(self, target: int, message: Message) -> None:
-        """Count the memory of an answer, which is kept until it has left."""
-        if message.header.kind.is_request:
-            return  # the program's memory
-        with self._unsent_lock:
-            self._unsent_bytes[target] += message.num_bytes
-            if self._unsent_bytes[target] > _UNSENT_BYTES_MAX:
-                raise ProtocolError(
-                    f"rank {self._group.ranks[target]} asks for values and does not receive them: more than "
-                    f"{_UNSENT_BYTES_MAX} bytes of answers wait"
-                )
-
-    def _sent(self, target: int, message: Message, work: Work) -> None:
+    def _sent(self, rank: int, message: Message, work: Work) -> None:
         """Note that a part of a message, whose memory was kept for this, has left."""
-        if not message.header.kind.is_request:
-            with self._unsent_lock:
-                self._unsent_bytes[target] -= message.num_bytes
+        self._unsent.end(rank, message)
         error = work.exception()
         if isinstance(error, TotalReduceError):
             self._post(partial(self._fail, error))
