@@ -17,7 +17,7 @@ from totalreduce.codecs.plain import Plain
 from totalreduce.codecs.ternary import Ternary
 from totalreduce.codecs.threshold import Threshold
 from totalreduce.codecs.topk import Topk
-from totalreduce.foundation.extensions import Extensions, class_of_settings
+from totalreduce.foundation.extensions import Extensions, classes_of_settings
 
 __all__ = ["CODECS"]
 
@@ -25,9 +25,6 @@ _Make = Callable[..., Codec]
 
 
 #: The class of a codec's settings, by the codec's name.
-CODECS: Extensions[_Make] = Extensions(
-    "codec",
-    "totalreduce.codecs",
-    {codec.name: codec for codec in (Plain, Half, Int8, Int4, OneBit, Ternary, Threshold, Topk)},
-    class_of_settings("codec"),
+CODECS: Extensions[_Make] = classes_of_settings(
+    "codec", "totalreduce.codecs", (Plain, Half, Int8, Int4, OneBit, Ternary, Threshold, Topk)
 )

@@ -10,13 +10,13 @@ A program adds one with :meth:`Extensions.add`, before it makes a group. All ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["Extensions", "class_of_settings"]
+__all__ = ["Extensions", "classes_of_settings"]
 
 T = TypeVar("T")
 
@@ -109,8 +109,14 @@ class Extensions(Mapping[str, T], Generic[T]):
         return self._declared
 
 
-def class_of_settings(kind: str) -> Callable[[str, object], Callable[..., Any]]:
-    """Return the check of items that are classes of settings with their own name, for ``Extensions``."""
+def classes_of_settings(kind: str, group: str, built_in: Iterable[Any]) -> Extensions[Callable[..., Any]]:
+    """Return items that are classes of settings, each with its own name in the attribute ``name``.
+
+    Args:
+        kind: As for ``Extensions``; so is ``group``.
+        group: The group of entry points.
+        built_in: The classes of this package.
+    """
 
     def check(name: str, item: object) -> Callable[..., Any]:
         if not callable(item) or getattr(item, "name", None) != name:
@@ -119,4 +125,4 @@ def class_of_settings(kind: str) -> Callable[[str, object], Callable[..., Any]]:
             )
         return item
 
-    return check
+    return Extensions(kind, group, {item.name: item for item in built_in}, check)

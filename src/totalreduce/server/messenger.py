@@ -228,6 +228,7 @@ class Messenger:
         if len(self._incoming[source]) >= _INCOMING_MAX:
             raise ProtocolError(f"rank {source} has announced more than {_INCOMING_MAX} messages that do not come")
         keys = values = None
+        works: list[Work] = []
         dtype = spec.value_dtype(header)
         if is_inline:
             if key_bytes:
@@ -235,13 +236,12 @@ class Messenger:
             if value_bytes:
                 values = np.frombuffer(data[HEADER.size + key_bytes :], dtype).copy()
         else:
-            keys = np.empty(header.end, spec.key_dtype) if key_bytes else None
+            if key_bytes:
+                keys = self._receive(source, np.empty(header.end, spec.key_dtype), works)
             if value_bytes:
                 room = self._room_for(source, header)
-                values = np.empty(value_bytes // dtype.itemsize, dtype) if room is None else room
-        works: list[Work] = []
-        if not is_inline:
-            keys, values = self._receive(source, keys, works), self._receive(source, values, works)
+                memory = np.empty(value_bytes // dtype.itemsize, dtype) if room is None else room
+                values = self._receive(source, memory, works)
         incoming = _Incoming(Message(header, keys, values), len(works))
         self.num_bytes["received"] += incoming.message.num_bytes
         self._incoming[source].append(incoming)
@@ -249,10 +249,8 @@ class Messenger:
             work.on_done(partial(self._received, source, incoming))
         self._handle_complete(source)
 
-    def _receive(self, source: int, memory: Array | None, works: list[Work]) -> Array | None:
+    def _receive(self, source: int, memory: Array, works: list[Work]) -> Array:
         """Receive keys or values into this memory, or into other memory if another operation uses this one."""
-        if memory is None:
-            return None
         try:
             works.append(self._group.recv(torch.from_numpy(memory), src=source))
         except ConfigurationError:  # for instance an earlier pull into the same array

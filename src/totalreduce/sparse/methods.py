@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from totalreduce.foundation.extensions import Extensions, class_of_settings
+from totalreduce.foundation.extensions import Extensions, classes_of_settings
 from totalreduce.sparse.coded import Coded
 from totalreduce.sparse.dense import Dense
 from totalreduce.sparse.gaussiank import GaussianK
@@ -26,9 +26,8 @@ _Make = Callable[..., Method]
 
 
 #: The class of a method's settings, by the method's name.
-METHODS: Extensions[_Make] = Extensions(
+METHODS: Extensions[_Make] = classes_of_settings(
     "sparse method",
     "totalreduce.sparse_methods",
-    {method.name: method for method in (Dense, TopkA, GTopk, TopkDSA, GaussianK, OkTopk, SharedTopk, PowerSGD, Coded)},
-    class_of_settings("sparse method"),
+    (Dense, TopkA, GTopk, TopkDSA, GaussianK, OkTopk, SharedTopk, PowerSGD, Coded),
 )

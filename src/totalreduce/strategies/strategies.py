@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from totalreduce.foundation.extensions import Extensions, class_of_settings
+from totalreduce.foundation.extensions import Extensions, classes_of_settings
 from totalreduce.strategies.averaging import LocalSGD, PostLocalSGD
 from totalreduce.strategies.easgd import EASGD
 from totalreduce.strategies.gossip import Gossip
@@ -22,15 +22,11 @@ _Make = Callable[..., Strategy]
 
 
 #: The class of a strategy's settings, by the strategy's name.
-STRATEGIES: Extensions[_Make] = Extensions(
+STRATEGIES: Extensions[_Make] = classes_of_settings(
     "strategy",
     "totalreduce.strategies",
-    {
-        strategy.name: strategy
-        for strategy in (
-            *(LocalSGD, PostLocalSGD, SlowMo, DiLoCo, EASGD, Gossip),
-            *(Async, StaleSynchronous, SoftSync, Quorum, Eager),
-        )
-    },
-    class_of_settings("strategy"),
+    (
+        *(LocalSGD, PostLocalSGD, SlowMo, DiLoCo, EASGD, Gossip),
+        *(Async, StaleSynchronous, SoftSync, Quorum, Eager),
+    ),
 )
