@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from totalreduce.foundation.errors import MissingTensorError
+from totalreduce.foundation.errors import DeadlineExceededError, MissingTensorError
 from totalreduce.foundation.observer import Observer
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.optimizer import DistributedOptimizer
@@ -143,3 +143,16 @@ class Branches(torch.nn.Module):
         hidden = torch.tanh(self.stem(inputs))
         chosen = self.left if branch == "left" else self.right
         return self.head(torch.tanh(chosen(hidden)))
+
+
+def repeat_until_done(call: Callable[[], object], meanwhile: Callable[[], object] = lambda: None) -> int:
+    """Repeat a call that runs out of time, with ``meanwhile`` after each time; return how often it ran out of time."""
+    num_repeated = 0
+    while True:
+        try:
+            call()
+        except DeadlineExceededError:
+            num_repeated += 1
+            meanwhile()
+        else:
+            return num_repeated

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import Net, all_equal, batches, flat, loss_of, shard
+from optimizer_cases import Net, all_equal, batches, flat, loss_of, repeat_until_done, shard
 
 from totalreduce.codecs.int8 import Int8
 from totalreduce.foundation.config import EngineConfig
@@ -263,21 +263,19 @@ def test_a_step_that_ran_out_of_time_is_repeated_and_counts_once(sync: Strategy)
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         optimizer = DistributedOptimizer(inner, model, group=group, sync=sync)
         errors = 0
+
+        def is_refused_meanwhile() -> None:
+            with pytest.raises(ConfigurationError, match="interrupted"):
+                optimizer.local_steps.state()
+            with pytest.raises(ConfigurationError, match="interrupted"):
+                model.weight.sum().backward()
+
         for step in range(4):
             optimizer.zero_grad()
             (-model.weight * (group.rank + 1)).sum().backward()
             if group.rank == 1 and step == 1:
                 time.sleep(1.0)
-            while True:
-                try:
-                    optimizer.step()
-                    break
-                except DeadlineExceededError:
-                    errors += 1
-                    with pytest.raises(ConfigurationError, match="interrupted"):
-                        optimizer.local_steps.state()
-                    with pytest.raises(ConfigurationError, match="interrupted"):
-                        model.weight.sum().backward()
+            errors += repeat_until_done(optimizer.step, is_refused_meanwhile)
         return model.weight.item(), errors
 
     (first, errors), (second, none) = run_ranks(2, body, engine=EngineConfig(timeout_s=0.3))

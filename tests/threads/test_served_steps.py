@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from optimizer_cases import Net, all_equal, batches, flat, loss_of, shard
+from optimizer_cases import Net, all_equal, batches, flat, loss_of, repeat_until_done, shard
 
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost
@@ -244,27 +244,20 @@ def test_a_step_and_an_end_that_ran_out_of_time_are_repeated_and_count_once() ->
         model = Counting()
         optimizer = served(group, model, StaleSynchronous(slack=1))
         errors = 0
+
+        def is_refused_meanwhile() -> None:
+            with pytest.raises(ConfigurationError, match="interrupted"):
+                model(1.0).backward()
+
         for step in range(4):
             optimizer.zero_grad()
             model(-float(group.rank + 1)).backward()
             if group.rank == 1 and step == 1:
                 time.sleep(1.0)
-            while True:
-                try:
-                    optimizer.step()
-                    break
-                except DeadlineExceededError:
-                    errors += 1
-                    with pytest.raises(ConfigurationError, match="interrupted"):
-                        model(1.0).backward()
+            errors += repeat_until_done(optimizer.step, is_refused_meanwhile)
         if group.rank == 1:
             time.sleep(1.0)
-        while True:
-            try:
-                optimizer.local_steps.finish()
-                break
-            except DeadlineExceededError:
-                errors += 1
+        errors += repeat_until_done(optimizer.local_steps.finish)
         optimizer.local_steps.finish()  # once more does nothing
         with pytest.raises(ConfigurationError, match="finish"):
             optimizer.step()
