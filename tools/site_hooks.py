@@ -1,0 +1,136 @@
+"""What MkDocs does beside its usual work when it builds the documentation site (``mkdocs.yml``).
+
+Pages outside of ``docs/`` (README, ARCHITECTURE, CONTRIBUTING, CHANGELOG) become pages of the site, and so do the
+examples. Links between files of the repository are turned into links between pages, so that the same Markdown is right
+in the repository and in the site.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+#: By path in the repository: the page of the site.
+PAGES = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+#: By folder of the repository: the page that lists its files.
+_FOLDERS = {"examples": "examples/index.md", "docs/design": "explanation.md"}
+_LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".toml": "toml"}
+#: The theme fetches this script, which search needs in pages that are opened as files. The site has a copy of it.
+_SHIM = re.compile(r'"https://[^"]*/iframe-worker/shim"')
+_FENCE = re.compile(r"^ *(```|~~~)")
+_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages that are not files of ``docs/``."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
+    examples = sorted(path for path in (ROOT / "examples").iterdir() if path.is_dir() or path.suffix in _LANGUAGES)
+    for path in examples:
+        files.append(File.generated(config, _page_of_example(path.name), content=_example(path)))
+    files.append(File.generated(config, "examples/index.md", content=_list_of_examples(examples)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links between files of the repository into links between pages."""
+    del config, files
+    here = page.file.src_uri
+    if here == "index.md":
+        page.meta["hide"] = ["navigation"]  # it has nothing but the page itself
+    source = next((source for source, made in PAGES.items() if made == here), f"docs/{here}")
+    in_code, lines = False, []
+    for line in markdown.splitlines():
+        if _FENCE.match(line):
+            in_code = not in_code
+        lines.append(line if in_code else _LINK.sub(lambda found: _translate(found, source, here), line))
+    return "\n".join(lines)
+
+
+def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
+    """Let the page use the site's copy of the script that the theme would fetch."""
+    del config
+    script = posixpath.relpath("javascripts/iframe-worker.js", posixpath.dirname(page.file.dest_uri))
+    return _SHIM.sub(f'"{script}"', output)
+
+
+def on_post_template(output_content: str, *, template_name: str, config: MkDocsConfig) -> str:
+    """Do the same for pages that are not made from Markdown, such as that for addresses without a page."""
+    del template_name, config
+    return _SHIM.sub('"/javascripts/iframe-worker.js"', output_content)
+
+
+def _translate(found: re.Match[str], source: str, here: str) -> str:
+    """Return a Markdown link of the file ``source`` as it must stand in the page ``here``."""
+    target, hash_sign, anchor = found[2].partition("#")
+    if not target or ":" in target:
+        return found[0]
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+    if path in PAGES:
+        page = PAGES[path]
+    elif path.startswith("examples/"):
+        page = _page_of_example(path.removeprefix("examples/"))
+    elif path in _FOLDERS:
+        page = _FOLDERS[path]
+    elif path.startswith("docs/"):
+        page = path.removeprefix("docs/")
+    else:
+        return found[0]
+    return f"{found[1]}{posixpath.relpath(page, posixpath.dirname(here))}{hash_sign}{anchor}{found[3]}"
+
+
+def _page_of_example(name: str) -> str:
+    return f"examples/{name}.md"
+
+
+def _sources(path: Path) -> list[Path]:
+    """Return the files of an example, which is a file or a package."""
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.suffix in _LANGUAGES)
+
+
+def _summary(path: Path) -> str:
+    """Return the first sentence of what an example says of itself."""
+    if path.is_dir():
+        return "A package with a schedule, a transport, a sparse method and a command."
+    text = path.read_text("utf-8")
+    if path.suffix == ".py":
+        return text.partition('"""')[2].partition('"""')[0].split("\n\n")[0].replace("\n", " ")
+    comments = [line.lstrip("# ") for line in text.splitlines() if re.match(r"# (?!!)", line)]
+    return re.split(r"(?<=[.:])\s", " ".join(comments) + " ")[0].rstrip(":")
+
+
+def _example(path: Path) -> str:
+    blocks = [f"# {path.name}"]
+    for file in _sources(path):
+        if path.is_dir():
+            blocks.append(f"## {file.relative_to(path)}")
+        blocks.append(f"````{_LANGUAGES[file.suffix]}\n{file.read_text('utf-8').rstrip()}\n````")
+    return "\n\n".join(blocks) + "\n"
+
+
+def _list_of_examples(examples: list[Path]) -> str:
+    rows = [f"| [{path.name}]({path.name}.md) | {_summary(path)} |" for path in examples]
+    return "\n".join(
+        [
+            "# Examples",
+            "",
+            "`totalreduce examples --copy DIR` writes these files into a folder.",
+            "",
+            *("| file | what it does |", "|---|---|"),
+            *rows,
+            "",
+        ]
+    )
