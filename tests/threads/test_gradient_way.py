@@ -87,7 +87,7 @@ def drawn_on(page):
     """Return the functions of the drawing: a line has a file and its functions, or more functions of the last file."""
     section = page.read_text().partition("## The way of a gradient")[2].partition("\n## ")[0]
     drawn, file = set(), ""
-    for line in re.search(r"```\n(.*?)```", section, re.DOTALL)[1].splitlines():
+    for line in re.search(r"```text\n(.*?)```", section, re.DOTALL)[1].splitlines():
         for word in line.split():
             if word.endswith(".py"):
                 file = word

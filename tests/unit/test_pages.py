@@ -1,0 +1,106 @@
+"""What the pages of the documentation say is true: their links, the parts of files they show, their command lines."""
+
+import posixpath
+import re
+import shlex
+
+import pytest
+import typer
+from pages import ROOT, anchors, blocks, links, pages, programs
+
+from totalreduce.cli.main import build
+from totalreduce.foundation.environment import _KNOWN_NAMES
+
+PAGES = pages()
+SHELL = ("sh", "bash")
+CODE = {"python", "text", "toml", "json", "yaml", *SHELL}
+WORDS_BEFORE = {"sudo", "env", "srun", "torchrun", "time"}
+
+
+def test_all_pages_are_looked_at():
+    assert len(PAGES) > 45
+    assert sum(len(programs(page)) for page in PAGES) > 20
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page):
+    for link in links(page):
+        target, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", target):
+            assert target.startswith("https://"), link
+            continue
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(page), target)) if target else page
+        assert (ROOT / path).exists(), f"{page}: no such file: {link}"
+        if anchor:
+            assert anchor in anchors(path), f"{page}: no such heading: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_say_their_language(page):
+    for block in blocks(page):
+        assert block.language in CODE, f"{block}: {block.language!r}"
+
+
+def test_parts_of_files_are_parts_of_files():
+    shown = [block for page in PAGES for block in blocks(page) if block.note and block.note[0] == "from"]
+    for block in shown:
+        assert block.source in (ROOT / block.note[1]).read_text(), f"{block} is no part of {block.note[1]}"
+    assert {block.note[1] for block in shown} >= {
+        *(f"examples/torch_{name}.py" for name in ("ddp", "fsdp", "fsdp_recovery")),
+        *(f"examples/{name}_fit.py" for name in ("lightning", "accelerate", "transformers")),
+        "examples/rabit_kmeans.py",
+    }
+
+
+def test_no_block_is_left_out_for_other_reasons():
+    notes = {block.note for page in PAGES for block in blocks(page) if block.note and block.note[0] != "from"}
+    assert {note for note in notes if note[0] not in ("ranks", "needs")} == {
+        ("not run", "it needs a GPU for each rank"),
+    }
+
+
+def command_lines(source):
+    """The words of each command line, without variables, comments and other commands before it."""
+    for line in re.sub(r" *\\\n *", " ", source).splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        if "totalreduce" in words:
+            yield words[words.index("totalreduce") + 1 :]
+        elif "make" in words[:1]:
+            yield words
+
+
+def check_command(command, words):
+    """Parse a command line as the program does, but do not run it."""
+    context = typer.Context(command, info_name="totalreduce")
+    while hasattr(command, "commands"):
+        name, *words = words
+        assert name in command.commands, f"no command {name}"
+        command = command.commands[name]
+        context = command.make_context(name, list(words), parent=context, resilient_parsing=False)
+        words = [*context._protected_args, *context.args] if hasattr(command, "commands") else []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_command_lines_are_understood(page):
+    command = typer.main.get_command(build())
+    for block in blocks(page):
+        if block.language not in SHELL:
+            continue
+        for words in command_lines(block.source):
+            if words[:1] == ["make"]:
+                targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+                assert set(word for word in words[1:2] if "=" not in word) <= targets, f"{block}: {words}"
+                continue
+            try:
+                check_command(command, words)
+            except typer.Exit:
+                pass
+            except Exception as error:
+                pytest.fail(f"{block}: totalreduce {shlex.join(words)}: {error}")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_that_are_named_are_there(page):
+    text = (ROOT / page).read_text()
+    for name in re.findall(r"(?<![\w/])examples/[\w./]*\w", text):
+        assert (ROOT / name).exists(), f"{page}: {name}"
