@@ -1,6 +1,6 @@
 """What MkDocs does beside its usual work when it builds the documentation site (``mkdocs.yml``).
 
-Pages outside of ``docs/`` (README, ARCHITECTURE, CONTRIBUTING, CHANGELOG) become pages of the site, and so do the
+Files outside of ``docs/`` that readers look for (``PAGES``) become pages of the site, and so do the
 examples. Links between files of the repository are turned into links between pages, so that the same Markdown is right
 in the repository and in the site.
 """
@@ -15,6 +15,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from totalreduce.cli.examples import example_files, summary
+
 ROOT = Path(__file__).parents[1]
 #: By path in the repository: the page of the site.
 PAGES = {
@@ -22,6 +24,8 @@ PAGES = {
     "ARCHITECTURE.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "reporting.md",
+    "CITATION.cff": "citation.md",
 }
 #: By folder of the repository: the page that lists its files.
 _FOLDERS = {"examples": "examples/index.md", "docs/design": "explanation.md"}
@@ -35,7 +39,10 @@ _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the pages that are not files of ``docs/``."""
     for source, page in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
+        text = (ROOT / source).read_text("utf-8")
+        if not source.endswith(".md"):
+            text = f"# {source}\n\n```yaml\n{text}```\n"
+        files.append(File.generated(config, page, content=text))
     examples = sorted(path for path in (ROOT / "examples").iterdir() if path.is_dir() or path.suffix in _LANGUAGES)
     for path in examples:
         files.append(File.generated(config, _page_of_example(path.name), content=_example(path)))
@@ -94,27 +101,9 @@ def _page_of_example(name: str) -> str:
     return f"examples/{name}.md"
 
 
-def _sources(path: Path) -> list[Path]:
-    """Return the files of an example, which is a file or a package."""
-    if path.is_file():
-        return [path]
-    return sorted(file for file in path.rglob("*") if file.suffix in _LANGUAGES)
-
-
-def _summary(path: Path) -> str:
-    """Return the first sentence of what an example says of itself."""
-    if path.is_dir():
-        return "A package with a schedule, a transport, a sparse method and a command."
-    text = path.read_text("utf-8")
-    if path.suffix == ".py":
-        return text.partition('"""')[2].partition('"""')[0].split("\n\n")[0].replace("\n", " ")
-    comments = [line.lstrip("# ") for line in text.splitlines() if re.match(r"# (?!!)", line)]
-    return re.split(r"(?<=[.:])\s", " ".join(comments) + " ")[0].rstrip(":")
-
-
 def _example(path: Path) -> str:
     blocks = [f"# {path.name}"]
-    for file in _sources(path):
+    for file in example_files(path) if path.is_dir() else [path]:
         if path.is_dir():
             blocks.append(f"## {file.relative_to(path)}")
         blocks.append(f"````{_LANGUAGES[file.suffix]}\n{file.read_text('utf-8').rstrip()}\n````")
@@ -122,7 +111,8 @@ def _example(path: Path) -> str:
 
 
 def _list_of_examples(examples: list[Path]) -> str:
-    rows = [f"| [{path.name}]({path.name}.md) | {_summary(path)} |" for path in examples]
+    first = {path: path / "pyproject.toml" if path.is_dir() else path for path in examples}
+    rows = [f"| [{path.name}]({path.name}.md) | {summary(file)} |" for path, file in first.items()]
     return "\n".join(
         [
             "# Examples",

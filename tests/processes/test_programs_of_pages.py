@@ -16,6 +16,7 @@ from pages import ROOT, pages, programs
 from totalreduce.launch.local import run_workers
 
 OTHERS = {
+    "docs/tutorial.md": "tests/processes/test_tutorial.py",
     "docs/parameter-server.md": "tests/processes/test_parameter_server_page.py",
     "docs/horovod.md": "tests/processes/test_horovod_elastic.py",
 }
@@ -73,7 +74,7 @@ def test_programs_for_two_ranks(warm_python, folder):
     chosen = [
         program
         for program in PROGRAMS
-        if program.kind in ("", "ranks") and program.ranks == 2 and program.blocks[0].page not in OTHERS
+        if program.kind in ("", "file", "ranks") and program.ranks == 2 and program.blocks[0].page not in OTHERS
     ]
     assert len(chosen) > 20
     run(folder, chosen, 2)
@@ -87,8 +88,8 @@ def test_programs_for_more_ranks(warm_python, folder):
     run(folder, chosen, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-@pytest.mark.hosts
 def test_programs_for_root(folder):
     chosen = [program for program in PROGRAMS if program.kind == "needs"]
     assert [program.blocks[0].page for program in chosen] == ["docs/launching.md"]

@@ -4,7 +4,7 @@ A comment above a block says what the tests do with it:
 
 ``<!-- from FILE -->``: it is a part of a file that other tests run. ``<!-- ranks: N -->``: it needs N ranks; without this
 comment a program runs on two. ``<!-- not run: REASON -->``: it cannot run here. ``<!-- needs: root -->``: it runs alone, and
-only for root.
+only for root. ``<!-- file: NAME -->``: the reader saves it under this name. ``<!-- output -->``: the block before prints it.
 """
 
 import re
@@ -15,7 +15,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
-_NOTE = re.compile(r"<!-- (from|ranks|needs|not run):? (.*) -->")
+_NOTE = re.compile(r"<!-- (from|file|output|ranks|needs|not run):? ?(.*) -->")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from totalreduce.bench.machine import Machine
 from totalreduce.bench.mpi_launching import MPI_PEERS, mpi_jobs
 from totalreduce.bench.records import from_document, to_document
+from totalreduce.cli.examples import examples_folder
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.launch.emulate import EmulateOptions, rate_bits_per_s
@@ -21,8 +22,6 @@ from totalreduce.launch.output import Output
 from totalreduce.launch.workers import RunResult
 
 _LIMIT_S = 3600.0
-#: In an installed package, and in a source tree.
-_EXAMPLES = (Path(__file__).with_name("examples"), Path(__file__).parents[3] / "examples")
 R = TypeVar("R")
 #: A contestant of ``bench allreduce``: Total Reduce with tensors that the ranks of a host read where they lie.
 SHARED = "shared"
@@ -210,10 +209,12 @@ def run_job(
 
 def find_script(script: str) -> Path:
     """Return a file, or an example by its name."""
-    for path in (Path(script), *(folder / f"{script}.py" for folder in _EXAMPLES)):
-        if path.is_file():
-            return path.resolve()
-    raise ConfigurationError(f"there is neither a file {script} nor an example of this name in {_EXAMPLES[0]}")
+    if Path(script).is_file():
+        return Path(script).resolve()
+    example = examples_folder() / f"{script}.py"
+    if example.is_file():
+        return example.resolve()
+    raise ConfigurationError(f"there is neither a file {script} nor an example of this name (totalreduce examples)")
 
 
 def run_script(setting: Setting, command: Sequence[str], kind: type[R], *, over_gloo: bool, timeout_s: float) -> R:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from totalreduce import __version__
-from totalreduce.foundation.environment import is_debugging
+from totalreduce.foundation.environment import is_debugging, words_to_complete
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.foundation.extensions import Extensions
 from totalreduce.foundation.os_errors import describe_error, is_out_of_descriptors
@@ -48,6 +48,7 @@ COMMANDS: Extensions[Any] = Extensions(
         "bench": _Built("totalreduce.bench.app", "bench_app"),
         "doctor": _Built("totalreduce.cli.doctor", "doctor"),
         "timeline": _Built("totalreduce.cli.timeline", "timeline"),
+        "examples": _Built("totalreduce.cli.examples", "examples"),
     },
     _check,
 )
@@ -62,7 +63,6 @@ def build(names: Sequence[str] | None = None) -> typer.Typer:
         no_args_is_help=True,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
-        add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for name in tuple(COMMANDS) if names is None else names:
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        _build_for(words)(words)
+        _build_for(words_to_complete() or words)(words)
     except (TotalReduceError, OSError) as error:
         expected = isinstance(error, TotalReduceError) or is_out_of_descriptors(error)
         if not expected or is_debugging():

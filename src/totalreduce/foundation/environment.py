@@ -24,6 +24,7 @@ __all__ = [
     "read_job_key",
     "read_settings",
     "read_world",
+    "words_to_complete",
 ]
 
 _COMPUTE_MODES = ("auto", "thread", "inline")
@@ -210,6 +211,15 @@ def cache_folder() -> Path | None:
 def is_debugging(env: Mapping[str, str] | None = None) -> bool:
     """Whether ``TOTALREDUCE_DEBUG`` asks for tracebacks on the command line."""
     return _present(env).get("TOTALREDUCE_DEBUG", "0").lower() not in ("0", "false", "no")
+
+
+def words_to_complete(env: Mapping[str, str] | None = None) -> list[str]:
+    """Return the words after ``totalreduce`` of a command line that a shell asks to complete; else an empty list."""
+    env = _present(env)
+    if "_TOTALREDUCE_COMPLETE" not in env:
+        return []
+    line = env.get("_TYPER_COMPLETE_ARGS", env.get("COMP_WORDS", ""))
+    return line.split()[1:]
 
 
 def _present(env: Mapping[str, str] | None) -> dict[str, str]:
