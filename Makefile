@@ -9,12 +9,14 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) +
 PYTEST := $(BIN)/python -m pytest
 # pip would compile every module of every package, one after the other; Python compiles those that are imported.
 PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
+# The theme's makers announce with each build that another generator will replace it in 2027.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 # Thousands of Python processes are started. Without its bytecode files each of them would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 # Torch would start a thread per core in every rank, and they would spin while they wait for each other.
 test check soak: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check torch-suite lint warm-kernels warm-tests triton-tests soak bench clean
+.PHONY: demo test check torch-suite lint warm-kernels warm-tests triton-tests soak bench docs docs-serve interface dist clean
 demo: $(STAMP)
 	$(BIN)/totalreduce demo $(ARGS)
 
@@ -38,8 +40,8 @@ torch-suite: $(STAMP)
 	$(BIN)/python tests/torch_suite/run.py $(ARGS)
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples tools
+	$(BIN)/ruff format --check src tests examples tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -62,6 +64,22 @@ soak: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/totalreduce bench report $(ARGS)
 
+# The documentation as a site in build/site, which can be read and searched without a network and without a server.
+docs: $(VENV)/.docs
+	$(MKDOCS) build
+
+docs-serve: $(VENV)/.docs
+	$(MKDOCS) serve $(ARGS)
+
+# After an intended change of public names, signatures, commands or options: the files that the tests compare them with.
+interface: $(STAMP)
+	$(BIN)/python tools/public_interface.py
+
+# The wheel and the source distribution, in dist/.
+dist: $(STAMP)
+	$(PIP) build
+	$(BIN)/python -m build
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("totalreduce needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
@@ -74,5 +92,9 @@ $(TRITON)/.installed: constraints.txt $(STAMP)
 	$(PIP) --no-deps --upgrade --target $(TRITON) "triton; platform_system == 'Linux'"
 	mkdir -p $(TRITON) && touch $@
 
+$(VENV)/.docs: $(STAMP)
+	$(PIP) --editable '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -139,10 +139,3 @@ def test_the_loss_of_all_copies_of_local_values_is_an_error(tmp_path: Path, warm
     assert run.result.exit_code != 0
     assert not run.finals
     assert "all ranks that had a copy of the local values of rank 1 are lost with it" in run.result.errors[0]
-
-
-def test_the_page_shows_the_loop_of_the_example() -> None:
-    page = (KMEANS.parents[1] / "docs" / "recovery.md").read_text()
-    loop = page.partition("<!-- from examples/rabit_kmeans.py -->\n```python\n")[2].partition("```")[0]
-    assert "with tr.replayed(state, group) as job:" in loop
-    assert loop in KMEANS.read_text()

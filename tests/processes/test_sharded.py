@@ -201,10 +201,3 @@ def test_the_example_ends_with_the_loss_of_an_undisturbed_run() -> None:
     pattern = r"mean loss (\S+)"
     assert re.findall(pattern, disturbed) == re.findall(pattern, plain) != []
     assert re.search(r"copies of [\d.]+ ms; they take [\d.]+ MB", disturbed)
-
-
-def test_the_page_shows_what_the_example_does() -> None:
-    page = (ROOT / "docs" / "recovery.md").read_text()
-    blocks = re.findall(r"<!-- from examples/torch_fsdp_recovery.py -->\n```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 1
-    assert blocks[0] in EXAMPLE.read_text()

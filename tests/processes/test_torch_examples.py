@@ -6,7 +6,6 @@ An example runs unmodified: in a process of its own, as ``__main__``, with its o
 import contextlib
 import importlib.util
 import json
-import re
 import signal
 import time
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-PAGE = ROOT / "docs" / "torch.md"
 
 SOURCE = """
 import runpy
@@ -104,12 +102,3 @@ def test_slices_are_trained_like_replicas(fleet, tmp_path):
         for example in ("torch_ddp", "torch_fsdp")
     )
     assert slices["totalreduce"] == pytest.approx(replicas["totalreduce"], rel=1e-12)
-
-
-def test_every_example_on_the_page_is_what_was_run():
-    blocks = re.findall(r"<!-- from (\S+) -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(re.findall("```python", PAGE.read_text())) == len(blocks)
-    for file, block in blocks:
-        assert block in (ROOT / file).read_text(), f"docs/torch.md has another text than {file}:\n{block}"
-    shown = {Path(file).stem for file, _ in blocks}
-    assert {"torch_ddp", "torch_fsdp", "lightning_fit", "accelerate_fit", "transformers_fit"} <= shown

@@ -2,9 +2,12 @@
 
 A comment above a block says what the tests do with it:
 
-``<!-- from FILE -->``: it is a part of a file that other tests run. ``<!-- ranks: N -->``: it needs N ranks; without this
-comment a program runs on two. ``<!-- not run: REASON -->``: it cannot run here. ``<!-- needs: root -->``: it runs alone, and
-only for root. ``<!-- file: NAME -->``: the reader saves it under this name. ``<!-- output -->``: the block before prints it.
+``<!-- from FILE -->``: it is a part of a file that other tests run.
+``<!-- ranks: N -->``: it needs N ranks. Without this comment a program runs on two.
+``<!-- not run: REASON -->``: it cannot run here.
+``<!-- needs: root -->``: it runs alone, and only for root.
+``<!-- file: NAME -->``: the reader saves it under this name.
+``<!-- output -->``: the block before prints it.
 """
 
 import re

@@ -10,7 +10,6 @@ from pages import ROOT, anchors, blocks, links, pages, programs
 
 from totalreduce.cli.main import build
 
-
 PAGES = pages()
 SHELL = ("sh", "bash")
 CODE = {"python", "text", "toml", "json", "yaml", *SHELL}
@@ -93,7 +92,7 @@ def test_command_lines_are_understood(page):
         for words in command_lines(block.source):
             if words[:1] == ["make"]:
                 targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-                assert set(word for word in words[1:2] if "=" not in word) <= targets, f"{block}: {words}"
+                assert {word for word in words[1:2] if "=" not in word} <= targets, f"{block}: {words}"
                 continue
             try:
                 check_command(command, words)

@@ -73,5 +73,7 @@ def complete(*words, **variables):
 
 def test_shells_complete_commands_and_options():
     assert complete("totalreduce", "run", "--ho", COMP_CWORD="2") == ["--hosts", "--hosts-file"]
-    assert words_to_complete({"_TOTALREDUCE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "totalreduce be"}) == ["be"]
+    assert words_to_complete({"_TOTALREDUCE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "totalreduce be"}) == [
+        "be"
+    ]
     assert words_to_complete({"COMP_WORDS": "totalreduce be"}) == []
