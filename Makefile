@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Torch would start a thread per core in every rank, and they would spin while they wait for each other.
 test check soak: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check torch-suite lint warm-kernels warm-tests triton-tests soak bench docs docs-serve interface dist clean
+.PHONY: demo test check torch-suite lint warm-kernels warm-tests triton-tests soak bench docs docs-serve interface tested-with dist clean
 demo: $(STAMP)
 	$(BIN)/totalreduce demo $(ARGS)
 
@@ -74,6 +74,10 @@ docs-serve: $(VENV)/.docs
 # After an intended change of public names, signatures, commands or options: the files that the tests compare them with.
 interface: $(STAMP)
 	$(BIN)/python tools/public_interface.py
+
+# The table of libraries with which the tests pass; `--tested-with` writes it.
+tested-with: $(STAMP)
+	$(PYTEST) -m tested_with --tested-with docs/reference/tested-with.md tests/processes $(ARGS)
 
 # The wheel and the source distribution, in dist/.
 dist: $(STAMP)

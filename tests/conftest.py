@@ -2,14 +2,51 @@
 
 import datetime
 import gc
+import importlib.metadata
 import os
 import resource
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from totalreduce.foundation.config import Tls
 from totalreduce.foundation.os_errors import out_of_descriptors
+
+
+class TestedWith:
+    """Writes the table of the libraries with which tests have passed: ``pytest -m tested_with --tested-with FILE``."""
+
+    def __init__(self, path):
+        self.path, self.rows = path, {}
+
+    def pytest_runtest_makereport(self, item, call):
+        mark = item.get_closest_marker("tested_with")
+        if mark is None or call.when != "call":
+            return
+        what, package = mark.args
+        if call.excinfo is None:
+            outcome = "passed"
+        else:
+            outcome = "not tried" if call.excinfo.errisinstance(pytest.skip.Exception) else "**failed**"
+        version = importlib.metadata.version(package) if outcome != "not tried" else ""
+        test = item.nodeid.partition("[")[0]
+        self.rows[what] = f"| {what} | {package} {version} | {outcome} | `{test}` |"
+
+    def pytest_sessionfinish(self):
+        before, begin, _ = self.path.read_text().partition("<!-- table -->\n")
+        head = "| what | version | outcome | test |\n|---|---|---|---|\n"
+        rows = "".join(f"{row}\n" for _, row in sorted(self.rows.items(), key=lambda pair: pair[0].lower()))
+        self.path.write_text(f"{before}{begin}\n{head}{rows}")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--tested-with", type=Path, help="write the table of libraries into this page")
+
+
+def pytest_configure(config):
+    if config.getoption("--tested-with"):
+        config.pluginmanager.register(TestedWith(config.getoption("--tested-with")))
 
 
 class Authorities:

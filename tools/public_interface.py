@@ -37,10 +37,18 @@ _EXAMPLES = re.compile(r"\[bold\]Examples\[/bold\]\n+(.*?)(?=\n\n(?:\*\*|#)|\Z)"
 def commands_page() -> str:
     """Return the page of all commands of this package, in Markdown."""
     command = typer.main.get_command(build(_OWN))
+    _keep_whole_summaries(command)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="totalreduce", title="Commands")
     text = _EXAMPLES.sub(_block_of_examples, text)
     text = text.replace("```console\n$ ", "```text\n")
     return re.sub(r"\[/?(?:bold|dim|italic)\]", "", text).rstrip() + "\n"
+
+
+def _keep_whole_summaries(command: Any) -> None:
+    """Let lists of commands have the first paragraph of each command's help, which is cut at 45 characters otherwise."""
+    for each in getattr(command, "commands", {}).values():
+        each.short_help = " ".join((each.help or "").split("\n\n")[0].split())
+        _keep_whole_summaries(each)
 
 
 def _block_of_examples(found: re.Match[str]) -> str:

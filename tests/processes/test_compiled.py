@@ -61,6 +61,7 @@ def check(found, tolerance=0.0):
             assert {Path(file).parts[0] for file in facts["traced"]} <= {"pytorch"}, facts
 
 
+@pytest.mark.tested_with("torch.compile", "torch")
 def test_gradients_are_gloos(compare):
     """The other forms and compilers, and steps that are compiled as a whole, follow in ``make soak``."""
     check(compare(2, ["compiled_ddp_eager", "compiled_fsdp_eager"]))

@@ -1,4 +1,4 @@
-"""The examples for torch.distributed, Lightning, Accelerate and Transformers, on our back end and on gloo; their page.
+"""The examples for torch.distributed, Lightning, Accelerate and Transformers, on our back end and on gloo.
 
 An example runs unmodified: in a process of its own, as ``__main__``, with its own command line.
 """
@@ -27,6 +27,7 @@ TINY = {
 }
 NEEDS = {"lightning_fit": "pytorch_lightning", "accelerate_fit": "accelerate", "transformers_fit": "transformers"}
 STEPS = 6
+row = pytest.mark.tested_with
 
 
 def train(fleet, tmp_path, example, model, ranks, dtype, backends=("totalreduce", "gloo")):
@@ -74,14 +75,14 @@ def end_gloo(worker, out):
 @pytest.mark.parametrize(
     ("example", "model", "ranks", "dtype", "tolerance"),
     [
-        ("torch_ddp", "cnn", 2, "float64", 1e-13),
+        pytest.param("torch_ddp", "cnn", 2, "float64", 1e-13, marks=row("DistributedDataParallel", "torch")),
         pytest.param("torch_ddp", "cnn", 4, "float64", 1e-13, marks=pytest.mark.slow),
         ("torch_ddp", "gpt", 4, "float32", 1e-5),
-        ("torch_fsdp", "cnn", 2, "float64", 1e-13),
+        pytest.param("torch_fsdp", "cnn", 2, "float64", 1e-13, marks=row("FSDP2", "torch")),
         pytest.param("torch_fsdp", "gpt", 2, "float32", 1e-5, marks=pytest.mark.slow),
-        ("lightning_fit", "gpt", 2, "float32", 1e-5),
-        ("accelerate_fit", "cnn", 2, "float64", 1e-13),
-        ("transformers_fit", "gpt", 2, "float32", 1e-5),
+        pytest.param("lightning_fit", "gpt", 2, "float32", 1e-5, marks=row("Lightning", "pytorch-lightning")),
+        pytest.param("accelerate_fit", "cnn", 2, "float64", 1e-13, marks=row("Accelerate", "accelerate")),
+        pytest.param("transformers_fit", "gpt", 2, "float32", 1e-5, marks=row("Trainer", "transformers")),
     ],
 )
 def test_losses_are_those_on_gloo(fleet, tmp_path, example, model, ranks, dtype, tolerance):

@@ -107,3 +107,15 @@ def test_examples_that_are_named_are_there(page):
     text = (ROOT / page).read_text()
     for name in re.findall(r"(?<![\w/])examples/[\w./]*\w", text):
         assert (ROOT / name).exists(), f"{page}: {name}"
+
+
+def test_every_library_that_is_tested_is_in_the_table():
+    table = (ROOT / "docs/reference/tested-with.md").read_text()
+    rows = re.findall(r"^\| ([^|]+?) \| ([\w-]+) [^|]*\| ([\w* ]+?) \|", table, re.MULTILINE)
+    marked = {
+        found
+        for path in (ROOT / "tests" / "processes").glob("test_*.py")
+        for found in re.findall(r"(?:tested_with|row)\(\"([^\"]+)\", \"([^\"]+)\"\)", path.read_text())
+    }
+    assert {row[:2] for row in rows} == marked
+    assert {row[2] for row in rows} <= {"passed", "not tried"}
