@@ -45,7 +45,7 @@ def commands_page() -> str:
 
 
 def _keep_whole_summaries(command: Any) -> None:
-    """Let lists of commands have the first paragraph of each command's help, which is cut at 45 characters otherwise."""
+    """Let lists of commands have the first paragraph of each command's help, which is otherwise cut."""
     for each in getattr(command, "commands", {}).values():
         each.short_help = " ".join((each.help or "").split("\n\n")[0].split())
         _keep_whole_summaries(each)

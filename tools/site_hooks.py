@@ -32,6 +32,10 @@ _FOLDERS = {"examples": "examples/index.md", "docs/design": "explanation.md"}
 _LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".toml": "toml"}
 #: The theme fetches this script, which search needs in pages that are opened as files. The site has a copy of it.
 _SHIM = re.compile(r'"https://[^"]*/iframe-worker/shim"')
+#: What docstrings have for readers of the source: marks before examples, roles, and names of pages.
+_MARK_BEFORE_EXAMPLE = re.compile(r"<p>::</p>\s*(?=<div)|:(?=:</p>\s*<div)")
+_ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):(?=<code>)")
+_NAME_OF_PAGE = re.compile(r'(?<![/\w])(?<!">)docs/([\w/-]+\.md)')
 _FENCE = re.compile(r"^ *(```|~~~)")
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
@@ -63,6 +67,19 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
             in_code = not in_code
         lines.append(line if in_code else _LINK.sub(lambda found: _translate(found, source, here), line))
     return "\n".join(lines)
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Make links of the names of pages in code and docstrings, and leave out marks that are not of Markdown."""
+    del config
+    here = posixpath.dirname(page.file.dest_uri)
+
+    def link(found: re.Match[str]) -> str:
+        file = files.get_file_from_path(found[1])
+        return f'<a href="{posixpath.relpath(file.dest_uri, here)}">{found[0]}</a>' if file else found[0]
+
+    html = _ROLE.sub("", _MARK_BEFORE_EXAMPLE.sub("", html))
+    return _NAME_OF_PAGE.sub(link, html)
 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
