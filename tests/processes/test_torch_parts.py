@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 row = pytest.mark.tested_with
 
 START = """
@@ -113,6 +113,6 @@ def test_losses_are_those_on_gloo(fleet, tmp_path, part):
         workers = fleet.start(2, names + START + PARTS[part] + end)
         found[backend] = [worker.read("result", 90)["found"] for worker in workers]
         if backend == "totalreduce":
-            assert [worker.wait() for worker in workers] == [0, 0], [worker.errors() for worker in workers]
+            assert [worker.wait(60) for worker in workers] == [0, 0], [worker.errors() for worker in workers]
     assert found["totalreduce"] == [pytest.approx(values, rel=1e-5) for values in found["gloo"]]
     assert len(found["gloo"][1]) >= 1
