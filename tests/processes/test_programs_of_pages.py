@@ -4,8 +4,10 @@ Starting two processes costs more than most programs, so that all of them are ru
 other, in the order of pages. The pages of ``OTHERS`` are not among them, because the tests named there run them.
 """
 
+import contextlib
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -23,11 +25,12 @@ OTHERS = {
 PROGRAMS = [program for page in pages() for program in programs(page)]
 #: Run by every rank: the programs of a file, each with names of its own, until one of them fails.
 RUN_ALL = """
-import gc, json, sys
+import gc, json, os
 import torch.distributed
 from totalreduce.groups.group import Group
 
 for program in json.load(open("programs.json")):
+    os.environ["MASTER_PORT"] = program["port"]
     names = {"__name__": "__main__"}
     print("begin", program["name"], flush=True)
     try:
@@ -45,9 +48,21 @@ print("end", flush=True)
 """
 
 
+def free_ports(count: int) -> list[str]:
+    """Ports at which nobody listens."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [str(each.getsockname()[1]) for each in sockets]
+
+
 def run(folder: Path, chosen, ranks: int) -> None:
     """Run programs on so many ranks; the error of the first one that fails names its page and line."""
-    documents = [{"name": str(p), "page": str(ROOT / p.blocks[0].page), "source": p.source} for p in chosen]
+    # Each program has a port of its own: torch's store of a program may outlive it, with addresses that no longer hold.
+    ports = free_ports(len(chosen))
+    documents = [
+        {"name": str(program), "page": str(ROOT / program.blocks[0].page), "source": program.source, "port": port}
+        for program, port in zip(chosen, ports, strict=True)
+    ]
     (folder / "programs.json").write_text(json.dumps(documents))
     (folder / "run_all.py").write_text(RUN_ALL)
     paths = [ROOT / "src", ROOT / "examples" / "extension", ROOT / "tests" / "simulated"]
