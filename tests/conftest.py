@@ -34,10 +34,14 @@ class TestedWith:
         self.rows[what] = f"| {what} | {package} {version} | {outcome} | `{test}` |"
 
     def pytest_sessionfinish(self):
-        before, begin, _ = self.path.read_text().partition("<!-- table -->\n")
+        before, begin, table = self.path.read_text().partition("<!-- table -->\n")
+        kept = {line.split("|")[1].strip(): line for line in table.splitlines()[3:] if line.startswith("|")}
+        # The row of a test that was not run says with which version it has passed last.
+        untried = {what for what, row in self.rows.items() if "| not tried |" in row} & kept.keys()
+        rows = kept | {what: row for what, row in self.rows.items() if what not in untried}
         head = "| what | version | outcome | test |\n|---|---|---|---|\n"
-        rows = "".join(f"{row}\n" for _, row in sorted(self.rows.items(), key=lambda pair: pair[0].lower()))
-        self.path.write_text(f"{before}{begin}\n{head}{rows}")
+        lines = "".join(f"{row}\n" for _, row in sorted(rows.items(), key=lambda pair: pair[0].lower()))
+        self.path.write_text(f"{before}{begin}\n{head}{lines}")
 
 
 def pytest_addoption(parser):
