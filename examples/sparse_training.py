@@ -70,6 +70,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--period", type=int, default=16, help="steps of a strategy between two exchanges")
     parser.add_argument("--overlap", type=int, default=0, help="steps beside an exchange of diloco or gossip")
     parser.add_argument("--codec", choices=tuple(CODECS), help="of a strategy's exchanges, or of coded")
+    parser.add_argument("--threshold", type=float, default=3e-4, help="of strom: the change that it sends")
     parser.add_argument("--density", type=float, default=0.01, help="share of the elements that is sent")
     parser.add_argument("--density-warmup", type=float, help="part of the steps with more than that")
     parser.add_argument(
@@ -100,6 +101,8 @@ def make_method(options: argparse.Namespace, task: Task, world_size: int) -> Any
         return tr.PostLocalSGD(start=round(LOCAL_AFTER * options.steps), then=then)
     if options.method == "gossip":
         return tr.Gossip(overlap=options.overlap)
+    if options.method == "strom":
+        return tr.Strom(threshold=options.threshold, overlap=options.overlap)
     if options.method == "soft_sync":
         return tr.SoftSync(n=1)
     if options.method == "quorum":
@@ -228,7 +231,10 @@ def run(options: argparse.Namespace, group: tr.Group | None) -> None:
                 sums = total(evaluate(model, task, rank, world_size), group)
             return (sums[:2] / sums[2]).tolist()
 
-        runs.append(train(options, replica, task, rank, seed, average, options.slow if rank == world_size - 1 else 1.0))
+        before = 0 if group is None else group.statistics().bytes_sent
+        run = train(options, replica, task, rank, seed, average, options.slow if rank == world_size - 1 else 1.0)
+        run["sent_bytes"] = 0 if group is None else group.statistics().bytes_sent - before
+        runs.append(run)
         replica.close()
     if options.json is not None and rank == 0:
         facts = {name: value for name, value in vars(options).items() if name != "json"}

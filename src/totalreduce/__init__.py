@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from totalreduce.strategies.gossip import Gossip
     from totalreduce.strategies.outer import DiLoCo, HeavyBall, Nesterov, SlowMo
     from totalreduce.strategies.served import Async, Eager, Quorum, SoftSync, StaleSynchronous
+    from totalreduce.strategies.strom import Strom
     from totalreduce.tensors.work import Work
 
 __version__ = VERSION
@@ -151,6 +152,7 @@ _HOMES = {
     "StallError": "foundation.errors",
     "State": "recovery.state",
     "Statistics": "groups.statistics",
+    "Strom": "strategies.strom",
     "SyncBatchNorm": "pytorch.sync_batch_norm",
     "TcpConfig": "foundation.config",
     "TensorSpec": "groups.plan",
@@ -236,6 +238,7 @@ __all__ = [
     "StallError",
     "State",
     "Statistics",
+    "Strom",
     "SyncBatchNorm",
     "TcpConfig",
     "TensorSpec",

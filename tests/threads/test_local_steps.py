@@ -21,6 +21,7 @@ from totalreduce.strategies.easgd import EASGD
 from totalreduce.strategies.gossip import Gossip
 from totalreduce.strategies.outer import DiLoCo, Nesterov, SlowMo
 from totalreduce.strategies.strategy import Strategy
+from totalreduce.strategies.strom import Strom
 from totalreduce.testing import run_ranks
 from totalreduce.testing.lockstep import run_exchanges
 
@@ -97,6 +98,7 @@ STRATEGIES = [
     EASGD(period=2),
     Gossip(),
     Gossip(graph="random", overlap=1),
+    Strom(threshold=1e-3, overlap=1),
 ]
 
 

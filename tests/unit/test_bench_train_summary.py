@@ -59,6 +59,15 @@ def test_steps_become_seconds():
     assert dense.links["1gbit"].gain == 1.0
 
 
+def test_bytes_are_compared_with_those_of_a_ring():
+    at_once = learnt((1.0, 1.0, 1.0), (1.0, 1.0, 1.0))
+    facts = {"world_size": 4, "num_parameters": 1000}
+    sparse = {"runs": [{"step_s": [0.1] * 20, "sent_bytes": 2400}], **facts}
+    rates = {"1gbit": {"dense": {**timed(*[1.0] * 20), **facts}, "strom": sparse}}
+    dense, other = summarise({"learnt": {"dense": DENSE, "strom": at_once}, "timed": rates})
+    assert (dense.saving, other.saving) == (None, 6000 * 20 / 2400)  # 3/4 of 4,000 bytes, twice in each step
+
+
 def test_a_slow_rank_has_its_own_losses_and_its_own_time():
     """With it, dense training takes 3 s for a step and the other method 2 s, of which 1 s without a slow rank."""
     goal = 1.1 + 0.02**0.5

@@ -7,11 +7,12 @@ import pytest
 
 from totalreduce.codecs.int8 import Int8
 from totalreduce.codecs.topk import Topk
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.strategies.averaging import LocalSGD, PostLocalSGD
 from totalreduce.strategies.easgd import EASGD
 from totalreduce.strategies.gossip import Gossip, partners
 from totalreduce.strategies.outer import DiLoCo, HeavyBall, Nesterov, SlowMo, fragments_of
+from totalreduce.strategies.strom import Strom
 from totalreduce.testing.strategies import StrategyRanks
 
 SIZES = (1, 2, 3, 4, 5, 7, 8)
@@ -226,6 +227,87 @@ def test_partners_are_pairs_of_sender_and_receiver(world_size: int, graph: str) 
         assert resting == (1 if world_size == 1 else world_size % 2 if graph == "random" else 0)
 
 
+@sizes
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_strom_sends_what_has_added_up_to_a_threshold(world_size: int, overlap: int) -> None:
+    """Beside a loop in NumPy: signs of accumulated elements, applied by all ranks after the same step."""
+    quantum = np.float32(0.06)
+    ranks = StrategyRanks(Strom(threshold=0.06, overlap=overlap), world_size, start())
+    common, rests, sent = begin(1)[0], np.zeros((world_size, N), np.float32), []
+    for step in range(12):
+        updates = [update(step, rank) for rank in range(world_size)]
+        ranks.step(updates)
+        for rest, each in zip(rests, updates, strict=True):
+            rest += ((common + each - common) / world_size).astype(np.float32)
+        signs = np.where(np.abs(rests) >= quantum, np.sign(rests), 0).astype(np.float32)
+        rests -= signs * quantum
+        sent.append((signs * quantum).sum(axis=0))
+        if step >= overlap:
+            common = common + sent[step - overlap]
+        assert len({parameters.tobytes() for parameters in everybody(ranks)}) == 1
+        np.testing.assert_allclose(ranks.parameters(0), common, rtol=0, atol=1e-6)
+        for session, rest in zip(ranks.sessions, rests, strict=True):
+            np.testing.assert_allclose(session.state()["own"]["rest"], rest, rtol=0, atol=1e-6)
+    assert 0.1 < np.mean(np.array(sent) != 0) < 1
+
+
+@sizes
+def test_strom_loses_nothing(world_size: int) -> None:
+    """What the ranks have moved on average is what was applied and what waits on the ranks."""
+    ranks, total = StrategyRanks(Strom(threshold=0.11), world_size, start()), np.zeros(N)
+    for step in range(40):
+        updates = [update(step, rank) for rank in range(world_size)]
+        ranks.step(updates)
+        total += np.mean(updates, axis=0)
+    rests = np.sum([session.state()["own"]["rest"] for session in ranks.sessions], axis=0, dtype=np.float64)
+    assert np.abs(rests).max() > 0.01
+    np.testing.assert_allclose(ranks.parameters(0) - begin(1)[0] + rests, total, rtol=0, atol=1e-6)
+
+
+def test_strom_sends_bytes_for_elements_beyond_the_threshold_only() -> None:
+    size, listed = 100_000, 100
+    ranks = StrategyRanks(Strom(threshold=0.25), 4, [np.zeros(size, np.float32)])
+    moves = np.zeros(size, np.float32)
+    moves[:: size // listed] = 4.0  # of each rank a quarter counts
+    ranks.step([moves] * 4)
+    np.testing.assert_array_equal(ranks.parameters(0), moves / 4)  # one threshold of each rank
+    assert len(set(ranks.sent.tolist())) == 1
+    # To each rank a header of 16 bytes, and the message: half of the paper's 32 bits for an element.
+    assert 3 * (16 + listed) < ranks.sent[0] < 3 * (16 + 2 * listed)
+    ranks.step([np.zeros(size, np.float32)] * 4)  # what was beyond the threshold is sent step by step
+    np.testing.assert_array_equal(ranks.parameters(0), moves / 2)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, 1e38])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_strom_does_not_hide_values_that_are_no_numbers(number: float, overlap: int) -> None:
+    """A rank that has diverged shows on all ranks; elements that have not stay what they are."""
+    ranks = StrategyRanks(Strom(threshold=0.05, overlap=overlap), 3, start(np.float32))
+    calm = StrategyRanks(Strom(threshold=0.05, overlap=overlap), 3, start(np.float32))
+    for step in range(1 + overlap):
+        updates = [update(step, rank, np.float32) for rank in range(3)]
+        calm.step(updates)
+        updates[1][4] = number if step == 0 else 0.0
+        with np.errstate(all="ignore"):
+            ranks.step(updates)
+    found = everybody(ranks)
+    assert len({parameters.tobytes() for parameters in found}) == 1
+    assert np.isnan(found[0, 4]) or abs(found[0, 4]) > 1e36
+    others = np.arange(N) != 4
+    assert np.isfinite(found[:, others]).all()
+    assert np.abs(found[:, others] - everybody(calm)[:, others]).max() < 0.2  # rank 1 has sent all it had
+    assert not ranks.sessions[1].state()["own"]["rest"][others].any() or overlap
+
+
+def test_strom_refuses_messages_of_impossible_sizes() -> None:
+    for size, is_plain in ((-1, 0), (1 << 40, 0), (0, 1), (4 * N + 4, 1)):
+        session = Strom(threshold=0.1).session(StrategyRanks(Gossip(), 1, start()).replicas[0], 0, 2)
+        exchange = session.stepped(0.0)[0].exchange
+        mine = next(exchange).block
+        with pytest.raises(ProtocolError, match="rank 1 announces"):
+            exchange.send([mine, np.array([size, is_plain]).view(np.uint8)])
+
+
 CODED = [
     LocalSGD(period=2, codec=Int8()),
     DiLoCo(period=2, codec=Int8(), outer=Nesterov(1.0, 0.0)),
@@ -286,6 +368,7 @@ ALL = [
     SlowMo(period=2),
     EASGD(period=2, codec=Int8()),
     Gossip(graph="random"),
+    Strom(threshold=0.05),
 ]
 
 
@@ -335,6 +418,8 @@ def test_periods_save_bytes() -> None:
         lambda: SlowMo(momentum=1.0),
         lambda: EASGD(beta=0.0),
         lambda: Gossip(graph="torus"),
+        lambda: Strom(threshold=0.0),
+        lambda: Strom(threshold=0.1, overlap=-1),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make) -> None:

@@ -61,11 +61,19 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A training from one seed: every step's seconds, and evaluations of the model from time to time."""
+    """A training from one seed.
+
+    Attributes:
+        step_s: The seconds of every step.
+        evaluations: Of the model, from time to time.
+        seed: The seed.
+        sent_bytes: What rank 0 has handed to the network, for evaluations, too; 0 if that is not known.
+    """
 
     step_s: list[float] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     seed: int = 0
+    sent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +127,7 @@ class TrainPlan:
     overlap: Annotated[int, typer.Option(help="Steps beside an exchange of diloco or gossip.")] = 0
     codec: Annotated[str, typer.Option(help="Of a strategy's exchanges and of coded; by default none.")] = ""
     density: Annotated[float, typer.Option(help="Share of the elements that a sparse method sends.")] = 0.01
+    threshold: Annotated[float, typer.Option(help="The change of a parameter that strom sends.")] = 3e-4
     steps: Annotated[int, typer.Option(help="Of one training.")] = 1000
     seeds: Annotated[int, typer.Option(help="Trainings of each contestant, at least two.")] = 5
     rates: Annotated[str, typer.Option(help="Of the emulated links, separated by commas.")] = "1gbit,100mbit"
@@ -193,6 +202,8 @@ class TrainFigure:
         links: Figures by rate.
         slowed: With a slow rank; ``None`` without ``--slow``.
         pace: A step without a slow rank, on loopback, over one with it: 1 if rank 0 does not wait for the slow rank.
+        saving: The bytes that a ring sends for dense gradients, over those that rank 0 has sent on emulated links;
+            ``None`` for DDP, whose bytes are not counted.
     """
 
     contestant: str
@@ -206,6 +217,7 @@ class TrainFigure:
     links: dict[str, LinkFigure]
     slowed: LinkFigure | None = None
     pace: float | None = None
+    saving: float | None = None
 
 
 @benchmark(
@@ -263,6 +275,7 @@ def measure_train(setting: Setting, model: str, plan: TrainPlan) -> ModelSamples
     """
     common = ["--model", model, "--steps", str(plan.steps), "--density", str(plan.density)]
     common += ["--evaluations", str(_LOOKS), "--period", str(plan.period), "--overlap", str(plan.overlap)]
+    common += ["--threshold", str(plan.threshold)]
     common += ["--codec", plan.codec] if plan.codec else []
     here = replace(setting, hosts=0)
     learnt = {
@@ -312,6 +325,7 @@ def summarise(samples: ModelSamples) -> list[TrainFigure]:
                 links={rate: _compared(link, of_dense[rate]) for rate, link in links.items()},
                 slowed=slowed,
                 pace=pace,
+                saving=_saving(next((timed[name] for timed in samples.timed.values()), None)),
             )
         )
     return figures
@@ -333,6 +347,15 @@ def _launch(setting: Setting, contestant: str, options: Sequence[str]) -> Traini
         f"step; loss {end.loss:.4f} after {end.step:g}"
     )
     return training
+
+
+def _saving(timed: Training | None) -> float | None:
+    """Return the bytes that a ring sends for dense gradients, over those that a contestant has sent."""
+    if timed is None or not timed.runs[0].sent_bytes:
+        return None
+    run = timed.runs[0]
+    ring = 2 * (timed.world_size - 1) / timed.world_size * 4 * timed.num_parameters * len(run.step_s)
+    return ring / run.sent_bytes
 
 
 def _typical(step_s: Sequence[float]) -> float:
@@ -410,6 +433,7 @@ def _table(setting: Setting, model: str, samples: ModelSamples, figures: list[Tr
             ("held-out loss", lambda figure: f"{figure.loss:.4f} ± {figure.loss_sd:.4f}"),
             ("accuracy", lambda figure: f"{figure.accuracy:.2%} ± {figure.accuracy_sd:.2%}"),
             ("sd from dense", lambda figure: f"{figure.distance:+.2f}"),
+            ("bytes of dense", lambda figure: "" if figure.saving is None else f"1/{figure.saving:.0f}"),
             ("seeds at its loss", reached),
             *((f"{rate}: step, time, gain", link(rate)) for rate in samples.timed),
             *([(f"last rank {samples.slow:g}x slower: pace, step, time, gain", slowed)] if samples.slowed else []),

@@ -15,6 +15,7 @@ from totalreduce.strategies.gossip import Gossip
 from totalreduce.strategies.outer import DiLoCo, SlowMo
 from totalreduce.strategies.served import Async, Eager, Quorum, SoftSync, StaleSynchronous
 from totalreduce.strategies.strategy import Strategy
+from totalreduce.strategies.strom import Strom
 
 __all__ = ["STRATEGIES"]
 
@@ -26,7 +27,7 @@ STRATEGIES: Extensions[_Make] = classes_of_settings(
     "strategy",
     "totalreduce.strategies",
     (
-        *(LocalSGD, PostLocalSGD, SlowMo, DiLoCo, EASGD, Gossip),
+        *(LocalSGD, PostLocalSGD, SlowMo, DiLoCo, EASGD, Gossip, Strom),
         *(Async, StaleSynchronous, SoftSync, Quorum, Eager),
     ),
 )

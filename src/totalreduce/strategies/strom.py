@@ -1,0 +1,144 @@
+"""Strom: all ranks have the same parameters, and send each other few elements of their updates.
+
+Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015. There are no servers
+and no sums on the way: each rank sends to all others the elements of its accumulated update that exceed a threshold, as
+index and sign; a receiver adds the threshold with this sign to its parameters. The rest of the update stays with its
+rank, and is sent when it has added up.
+
+In the paper, ranks apply messages whenever they come, so replicas differ for a while. Here all ranks apply the messages
+of a step after the same step, in the order of the ranks, so parameters have the same bits on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import numpy as np
+
+from totalreduce.codecs.codec import TOO_LARGE
+from totalreduce.codecs.threshold import Threshold
+from totalreduce.foundation import checks
+from totalreduce.foundation.errors import ProtocolError
+from totalreduce.kernels import ahead
+from totalreduce.kernels.arrays import Array
+from totalreduce.sparse.actions import Action, Allgather
+from totalreduce.strategies.strategy import Pending, Replica, Strategy
+
+__all__ = ["Strom", "StromSession"]
+
+#: A rank tells the others the size of its message in bytes, and whether the message is a code or has plain values.
+_HEADER = np.dtype([("size", np.int64), ("is_plain", np.int64)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strom(Strategy):
+    """Settings of Strom's method.
+
+    Attributes:
+        threshold: The smallest magnitude of an accumulated update that is sent, and the change of a parameter for which
+            a sign stands. Updates of a rank count ``1 / world_size``, as in an average of updates.
+        overlap: The number of steps that go on while messages are exchanged. 0: each step waits for the messages of
+            all ranks of this step.
+
+    Raises:
+        ConfigurationError: A value makes no sense.
+    """
+
+    name: ClassVar[str] = "strom"
+
+    threshold: float
+    overlap: int = 0
+
+    def __post_init__(self) -> None:
+        Threshold(threshold=self.threshold)  # checks it
+        checks.integer_fields(self, "overlap", minimum=0)
+
+    def session(self, replica: Replica, rank: int, world_size: int) -> StromSession:
+        """Return the session of one rank."""
+        del rank
+        return StromSession(self, replica, world_size)
+
+
+@final
+class StromSession:
+    """The session of Strom's method."""
+
+    def __init__(self, settings: Strom, replica: Replica, world_size: int) -> None:
+        """Begin with what the replica has, which all ranks have."""
+        ahead.load_codecs()
+        self._settings, self._replica, self._world_size = settings, replica, world_size
+        self._codec = Threshold(threshold=settings.threshold)
+        self._steps = 0
+        self._tensors = range(len(replica.sizes))
+        self._common = replica.read(self._tensors)
+        self._rest = np.zeros(self._common.size, np.float32)
+
+    def exchanges_gradients(self) -> bool:
+        """Gradients are never exchanged."""
+        return False
+
+    def stepped(self, weight: float) -> list[Pending]:
+        """Accumulate this step's update, and begin to send what exceeds the threshold."""
+        del weight
+        self._steps += 1
+        overlap = self._settings.overlap
+        update = self._replica.read(self._tensors) - self._common
+        update *= update.dtype.type(1 / self._world_size)
+        with np.errstate(over="ignore"):
+            self._rest += update.astype(np.float32, copy=False)
+        if overlap:  # otherwise the messages of this step are applied before the next one
+            self._replica.write(self._tensors, self._common)
+        block, is_plain = self._take()
+        exchange = _exchange(block, is_plain, self._codec, self._rest.size, self._world_size)
+        return [Pending(self._steps % (overlap + 1), self._steps + overlap, exchange)]
+
+    def _take(self) -> tuple[Array, bool]:
+        """Take from the rest what is sent; return the message, and whether it has plain values.
+
+        Values that no code can express (NaN, infinite, beyond 1e30) are sent plain, so that all ranks see them.
+        """
+        room = np.empty(self._codec.bytes_max(self._rest.size), np.uint8)
+        used = self._codec.encode(self._rest, room, keeps=True)
+        if used != TOO_LARGE:
+            return room[:used].copy(), False
+        plain = self._rest
+        self._rest = np.zeros_like(plain)
+        return plain.view(np.uint8), True
+
+    def apply(self, channel: int, result: Any) -> None:
+        """Move the common parameters, and the replica to them."""
+        del channel
+        self._common += result
+        self._replica.write(self._tensors, self._common)
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the number of steps, the common parameters, and what was not sent."""
+        return {"shared": {"steps": self._steps, "common": self._common}, "own": {"rest": self._rest}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self._steps, self._common = state["shared"]["steps"], state["shared"]["common"]
+        self._rest = state["own"]["rest"]
+
+
+def _exchange(
+    block: Array, is_plain: bool, codec: Threshold, count: int, world_size: int
+) -> Generator[Action, Any, Array]:
+    """Send this rank's message to all others; return the sum of all messages, added in the order of the ranks."""
+    header = np.array([(block.size, is_plain)], _HEADER)
+    came = yield Allgather(header.view(np.uint8), [_HEADER.itemsize] * world_size)
+    headers = [np.ascontiguousarray(each).view(_HEADER)[0] for each in came]
+    sizes = [int(each["size"]) for each in headers]
+    for source, (size, each) in enumerate(zip(sizes, headers, strict=True)):
+        if not (size == 4 * count if each["is_plain"] else 0 <= size <= codec.bytes_max(count)):
+            raise ProtocolError(f"rank {source} announces a message of {size} bytes for {count} elements")
+    blocks = yield Allgather(block, sizes)
+    total = np.zeros(count, np.float32)
+    for message, each in zip(blocks, headers, strict=True):
+        if each["is_plain"]:
+            total += np.ascontiguousarray(message).view(np.float32)
+        else:
+            codec.decode(message, total, adds=True)
+    return total
