@@ -7,10 +7,12 @@ that the strategy has named: the same one on all ranks, however fast each of the
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import numpy as np
@@ -20,7 +22,9 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
+from totalreduce.kernels.arrays import Array
 from totalreduce.pytorch.replica import ModelReplica, check_equal
+from totalreduce.pytorch.round import RoundGuard
 from totalreduce.sparse.actions import Exchange
 from totalreduce.sparse.group_driver import GroupDriver
 from totalreduce.sparse.worker import ExchangeWorker, Job
@@ -33,6 +37,23 @@ __all__ = ["LocalSteps"]
 _KEYS = ("steps", "samples", "results", "session")
 #: Exchanges are less urgent than gradients and than what somebody waits for.
 _PRIORITY = 1 << 20
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a step that ends with an exchange can be undone to.
+
+    Attributes:
+        parameters: All parameters.
+        optimizer: The state of the torch optimizer.
+        steps: The state of ``LocalSteps``.
+        is_done: Whether the step and the exchange have ended, and only the guard has not agreed yet.
+    """
+
+    parameters: Array
+    optimizer: dict[str, Any]
+    steps: dict[str, Any]
+    is_done: bool = False
 
 
 @final
@@ -54,6 +75,8 @@ class LocalSteps:
         optimizer: torch.optim.Optimizer,
         group: Group,
         name: str,
+        *,
+        compares: bool = True,
     ) -> None:
         """Begin. Collective.
 
@@ -63,6 +86,7 @@ class LocalSteps:
             optimizer: The torch optimizer.
             group: The ranks.
             name: Different from that of every other optimizer of the group.
+            compares: Compare the parameters of the ranks. Otherwise all ranks begin when ``load_shared`` is called.
 
         Raises:
             ConfigurationError: The ranks do not begin with the same parameters, or a parameter is not a floating-point
@@ -70,10 +94,12 @@ class LocalSteps:
         """
         self.strategy, self._group, self._inner = strategy, group, optimizer
         self._replica = ModelReplica(parameters, optimizer)
-        check_equal(self._replica, strategy.name, group, name)
+        if compares:
+            check_equal(self._replica, strategy.name, group, name)
         self._session = strategy.session(self._replica, group.rank, group.world_size)
         self._worker = ExchangeWorker(GroupDriver(group, f"{name}.strategy"))
         self._waiting: deque[tuple[Pending, Job]] = deque()
+        self._kept: _Kept | None = None  #: While a guarded step can be undone.
         self._steps, self._samples = 0, 0.0
         self.is_interrupted = False
         self._loss: Any = None  #: That of the closure of an interrupted step.
@@ -99,6 +125,39 @@ class LocalSteps:
         self.stepped()
         loss, self._loss = self._loss, None
         return loss
+
+    def step_guarded(self, guard: RoundGuard) -> None:
+        """Do what ``step`` does, and have the guard agree. Until it has, ``undo`` makes the step undone.
+
+        Raises:
+            PeerLost: A rank is lost.
+            DeadlineExceededError: An exchange or the guard takes too long. The call may be repeated.
+        """
+        if self._kept is None and not self._session.begins_exchange():
+            guard.step_alone()
+            self.step()
+            return
+        guard.before_wait()
+        if self._kept is None:
+            everything = self._replica.read(range(len(self._replica.sizes)))
+            self._kept = _Kept(everything, copy.deepcopy(self._inner.state_dict()), self.state())
+        if not self._kept.is_done:
+            self.step()
+            self._kept.is_done = True
+        guard.before_gradients()
+        guard.before_install()
+        self._kept = None
+
+    def undo(self) -> None:
+        """Set everything to what it was before a guarded step that has not ended, if there is one."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        self.is_interrupted, self._loss = False, None
+        self._waiting.clear()
+        self._replica.write(range(len(self._replica.sizes)), kept.parameters)
+        self._inner.load_state_dict(kept.optimizer)
+        self.load_state(kept.steps)
 
     def stepped(self) -> None:
         """Note that a step has ended: begin the exchanges that follow it, and apply results that are due. Collective.
@@ -186,6 +245,37 @@ class LocalSteps:
         self._steps, self._samples = steps, samples
         self._session.load_state(session)
         self._waiting = deque(_arrived(result["channel"], result["due"], result["result"]) for result in results)
+
+    def shared(self) -> dict[str, Any]:
+        """Return the part of ``state`` that all ranks have in common, for a rank that begins with the others."""
+        return {"steps": self._steps, "session": _tensors(self._session.state()["shared"])}
+
+    def load_shared(self, shared: Mapping[str, Any]) -> None:
+        """Begin with the present parameters and what ``shared`` has returned on another rank.
+
+        What a rank has for itself begins anew.
+        """
+        steps, session = (_arrays(shared[key]) for key in ("steps", "session"))
+        self._steps, self._samples = steps, 0.0
+        self._renew(session, None)
+
+    def enter(self, group: Group, name: str) -> None:
+        """Go on after ``close``, in the group with its new members. Collective.
+
+        Args:
+            group: The ranks.
+            name: Different from that of every other optimizer of the group.
+        """
+        self._group = group
+        self._worker = ExchangeWorker(GroupDriver(group, f"{name}.strategy"))
+        self._end = weakref.finalize(self, self._worker.close)
+        state = self._session.state()
+        self._renew(state["shared"], state["own"])
+
+    def _renew(self, shared: Any, own: Any) -> None:
+        """Make the session again for the present rank and number of ranks; ``own``: ``None``: begins anew."""
+        self._session = self.strategy.session(self._replica, self._group.rank, self._group.world_size)
+        self._session.load_state({"shared": shared, "own": self._session.state()["own"] if own is None else own})
 
     def _refuse_interrupted(self) -> None:
         if self.is_interrupted:

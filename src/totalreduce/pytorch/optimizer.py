@@ -74,17 +74,26 @@ def _steps_of(
     optimizer: torch.optim.Optimizer,
     group: Group,
     name: str,
+    *,
+    compares: bool,
 ) -> StrategySteps:
-    """Return what carries a strategy out. Collective."""
+    """Return what carries a strategy out. Collective. ``compares``: as for ``LocalSteps``."""
     from totalreduce.pytorch.local_steps import LocalSteps
     from totalreduce.pytorch.served_steps import ServedSteps, SynchronousSteps
     from totalreduce.strategies.served import ServedStrategy
 
     if not isinstance(strategy, ServedStrategy):
-        return LocalSteps(strategy, parameters, optimizer, group, name)
+        return LocalSteps(strategy, parameters, optimizer, group, name, compares=compares)
     if strategy.is_synchronous(group.world_size):
         return SynchronousSteps(strategy)
     return ServedSteps(strategy, parameters, optimizer, group, name)
+
+
+def _guarded(steps: StrategySteps | None) -> LocalSteps | None:
+    """Return the steps of a strategy that ``tr.recoverable`` supports, if these are such."""
+    from totalreduce.pytorch.local_steps import LocalSteps
+
+    return steps if isinstance(steps, LocalSteps) else None
 
 
 def _check_same_parameters(steps: StrategySteps, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -287,11 +296,17 @@ class DistributedOptimizer(OptimizerWrapper):
         """Return the settings, which are equal on all ranks, in one line."""
         return f"DistributedOptimizer settings: {json.dumps(self._settings.document(), sort_keys=True, default=str)}"
 
+    @property
+    def strategy(self) -> Strategy | None:
+        """The settings of the strategy (``sync``), if there is one."""
+        return self._settings.strategy
+
     def form_again(self) -> None:
         """Make a plan in the group after its members have changed. Collective among the new members.
 
         Gradients in flight are dropped. Parameters, the torch optimizer's state and residuals stay, and the sparse
-        sessions begin anew. ``tr.recoverable`` and ``hvd.elastic.run`` call this.
+        sessions begin anew. A strategy goes on in ``tr.recoverable``, and begins anew otherwise. ``tr.recoverable`` and
+        ``hvd.elastic.run`` call this.
 
         Raises:
             PlanMismatchError, ConfigurationError, UnsupportedError, DeadlineExceededError, PeerLost: As ``replan``.
@@ -299,12 +314,16 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._planned:
             self._planned, self._unfinished = False, None
             self._remove_plan()
-        if self._local is not None:
-            self._local.close()
-            self._local = None
+        local, self._local = self._local, None
+        if local is not None:
+            local.close()
         self._name = self._group.operations.own_name(self._given_name)
         self._compressed.name = self._name
+        lasting = None if self.guard is None else _guarded(local)
+        self._local = lasting
         self._plan_gradients()
+        if lasting is not None:
+            lasting.enter(self._group, self._name)
 
     @property
     def in_flight(self) -> bool:
@@ -401,7 +420,9 @@ class DistributedOptimizer(OptimizerWrapper):
         if settings.strategy is not None:
             trained = (*plan.parameters, *plan.sparse.values())
             if self._local is None:
-                self._local = _steps_of(settings.strategy, trained, self._inner, group, name)
+                self._local = _steps_of(
+                    settings.strategy, trained, self._inner, group, name, compares=self.guard is None
+                )
             _check_same_parameters(self._local, trained)
         arithmetic = Arithmetic.of(
             settings.op,
@@ -560,18 +581,13 @@ class DistributedOptimizer(OptimizerWrapper):
                 optimizer and load a checkpoint.
         """
         self._check_usable(completes=None if closure is None else ClosureLoss)
-        if self._local is not None and not self._local.is_synchronous and self.guard is not None:
-            raise ConfigurationError(
-                f"tr.recoverable does not support sync={self._local.strategy.name!r}, by which ranks have different "
-                "parameters between two exchanges: use tr.Snapshots of your own, or sync=None"
-            )
-        if self._steps_locally:
-            return self._step_locally(closure)
         if closure is not None and self.guard is not None:
             raise ConfigurationError(
                 "tr.recoverable does not support step(closure), which may change the parameters several times: "
                 "call backward() and then step() without a closure"
             )
+        if self._steps_locally:
+            return self._step_locally(closure)
         self.flush()
         result = None
         if closure is not None:
@@ -603,7 +619,12 @@ class DistributedOptimizer(OptimizerWrapper):
         assert self._local is not None
         assert not self._local.is_synchronous
         self._plan.check_unchanged(self._inner.param_groups)
-        result = self._local.step(closure)
+        result = None
+        guarded = None if self.guard is None else _guarded(self._local)
+        if guarded is None or self.guard is None:
+            result = self._local.step(closure)
+        else:
+            guarded.step_guarded(self.guard)
         self._round.restart_passes()
         return result
 

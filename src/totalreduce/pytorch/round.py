@@ -24,7 +24,15 @@ __all__ = ["BucketReadiness", "GradientReducer", "Phase", "Round", "RoundGuard"]
 
 
 class RoundGuard(Protocol):
-    """Takes part in every round of an optimizer, and can end it before parameters and residuals change."""
+    """Takes part in every round of an optimizer, and can end it before parameters and residuals change.
+
+    In a step of a strategy, ``before_wait`` is called before the exchange that follows the step, and the other two
+    after it: then everything has changed, and is undone if they raise an error. In a step without an exchange only
+    ``step_alone`` is called.
+    """
+
+    def step_alone(self) -> None:
+        """Do what must happen before this rank steps by itself, without any exchange."""
 
     def before_wait(self) -> None:
         """Do what may happen while the gradients are exchanged; all of this rank have left."""

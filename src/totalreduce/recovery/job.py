@@ -40,6 +40,7 @@ from totalreduce.recovery.forming import (
 )
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.optimizers import Optimizers
+from totalreduce.recovery.rank_states import RankStates
 from totalreduce.recovery.replicas import OwnState
 from totalreduce.recovery.snapshots import Snapshots, share_token
 from totalreduce.recovery.state import State
@@ -53,6 +54,10 @@ _log = logging.getLogger("totalreduce")
 _NEWCOMERS_S = 0.25
 #: How long the end of a group may take whose members are lost.
 _CLOSE_S = 1.0
+_NO_COLLECTIVES = (
+    "with a strategy a block with a step calls no collective, because ranks take steps by themselves: move this one "
+    "into a block of its own (`for _ in job.once(label):`)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +144,16 @@ def recoverable(
             that a block that is repeated, or a process that replaces another one, draws the same numbers.
         replicas: The number of ranks that have a copy of the residuals and of the model's buffers of each rank. The
             copies are sent before each vote, if there are any residuals or buffers. With 0 the residuals of a lost rank
-            are lost.
-        verify: Compare SHA-256 of parameters and optimizer state on all ranks after each change of the members.
+            are lost. With a strategy each rank's whole state is copied after each exchange; with 0 the steps of a lost
+            rank since the last exchange are lost.
+        verify: Compare SHA-256 of parameters and optimizer state on all ranks after each change of the members. Not
+            with a strategy, by which they differ.
         snapshots: Writes the state to disk beside training. The job begins with its last version, if there is one.
 
     Raises:
-        ConfigurationError: An optimizer of the state is no ``DistributedOptimizer``, the optimizers have different
-            groups, the group is of another kind than ``tr.init`` makes it, or a number is out of range.
+        ConfigurationError: An optimizer of the state is no ``DistributedOptimizer``, or has a strategy that is not
+            supported; the optimizers have different groups; the group is of another kind than ``tr.init`` makes it; or
+            a number is out of range.
     """
     options = _Options(checks.integer("seed", seed), bool(verify), snapshots)
     return Job(state, Optimizers(state.optimizers), replicas, options)
@@ -169,12 +177,14 @@ class Job:
         self.changes: deque[Change] = deque(maxlen=1000)
         self._left = (time.time(), "the job began")  #: When and why the last group ended.
         self._options = options
-        self._own = OwnState(state, optimizers, checks.integer("replicas", replicas, minimum=0))
+        states = RankStates if optimizers.have_strategy else OwnState
+        self._own: OwnState | RankStates = states(state, optimizers, checks.integer("replicas", replicas, minimum=0))
         self._assembly: Assembly | None = None
         self._phase = _Phase.OUTSIDE
         self._has_begun = False  #: Whether the body of the loop has begun a block.
         self._is_in_loop = False
         self._kind = _Kind()  #: The kind of the block.
+        self._is_alone = False  #: Whether this rank takes the block by itself, without a vote.
         self._agreed = Wish.NOTHING  #: The result of the last vote.
         self._pending: Decision | None = None  #: The next epoch, if it was decided before the end of a block.
 
@@ -212,7 +222,7 @@ class Job:
         state, group, settings = self.state, self.group, environment.read_settings()
         if group.coordinator is not None:
             raise ConfigurationError("tr.recoverable needs collectives='engine': a native library cannot replace ranks")
-        self._optimizers.guard(self._before_wait, self._begin_vote, self._end_vote)
+        self._optimizers.guard(self._step_alone, self._before_wait, self._begin_vote, self._end_vote)
         if group.formation is None:
             if group.world_size > 1 and group.rank == 0:
                 _log.warning("the launcher does not replace ranks: a loss ends the job (totalreduce run --on-loss)")
@@ -349,8 +359,10 @@ class Job:
     @contextlib.contextmanager
     def _block(self) -> Iterator[None]:
         """Run a block; see ``step``."""
-        self._phase = _Phase.BEFORE_VOTE
+        self._phase, self._is_alone = _Phase.BEFORE_VOTE, False
         try:
+            if self._optimizers.have_strategy and self._kind.label is None:
+                self.group.operations.runner.refusal = _NO_COLLECTIVES
             self.state.keep()
             self._seed_generators()
             self._optimizers.begin_block()
@@ -432,6 +444,7 @@ class Job:
                 "all gradients are reset, so these would be lost. To accumulate gradients, call backward() several "
                 "times in one block, each time with a part of its batch"
             )
+        self.group.operations.runner.refusal = ""
         self._optimizers.settle(None)
         self._begin_vote()
         self._end_vote()
@@ -439,11 +452,24 @@ class Job:
     def _seed_generators(self) -> None:
         seed_generators(self._options.seed, self.state.version, self.group.rank)
 
+    def _step_alone(self) -> None:
+        """Note that this rank takes the step of a strategy by itself. The block takes effect without a vote."""
+        self._check_phase()
+        self._phase, self._is_alone = _Phase.AFTER_VOTE, True
+
     def _before_wait(self, name: str) -> None:
         """End the rounds of the other optimizers, and send what has not to wait for the gradients of the other ranks.
 
-        ``DistributedOptimizer`` calls it when its gradients have left.
+        ``DistributedOptimizer`` calls it when its gradients have left, or before the exchange of a strategy.
         """
+        self._check_phase()
+        self.group.operations.runner.refusal = ""
+        if self._assembly is not None:
+            self._own.begin()
+        self._optimizers.settle(name)
+
+    def _check_phase(self) -> None:
+        """Raise ``ConfigurationError`` unless an optimizer may step now."""
         if self._phase is _Phase.OUTSIDE:
             raise ConfigurationError(
                 "optimizer.step() was called outside of a block: write `with job.step():` around it"
@@ -452,9 +478,6 @@ class Job:
             raise ConfigurationError(
                 "two optimizers were stepped in one block of job.step(), or one twice: each has its block (job.parts)"
             )
-        if self._assembly is not None:
-            self._own.begin()
-        self._optimizers.settle(name)
 
     def _begin_vote(self) -> None:
         """Tell the other ranks that this one can finish the block. Until ``_end_vote``, what changes can be undone.
@@ -507,9 +530,10 @@ class Job:
             self._assembly.begin()
         self.state.drop_gradients()
         self._optimizers.end_block()
-        self._own.commit()
         if self._kind.num_parts:
             needed(self.state.sampler, "a batch").advance(self._kind.num_parts)
+        if not self._is_alone:
+            self._own.commit()
 
         snapshots = self._options.snapshots
         if snapshots is not None and snapshots.is_due(self.state.version):
@@ -549,6 +573,7 @@ class Job:
 
     def _undo(self) -> None:
         self.group.operations.runner.refusal = ""
+        self._optimizers.undo()
         self.state.restore()
 
     def _samples_of_block(self) -> int:
@@ -623,7 +648,7 @@ class Job:
         if begins:
             self._read_own()
             self._own.copy(decision)
-        if self._options.verify:
+        if self._options.verify and not self._optimizers.have_strategy:
             compare_states(state, group)
         self._place()
         self.epoch = decision.epoch

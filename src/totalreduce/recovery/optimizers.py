@@ -18,10 +18,11 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.compression import Compression
+from totalreduce.pytorch.local_steps import LocalSteps
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.tensors.work import Work
 
-__all__ = ["Optimizers"]
+__all__ = ["Optimizers", "steps_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class _Guard:
     """What an optimizer calls in each round (``RoundGuard``)."""
 
     name: str
+    step_alone: Callable[[], None]
     wait: Callable[[str], None]
     before_gradients: Callable[[], None]
     before_install: Callable[[], None]
@@ -67,7 +69,8 @@ class Optimizers:
         """Check the optimizers of a state.
 
         Raises:
-            ConfigurationError: One is no ``DistributedOptimizer``, or their groups differ.
+            ConfigurationError: One is no ``DistributedOptimizer``, or has a strategy that is not supported, or their
+                groups differ.
         """
         for name, each in optimizers.items():
             if not isinstance(each, DistributedOptimizer):
@@ -77,6 +80,7 @@ class Optimizers:
                     "DistributedDataParallel, there is tr.attempts(state)"
                 )
         self._all: dict[str, DistributedOptimizer] = dict(optimizers)
+        self._check_strategies()
         first, *others = self._all
         self.group: Group = self._all[first].group
         for other in others:
@@ -99,15 +103,41 @@ class Optimizers:
         """Whether the plan of any optimizer compresses gradients. Equal on all ranks."""
         return any(each.reducer is not None for each in self.compressions.values())
 
+    def _check_strategies(self) -> None:
+        for each in self._all.values():
+            if each.strategy is None:
+                continue
+            obstacle = each.strategy.recovery_obstacle()
+            if not obstacle and len(self._all) > 1:
+                obstacle = "a state with a strategy has one optimizer"
+            if obstacle:
+                raise ConfigurationError(f"tr.recoverable does not support sync={each.strategy.name!r}: {obstacle}")
+
+    @property
+    def have_strategy(self) -> bool:
+        """Whether ranks take steps by themselves: there is one optimizer, and it has a strategy."""
+        return any(each.strategy is not None for each in self._all.values())
+
+    @property
+    def strategies(self) -> dict[str, LocalSteps]:
+        """The steps of the strategy, by the name of its optimizer; empty if there is none."""
+        return {name: steps_of(each) for name, each in self._all.items() if each.strategy is not None}
+
+    def undo(self) -> None:
+        """Undo the step of a strategy in a block that does not take effect."""
+        for each in self.strategies.values():
+            each.undo()
+
     def guard(
         self,
+        step_alone: Callable[[], None],
         before_wait: Callable[[str], None],
         before_gradients: Callable[[], None],
         before_install: Callable[[], None],
     ) -> None:
-        """Have every optimizer call these functions in each round; the first one is called with its name."""
+        """Have every optimizer call these functions in its steps; ``before_wait`` is called with its name."""
         for name, each in self._all.items():
-            each.guard = _Guard(name, before_wait, before_gradients, before_install)
+            each.guard = _Guard(name, step_alone, before_wait, before_gradients, before_install)
 
     def release(self) -> None:
         """Have the optimizers call nothing any more."""
@@ -179,6 +209,13 @@ class Optimizers:
         if self.group.world_size == 1:
             return _Settling(flags, None)
         return _Settling(flags, self.group.control.allreduce(flags, name="recovery/optimizers", op=ReduceOp.MAX))
+
+
+def steps_of(optimizer: DistributedOptimizer) -> LocalSteps:
+    """Return the steps of a strategy that ``_check_strategies`` has not refused."""
+    steps = optimizer.local_steps
+    assert isinstance(steps, LocalSteps)
+    return steps
 
 
 def _said(name: str | None) -> str:

@@ -31,7 +31,7 @@ from totalreduce.recovery.state import State
 from totalreduce.recovery.vote import Vote
 from totalreduce.tensors.work import Work
 
-__all__ = ["OwnState", "Replicas", "gather_lengths"]
+__all__ = ["Exchange", "OwnState", "Replicas", "gather_lengths", "send_row"]
 
 _log = logging.getLogger("totalreduce")
 
@@ -103,6 +103,12 @@ def _empty_copy(length: int, source: int) -> torch.Tensor:
     return torch.empty(length, dtype=torch.uint8)
 
 
+def send_row(group: Group, row: torch.Tensor, to: int) -> None:
+    """Send packed state to a rank, which calls ``Replicas.receive``."""
+    group.control.send(torch.tensor([row.numel()]), dst=to, tag=_TAG).wait()
+    group.control.send(row, dst=to, tag=_TAG).wait()
+
+
 @final
 class Replicas:
     """The copies that this rank has of other ranks, and the exchange of copies.
@@ -154,12 +160,10 @@ class Replicas:
 
     def send(self, group: Group, seat: int, to: int) -> None:
         """Send the copy of a seat's state to a rank, which calls ``receive``."""
-        _, copy = self._held[seat]
-        group.control.send(torch.tensor([copy.numel()]), dst=to, tag=_TAG).wait()
-        group.control.send(copy, dst=to, tag=_TAG).wait()
+        send_row(group, self._held[seat][1], to)
 
     def receive(self, group: Group, source: int) -> torch.Tensor:
-        """Receive the copy that a rank sends."""
+        """Receive packed state that a rank sends."""
         length = torch.zeros(1, dtype=torch.int64)
         group.control.recv(length, src=source, tag=_TAG).wait()
         copy = _empty_copy(int(length), source)

@@ -13,6 +13,7 @@ import torch
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.encoding import encode
+from totalreduce.pytorch.local_steps import LocalSteps
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.buffers import BufferRow, KeptBuffers
 from totalreduce.recovery.dealing import Dealer
@@ -256,6 +257,7 @@ class State:
             "values": light.values,
             "objects": light.objects,
             "sampler": light.sampler,
+            "strategies": {name: each.shared() for name, each in self._strategies().items()},
         }
 
     def parameters_by_path(self) -> dict[tuple[str | int, ...], torch.Tensor]:
@@ -292,7 +294,19 @@ class State:
             value.load_state_dict(shared["objects"][name])
         if self.sampler is not None:
             self.sampler.load_state_dict(shared["sampler"])
+        for name, each in self._strategies().items():
+            if name in shared.get("strategies", {}):
+                each.load_shared(shared["strategies"][name])
         self.version, self.steps, self._done = shared["version"], shared["steps"], dict(shared["done"])
+
+    def _strategies(self) -> dict[str, LocalSteps]:
+        """Return the steps of the optimizers with a strategy that can be recovered."""
+        steps = {
+            name: each.local_steps
+            for name, each in self.optimizers.items()
+            if isinstance(each, DistributedOptimizer) and each.strategy is not None
+        }
+        return {name: each for name, each in steps.items() if isinstance(each, LocalSteps)}
 
     def digests(self) -> dict[str, str]:
         """Return SHA-256 of each parameter and of each tensor of the optimizer's state. They are equal on all ranks."""

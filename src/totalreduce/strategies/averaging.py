@@ -68,6 +68,10 @@ class LocalSGD(Strategy):
         """Return the session of one rank."""
         return AveragingSession(self, replica, rank, world_size, start=0)
 
+    def recovery_obstacle(self) -> str:
+        """Return an obstacle if gradients are exchanged."""
+        return "" if self.period > 1 else "LocalSGD(period=1) is the synchronous optimizer: use sync=None"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PostLocalSGD(Strategy):
@@ -95,6 +99,10 @@ class PostLocalSGD(Strategy):
         """Return the session of one rank."""
         return AveragingSession(self.then, replica, rank, world_size, start=self.start)
 
+    def recovery_obstacle(self) -> str:
+        """Return that gradients are exchanged."""
+        return "its first steps exchange gradients: use LocalSGD"
+
 
 @final
 class AveragingSession:
@@ -116,9 +124,13 @@ class AveragingSession:
         """Whether the next step is synchronous."""
         return self._steps < self._start or self._settings.period == 1
 
+    def begins_exchange(self) -> bool:
+        """Whether a period ends with the next step."""
+        return not self.exchanges_gradients() and (self._steps + 1 - self._start) % self._settings.period == 0
+
     def stepped(self, weight: float) -> list[Pending]:
         """Begin an average if a period has ended."""
-        was_synchronous = self.exchanges_gradients()
+        was_synchronous, ends_period = self.exchanges_gradients(), self.begins_exchange()
         self._steps += 1
         self._weight += weight
         if was_synchronous:
@@ -126,7 +138,7 @@ class AveragingSession:
                 self._last = self._replica.read(self._tensors)
             self._weight = 0.0
             return []
-        if (self._steps - self._start) % self._settings.period:
+        if not ends_period:
             return []
         weight, self._weight = self._weight, 0.0
         pending = [Pending(_PARAMETERS, self._steps, self._average_of_parameters(weight))]

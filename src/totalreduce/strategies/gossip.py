@@ -20,7 +20,7 @@ import numpy as np
 from totalreduce.foundation import checks
 from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Messages
-from totalreduce.strategies.strategy import Pending, Replica, Strategy
+from totalreduce.strategies.strategy import UNDER_WAY, Pending, Replica, Strategy
 
 __all__ = ["Gossip", "GossipSession", "partners"]
 
@@ -60,6 +60,10 @@ class Gossip(Strategy):
         """Return the session of one rank."""
         return GossipSession(self, replica, rank, world_size)
 
+    def recovery_obstacle(self) -> str:
+        """Return an obstacle if steps go on beside an exchange."""
+        return UNDER_WAY if self.overlap else ""
+
 
 def partners(settings: Gossip, number: int, rank: int, world_size: int) -> tuple[int | None, int | None]:
     """Return the rank to which this one sends in an exchange, and the rank that sends to it; ``None``: it rests."""
@@ -93,11 +97,16 @@ class GossipSession:
         """Gradients are never exchanged."""
         return False
 
+    def begins_exchange(self) -> bool:
+        """Whether a period ends with the next step."""
+        return (self._steps + 1) % self._settings.period == 0
+
     def stepped(self, weight: float) -> list[Pending]:
         """Begin an exchange with the partners of this step."""
         del weight
+        ends_period = self.begins_exchange()
         self._steps += 1
-        if self._steps % self._settings.period:
+        if not ends_period:
             return []
         to, source = partners(self._settings, self._number, self._rank, self._world_size)
         self._number += 1

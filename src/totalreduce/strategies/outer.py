@@ -22,7 +22,7 @@ from totalreduce.codecs.codec import Codec, check_codec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels.arrays import Array
-from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of
+from totalreduce.strategies.strategy import UNDER_WAY, Pending, Replica, Strategy, mean_of
 
 __all__ = ["DiLoCo", "HeavyBall", "Nesterov", "OuterOptimizer", "OuterSession", "SlowMo", "fragments_of"]
 
@@ -137,6 +137,10 @@ class DiLoCo(Strategy):
         """Return the session of one rank."""
         return OuterSession(self, replica, rank, world_size)
 
+    def recovery_obstacle(self) -> str:
+        """Return an obstacle if steps go on beside an exchange."""
+        return UNDER_WAY if self.overlap else ""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowMo(Strategy):
@@ -215,16 +219,23 @@ class OuterSession:
         """Gradients are never exchanged."""
         return False
 
+    def begins_exchange(self) -> bool:
+        """Whether it is the turn of a fragment after the next step."""
+        return bool(self._turns(self._steps + 1))
+
+    def _turns(self, steps: int) -> list[int]:
+        """Return the fragments whose turn it is after so many steps."""
+        period, count = self._settings.period, len(self._fragments)
+        ends = [-(-(number + 1) * period // count) for number in range(count)]
+        return [number for number, end in enumerate(ends) if (steps - end) % period == 0]
+
     def stepped(self, weight: float) -> list[Pending]:
         """Begin the exchange of the fragments whose turn it is."""
         del weight
         self._steps += 1
-        settings, count = self._settings, len(self._fragments)
-        pending = []
-        for number, fragment in enumerate(self._fragments):
-            turn = -(-(number + 1) * settings.period // count)
-            if self._steps % settings.period != turn % settings.period:
-                continue
+        settings, pending = self._settings, []
+        for number in self._turns(self._steps):
+            fragment = self._fragments[number]
             update = fragment.rest
             update += fragment.common - self._replica.read(fragment.tensors)
             exchange = mean_of(update, settings.codec, self._rank, self._world_size, self._steps)

@@ -176,6 +176,10 @@ class ServedStrategy(Strategy):
         del replica, rank, world_size
         raise ConfigurationError(f"{self.name} is carried out by servers, and not by sessions of the ranks")
 
+    def recovery_obstacle(self) -> str:
+        """Return that servers have the state."""
+        return "its servers have state that no other rank has"
+
     def is_synchronous(self, world_size: int) -> bool:
         """Whether it is the same as synchronous steps with so many ranks."""
         return world_size == 1

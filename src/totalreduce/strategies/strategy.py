@@ -15,7 +15,10 @@ from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Allreduce, Exchange
 from totalreduce.sparse.coded import coded_sum
 
-__all__ = ["Pending", "Replica", "Strategy", "StrategySession", "mean_of", "plain_mean"]
+__all__ = ["UNDER_WAY", "Pending", "Replica", "Strategy", "StrategySession", "mean_of", "plain_mean"]
+
+#: The obstacle to recovery of strategies with ``overlap``.
+UNDER_WAY = "with overlap above 0 an exchange is under way between two steps: use overlap=0"
 
 
 class Replica(Protocol):
@@ -67,6 +70,9 @@ class StrategySession(Protocol):
     def exchanges_gradients(self) -> bool:
         """Whether the next step uses the gradients of all ranks, as synchronous training does."""
 
+    def begins_exchange(self) -> bool:
+        """Whether an exchange of anything but gradients begins after the next step. Equal on all ranks."""
+
     def stepped(self, weight: float) -> list[Pending]:
         """Note that a step has ended; return the exchanges that begin now.
 
@@ -102,6 +108,13 @@ class Strategy(ABC):
     @abstractmethod
     def session(self, replica: Replica, rank: int, world_size: int) -> StrategySession:
         """Return the session of one rank. All replicas are equal."""
+
+    def recovery_obstacle(self) -> str:
+        """Return why ``tr.recoverable`` cannot keep the state of the sessions; an empty text if it can.
+
+        It can if between two steps no exchange is under way and no step exchanges gradients.
+        """
+        return ""
 
 
 def plain_mean(values: Array, weight: float, world_size: int) -> Generator[Action, Any, Array]:

@@ -24,7 +24,7 @@ from totalreduce.foundation.errors import ProtocolError
 from totalreduce.kernels import ahead
 from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Allgather
-from totalreduce.strategies.strategy import Pending, Replica, Strategy
+from totalreduce.strategies.strategy import UNDER_WAY, Pending, Replica, Strategy
 
 __all__ = ["Strom", "StromSession"]
 
@@ -60,6 +60,10 @@ class Strom(Strategy):
         del rank
         return StromSession(self, replica, world_size)
 
+    def recovery_obstacle(self) -> str:
+        """Return an obstacle if steps go on beside an exchange."""
+        return UNDER_WAY if self.overlap else ""
+
 
 @final
 class StromSession:
@@ -78,6 +82,10 @@ class StromSession:
     def exchanges_gradients(self) -> bool:
         """Gradients are never exchanged."""
         return False
+
+    def begins_exchange(self) -> bool:
+        """Each step has an exchange."""
+        return True
 
     def stepped(self, weight: float) -> list[Pending]:
         """Accumulate this step's update, and begin to send what exceeds the threshold."""

@@ -18,6 +18,19 @@ from torch.utils.data import DataLoader, Dataset
 
 import totalreduce as tr
 
+SYNCS = {
+    "none": None,
+    "oktopk": tr.OkTopk(density=0.1),
+    "topka": tr.TopkA(density=0.1),
+    "local_sgd": tr.LocalSGD(period=4),
+    "local_sgd, int8": tr.LocalSGD(period=3, codec=tr.Int8(), optimizer_state="keep"),
+    "diloco": tr.DiLoCo(period=4, fragments=2, codec=tr.Int8()),
+    "slowmo": tr.SlowMo(period=3),
+    "easgd": tr.EASGD(period=3),
+    "gossip": tr.Gossip(period=2),
+    "strom": tr.Strom(threshold=1e-3),
+}
+
 
 class Numbers(Dataset):
     def __init__(self, count: int) -> None:
@@ -83,8 +96,8 @@ def main() -> None:
         "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-1),
     }
     inner = kinds[arguments.optimizer]()
-    sync = {"none": None, "oktopk": tr.OkTopk(density=0.1), "topka": tr.TopkA(density=0.1)}[arguments.sync]
-    feedback = tr.ErrorFeedback(elements_min=1) if sync is not None else None
+    sync = SYNCS[arguments.sync]
+    feedback = tr.ErrorFeedback(elements_min=1) if arguments.sync in ("oktopk", "topka") else None
     optimizer = tr.DistributedOptimizer(inner, model, group=group, sync=sync, feedback=feedback)
     dataset = Numbers(arguments.samples)
     sampler = tr.ElasticSampler(dataset, arguments.batch, seed=3)

@@ -1,0 +1,178 @@
+"""``RankStates``: recovery of a strategy, by which ranks have different parameters between two exchanges.
+
+Between two exchanges ranks take steps by themselves: blocks without a vote. After a block with a vote (a step that ends
+with an exchange, or one of ``job.once``) every rank is at a *point*: other ranks have a copy of its whole state. All
+blocks from the last point on depend on this state, on the samples and on the seeds alone. So the process that replaces
+a lost rank begins at the last point and repeats these blocks by itself, until it has come to the version of the others,
+which wait for it in the next exchange. No other rank goes back.
+
+What is equal on all ranks at a point and changes after its vote (values, schedulers, the position in the data) comes
+from the rank that has the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+
+from totalreduce.groups.encoding import pack, unpack
+from totalreduce.recovery.membership import Decision
+from totalreduce.recovery.optimizers import Optimizers
+from totalreduce.recovery.replicas import Exchange, Replicas, send_row
+from totalreduce.recovery.state import State
+from totalreduce.recovery.vote import Vote
+
+__all__ = ["RankStates"]
+
+_log = logging.getLogger("totalreduce")
+
+
+@final
+class RankStates:
+    """The states of ranks at the last point, and their copies on other ranks. Has the methods of ``OwnState``.
+
+    Attributes:
+        num_copies: The number of ranks that have a copy; with 0 there are no points.
+        vote: The vote, before which copies are sent.
+        known_version: The version up to which this rank repeats blocks that it has not taken itself.
+    """
+
+    def __init__(self, state: State, optimizers: Optimizers, num_copies: int) -> None:
+        """``optimizers``: those of the state, of which one has a strategy."""
+        self._state, self._group, self._optimizers = state, optimizers.group, optimizers
+        self.num_copies, self.vote = num_copies, Vote(optimizers.group)
+        self.known_version = 0
+        self._replicas = Replicas(num_copies)
+        self._seats: list[int] = []  #: Of the members of the last epoch, by rank.
+        #: This rank's packed state at the last point and after the block, and what all ranks have in common there.
+        self._row = self._next_row = torch.empty(0, dtype=torch.uint8)
+        self._point: dict[str, Any] = {"version": -1}
+        self._sending: Exchange | None = None  #: The exchange that has not ended.
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether this rank repeats blocks that the rank which it replaces had taken by itself."""
+        return self._state.version < self.known_version
+
+    def begin(self) -> None:
+        """Send nothing beside the exchange."""
+
+    def send(self, decision: Decision) -> None:
+        """Send the state, as it is after this block, to other ranks, and have theirs. Collective, before the vote.
+
+        Nothing is sent if the vote of this block has begun.
+
+        Raises:
+            PeerLost: A rank is lost. The copies that count are still those of the last point.
+            DeadlineExceededError: The copies have not come in time. The call may be repeated.
+            ConfigurationError: The state has more bytes than can be sent.
+        """
+        if self._sends and not self.vote.is_in_flight:
+            if self._sending is None:
+                self._next_row = pack(self._rank_state())
+                self._sending = self._replicas.begin(self._group, decision, self._state.version + 1, self._next_row)
+            self._sending.finish()
+            self._sending = None
+
+    def commit(self) -> None:
+        """Note that a block has taken effect, whose vote has passed: this version is a point."""
+        if self._sends:
+            self._replicas.commit()
+            self._row, self._point = self._next_row, self._common()
+
+    def copy(self, decision: Decision) -> None:
+        """Make the present version a point, outside of a block. Collective."""
+        if self._sends:
+            self._next_row = pack(self._rank_state())
+            self._replicas.exchange(self._group, decision, self._state.version, self._next_row)
+            self.commit()
+
+    def current(self) -> dict[str, Any]:
+        """Return this rank's state as it is between two blocks."""
+        return self._rank_state()
+
+    def load(self, own: Mapping[str, Any]) -> None:
+        """Begin with what ``current`` has returned in a process of the same rank. On all ranks."""
+        self._load(own, self._common())
+
+    def restore(self, decision: Decision, *, has_state: bool) -> None:
+        """Give new ranks the state of the ranks that they replace, at the last point. Collective, in a new epoch.
+
+        If the ranks are others than before, or a copy is lost, new ranks keep the state that they have got from another
+        rank, and the present version becomes a point.
+
+        Args:
+            decision: The members of the epoch.
+            has_state: Whether this rank had the state of the job.
+        """
+        self.vote.prepare()
+        self._replicas.undo()
+        self._sending = None
+        seats = [member.seat for member in decision.members]
+        before, self._seats = self._seats, seats
+        self.known_version = decision.version
+        if not any(member.has_state for member in decision.members) or not self.num_copies:
+            return
+        held = self._replicas.seats(self._point["version"]) if has_state else []
+        said = self._group.allgather_object({"held": held, "seats": before if has_state else seats})
+        holders = {seat: holder for holder, words in reversed(list(enumerate(said))) for seat in words["held"]}
+        are_same = all(words["seats"] == seats for words in said)
+        missing = [rank for rank in decision.newcomers if seats[rank] not in holders]
+        if are_same and not missing:
+            for newcomer in decision.newcomers:
+                self._hand_over(seats[newcomer], holders[seats[newcomer]], newcomer)
+            # Ranks that were lost had copies, too: without new ones, the next loss could be of a rank without a copy.
+            if self._sends:
+                self._replicas.exchange(self._group, decision, self._point["version"], self._row)
+                self._replicas.commit()
+            return
+        if are_same and self._group.rank == decision.source:
+            _log.warning(
+                "nobody has the state of rank %s: new ranks begin with the parameters of rank %d, and the steps that "
+                "lost ranks have taken since the last exchange are lost",
+                ", ".join(map(str, missing)),
+                decision.source,
+            )
+        for seat in held:
+            self._replicas.forget(seat)
+        self.copy(decision)
+
+    @property
+    def _sends(self) -> bool:
+        return self.num_copies > 0 and self._group.world_size > 1
+
+    def _hand_over(self, seat: int, source: int, newcomer: int) -> None:
+        """Give the state of a seat at the last point, which rank ``source`` has, to the rank that has the seat now."""
+        if self._group.rank == source:
+            self._replicas.send(self._group, seat, newcomer)
+            send_row(self._group, pack(self._point), newcomer)
+        elif self._group.rank == newcomer:
+            self._row = self._replicas.receive(self._group, source)
+            self._point = unpack(self._replicas.receive(self._group, source))
+            self._load(unpack(self._row), self._point)
+
+    def _rank_state(self) -> dict[str, Any]:
+        """Return what differs from rank to rank: tensors, and the state of the strategy."""
+        shared = self._state.shared()
+        return {
+            "model": shared["model"],
+            "optimizers": {name: each["state"] for name, each in shared["optimizers"].items()},
+            "strategies": {name: each.state() for name, each in self._optimizers.strategies.items()},
+        }
+
+    def _common(self) -> dict[str, Any]:
+        """Return a copy of everything else."""
+        shared = self._state.shared()
+        settings = {name: {**each, "state": {}} for name, each in shared["optimizers"].items()}
+        return copy.deepcopy({**shared, "model": {}, "optimizers": settings, "strategies": {}})
+
+    def _load(self, rank_state: Mapping[str, Any], common: Mapping[str, Any]) -> None:
+        states = rank_state["optimizers"]
+        optimizers = {name: {**each, "state": states[name]} for name, each in common["optimizers"].items()}
+        self._state.load_shared({**common, "model": rank_state["model"], "optimizers": optimizers})
+        for name, each in self._optimizers.strategies.items():
+            each.load_state(rank_state["strategies"][name])
