@@ -322,3 +322,66 @@ def test_a_data_set_that_differs_between_ranks_is_refused() -> None:
     for rank, message in enumerate(run_ranks(2, body)):
         assert "7 samples on some rank and 8 on another one" in message
         assert f"on rank {rank} it has {8 - rank}" in message
+
+
+def test_the_steps_of_a_strategy_are_those_without_a_job_and_call_no_collective() -> None:
+    def body(group):
+        def made(name):
+            first, _ = modules()
+            inner = torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9)
+            return first, tr.DistributedOptimizer(inner, first, group=group, sync=tr.LocalSGD(period=3), name=name)
+
+        model, optimizer = made("in a job")
+        state, refused = tr.State(model=model, optimizer=optimizer), []
+        with tr.recoverable(state) as job:
+            for step in job.steps(7):
+                with job.step():
+                    with pytest.raises(ConfigurationError, match=r"calls no collective.*job\.once"):
+                        group.allreduce(torch.ones(1))
+                    refused.append(step)
+                    model(torch.full((1, 4), 1.0 + group.rank + step)).sum().backward()
+                    optimizer.step()
+            for _ in job.once("a sum"):
+                with job.step():
+                    total = group.allreduce(torch.ones(1)).wait()
+        plain, alone = made("without one")
+        for step in range(7):
+            alone.zero_grad()
+            plain(torch.full((1, 4), 1.0 + group.rank + step)).sum().backward()
+            alone.step()
+        assert torch.equal(model.weight, plain.weight)
+        assert refused == list(range(7))
+        assert float(total) == group.world_size
+        return model.weight.detach().clone()
+
+    weights = run_ranks(2, body)
+    assert not torch.equal(*weights)  # the seventh step was local
+
+
+@pytest.mark.parametrize(
+    ("sync", "why"),
+    [
+        (tr.PostLocalSGD(start=3), "use LocalSGD"),
+        (tr.LocalSGD(period=1), "use sync=None"),
+        (tr.DiLoCo(period=4, overlap=1), "use overlap=0"),
+        (tr.Gossip(overlap=1), "use overlap=0"),
+        (tr.Strom(threshold=0.1, overlap=2), "use overlap=0"),
+        (tr.Async(), "its servers have state"),
+    ],
+)
+def test_strategies_that_cannot_be_recovered_are_refused(sync, why) -> None:
+    def body(group):
+        first, _ = modules()
+        optimizer = tr.DistributedOptimizer(torch.optim.SGD(first.parameters(), lr=0.1), first, group=group, sync=sync)
+        with pytest.raises(ConfigurationError, match=f"does not support sync='{sync.name}': .*{why}"):
+            tr.recoverable(tr.State(model=first, optimizer=optimizer))
+
+    run_ranks(1, body)
+
+
+def test_a_strategy_beside_another_optimizer_is_refused() -> None:
+    def body(group):
+        with pytest.raises(ConfigurationError, match="has one optimizer"):
+            tr.recoverable(Pair(group, sync=tr.LocalSGD(period=2)).state())
+
+    run_ranks(1, body)

@@ -237,6 +237,106 @@ def test_training_goes_on_from_saved_states_bit_by_bit(sync: Strategy) -> None:
     assert run_ranks(3, body) == [True] * 3
 
 
+class Guard:
+    """Notes what a guarded step calls, and can refuse a step that ends with an exchange."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.refuses = False
+
+    def step_alone(self) -> None:
+        self.calls.append("alone")
+
+    def before_wait(self) -> None:
+        self.calls.append("wait")
+
+    def before_gradients(self) -> None:
+        self.calls.append("gradients")
+
+    def before_install(self) -> None:
+        self.calls.append("install")
+        if self.refuses:
+            raise PeerLost(1, "a test")
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [LocalSGD(period=3, codec=Int8()), DiLoCo(period=3), EASGD(period=3), Gossip(period=3), Strom(threshold=1e-3)],
+    ids=str,
+)
+def test_a_guarded_step_that_is_undone_and_repeated_changes_no_bit(sync: Strategy) -> None:
+    def some_steps(group: Group, refused: bool) -> tuple[torch.Tensor, list[str]]:
+        model, guard = Net(torch.float32), Guard()
+        optimizer = DistributedOptimizer(inner_of(model), model, group=group, sync=sync)
+        optimizer.guard = guard
+        for batch in batches(7, dtype=torch.float32):
+            optimizer.zero_grad()
+            loss_of(model, shard(batch, group)).backward()
+            if refused and optimizer.local_steps.state()["steps"] == 5:
+                before, guard.refuses = flat(model), True
+                with pytest.raises(PeerLost):
+                    optimizer.step()
+                assert not torch.equal(flat(model), before)
+                optimizer.local_steps.undo()
+                torch.testing.assert_close(flat(model), before, rtol=0, atol=0)
+                guard.refuses = False
+            optimizer.step()
+        optimizer.close()
+        return flat(model), guard.calls
+
+    def body(group: Group) -> None:
+        expected, calls = some_steps(group, refused=False)
+        vote = ["wait", "gradients", "install"]
+        period = 1 if isinstance(sync, Strom) else 3
+        assert calls == [call for step in range(1, 8) for call in (["alone"] if step % period else vote)]
+        repeated, calls_of_repeated = some_steps(group, refused=True)
+        torch.testing.assert_close(repeated, expected, rtol=0, atol=0)
+        assert len(calls_of_repeated) == len(calls) + 3
+
+    run_ranks(2, body)
+
+
+def test_steps_go_on_in_a_group_with_fewer_ranks_and_with_new_ones() -> None:
+    """Averages are those of the ranks that remain; a new rank begins with what all have in common."""
+    outer = Nesterov(1.0, 0.5)
+
+    def body(group: Group) -> None:
+        model = Net(DOUBLE)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = DistributedOptimizer(inner, model, group=group, sync=DiLoCo(period=2, outer=outer))
+        steps = optimizer.local_steps
+
+        def move(amount: float) -> float:
+            before = flat(model).clone()
+            for _ in range(2):
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, -amount / 2)
+                steps.step()
+            moved = flat(model) - before
+            assert moved.min() == pytest.approx(moved.max().item())
+            return moved[0].item()
+
+        # The mean of 0, 1 and 2, and half of the velocity, 1.
+        assert move(float(group.rank)) == pytest.approx(1.5)
+        steps.close()
+        if group.rank < 2:  # the mean of 0 and 1; the velocity is 0.5 * 1 + 0.5
+            pair = group.subgroup([0, 1], name="pair")
+            steps.enter(pair, "pair")
+            assert move(float(group.rank)) == pytest.approx(1.0)
+            steps.close()
+        words = group.broadcast_object({"parameters": flat(model), "shared": steps.shared()})
+        if group.rank == 2:
+            torch.nn.utils.vector_to_parameters(words["parameters"], model.parameters())
+            steps.load_shared(words["shared"])
+        steps.enter(group, "all again")
+        # All move by 1; the velocity is 0.5 * 1 + 1, and then 0.5 * 1.5 + 1.
+        assert [move(1.0), move(1.0)] == pytest.approx([1.75, 1.875])
+        assert steps.spread() == 0.0
+        optimizer.close()
+
+    run_ranks(3, body)
+
+
 def test_states_of_others_are_refused_and_change_nothing() -> None:
     def body(group: Group) -> None:
         model = Net(DOUBLE)

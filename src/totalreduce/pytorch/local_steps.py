@@ -149,15 +149,19 @@ class LocalSteps:
         self._kept = None
 
     def undo(self) -> None:
-        """Set everything to what it was before a guarded step that has not ended, if there is one."""
+        """Set everything to what it was before a guarded step that has not ended, if there is one.
+
+        The samples that were counted for the step are counted again when it is repeated.
+        """
         kept, self._kept = self._kept, None
+        self._samples = 0.0
         if kept is None:
             return
         self.is_interrupted, self._loss = False, None
         self._waiting.clear()
         self._replica.write(range(len(self._replica.sizes)), kept.parameters)
         self._inner.load_state_dict(kept.optimizer)
-        self.load_state(kept.steps)
+        self.load_state({**kept.steps, "samples": 0.0})
 
     def stepped(self) -> None:
         """Note that a step has ended: begin the exchanges that follow it, and apply results that are due. Collective.

@@ -38,25 +38,19 @@ class RankStates:
     Attributes:
         num_copies: The number of ranks that have a copy; with 0 there are no points.
         vote: The vote, before which copies are sent.
-        known_version: The version up to which this rank repeats blocks that it has not taken itself.
     """
 
     def __init__(self, state: State, optimizers: Optimizers, num_copies: int) -> None:
         """``optimizers``: those of the state, of which one has a strategy."""
         self._state, self._group, self._optimizers = state, optimizers.group, optimizers
         self.num_copies, self.vote = num_copies, Vote(optimizers.group)
-        self.known_version = 0
         self._replicas = Replicas(num_copies)
-        self._seats: list[int] = []  #: Of the members of the last epoch, by rank.
+        self._seats: list[int] = []  #: Of the members, by rank.
         #: This rank's packed state at the last point and after the block, and what all ranks have in common there.
         self._row = self._next_row = torch.empty(0, dtype=torch.uint8)
         self._point: dict[str, Any] = {"version": -1}
+        self._seats_at_point: list[int] = []
         self._sending: Exchange | None = None  #: The exchange that has not ended.
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether this rank repeats blocks that the rank which it replaces had taken by itself."""
-        return self._state.version < self.known_version
 
     def begin(self) -> None:
         """Send nothing beside the exchange."""
@@ -82,7 +76,7 @@ class RankStates:
         """Note that a block has taken effect, whose vote has passed: this version is a point."""
         if self._sends:
             self._replicas.commit()
-            self._row, self._point = self._next_row, self._common()
+            self._row, self._point, self._seats_at_point = self._next_row, self._common(), self._seats
 
     def copy(self, decision: Decision) -> None:
         """Make the present version a point, outside of a block. Collective."""
@@ -112,13 +106,11 @@ class RankStates:
         self.vote.prepare()
         self._replicas.undo()
         self._sending = None
-        seats = [member.seat for member in decision.members]
-        before, self._seats = self._seats, seats
-        self.known_version = decision.version
+        seats = self._seats = [member.seat for member in decision.members]
         if not any(member.has_state for member in decision.members) or not self.num_copies:
             return
         held = self._replicas.seats(self._point["version"]) if has_state else []
-        said = self._group.allgather_object({"held": held, "seats": before if has_state else seats})
+        said = self._group.allgather_object({"held": held, "seats": self._seats_at_point if has_state else seats})
         holders = {seat: holder for holder, words in reversed(list(enumerate(said))) for seat in words["held"]}
         are_same = all(words["seats"] == seats for words in said)
         missing = [rank for rank in decision.newcomers if seats[rank] not in holders]
@@ -137,8 +129,6 @@ class RankStates:
                 ", ".join(map(str, missing)),
                 decision.source,
             )
-        for seat in held:
-            self._replicas.forget(seat)
         self.copy(decision)
 
     @property
@@ -152,7 +142,7 @@ class RankStates:
             send_row(self._group, pack(self._point), newcomer)
         elif self._group.rank == newcomer:
             self._row = self._replicas.receive(self._group, source)
-            self._point = unpack(self._replicas.receive(self._group, source))
+            self._point, self._seats_at_point = unpack(self._replicas.receive(self._group, source)), self._seats
             self._load(unpack(self._row), self._point)
 
     def _rank_state(self) -> dict[str, Any]:
