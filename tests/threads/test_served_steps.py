@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import threading
 import time
 
@@ -371,6 +372,88 @@ def test_servers_go_on_from_the_state_of_the_optimizer() -> None:
         return float(flat(model)[0])
 
     assert run_ranks(2, body) == [2.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("sync", "later"),
+    [
+        (Async(), Async()),
+        (SoftSync(n=2), SoftSync(n=1)),
+        (Quorum(n=2), Quorum(n=1)),  # with two ranks it is the synchronous optimizer, at first
+        (Async(), Async(max_staleness=0)),
+    ],
+    ids=str,
+)
+def test_training_goes_on_from_the_state_after_the_end(sync: ServedStrategy, later: ServedStrategy) -> None:
+    """On the same optimizer, and on a new one with other ranks: velocities of all servers are in the state."""
+
+    def made(group: Group, which: ServedStrategy):
+        model = Counting()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        return model, inner, DistributedOptimizer(inner, model, group=group, sync=which)
+
+    def one_step(model: torch.nn.Module, optimizer: DistributedOptimizer, rank: int) -> None:
+        optimizer.zero_grad()
+        model(-1.0).backward()
+        if rank == 0 or optimizer.local_steps.is_synchronous:
+            optimizer.step()
+        optimizer.local_steps.finish()
+
+    def body(group: Group):
+        model, _, optimizer = made(group, sync)
+        one_step(model, optimizer, group.rank)  # a velocity of -1, at 1
+        state, parameters = optimizer.local_steps.state(), flat(model).clone()
+        optimizer.local_steps.load_state(state)
+        one_step(model, optimizer, group.rank)  # a velocity of -1.5, at 2.5
+        optimizer.close()
+        file = io.BytesIO()
+        torch.save(state, file)
+        return parameters, file.getvalue(), flat(model)
+
+    def with_others(saved: tuple[torch.Tensor, bytes, torch.Tensor], group: Group) -> torch.Tensor:
+        parameters, state, _ = saved
+        model, _, optimizer = made(group, later)
+        torch.nn.utils.vector_to_parameters(parameters.clone(), model.parameters())
+        optimizer.local_steps.load_state(torch.load(io.BytesIO(state)))
+        one_step(model, optimizer, group.rank)
+        optimizer.close()
+        return flat(model)
+
+    first = run_ranks(2, body)
+    for parameters, _, end in first:
+        torch.testing.assert_close(parameters, torch.full_like(parameters, 1.0), rtol=0, atol=0)
+        torch.testing.assert_close(end, torch.full_like(end, 2.5), rtol=0, atol=0)
+    for end in run_ranks(3, functools.partial(with_others, first[0])):
+        torch.testing.assert_close(end, torch.full_like(end, 2.5), rtol=0, atol=0)
+
+
+def test_states_before_the_end_and_states_of_others_are_refused() -> None:
+    def body(group: Group) -> None:
+        model = Counting()
+        optimizer = served(group, model, Async())
+        steps = optimizer.local_steps
+        with pytest.raises(ConfigurationError, match=r"after local_steps\.finish\(\)"):
+            steps.state()
+        other = {"strategy": "async", "kind": "SGD", "optimizer": {}}
+        for state, says in (
+            ({"strategy": "quorum"}, "not that of 'async' but of 'quorum'"),
+            (None, "but of None"),
+            ({**other, "kind": "Adam"}, "of Adam, and the optimizer is SGD"),
+            ({**other, "optimizer": {5: {}}}, "entry 5, and there are 5 parameters"),
+            ({**other, "optimizer": {0: {"momentum_buffer": torch.zeros(4)}}}, r"the shape \[4\]"),
+        ):
+            with pytest.raises(ConfigurationError, match=says):
+                steps.load_state(state)
+        model(-1.0).backward()
+        optimizer.step()
+        with pytest.raises(ConfigurationError, match="finish"):
+            steps.load_state(other)
+        steps.finish()
+        with pytest.raises(ConfigurationError, match="load_state"):
+            optimizer.step()
+        optimizer.close()
+
+    run_ranks(2, body)
 
 
 class Wrapped(torch.optim.SGD):

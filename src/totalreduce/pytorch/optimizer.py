@@ -85,7 +85,7 @@ def _steps_of(
     if not isinstance(strategy, ServedStrategy):
         return LocalSteps(strategy, parameters, optimizer, group, name, compares=compares)
     if strategy.is_synchronous(group.world_size):
-        return SynchronousSteps(strategy)
+        return SynchronousSteps(strategy, optimizer)
     return ServedSteps(strategy, parameters, optimizer, group, name)
 
 

@@ -29,6 +29,7 @@ from totalreduce.foundation.forking import HomeProcess
 from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
 from totalreduce.pytorch.replica import ModelReplica, check_equal
+from totalreduce.pytorch.served_state import check_state, load_entries, numbers_of, saved, state_of
 from totalreduce.strategies.served import Answer, Push, ServedStrategy
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
@@ -87,6 +88,17 @@ class _Share:
         """Return a copy of the parameters as they are now."""
         return self._replica.read(range(len(self._copies)))
 
+    def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
+        """Return a copy of the optimizer's state, by the program's parameter."""
+        states = {} if self._optimizer is None else self._optimizer.state
+        return {parameter: saved(states[twin]) for parameter, twin in self._copies.items() if twin in states}
+
+    def reload(self, inner: torch.optim.Optimizer) -> None:
+        """Take over the program's parameters and the state of its optimizer."""
+        for parameter, twin in self._copies.items():
+            twin.data.copy_(parameter.detach())
+        self._optimizer = _optimizer_like(inner, self._copies)
+
     def apply(self, gradient: Array, factor: float) -> None:
         """Take a step with a gradient times a factor. Parameters of which no rank had a gradient stay as they are."""
         begin, present = 0, gradient[gradient.size - len(self._copies) :]
@@ -127,6 +139,16 @@ class _Server:
         """Return a copy of the parameters as they are now."""
         with self._lock:
             return self._share.values()
+
+    def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
+        """Return a copy of the state of the optimizer, by the program's parameter."""
+        with self._lock:
+            return self._share.state()
+
+    def reload(self, inner: torch.optim.Optimizer) -> None:
+        """Take over the program's parameters and the state of its optimizer, before the first gradient."""
+        with self._lock:
+            self._share.reload(inner)
 
     def take(self, worker: int, message: bytes) -> None:
         """Give a worker's message to the session, and answer whom it says."""
@@ -396,9 +418,9 @@ class SynchronousSteps:
     is_synchronous: Literal[True] = True
     is_interrupted = False
 
-    def __init__(self, strategy: ServedStrategy) -> None:
-        """Begin."""
-        self.strategy, self.lead = strategy, 0
+    def __init__(self, strategy: ServedStrategy, optimizer: torch.optim.Optimizer) -> None:
+        """Begin. ``optimizer``: the program's torch optimizer."""
+        self.strategy, self.lead, self._optimizer = strategy, 0, optimizer
         self.staleness: Counter[int] = Counter()
 
     def stepped(self) -> None:
@@ -407,6 +429,18 @@ class SynchronousSteps:
 
     def finish(self) -> None:
         """Do nothing: all ranks have the same parameters."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the torch optimizer, as ``ServedSteps.state`` does."""
+        states = self._optimizer.state
+        numbers = {each: number for each, number in numbers_of(self._optimizer).items() if each in states}
+        return state_of(
+            self.strategy.name, self._optimizer, {number: saved(states[each]) for each, number in numbers.items()}
+        )
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, as ``ServedSteps.load_state`` does."""
+        load_entries(self._optimizer, check_state(state, self.strategy.name, self._optimizer))
 
     def close(self) -> None:
         """Do nothing: there is no server."""
@@ -434,18 +468,23 @@ class ServedSteps:
         name: str,
     ) -> None:
         """Begin. Collective; arguments and errors as for ``LocalSteps``."""
-        self.strategy, self._optimizer = strategy, optimizer
+        self.strategy, self._optimizer, self._parameters = strategy, optimizer, list(parameters)
         self._home = HomeProcess("the server of a strategy")
         check_equal(ModelReplica(parameters, optimizer), strategy.name, group, name)
         self._group = group.control.subgroup(range(group.world_size), name=f"{name}.servers")
-        self._worker = _Worker(strategy, parameters, optimizer, self._group)
+        self._loss: Any = None  #: That of the closure of an interrupted step.
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with the present parameters and the present state of the program's torch optimizer."""
+        group, optimizer = self._group, self._optimizer
+        self._worker = _Worker(self.strategy, self._parameters, optimizer, group)
         self._shares = self._worker.shares
-        own = [parameters[tensor] for tensor in self._shares[group.rank]]
+        own = [self._parameters[tensor] for tensor in self._shares[group.rank]]
         share = _Share(own, optimizer, self._worker.replica.dtype)
-        self._server = _Server(strategy, share, self._group, len(optimizer.param_groups))
+        self._server = _Server(self.strategy, share, group, len(optimizer.param_groups))
         self._clock = 0
         self.is_interrupted = False
-        self._loss: Any = None  #: That of the closure of an interrupted step.
         self._has_finished = False
         #: The final parameters that are being received, by share.
         self._final: list[tuple[Work, Sequence[int], Array]] | None = None
@@ -465,8 +504,8 @@ class ServedSteps:
         self._home.check()
         if self._has_finished:
             raise ConfigurationError(
-                "local_steps.finish() was called, so the servers take no more gradients: build a new "
-                "DistributedOptimizer to train on"
+                "local_steps.finish() was called, so the servers take no more gradients: to train on, call "
+                "local_steps.load_state(local_steps.state()) on all ranks"
             )
         if not self.is_interrupted:
             if closure is not None:
@@ -525,6 +564,52 @@ class ServedSteps:
             values = np.empty(self._worker.num_elements(share), self._worker.replica.dtype)
         final = torch.from_numpy(values)
         return self._group.broadcast(final, root=server, name=f"final/{server}", async_op=True), share, values
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the optimizers of all servers, after ``finish``. Collective; equal on all ranks.
+
+        Save it with the model's parameters, which are equal, too. No gradient waits on a server, so this is all.
+
+        Raises:
+            ConfigurationError: ``finish`` has not returned: servers have gradients that wait, or will get more.
+            PeerLost: A rank is lost.
+            DeadlineExceededError: Another rank does not call this within the group's ``timeout_s``.
+        """
+        self._home.check()
+        if not self._has_finished or self._final is None or self._final:
+            raise ConfigurationError(
+                "a strategy with servers has a state after local_steps.finish(): call it on all ranks, then state(), "
+                "and to train on load_state() with the result"
+            )
+        numbers = numbers_of(self._optimizer)
+        own = {numbers[parameter]: entry for parameter, entry in self._server.state().items()}
+        entries: dict[int, dict[str, Any]] = {}
+        for server, share in enumerate(self._shares):
+            if share:
+                entries |= self._group.broadcast_object(own if server == self._group.rank else None, root=server)
+        return state_of(self.strategy.name, self._optimizer, entries)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with the present parameters and a state that ``state`` has returned. Collective.
+
+        The number of ranks, and settings of the strategy, may be others. The servers begin anew: no gradient is stale,
+        and observations are counted from zero. It may be called on a new optimizer, or after ``finish``.
+
+        Raises:
+            ConfigurationError: It is the state of another strategy, optimizer or model; nothing has changed. Or this
+                rank has taken steps without ``finish``.
+        """
+        self._home.check()
+        if self._clock and (self._final is None or self._final):
+            raise ConfigurationError("steps were taken: call local_steps.finish() on all ranks before load_state()")
+        entries = check_state(state, self.strategy.name, self._optimizer)
+        load_entries(self._optimizer, entries)
+        if self._has_finished:
+            self._server.close()
+            self._begin()
+        else:
+            self._server.reload(self._optimizer)
+        self._group.barrier()  # so that no gradient comes to a server that has not begun anew
 
     @property
     def staleness(self) -> Counter[int]:
