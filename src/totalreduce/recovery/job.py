@@ -100,6 +100,7 @@ class _Phase(enum.Enum):
     OUTSIDE = "outside of blocks"
     BEFORE_VOTE = "in a block whose vote has not passed"
     AFTER_VOTE = "in a block whose vote has passed"
+    ALONE = "in a block that this rank takes by itself, without a vote"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,6 @@ class Job:
         self._has_begun = False  #: Whether the body of the loop has begun a block.
         self._is_in_loop = False
         self._kind = _Kind()  #: The kind of the block.
-        self._is_alone = False  #: Whether this rank takes the block by itself, without a vote.
         self._agreed = Wish.NOTHING  #: The result of the last vote.
         self._pending: Decision | None = None  #: The next epoch, if it was decided before the end of a block.
 
@@ -359,7 +359,7 @@ class Job:
     @contextlib.contextmanager
     def _block(self) -> Iterator[None]:
         """Run a block; see ``step``."""
-        self._phase, self._is_alone = _Phase.BEFORE_VOTE, False
+        self._phase = _Phase.BEFORE_VOTE
         try:
             if self._optimizers.have_strategy and self._kind.label is None:
                 self.group.operations.runner.refusal = _NO_COLLECTIVES
@@ -370,7 +370,7 @@ class Job:
             if self._phase is _Phase.BEFORE_VOTE:
                 self._end_without_step()
         except PeerLost as error:
-            if self._phase is _Phase.AFTER_VOTE or not self._leave_group(error):
+            if self._phase is not _Phase.BEFORE_VOTE or not self._leave_group(error):
                 raise
             self._undo()
             self._form_again(None)
@@ -455,7 +455,7 @@ class Job:
     def _step_alone(self) -> None:
         """Note that this rank takes the step of a strategy by itself. The block takes effect without a vote."""
         self._check_phase()
-        self._phase, self._is_alone = _Phase.AFTER_VOTE, True
+        self._phase = _Phase.ALONE
 
     def _before_wait(self, name: str) -> None:
         """End the rounds of the other optimizers, and send what has not to wait for the gradients of the other ranks.
@@ -474,7 +474,7 @@ class Job:
             raise ConfigurationError(
                 "optimizer.step() was called outside of a block: write `with job.step():` around it"
             )
-        if self._phase is _Phase.AFTER_VOTE:
+        if self._phase is not _Phase.BEFORE_VOTE:
             raise ConfigurationError(
                 "two optimizers were stepped in one block of job.step(), or one twice: each has its block (job.parts)"
             )
@@ -532,7 +532,7 @@ class Job:
         self._optimizers.end_block()
         if self._kind.num_parts:
             needed(self.state.sampler, "a batch").advance(self._kind.num_parts)
-        if not self._is_alone:
+        if self._phase is not _Phase.ALONE:
             self._own.commit()
 
         snapshots = self._options.snapshots
