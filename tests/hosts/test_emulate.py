@@ -15,6 +15,7 @@ import pytest
 
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch import emulate as emulating
+from totalreduce.launch.delay import DelayLine
 from totalreduce.launch.emulate import (
     EmulatedNetwork,
     EmulateOptions,
@@ -117,6 +118,29 @@ def test_what_is_missing_is_said(monkeypatch):
         EmulatedNetwork(2)
 
 
+TIME_REFUSAL = """
+import socket, sys, time
+times = []
+for _ in range(5):
+    probe, begin = socket.socket(), time.monotonic()
+    probe.settimeout(10)
+    assert probe.connect_ex((sys.argv[1], 9)) == 111
+    times.append(time.monotonic() - begin)
+print(min(times))
+"""
+
+
+def test_frames_leave_in_order_when_their_time_has_come():
+    line = DelayLine(0.5, frames_max=3)
+    assert (line.wait_s(0.0), line.pop(9.0)) == (None, None)
+    for number, now in enumerate((1.0, 1.2, 1.4, 1.45)):
+        line.push(7 + number, bytes([number]), now)  # the fourth one is dropped
+    assert (line.wait_s(1.25), line.pop(1.49)) == (pytest.approx(0.25), None)
+    assert [line.pop(1.71), line.pop(1.71), line.pop(1.71)] == [(7, b"\0"), (8, b"\1"), None]
+    assert line.pop(5.0) == (9, b"\2")
+    assert line.pop(5.0) is None
+
+
 def test_counts_that_make_no_sense():
     with pytest.raises(ConfigurationError, match="1 to 250, not 300"):
         EmulateOptions(num_hosts=300)
@@ -157,6 +181,18 @@ class TestNetwork:
             assert connect(network, 0, 2, 5.0) == REFUSED
             network.restore(1)
             wait_until(lambda: connect(network, 0, 1, 1.0) == REFUSED)
+
+    @pytest.mark.skipif(not os.path.exists("/dev/net/tun"), reason="needs /dev/net/tun")
+    def test_packets_of_delayed_links_are_late(self):
+        with EmulatedNetwork(2, "10mbit", delay_ms=30) as network:
+            names = namespaces_of(os.getpid())
+            answer = network.hosts[0].run([sys.executable, "-c", TIME_REFUSAL, network.hosts[1].address])
+            assert 0.060 <= float(answer.stdout) < 0.1, answer.stderr
+            assert 6e6 < total_bits_per_s(network, [0], [1], 2.0) < 10.5e6
+            network.cut(1)
+            assert connect(network, 0, 1, 0.3) != REFUSED
+        assert len(names) == 3
+        assert not set(names) & set(os.listdir("/run/netns"))
 
     def test_removed_after_an_error_with_what_still_runs(self):
         with contextlib.suppress(ZeroDivisionError), EmulatedNetwork(2) as network:

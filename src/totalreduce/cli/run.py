@@ -104,6 +104,12 @@ def run(
     emulate_rate: Annotated[
         str, typer.Option(help="Rate of every link, each direction.", rich_help_panel="Emulation")
     ] = "1gbit",
+    emulate_delay_ms: Annotated[
+        float,
+        typer.Option(
+            min=0, help="How long a packet travels between two hosts, up to about 100mbit.", rich_help_panel="Emulation"
+        ),
+    ] = 0.0,
     ranks_per_host: Annotated[
         int | None,
         typer.Option(min=1, help="Workers in each host.", show_default="1", rich_help_panel="Emulation"),
@@ -184,7 +190,9 @@ def run(
     emulate = None
     if emulate_hosts is not None:
         per_host = ranks_per_host or _ranks_per_host(num_workers, emulate_hosts)
-        emulate = EmulateOptions(num_hosts=emulate_hosts, rate=emulate_rate, ranks_per_host=per_host)
+        emulate = EmulateOptions(
+            num_hosts=emulate_hosts, rate=emulate_rate, ranks_per_host=per_host, delay_ms=emulate_delay_ms
+        )
         num_workers = num_workers or emulate_hosts * per_host
     elif ranks_per_host is not None:
         raise ConfigurationError("--ranks-per-host goes with --emulate-hosts")
@@ -323,7 +331,8 @@ def _say_what_was_chosen(
         return dataclasses.replace(several, address=address)
     if emulate is not None:
         per_host = emulate.ranks_per_host
-        _note(f"{emulate.num_hosts} emulated hosts, {emulate.rate} links, {per_host} worker(s) each")
+        delay = f", {emulate.delay_ms:g} ms from host to host" if emulate.delay_ms else ""
+        _note(f"{emulate.num_hosts} emulated hosts, {emulate.rate} links{delay}, {per_host} worker(s) each")
     if num_workers > 1 and not current().get("OMP_NUM_THREADS"):
         threads = default_num_threads(num_workers)
         _note(f"OMP_NUM_THREADS={threads} for each of {num_workers} workers; set it to choose otherwise")

@@ -3,7 +3,8 @@
 Every host is a network namespace with one interface, ``eth0``, whose other end (veth) is a port of a bridge.
 The bridge lives in a namespace of its own: the machine's own network is neither touched nor reachable, and
 addresses cannot clash with real ones. Both ends of every link send through a token bucket (``tbf``), which
-shapes the uplink and the downlink of each host as a switch port would. Propagation delay is not emulated.
+shapes the uplink and the downlink of each host as a switch port would. With a delay, a link is a pair of TAP devices
+between which a process hands frames on (``launch/delay.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, Self
 
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch import guard as guarding
+from totalreduce.launch.delay import start_delay
 
 __all__ = ["EmulateOptions", "EmulatedHost", "EmulatedNetwork", "rate_bits_per_s", "sweep_stale_namespaces"]
 
@@ -30,6 +32,7 @@ __all__ = ["EmulateOptions", "EmulatedHost", "EmulatedNetwork", "rate_bits_per_s
 _HOSTS_MAX = 250
 _SUBNET = "10.77.0"
 _MTU_BYTES = 1500
+_DELAY_MS_MAX = 1000
 #: At the minimum a segmentation-offload packet of 64 KiB passes the bucket in one piece.
 _BURST_BYTES_MIN, _BURST_BYTES_MAX = 72 * 1024, 256 * 1024
 
@@ -47,12 +50,15 @@ class EmulateOptions:
         rate: Rate of every link, in each direction, in ``tc``'s notation: ``1gbit``, ``250mbit``.
         ranks_per_host: Number of workers in each host.
         queue_ms: The longest time that a byte waits at a link's end before packets are dropped.
+        delay_ms: How long a packet travels from one host to another, in addition; a round trip takes twice as long.
+            One process carries all packets of delayed links: it keeps up with about 100 Mbit/s in all.
     """
 
     num_hosts: int
     rate: str = "1gbit"
     ranks_per_host: int = 1
     queue_ms: int = 20
+    delay_ms: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
@@ -60,6 +66,8 @@ class EmulateOptions:
             raise ConfigurationError(f"the number of emulated hosts must be 1 to {_HOSTS_MAX}, not {self.num_hosts}")
         if self.ranks_per_host < 1 or self.queue_ms < 1:
             raise ConfigurationError("ranks_per_host and queue_ms must be at least 1")
+        if not 0 <= self.delay_ms <= _DELAY_MS_MAX:
+            raise ConfigurationError(f"the delay must be 0 to {_DELAY_MS_MAX} ms, not {self.delay_ms:g}")
         rate_bits_per_s(self.rate)
 
 
@@ -113,13 +121,13 @@ class EmulatedNetwork:
         hosts: The hosts, by index.
     """
 
-    def __init__(self, num_hosts: int, rate: str = "1gbit", *, queue_ms: int = 20) -> None:
+    def __init__(self, num_hosts: int, rate: str = "1gbit", *, queue_ms: int = 20, delay_ms: float = 0.0) -> None:
         """Check the arguments; nothing is made yet.
 
         Raises:
             ConfigurationError: The numbers are invalid, or a requirement is missing.
         """
-        self._options = EmulateOptions(num_hosts=num_hosts, rate=rate, queue_ms=queue_ms)
+        self._options = EmulateOptions(num_hosts=num_hosts, rate=rate, queue_ms=queue_ms, delay_ms=delay_ms)
         _check_requirements()
         owner = os.getpid()
         # The start time differs between two processes with one id, and the token between two networks of a process.
@@ -129,6 +137,7 @@ class EmulatedNetwork:
             EmulatedHost(index, f"{_SUBNET}.{index + 1}", f"{prefix}-h{index}") for index in range(num_hosts)
         )
         self._guard: guarding.Guard | None = None
+        self._delay: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         """Make the namespaces and links.
@@ -155,6 +164,9 @@ class EmulatedNetwork:
         if self._guard is not None:
             self._guard.close()
             self._guard = None
+        if self._delay is not None:
+            self._delay.communicate()  # the guard has killed it, as all processes in the namespaces
+            self._delay = None
 
     def cut(self, index: int) -> None:
         """Cut the link of host ``index``, in both directions."""
@@ -171,10 +183,15 @@ class EmulatedNetwork:
                 self._guard.watch_namespace(name)
         _batch(["ip"], [f"netns add {name}" for name in names])
         lines = ["link add br0 type bridge mcast_snooping 0", "link set br0 addrgenmode none up"]
+        if self._options.delay_ms:
+            self._start_delay()
         for host in self.hosts:
             port = f"h{host.index}"
             pair = f"mtu {_MTU_BYTES} type veth peer name eth0 mtu {_MTU_BYTES} netns {host.namespace}"
-            lines += [f"link add {port} {pair}", f"link set {port} master br0 addrgenmode none up"]
+            made = f"link add {port} {pair}"
+            if self._options.delay_ms:
+                made = f"link set e{host.index} netns {host.namespace} name eth0"
+            lines += [made, f"link set {port} master br0 addrgenmode none up"]
         _batch(["ip", "-n", self._bridge], lines)
         _batch(["tc", "-n", self._bridge], [self._shape(f"h{host.index}") for host in self.hosts])
         for host in self.hosts:
@@ -182,6 +199,15 @@ class EmulatedNetwork:
             lines = ["link set lo up", address, "link set eth0 addrgenmode none up"]
             _batch(["ip", "-n", host.namespace], lines)
             _batch(["tc", "-n", host.namespace], [self._shape("eth0")])
+
+    def _start_delay(self) -> None:
+        prefix = [_tool("ip") or "ip", "netns", "exec", self._bridge]
+        pairs = [(f"h{host.index}", f"e{host.index}") for host in self.hosts]
+        # A packet crosses the links of two hosts.
+        try:
+            self._delay = start_delay(prefix, pairs, self._options.delay_ms / 2 / 1000)
+        except OSError as error:
+            raise ConfigurationError(f"delayed links need /dev/net/tun: {error}") from error
 
     def _shape(self, device: str) -> str:
         rate = self._options.rate

@@ -106,7 +106,9 @@ def run_workers(
             master = address if is_this_host(first.name) else first.address
             num_local = max([1, *(host.slots for host in hosts.hosts if is_this_host(host.name))])
         if emulate is not None:
-            network = EmulatedNetwork(emulate.num_hosts, emulate.rate, queue_ms=emulate.queue_ms)
+            network = EmulatedNetwork(
+                emulate.num_hosts, emulate.rate, queue_ms=emulate.queue_ms, delay_ms=emulate.delay_ms
+            )
             emulated = dict(zip(pool.usable, stack.enter_context(network).hosts, strict=True))
             address, prefix = network.hosts[0].address, network.hosts[0].command([])
             master = address
