@@ -1,9 +1,9 @@
-"""What ``sparse_training.py`` trains: the Ok-Topk paper's three kinds of model, at the size of a small machine.
+"""What ``sparse_training.py`` trains: the Ok-Topk paper's three kinds of model, and one of many keys, all small.
 
 A network for the handwritten digits that scikit-learn brings along, an LSTM for the words and a GPT for the letters
 of Python's own documentation. Three to five million parameters each, and batches so small that on 1 Gbit/s a dense
-allreduce takes several times as long as the arithmetic: what large models are to fast processors. Nothing here
-communicates.
+allreduce takes several times as long as the arithmetic: what large models are to fast processors. Beside them a
+logistic regression on keys of which few are frequent, as words and users are. Nothing here communicates.
 """
 
 import pydoc_data.topics
@@ -22,6 +22,8 @@ from totalreduce.cli.models import SmallGPT
 WORDS, CONTEXT = 4096, 32
 STRETCH, LOOKED_AT = 16, 256
 EVALUATION_BATCH = 32
+#: Keys of an example of the logistic regression, and held-out examples.
+KEYS, HELD_OUT = 32, 2048
 
 
 class DigitsCNN(nn.Sequential):
@@ -63,6 +65,43 @@ class WordLSTM(nn.Module):
         return self.head(self.lstm(self.embedding(words))[0])
 
 
+class KeyRegression(nn.Module):
+    """Logistic regression: a weight for every key.
+
+    Args:
+        width: The number of keys.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weights = nn.EmbeddingBag(width, 1, mode="sum")
+        nn.init.zeros_(self.weights.weight)
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, keys: Tensor) -> Tensor:
+        """``int64[batch, KEYS]`` to the logits of both classes, ``float[batch, 2]``."""
+        score = self.weights(keys % self.weights.num_embeddings) + self.bias
+        return torch.cat([torch.zeros_like(score), score], dim=1)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A kind of optimizer.
+
+    Attributes:
+        name: As the command line has it.
+        make: Takes parameter groups, each with its momentum, and the learning rate.
+        momentum: Where a sparse method's is, unless asked otherwise: ``"optimizer"``, on what arrives, or
+            ``"correction"``, before elements are selected. Adam learns faster by the latter, SGD by the former.
+        density_warmup: For this part of the steps more is sent than asked for, which Adam needs and SGD does not.
+    """
+
+    name: str
+    make: Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]
+    momentum: str
+    density_warmup: float
+
+
 @dataclass(frozen=True)
 class Task:
     """A model and what it learns.
@@ -70,11 +109,8 @@ class Task:
     Attributes:
         build: Makes the model; draws from torch's global generator. Takes its width.
         width: If nothing else is asked for.
-        optimizer: Makes the optimizer. Takes parameter groups, each with its momentum, and the learning rate.
-        learning_rate: The largest one.
-        momentum: Where a sparse method's is, unless asked otherwise: ``"optimizer"``, on what arrives, or
-            ``"correction"``, before elements are selected. Adam learns faster by the latter, SGD by the former.
-        density_warmup: For this part of the steps more is sent than asked for, which Adam needs and SGD does not.
+        optimizer: Name of its optimizer, if nothing else is asked for.
+        learning_rates: The largest one, by optimizer.
         batch: Examples per rank and step.
         draw: So many examples from those to train with, by a generator: inputs and targets.
         held_out: Inputs and targets that are never trained with.
@@ -82,10 +118,8 @@ class Task:
 
     build: Callable[[int], nn.Module]
     width: int
-    optimizer: Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]
-    learning_rate: float
-    momentum: str
-    density_warmup: float
+    optimizer: str
+    learning_rates: dict[str, float]
     batch: int
     draw: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
     held_out: tuple[Tensor, Tensor]
@@ -128,7 +162,8 @@ def digits() -> Task:
         places = torch.randint(int((~chosen).sum()), (count,), generator=generator)
         return pictures[~chosen][places], labels[~chosen][places]
 
-    return Task(DigitsCNN, 4608, _sgd, 0.02, "optimizer", 0.0, 4, draw, (pictures[chosen], labels[chosen]))
+    rates = {"sgd": 0.02, "adamw": 5e-4}
+    return Task(DigitsCNN, 4608, "sgd", rates, 4, draw, (pictures[chosen], labels[chosen]))
 
 
 def words() -> Task:
@@ -136,7 +171,7 @@ def words() -> Task:
     found = re.findall(r"\w+|[^\w\s]", _text())
     known = {word: number for number, (word, _) in enumerate(Counter(found).most_common(WORDS - 1))}
     tokens = torch.tensor([known.get(word, WORDS - 1) for word in found])
-    return _text_task(WordLSTM, 256, 1e-2, 3, tokens)
+    return _text_task(WordLSTM, 256, {"sgd": 1.0, "adamw": 1e-2}, 3, tokens)
 
 
 def characters() -> Task:
@@ -148,10 +183,32 @@ def characters() -> Task:
     def build(width: int) -> nn.Module:
         return SmallGPT(len(alphabet), CONTEXT, width=width, num_layers=4, num_heads=4)
 
-    return _text_task(build, 256, 5e-4, 1, tokens)
+    return _text_task(build, 256, {"sgd": 0.1, "adamw": 5e-4}, 1, tokens)
 
 
-TASKS = {"cnn": digits, "lstm": words, "gpt": characters}
+def keys() -> Task:
+    """A million keys, whose frequencies fall as their numbers grow (Zipf), and a true weight for each.
+
+    ``--width`` says how many keys the model has. Those beyond share weights with others.
+    """
+
+    def draw(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        # The logarithm of a key is uniform, so that its frequency is 1 / (key + 1).
+        places = torch.rand(count, KEYS, dtype=torch.float64, generator=generator)
+        found = (1e7**places).long() - 1
+        chance = torch.sigmoid(_true_weights(found).sum(1) / KEYS**0.5 * 3)
+        return found, (torch.rand(count, generator=generator) < chance).long()
+
+    held_out = draw(HELD_OUT, torch.Generator().manual_seed(1))
+    return Task(KeyRegression, 1_000_000, "sgd", {"sgd": 0.5, "adamw": 0.02}, 64, draw, held_out)
+
+
+def _true_weights(found: Tensor) -> Tensor:
+    """Return a weight from -1 to 1 for each key, which depends on nothing else."""
+    return ((found * 2_654_435_761) % 4_294_967_291 % 2001 - 1000).float() / 1000
+
+
+TASKS = {"cnn": digits, "lstm": words, "gpt": characters, "logistic": keys}
 
 
 def _text() -> str:
@@ -162,7 +219,7 @@ def _text() -> str:
 def _text_task(
     build: Callable[[int], nn.Module],
     width: int,
-    learning_rate: float,
+    learning_rates: dict[str, float],
     batch: int,
     tokens: Tensor,
 ) -> Task:
@@ -176,9 +233,7 @@ def _text_task(
         return drawn[:, :-1], drawn[:, 1:]
 
     held_out = windows[chosen][:: max(1, int(chosen.sum()) // LOOKED_AT)]
-    return Task(
-        build, width, _adam, learning_rate, "correction", 0.05, batch, draw, (held_out[:, :-1], held_out[:, 1:])
-    )
+    return Task(build, width, "adamw", learning_rates, batch, draw, (held_out[:, :-1], held_out[:, 1:]))
 
 
 def _sgd(groups: list[dict[str, Any]], learning_rate: float) -> torch.optim.Optimizer:
@@ -189,3 +244,9 @@ def _adam(groups: list[dict[str, Any]], learning_rate: float) -> torch.optim.Opt
     for group in groups:
         group["betas"] = (group.pop("momentum"), 0.99)
     return torch.optim.AdamW(groups, lr=learning_rate, fused=True)
+
+
+OPTIMIZERS = {
+    "sgd": Optimizer("sgd", _sgd, "optimizer", 0.0),
+    "adamw": Optimizer("adamw", _adam, "correction", 0.05),
+}

@@ -1,24 +1,26 @@
-"""Train one of three models by a sparse method, a strategy, or what they are compared with, from several seeds.
+"""Train a model by sparse methods, strategies, or what they are compared with, from several seeds.
 
 totalreduce run -n 4 examples/sparse_training.py --model cnn --method oktopk --density 0.01
 totalreduce run -n 4 examples/sparse_training.py --model lstm --method dense --seeds 3
 totalreduce run -n 4 examples/sparse_training.py --model gpt --method oktopk --door ddp
-totalreduce run -n 4 examples/sparse_training.py --model cnn --method diloco --period 50
-totalreduce run -n 4 --emulate-hosts 4 examples/sparse_training.py --model cnn --method powersgd --door ddp
+totalreduce run -n 4 examples/sparse_training.py --model cnn --method local_sgd,diloco:period=50:codec=int8
+totalreduce run -n 4 examples/sparse_training.py --model logistic --width 10000000 --method async --slow 3
+totalreduce run -n 4 --emulate-hosts 4 examples/sparse_training.py --model cnn --method powersgd --door ddp --turns 5
 """
 
 import argparse
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from sparse_tasks import TASKS, Task, evaluate, loss_of, make_task
+from sparse_tasks import OPTIMIZERS, TASKS, Task, evaluate, loss_of, make_task
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.model_averaging import averagers
@@ -31,14 +33,48 @@ from totalreduce.sparse.methods import METHODS
 from totalreduce.strategies.strategies import STRATEGIES
 
 TOPK = tuple(name for name in METHODS if name not in ("dense", "powersgd", "coded"))
+#: Hooks of DDP.
+HOOKS = ("fp16", "post-local")
 MOMENTUM = 0.9
 WARMUP = 0.05
 #: Strategies with servers.
 SERVED = ("async", "stale_synchronous", "soft_sync", "quorum", "eager")
-#: The part of the steps after which post-local SGD has no synchronous ones any more.
-LOCAL_AFTER = 0.25
-#: How long forward and backward take, in times of forward.
-FORWARD_AND_BACKWARD = 3
+#: How long a backward pass takes, in times of the forward pass.
+BACKWARD = 2
+#: Steps of a turn, if the method does the same in every step.
+TURN_STEPS = 2
+#: Plain steps before PowerSGD's hook compresses: when training, and when only time is measured.
+PLAIN_STEPS, PLAIN_STEPS_TIMED = 10, 2
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of keeping ranks in step, as the command line names it: ``diloco:period=50:codec=int8``.
+
+    Attributes:
+        text: The whole.
+        name: What stands before the first colon.
+        settings: The others, by name.
+        rate: The learning rate, in times of that of all others: where gradients are added up and not averaged, the
+            inverse of the number of ranks.
+    """
+
+    text: str
+    name: str
+    settings: dict[str, Any]
+    rate: float = 1.0
+
+    @property
+    def period(self) -> int:
+        """The number of steps after which the method does the same again."""
+        if self.name in ("local_sgd", "post_local_sgd", "post-local", "slowmo", "diloco", "easgd"):
+            return self.settings.get("period", 16)
+        return 1
+
+    @property
+    def overlap(self) -> int:
+        """The number of steps beside an exchange."""
+        return self.settings.get("overlap", 0)
 
 
 @dataclass(frozen=True)
@@ -65,191 +101,304 @@ class Replica:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(TASKS), default="cnn")
-    parser.add_argument("--method", choices=("alone", *METHODS, *STRATEGIES, "post-local", "fp16"), default="oktopk")
+    parser.add_argument(
+        "--method",
+        default="oktopk",
+        help="names separated by commas, each with settings, as diloco:period=50:codec=int8",
+    )
     parser.add_argument("--door", choices=("optimizer", "ddp"), default="optimizer", help="ddp: hooks of DDP over gloo")
-    parser.add_argument("--period", type=int, default=16, help="steps of a strategy between two exchanges")
-    parser.add_argument("--overlap", type=int, default=0, help="steps beside an exchange of diloco or gossip")
-    parser.add_argument("--codec", choices=tuple(CODECS), help="of a strategy's exchanges, or of coded")
-    parser.add_argument("--threshold", type=float, default=3e-4, help="of strom: the change that it sends")
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="that of the model if not given")
     parser.add_argument("--density", type=float, default=0.01, help="share of the elements that is sent")
     parser.add_argument("--density-warmup", type=float, help="part of the steps with more than that")
     parser.add_argument(
         "--momentum", choices=("optimizer", "correction"), help="correction: before a sparse method selects, not after"
     )
     parser.add_argument("--flush-every", type=int, default=0, help="steps between two that send everything kept back")
+    parser.add_argument("--local-after", type=float, default=0.25, help="part of the steps in which post-local waits")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--stop-after", type=int, help="steps, of a schedule for --steps")
     parser.add_argument("--seeds", type=int, default=1, help="one training after the other, from seed 0")
     parser.add_argument("--batch", type=int, help="examples per rank and step")
-    parser.add_argument("--width", type=int, help="of the model")
+    parser.add_argument("--width", type=int, help="of the model; the number of keys of logistic")
     parser.add_argument("--learning-rate", type=float, help="the largest one")
     parser.add_argument("--evaluations", type=int, default=20, help="how often the model is looked at")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="how long a forward pass takes at least")
     parser.add_argument("--slow", type=float, default=1.0, help="how many times longer a step of the last rank takes")
+    parser.add_argument(
+        "--turns", type=int, default=0, help="measure time only: turns of the method, and of steps without others"
+    )
+    parser.add_argument("--turns-s", type=float, default=math.inf, help="begin no turn after so many seconds")
+    parser.add_argument("--interface", help="count the bytes that this network interface of rank 0 sends")
     parser.add_argument("--json", type=Path, help="rank 0 writes losses and times to this file")
     options = parser.parse_args()
-    if options.door == "optimizer" and options.method in ("fp16", "post-local"):
-        parser.error(f"{options.method} is a hook: --door ddp")
-    if options.door == "ddp" and options.method in STRATEGIES:
-        parser.error(f"{options.method} is a strategy: --door optimizer")
+    options.methods = [parse_method(text) for text in options.method.split(",")]
+    for method in options.methods:
+        if method.name not in ("alone", *METHODS, *STRATEGIES, *HOOKS):
+            parser.error(f"{method.name} is none of {', '.join(('alone', *METHODS, *STRATEGIES, *HOOKS))}")
+        if options.door == "optimizer" and method.name in HOOKS:
+            parser.error(f"{method.name} is a hook: --door ddp")
+        if options.door == "ddp" and method.name in STRATEGIES:
+            parser.error(f"{method.name} is a strategy: --door optimizer")
     return options
 
 
-def make_method(options: argparse.Namespace, task: Task, world_size: int) -> Any:
-    codec = {} if options.codec is None else {"codec": CODECS[options.codec]()}
-    if options.method == "post_local_sgd":
-        then = tr.LocalSGD(period=options.period, **codec)
-        return tr.PostLocalSGD(start=round(LOCAL_AFTER * options.steps), then=then)
-    if options.method == "gossip":
-        return tr.Gossip(overlap=options.overlap)
-    if options.method == "strom":
-        return tr.Strom(threshold=options.threshold, overlap=options.overlap)
-    if options.method == "soft_sync":
-        return tr.SoftSync(n=1)
-    if options.method == "quorum":
-        return tr.Quorum(n=world_size - 1, grace_s=0.01)
-    if options.method in SERVED:
-        return STRATEGIES[options.method]()
-    if options.method == "diloco":
-        return tr.DiLoCo(period=options.period, overlap=options.overlap, **codec)
-    if options.method in STRATEGIES:
-        return STRATEGIES[options.method](period=options.period, **codec)
-    if options.method == "coded":
-        return tr.Coded(**codec)
-    if options.method not in TOPK:
-        return METHODS[options.method]()
-    warmup = task.density_warmup if options.density_warmup is None else options.density_warmup
-    warmup_steps = round(warmup * options.steps)
-    return METHODS[options.method](density=options.density, warmup_steps=warmup_steps)
+def parse_method(text: str) -> Method:
+    name, *settings = text.split(":")
+    values = dict(parse_setting(setting) for setting in settings)
+    return Method(text, name, values, values.pop("rate", 1.0))
 
 
-def make_replica(options: argparse.Namespace, task: Task, group: tr.Group | None, seed: int) -> Replica:
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Return the name and the value of ``period=16``: a codec, a number, or the text."""
+    name, _, value = text.partition("=")
+    if name == "codec":
+        return name, CODECS[value]()
+    for kind in (int, float):
+        try:
+            return name, kind(value)
+        except ValueError:
+            continue
+    return name, value
+
+
+def make_method(options: argparse.Namespace, method: Method, task: Task) -> Any:
+    settings = dict(method.settings)
+    if method.name == "post_local_sgd":
+        return tr.PostLocalSGD(start=local_start(options), then=tr.LocalSGD(**settings))
+    if method.name == "diloco" and "outer_lr" in settings:
+        settings["outer"] = tr.Nesterov(settings.pop("outer_lr"), settings.pop("outer_momentum", MOMENTUM))
+    if method.name in STRATEGIES:
+        return STRATEGIES[method.name](**settings)
+    if method.name in TOPK:
+        warmup = task.density_warmup if options.density_warmup is None else options.density_warmup
+        settings = {"density": options.density, "warmup_steps": round(warmup * options.steps), **settings}
+    return METHODS[method.name](**settings)
+
+
+def local_start(options: argparse.Namespace) -> int:
+    """Return the number of steps after which post-local SGD has no synchronous ones any more."""
+    return 0 if options.turns else round(options.local_after * options.steps)
+
+
+def make_replica(options: argparse.Namespace, method: Method, task: Task, group: tr.Group | None, seed: int) -> Replica:
     """A model, equal on all ranks for equal seeds, and its optimizer."""
     torch.manual_seed(seed)
     model = task.build(options.width or task.width)
-    corrects = (options.momentum or task.momentum) == "correction" and options.method in TOPK
+    kind = OPTIMIZERS[options.optimizer or task.optimizer]
+    corrects = (options.momentum or kind.momentum) == "correction" and method.name in TOPK
     feedback = tr.ErrorFeedback(momentum=MOMENTUM if corrects else 0.0)
     groups = [{"params": list(model.parameters()), "momentum": MOMENTUM}]
     if corrects:
         groups = feedback.param_groups(model.parameters())
-    optimizer = task.optimizer(groups, options.learning_rate or task.learning_rate)
-    warmup = max(1, round(WARMUP * options.steps))
+    rate = method.rate * (options.learning_rate or task.learning_rates[kind.name])
+    optimizer = kind.make(groups, rate)
+    steps = num_steps(options, method, 0 if group is None else group.rank, 1 if group is None else group.world_size)
+    warmup = max(1, round(WARMUP * steps))
 
     def factor(step: int) -> float:
-        return min((step + 1) / warmup, (1 + math.cos(math.pi * step / options.steps)) / 2)
+        return min((step + 1) / warmup, (1 + math.cos(math.pi * step / steps)) / 2)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    if options.method == "alone":
+    if method.name == "alone":
         return Replica(model, optimizer, schedule, _nothing, _nothing, _nothing)
     if group is None:
-        replica = DistributedDataParallel(model, bucket_cap_mb=1024 if options.method == "powersgd" else None)
-        if options.method == "fp16":
+        replica = DistributedDataParallel(model, bucket_cap_mb=1024 if method.name == "powersgd" else None)
+        if method.name == "fp16":
             replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif options.method == "powersgd":
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
+        elif method.name == "powersgd":
+            plain = PLAIN_STEPS_TIMED if options.turns else PLAIN_STEPS
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=plain)
             replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif options.method == "post-local":
-            return _post_local(options, replica, optimizer, schedule)
-        elif options.method != "dense":
-            replica.register_comm_hook(*tr.ddp_hook(make_method(options, task, dist.get_world_size())))
+        elif method.name == "post-local":
+            return _post_local(local_start(options), method, replica, optimizer, schedule)
+        elif method.name != "dense":
+            replica.register_comm_hook(*tr.ddp_hook(make_method(options, method, task)))
         return Replica(replica, optimizer, schedule, _nothing, _nothing, _nothing)
-    method = None if options.method == "dense" else make_method(options, task, group.world_size)
-    wrapped = tr.DistributedOptimizer(optimizer, model, group=group, sync=method, feedback=feedback, name=f"seed{seed}")
-    flush = _nothing if options.method in STRATEGIES else wrapped.flush_residuals
-    finish = wrapped.local_steps.finish if options.method in SERVED and group.world_size > 1 else _nothing
+    sync = None if method.name == "dense" else make_method(options, method, task)
+    name = f"{method.text}, seed {seed}"
+    wrapped = tr.DistributedOptimizer(optimizer, model, group=group, sync=sync, feedback=feedback, name=name)
+    flush = _nothing if method.name in STRATEGIES else wrapped.flush_residuals
+    finish = wrapped.local_steps.finish if method.name in SERVED and group.world_size > 1 else _nothing
     return Replica(model, wrapped, schedule, flush, finish, wrapped.close)
 
 
+def num_steps(options: argparse.Namespace, method: Method, rank: int, world_size: int) -> int:
+    """Return the number of steps of a rank's training and learning rates.
+
+    With servers, a slow last rank takes so many fewer steps in the time of the others.
+    """
+    is_slow = options.slow > 1 and rank == world_size - 1 and method.name in SERVED
+    return math.ceil(options.steps / options.slow) if is_slow else options.steps
+
+
 def _post_local(
-    options: argparse.Namespace,
+    start: int,
+    method: Method,
     replica: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
 ) -> Replica:
     """Torch's own post-local SGD: a hook that stops reducing, and an optimizer that averages parameters."""
-    start = round(LOCAL_AFTER * options.steps)
     state = post_localSGD_hook.PostLocalSGDState(
         process_group=None, subgroup=None, start_localSGD_iter=start, post_local_gradient_allreduce=False
     )
     replica.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-    averager = averagers.PeriodicModelAverager(period=options.period, warmup_steps=start)
+    averager = averagers.PeriodicModelAverager(period=method.period, warmup_steps=start)
     return Replica(replica, PostLocalSGDOptimizer(optimizer, averager), schedule, _nothing, _nothing, _nothing)
 
 
-def train(
-    options: argparse.Namespace,
-    replica: Replica,
-    task: Task,
-    rank: int,
-    seed: int,
-    average: Callable[[int], list[float]],
-    slow: float,
-) -> dict[str, Any]:
-    """All steps, each ``slow`` times as long; returns their seconds and what the model was worth from time to time."""
-    draw = torch.Generator().manual_seed(1_000_003 * (seed + 1) + rank)
-    last = options.stop_after or options.steps
-    every = max(1, options.steps // options.evaluations)
-    seconds, evaluations = [], []
-    for step in range(1, last + 1):
-        begin = time.perf_counter()
-        inputs, targets = task.draw(options.batch or task.batch, draw)
-        loss = loss_of(replica.module(inputs), targets)
-        if slow > 1:  # before backward, in which DDP waits for other ranks
-            time.sleep((slow - 1) * FORWARD_AND_BACKWARD * (time.perf_counter() - begin))
-        replica.optimizer.zero_grad()
-        if options.flush_every and step % options.flush_every == 0:
-            replica.flush()
-        loss.backward()
-        replica.optimizer.step()
-        replica.schedule.step()
-        seconds.append(time.perf_counter() - begin)
-        if step == last and options.slow <= 1:
-            replica.finish()
-        if step % every == 0 or step == last:
-            loss_now, accuracy = average(step)
-            evaluations.append({"step": step, "seconds": sum(seconds), "loss": loss_now, "accuracy": accuracy})
-            if rank == 0:
-                print(f"seed {seed}, step {step}: loss {loss_now:.4f}, accuracy {accuracy:.2%}, {sum(seconds):.1f} s")
-    if options.slow > 1:  # what rank 0 has after its last step, and not what it has when the slow rank has come
-        replica.finish()
-    return {"seed": seed, "step_s": seconds, "evaluations": evaluations}
+@dataclass
+class Steps:
+    """The steps of one replica on this rank.
+
+    Attributes:
+        replica: What is trained.
+        draw: The generator of its batches.
+        seconds: Of every step.
+    """
+
+    options: argparse.Namespace
+    task: Task
+    replica: Replica
+    draw: torch.Generator
+    slow: float
+    seconds: list[float] = field(default_factory=list)
+
+    def take(self, count: int) -> None:
+        """Take steps: in each the forward pass lasts ``step_ms`` at least, and the whole ``slow`` times as long."""
+        options, replica = self.options, self.replica
+        for _ in range(count):
+            begin = time.perf_counter()
+            inputs, targets = self.task.draw(options.batch or self.task.batch, self.draw)
+            loss = loss_of(replica.module(inputs), targets)
+            taken = time.perf_counter() - begin
+            # Before backward, in which DDP waits for other ranks.
+            backward = BACKWARD * taken
+            sleep_s = self.slow * (max(taken, options.step_ms / 1000) + backward) - backward - taken
+            if sleep_s > 0:
+                time.sleep(sleep_s)
+            replica.optimizer.zero_grad()
+            if options.flush_every and (len(self.seconds) + 1) % options.flush_every == 0:
+                replica.flush()
+            loss.backward()
+            replica.optimizer.step()
+            replica.schedule.step()
+            self.seconds.append(time.perf_counter() - begin)
+
+
+class Job:
+    """The ranks, and the trainings of one model.
+
+    Attributes:
+        options: The command line's.
+        group: The ranks; ``None`` behind torch's DDP.
+    """
+
+    def __init__(self, options: argparse.Namespace, group: tr.Group | None) -> None:
+        self.options, self.group, self.task = options, group, make_task(options.model)
+        self.rank = dist.get_rank() if group is None else group.rank
+        self.world_size = dist.get_world_size() if group is None else group.world_size
+        self.num_parameters = 0
+
+    def steps(self, method: Method, seed: int) -> Steps:
+        """Make a replica."""
+        replica = make_replica(self.options, method, self.task, self.group, seed)
+        self.num_parameters = sum(parameter.numel() for parameter in replica.module.parameters())
+        draw = torch.Generator().manual_seed(1_000_003 * (seed + 1) + self.rank)
+        slow = self.options.slow if self.rank == self.world_size - 1 else 1.0
+        return Steps(self.options, self.task, replica, draw, slow)
+
+    def train(self, method: Method, seed: int) -> dict[str, Any]:
+        """All steps; returns their seconds, the bytes of an average one, and what the model was worth meanwhile."""
+        options, steps = self.options, self.steps(method, seed)
+        total = options.stop_after or num_steps(options, method, self.rank, self.world_size)
+        every = max(1, options.steps // options.evaluations)
+        evaluations = []
+        before, sent = self.sent_bytes(), 0
+        while (done := len(steps.seconds)) < total:
+            steps.take(min(every, total - done))
+            done = len(steps.seconds)
+            if done == total and options.slow <= 1:
+                steps.replica.finish()
+            sent += self.sent_bytes() - before
+            loss, accuracy = self.evaluate(steps.replica.module)
+            before = self.sent_bytes()
+            evaluations.append({"step": done, "seconds": sum(steps.seconds), "loss": loss, "accuracy": accuracy})
+            if self.rank == 0:
+                print(
+                    f"{method.text}, seed {seed}, step {done}: loss {loss:.4f}, accuracy {accuracy:.2%}, "
+                    f"{sum(steps.seconds):.1f} s"
+                )
+        if options.slow > 1:  # what rank 0 has after its last step, and not what it has when the slow rank has come
+            steps.replica.finish()
+        steps.replica.close()
+        run = {"step_s": steps.seconds, "evaluations": evaluations, "sent_bytes": sent / total}
+        return {"method": method.text, "seed": seed, "block": method.period, **run}
+
+    def time_turns(self, method: Method) -> dict[str, Any]:
+        """The seconds of the method's steps, and of steps without communication, in turns, and the bytes of a step."""
+        options, steps, alone = self.options, self.steps(method, 0), self.steps(parse_method("alone"), 0)
+        # When a turn ends, no exchange is under way.
+        warmup = method.period + method.overlap + (PLAIN_STEPS_TIMED if method.name == "powersgd" else 1)
+        block = method.period if method.period > 1 else TURN_STEPS
+        sent = 0
+        begin = time.monotonic()
+        for turn in range(-1, options.turns):
+            count = block if turn >= 0 else warmup
+            alone.take(count)
+            self.add_up(torch.zeros(1))
+            before = self.sent_bytes()
+            steps.take(count)
+            sent += (self.sent_bytes() - before) * (turn >= 0)
+            elapsed = self.add_up(torch.tensor([time.monotonic() - begin if self.rank == 0 else 0.0]))
+            if turn >= 0 and elapsed > options.turns_s:
+                break
+        steps.replica.finish()
+        steps.replica.close()
+        step_s = steps.seconds[warmup:]
+        run = {"step_s": step_s, "alone_s": alone.seconds[warmup:], "sent_bytes": sent / len(step_s)}
+        if self.rank == 0:
+            print(f"{method.text}: {statistics.fmean(step_s) * 1000:.1f} ms for a step")
+        return {"method": method.text, "seed": 0, "block": block, **run}
+
+    def sent_bytes(self) -> int:
+        """What the interface has sent so far."""
+        if self.options.interface is None:
+            return 0
+        lines = Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()
+        (line,) = (line for line in lines if line.strip().startswith(f"{self.options.interface}:"))
+        return int(line.partition(":")[2].split()[8])
+
+    def evaluate(self, module: nn.Module) -> list[float]:
+        """Return the mean loss and the accuracy of what was held out."""
+        model = getattr(module, "module", module)
+        if self.options.slow > 1:  # each rank looks at all samples, and waits for nobody
+            sums = evaluate(model, self.task, 0, 1)
+        else:
+            sums = self.add_up(evaluate(model, self.task, self.rank, self.world_size))
+        return (sums[:2] / sums[2]).tolist()
+
+    def add_up(self, sums: Tensor) -> Tensor:
+        """Over all ranks."""
+        if self.group is None:
+            dist.all_reduce(sums)
+        else:
+            self.group.allreduce(sums, name="evaluation").wait()
+        return sums
 
 
 def run(options: argparse.Namespace, group: tr.Group | None) -> None:
-    """Train from every seed; ``group`` is None behind torch's DDP."""
-    rank = dist.get_rank() if group is None else group.rank
-    world_size = dist.get_world_size() if group is None else group.world_size
-    task = make_task(options.model)
-    runs = []
-    for seed in range(options.seeds):
-        replica = make_replica(options, task, group, seed)
-
-        def average(_step: int, model: nn.Module = replica.module) -> list[float]:
-            model = getattr(model, "module", model)
-            if options.slow > 1:  # each rank looks at all samples, and waits for nobody
-                sums = evaluate(model, task, 0, 1)
-            else:
-                sums = total(evaluate(model, task, rank, world_size), group)
-            return (sums[:2] / sums[2]).tolist()
-
-        before = 0 if group is None else group.statistics().bytes_sent
-        run = train(options, replica, task, rank, seed, average, options.slow if rank == world_size - 1 else 1.0)
-        run["sent_bytes"] = 0 if group is None else group.statistics().bytes_sent - before
-        runs.append(run)
-        replica.close()
-    if options.json is not None and rank == 0:
-        facts = {name: value for name, value in vars(options).items() if name != "json"}
-        parameters = sum(parameter.numel() for parameter in replica.module.parameters())
-        document = {**facts, "world_size": world_size, "num_parameters": parameters, "runs": runs}
-        options.json.write_text(json.dumps(document) + "\n")
-
-
-def total(sums: Tensor, group: tr.Group | None) -> Tensor:
-    """Over all ranks."""
-    if group is None:
-        dist.all_reduce(sums)
+    """Train by every method from every seed, or measure the time of every method's steps."""
+    job = Job(options, group)
+    if options.turns:
+        runs = [job.time_turns(method) for method in options.methods]
     else:
-        group.allreduce(sums, name="evaluation").wait()
-    return sums
+        runs = [job.train(method, seed) for method in options.methods for seed in range(options.seeds)]
+    if options.json is not None and job.rank == 0:
+        facts = {name: value for name, value in vars(options).items() if name not in ("json", "methods")}
+        facts |= {"optimizer": options.optimizer or job.task.optimizer, "world_size": job.world_size}
+        document = {**facts, "num_parameters": job.num_parameters, "runs": runs}
+        options.json.write_text(json.dumps(document) + "\n")
 
 
 def _nothing() -> None:

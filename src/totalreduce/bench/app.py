@@ -17,6 +17,7 @@ from totalreduce.bench.recovery import bench_recovery
 from totalreduce.bench.replay import bench_replay
 from totalreduce.bench.sparse import bench_sparse
 from totalreduce.bench.step import bench_step
+from totalreduce.bench.strategies import bench_strategies
 from totalreduce.bench.summary import bench_report
 from totalreduce.bench.trace import bench_trace
 from totalreduce.bench.train import bench_train
@@ -44,6 +45,7 @@ for _command in (
     bench_ps,
     bench_growth,
     bench_train,
+    bench_strategies,
     bench_ddp,
     bench_faults,
     bench_recovery,

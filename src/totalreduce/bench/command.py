@@ -15,6 +15,7 @@ import typer
 from totalreduce.bench.launching import BenchmarkFailedError, Setting
 from totalreduce.bench.plots import require_matplotlib
 from totalreduce.bench.report import Report
+from totalreduce.cli.report import write_text
 from totalreduce.foundation.errors import ConfigurationError
 
 _SHARED: dict[str, tuple[Any, Any]] = {
@@ -60,6 +61,7 @@ _SHARED: dict[str, tuple[Any, Any]] = {
 _JSON = Annotated[
     Path | None, typer.Option("--json", help="Write every figure, all samples, versions and machine to this file.")
 ]
+_MARKDOWN = Annotated[Path | None, typer.Option("--markdown", help="Write the tables in Markdown to this file.")]
 _PLOT = Annotated[Path | None, typer.Option("--plot", help="Draw the figures into this file, as out.png or .svg.")]
 
 
@@ -72,10 +74,10 @@ class Command:
         measure: Returns a report, or ``None`` where nothing is left to print and save. Its parameters are options; the
             fields of its ``parameters``, a record, are options too.
         shared: Names of the shared options, of which ``measure`` gets a ``setting``.
-        defaults: Defaults of shared options that differ from the usual ones.
+        defaults: Defaults of options that differ from the usual ones.
         examples: Stand at the end of ``--help``.
         plot: Whether ``--plot`` is an option.
-        json: Whether ``--json`` is an option.
+        json: Whether ``--json`` and ``--markdown`` are options.
     """
 
     name: str
@@ -94,10 +96,10 @@ class Command:
 
         more = {name: _SHARED[name] for name in self.shared}
         more |= {"plot": (_PLOT, None)} if self.plot else {}
-        more |= {"json": (_JSON, None)} if self.json else {}
-        more |= {name: (more[name][0], value) for name, value in self.defaults.items()}
+        more |= {"markdown": (_MARKDOWN, None), "json": (_JSON, None)} if self.json else {}
+        more |= {name: (more[name][0], value) for name, value in self.defaults.items() if name in more}
         parameters = [
-            *self._own(),
+            *(each.replace(default=self.defaults.get(each.name, each.default)) for each in self._own()),
             *(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
                 for name, (annotation, default) in more.items()
@@ -118,7 +120,7 @@ class Command:
                 yield parameter
 
     def _run(self, given: dict[str, Any]) -> None:
-        path, picture = given.pop("json", None), given.pop("plot", None)
+        path, text, picture = (given.pop(name, None) for name in ("json", "markdown", "plot"))
         if picture is not None:
             require_matplotlib(picture)
         if self.shared:
@@ -137,6 +139,8 @@ class Command:
         for table in report.tables:
             table.print()
         report.save(self.name, path)
+        if text is not None:
+            write_text(text, "--markdown", "\n".join(table.to_markdown() for table in report.tables))
         if picture is not None and report.draw is not None:
             report.draw(picture)
 

@@ -47,6 +47,7 @@ class Setting:
         ranks: Number of worker processes.
         hosts: Number of emulated hosts; 0: all workers on this machine's loopback.
         rate: Rate of each emulated host's link, as ``1gbit``.
+        delay_ms: How long a packet travels from one emulated host to another, in addition.
         against: Other peers in the same run: ``gloo``, ``fifo``, ``openmpi``, ``mpich``.
         rounds: How often each peer is measured.
         transport: That of Total Reduce, as for ``totalreduce.init``.
@@ -56,6 +57,7 @@ class Setting:
     ranks: int
     hosts: int = 0
     rate: str = "1gbit"
+    delay_ms: float = 0.0
     against: tuple[str, ...] = ()
     rounds: int = 1
     transport: str = "auto"
@@ -112,7 +114,8 @@ class Setting:
     def describe(self) -> str:
         """For table titles."""
         if self.hosts:
-            return f"{self.ranks} ranks on {self.hosts} emulated hosts x {self.rate}"
+            delay = f"+{self.delay_ms:g}ms" if self.delay_ms else ""
+            return f"{self.ranks} ranks on {self.hosts} emulated hosts x {self.rate}{delay}"
         return f"{self.ranks} ranks on one host"
 
     def as_document(self) -> dict[str, Any]:
@@ -191,7 +194,9 @@ def run_job(
     emulate = None
     if setting.hosts:
         per_host = setting.ranks // setting.hosts
-        emulate = EmulateOptions(num_hosts=setting.hosts, rate=setting.rate, ranks_per_host=per_host)
+        emulate = EmulateOptions(
+            num_hosts=setting.hosts, rate=setting.rate, ranks_per_host=per_host, delay_ms=setting.delay_ms
+        )
     outcome = run_workers(
         argv,
         num_workers=setting.ranks,

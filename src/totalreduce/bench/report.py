@@ -38,6 +38,13 @@ class Table(Generic[F]):
         rows = [[text(figure) for _, text in self.columns] for figure in self.figures]
         print_table(self.title, [head for head, _ in self.columns], rows, self.caption)
 
+    def to_markdown(self) -> str:
+        """Return the table in Markdown, with its title above and its caption below."""
+        rows = [[head for head, _ in self.columns], ["---"] * len(self.columns)]
+        rows += [[text(figure) for _, text in self.columns] for figure in self.figures]
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        return "\n".join([f"**{self.title}**", "", *lines, *(["", self.caption] if self.caption else [])]) + "\n"
+
 
 @dataclass(frozen=True, slots=True)
 class Report:

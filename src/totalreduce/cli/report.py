@@ -13,7 +13,7 @@ from rich.table import Table
 
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["format_bytes", "print_table", "share", "write_document"]
+__all__ = ["format_bytes", "print_table", "share", "write_document", "write_text"]
 
 
 def format_bytes(size: float) -> str:
@@ -46,9 +46,17 @@ def write_document(path: Path | None, document: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: The file cannot be written.
     """
-    if path is None:
-        return
+    if path is not None:
+        write_text(path, "--json", json.dumps(document, indent=1) + "\n")
+
+
+def write_text(path: Path, option: str, text: str) -> None:
+    """Write the file that an option of the command line names.
+
+    Raises:
+        ConfigurationError: The file cannot be written.
+    """
     try:
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigurationError(f"cannot write --json {path}: {error.strerror}") from error
+        raise ConfigurationError(f"cannot write {option} {path}: {error.strerror}") from error

@@ -92,7 +92,8 @@ def start_delay(prefix: Sequence[str], names: Sequence[tuple[str, str]], delay_s
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     readable, _, _ = select.select([process.stdout], [], [], _START_S)
     if not readable or process.stdout.readline() != b"ready\n":
         process.kill()

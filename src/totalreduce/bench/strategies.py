@@ -1,0 +1,42 @@
+"""``totalreduce bench strategies``: models trained by strategies, on slow links and with a slow rank."""
+
+from __future__ import annotations
+
+from totalreduce.bench.command import benchmark
+from totalreduce.bench.launching import Setting
+from totalreduce.bench.report import Report
+from totalreduce.bench.training import MODELS, TrainPlan, report_trainings
+
+_METHODS = (
+    *("local_sgd", "slowmo", "easgd:period=4", "gossip:overlap=1", "diloco:period=16"),
+    "diloco:period=16:fragments=4:overlap=4:codec=int8",
+    "diloco:period=48:fragments=4:overlap=8:codec=int8",
+    *("async", "stale_synchronous:rate=0.25", "quorum:n=3:grace_s=0.01"),
+)
+
+
+@benchmark(
+    "strategies",
+    "totalreduce bench strategies --models cnn --quick",
+    "totalreduce bench strategies --resume strategies.jsonl --json strategies.json --plot strategies.png",
+    "totalreduce bench strategies --models logistic --keys 10000000 --methods local_sgd,async --rates 100mbit",
+    shared=("ranks", "emulate_hosts"),
+    plot=True,
+    emulate_hosts=4,
+    models=",".join(MODELS),
+    optimizers="sgd,adamw",
+    methods=",".join(_METHODS),
+    against="dense,powersgd,post-local",
+    steps=192,
+    looks=12,
+    rates="1gbit,100mbit,10mbit+40ms",
+    slow=3.0,
+    slow_step_ms=100.0,
+)
+def bench_strategies(setting: Setting, parameters: TrainPlan) -> Report:
+    """Train four models by strategies and by DDP: the loss over steps, bytes and time, and with a slow rank.
+
+    All contestants take the same number of steps with the same batches and learning rates.
+    Needs --emulate-hosts, that is root; takes about two hours as it is.
+    """
+    return report_trainings("strategies", setting, parameters)
