@@ -183,7 +183,7 @@ def characters() -> Task:
     def build(width: int) -> nn.Module:
         return SmallGPT(len(alphabet), CONTEXT, width=width, num_layers=4, num_heads=4)
 
-    return _text_task(build, 256, {"sgd": 0.1, "adamw": 5e-4}, 1, tokens)
+    return _text_task(build, 256, {"sgd": 0.05, "adamw": 5e-4}, 1, tokens)
 
 
 def keys() -> Task:

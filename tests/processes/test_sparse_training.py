@@ -1,4 +1,4 @@
-"""``examples/sparse_training.py`` through both doors, and ``bench train`` around it."""
+"""``examples/sparse_training.py`` through both doors, and ``bench train`` and ``bench strategies`` around it."""
 
 import json
 from pathlib import Path
@@ -64,6 +64,44 @@ def test_doors_and_seeds(with_digits, tmp_path):
     assert losses(ours)[0] != losses(ours)[1]
     hook = train(fleet, tmp_path / "hook.json", *small, "--method", "oktopk", "--door", "ddp")
     assert all(seed[-1] < seed[0] for seed in losses(hook))
+
+
+def test_methods_with_settings_in_turns_with_steps_without_communication(fleet, tmp_path):
+    small = ("--model", "logistic", "--width", "1000", "--seeds", "2")
+    methods = "local_sgd:period=4,diloco:period=6:overlap=2:codec=int8:outer_lr=0.5,stale_synchronous:slack=0:rate=0.5"
+    timed = train(fleet, tmp_path / "timed.json", *small, "--method", methods, "--turns", "3", "--interface", "lo")
+    assert [run["method"] for run in timed["runs"]] == methods.split(",")
+    assert [run["block"] for run in timed["runs"]] == [4, 6, 2]
+    assert [len(run["step_s"]) for run in timed["runs"]] == [12, 18, 6]
+    assert all(len(run["alone_s"]) == len(run["step_s"]) and min(run["alone_s"]) > 0 for run in timed["runs"])
+    assert (timed["num_parameters"], timed["optimizer"], timed["world_size"]) == (1001, "sgd", 2)
+    # With a period of 1 the losses are those of dense training; with half the learning rate they are not.
+    same = "local_sgd:period=1,dense,stale_synchronous:slack=0:rate=0.5"
+    runs = train(fleet, tmp_path / "same.json", *small, "--method", same)["runs"]
+    assert [(run["method"], run["seed"]) for run in runs] == [
+        (name, seed) for name in same.split(",") for seed in (0, 1)
+    ]
+    found = [[look["loss"] for look in run["evaluations"]] for run in runs]
+    assert found[:2] == found[2:4]
+    assert found[4:] != found[2:4]
+
+
+@pytest.mark.slow
+def test_strategies_are_compared_on_links_and_with_a_slow_rank(tmp_path):
+    pytest.importorskip("matplotlib")
+    out, picture, text = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "out.md"
+    arguments = ("strategies", "--models", "logistic", "--keys", "200000", "--quick", "--emulate-hosts", "2")
+    which = ("--optimizers", "sgd", "--methods", "local_sgd,async", "--against", "dense", "--rates", "100mbit+5ms")
+    files = ("--json", str(out), "--plot", str(picture), "--markdown", str(text))
+    found = CliRunner().invoke(bench_app, [*arguments, *which, "--slow-step-ms", "30", *files])
+    assert found.exit_code == 0, found.output
+    dense, averaging, asynchronous = json.loads(out.read_text())["figures"]["logistic, sgd"]
+    sent = [figure["links"]["100mbit+5ms"]["sent_bytes"] for figure in (dense, averaging)]
+    assert 800_004 < sent[0] < 1.2 * 800_004
+    assert sent[1] < 1.2 * sent[0] / 16
+    assert dense["slowed"]["pace"] < 0.6 < asynchronous["slowed"]["pace"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "| DDP / gloo, dense |" in text.read_text()
 
 
 @pytest.mark.slow

@@ -376,12 +376,22 @@ def report_trainings(command: str, setting: Setting, parameters: TrainPlan) -> R
     )
 
 
+#: Launches the script in a setting, by several contestants and with more options, and returns its document.
+_RunScript = Callable[[Setting, Sequence[str], Sequence[str]], Training]
+
+
+def _run_script(setting: Setting, names: Sequence[str], options: Sequence[str]) -> Training:
+    command = [str(find_script("sparse_training")), *options, "--method", ",".join(names)]
+    return run_script(setting, command, Training, over_gloo="ddp" in options, timeout_s=_LAUNCH_LIMIT_S)
+
+
 @final
 class _Launcher:
     """Launches of the script. With a file, every launch is kept as a line of it, and none is repeated."""
 
-    def __init__(self, command: str, path: Path | None) -> None:
-        self._command, self._path = command, path
+    def __init__(self, command: str, path: Path | None, run: _RunScript | None = None) -> None:
+        """``run``: launches the script by several contestants; that of this module if it is not given."""
+        self._command, self._path, self._run_script = command, path, run or _run_script
         self._kept: dict[str, Training] = {}
         if path is not None and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
@@ -405,8 +415,7 @@ class _Launcher:
         return {name: self._kept[key] for name, key in keys.items()}
 
     def _run(self, setting: Setting, names: Sequence[str], options: Sequence[str]) -> dict[str, Training]:
-        command = [str(find_script("sparse_training")), *options, "--method", ",".join(names)]
-        whole = run_script(setting, command, Training, over_gloo="ddp" in options, timeout_s=_LAUNCH_LIMIT_S)
+        whole = self._run_script(setting, names, options)
         found = {name: replace(whole, runs=[run for run in whole.runs if run.method == name]) for name in names}
         for name, training in found.items():
             ends = [run.evaluations[-1].loss for run in training.runs if run.evaluations]
