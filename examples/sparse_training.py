@@ -9,12 +9,16 @@ totalreduce run -n 4 --emulate-hosts 4 examples/sparse_training.py --model cnn -
 """
 
 import argparse
+import importlib
 import json
 import math
+import os
+import socket
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,9 @@ from totalreduce.strategies.strategies import STRATEGIES
 TOPK = tuple(name for name in METHODS if name not in ("dense", "powersgd", "coded"))
 #: Hooks of DDP.
 HOOKS = ("fp16", "post-local")
+#: Strategies of torchft, which is no dependency of totalreduce.
+TORCHFT = ("torchft-local_sgd", "torchft-diloco")
+TORCHFT_TIMEOUT = timedelta(minutes=10)
 MOMENTUM = 0.9
 WARMUP = 0.05
 #: Strategies with servers.
@@ -67,7 +74,7 @@ class Method:
     @property
     def period(self) -> int:
         """The number of steps after which the method does the same again."""
-        if self.name in ("local_sgd", "post_local_sgd", "post-local", "slowmo", "diloco", "easgd"):
+        if self.name in ("local_sgd", "post_local_sgd", "post-local", "slowmo", "diloco", "easgd", *TORCHFT):
             return self.settings.get("period", 16)
         return 1
 
@@ -132,11 +139,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="rank 0 writes losses and times to this file")
     options = parser.parse_args()
     options.methods = [parse_method(text) for text in options.method.split(",")]
+    known = ("alone", *METHODS, *STRATEGIES, *HOOKS, *TORCHFT)
     for method in options.methods:
-        if method.name not in ("alone", *METHODS, *STRATEGIES, *HOOKS):
-            parser.error(f"{method.name} is none of {', '.join(('alone', *METHODS, *STRATEGIES, *HOOKS))}")
-        if options.door == "optimizer" and method.name in HOOKS:
-            parser.error(f"{method.name} is a hook: --door ddp")
+        if method.name not in known:
+            parser.error(f"{method.name} is none of {', '.join(known)}")
+        if options.door == "optimizer" and method.name in (*HOOKS, *TORCHFT):
+            parser.error(f"{method.name} needs --door ddp")
         if options.door == "ddp" and method.name in STRATEGIES:
             parser.error(f"{method.name} is a strategy: --door optimizer")
     return options
@@ -201,6 +209,8 @@ def make_replica(options: argparse.Namespace, method: Method, task: Task, group:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     if method.name == "alone":
         return Replica(model, optimizer, schedule, _nothing, _nothing, _nothing)
+    if method.name in TORCHFT:
+        return _torchft(method, model, optimizer, schedule, seed)
     if group is None:
         replica = DistributedDataParallel(model, bucket_cap_mb=1024 if method.name == "powersgd" else None)
         if method.name == "fp16":
@@ -245,6 +255,61 @@ def _post_local(
     replica.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     averager = averagers.PeriodicModelAverager(period=method.period, warmup_steps=start)
     return Replica(replica, PostLocalSGDOptimizer(optimizer, averager), schedule, _nothing, _nothing, _nothing)
+
+
+def _torchft(
+    method: Method,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    seed: int,
+) -> Replica:
+    """The strategies of torchft: each rank is a replica group, and rank 0 has the lighthouse that names the members."""
+    torchft = importlib.import_module("torchft")
+    strategies = importlib.import_module("torchft.local_sgd")
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:  # sends nothing, and knows this rank's address
+        probe.connect((os.environ["MASTER_ADDR"], 9))
+        address = probe.getsockname()[0]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    lighthouse, where = None, [""]
+    if rank == 0:
+        lighthouse = importlib.import_module("torchft.coordination").LighthouseServer(
+            bind="[::]:0", min_replicas=world_size, join_timeout_ms=1000
+        )
+        where[0] = f"http://{address}:{lighthouse.address().rpartition(':')[2]}"
+    dist.broadcast_object_list(where)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=TORCHFT_TIMEOUT),
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        min_replica_size=world_size,
+        use_async_quorum=False,
+        timeout=TORCHFT_TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr=address,
+        store_port=store.port,
+        lighthouse_addr=where[0],
+        replica_id=f"{seed}-{rank}",
+        hostname=address,
+        init_sync=False,
+    )
+    if method.name == "torchft-local_sgd":
+        context = strategies.LocalSGD(manager, model, optimizer, sync_every=method.period)
+    else:
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        context = strategies.DiLoCo(manager, [model], optimizer, outer, sync_every=method.period)
+    context.__enter__()
+    servers = [store, lighthouse]  # which end when nothing refers to them
+
+    def close() -> None:
+        context.__exit__(None, None, None)
+        dist.barrier()
+        manager.shutdown(wait=False)
+        servers.clear()
+
+    return Replica(model, optimizer, schedule, _nothing, _nothing, close)
 
 
 @dataclass
@@ -321,7 +386,7 @@ class Job:
             if done == total and options.slow <= 1:
                 steps.replica.finish()
             sent += self.sent_bytes() - before
-            loss, accuracy = self.evaluate(steps.replica.module)
+            loss, accuracy = self.evaluate(method, steps.replica.module)
             before = self.sent_bytes()
             evaluations.append({"step": done, "seconds": sum(steps.seconds), "loss": loss, "accuracy": accuracy})
             if self.rank == 0:
@@ -346,11 +411,14 @@ class Job:
         for turn in range(-1, options.turns):
             count = block if turn >= 0 else warmup
             alone.take(count)
-            self.add_up(torch.zeros(1))
+            if method.name not in SERVED:
+                self.add_up(torch.zeros(1))
             before = self.sent_bytes()
             steps.take(count)
             sent += (self.sent_bytes() - before) * (turn >= 0)
-            elapsed = self.add_up(torch.tensor([time.monotonic() - begin if self.rank == 0 else 0.0]))
+            elapsed = torch.tensor([time.monotonic() - begin if self.rank == 0 or method.name in SERVED else 0.0])
+            if method.name not in SERVED:  # with servers, ranks may take different numbers of steps
+                self.add_up(elapsed)
             if turn >= 0 and elapsed > options.turns_s:
                 break
         steps.replica.finish()
@@ -369,10 +437,10 @@ class Job:
         (line,) = (line for line in lines if line.strip().startswith(f"{self.options.interface}:"))
         return int(line.partition(":")[2].split()[8])
 
-    def evaluate(self, module: nn.Module) -> list[float]:
+    def evaluate(self, method: Method, module: nn.Module) -> list[float]:
         """Return the mean loss and the accuracy of what was held out."""
         model = getattr(module, "module", module)
-        if self.options.slow > 1:  # each rank looks at all samples, and waits for nobody
+        if method.name in SERVED:  # ranks may have taken different numbers of steps: none waits for another one
             sums = evaluate(model, self.task, 0, 1)
         else:
             sums = self.add_up(evaluate(model, self.task, self.rank, self.world_size))

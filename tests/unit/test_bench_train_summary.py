@@ -154,7 +154,7 @@ def test_launches_that_were_kept_are_not_repeated(tmp_path):
     kept, launched = tmp_path / "kept.jsonl", []
 
     def run(setting, names, options):
-        launched.append((tuple(names), setting.describe(), options[-1]))
+        launched.append((tuple(names), setting.describe(), *options))
         runs = [{"method": name, "step_s": [0.5] * 20, "seed": seed} for name in names for seed in (0, 1)]
         return from_document(training.Training, {"runs": runs, "steps": 20})
 
@@ -162,14 +162,15 @@ def test_launches_that_were_kept_are_not_repeated(tmp_path):
     for _ in range(2):  # the second one reads the file
         launcher = training._Launcher("train", kept, run)
         assert list(launcher.launch(here, ["dense", "async"], ["--seeds", "2"])) == ["dense", "async"]
-        found = launcher.launch(far, ["dense", "fp16", "async"], ["--turns", "5"])
+        found = launcher.launch(far, ["dense", "async", "torchft-diloco", "fp16"], ["--turns", "5"])
         assert [(run.method, run.seed) for run in found["fp16"].runs] == [("fp16", 0), ("fp16", 1)]
         assert found["fp16"].steps == 20
     one, emulated = "2 ranks on one host", "2 ranks on 2 emulated hosts x 10mbit+40ms"
-    each = [(("dense",), one, "ddp"), (("async",), one, "optimizer")]
-    assert launched == [*each, (("dense", "fp16"), emulated, "ddp"), (("async",), emulated, "optimizer")]
+    each = [((name,), one, "--seeds", "2") for name in ("dense", "async")]
+    together = [(names, emulated, "--turns", "5") for names in (("dense", "fp16"), ("async",), ("torchft-diloco",))]
+    assert launched == [*each, *together]
     training._Launcher("train", kept, run).launch(here, ["dense"], ["--seeds", "3"])
-    assert launched[4:] == [(("dense",), one, "ddp")]
+    assert launched[5:] == [(("dense",), one, "--seeds", "3")]
 
 
 def test_tables_in_markdown():

@@ -222,7 +222,15 @@ def find_script(script: str) -> Path:
     raise ConfigurationError(f"there is neither a file {script} nor an example of this name (totalreduce examples)")
 
 
-def run_script(setting: Setting, command: Sequence[str], kind: type[R], *, over_gloo: bool, timeout_s: float) -> R:
+def run_script(
+    setting: Setting,
+    command: Sequence[str],
+    kind: type[R],
+    *,
+    over_gloo: bool,
+    timeout_s: float,
+    python: str = sys.executable,
+) -> R:
     """Run a script on all ranks, started as a user would start it, and return the document that it wrote.
 
     Args:
@@ -232,11 +240,14 @@ def run_script(setting: Setting, command: Sequence[str], kind: type[R], *, over_
         over_gloo: Whether torch's gloo carries its messages: it sometimes aborts in its destructors after all work is
             done, which is no failure then.
         timeout_s: How long it may take.
+        python: The interpreter.
     """
     with tempfile.TemporaryDirectory(prefix="totalreduce-bench-") as folder:
         out = Path(folder) / "out.json"
-        argv = [sys.executable, *command, "--json", str(out)]
-        outcome = run_job(argv, setting, output="capture", timeout_s=timeout_s)
+        argv = [python, *command, "--json", str(out)]
+        # More ranks than cores leave one without a core for seconds; that is no death.
+        patient = {"TOTALREDUCE_PEER_TIMEOUT_S": "30", **current()}
+        outcome = run_job(argv, setting, environment=patient, output="capture", timeout_s=timeout_s)
         afterwards = out.exists() and all(
             worker.exit_code == 0 or worker.signal == "SIGABRT" for worker in outcome.workers
         )

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -58,6 +60,8 @@ MODELS = ("cnn", "lstm", "gpt", "logistic")
 OPTIMIZERS = ("own", "sgd", "adamw")
 #: Ways in which DDP over gloo can train; all contestants are compared with ``dense``.
 PEERS = ("dense", "fp16", "powersgd", "post-local")
+#: Strategies of torchft; in an interpreter that has it.
+TORCHFT = ("torchft-local_sgd", "torchft-diloco")
 #: Contestants whose first steps are those of dense training.
 _POST_LOCAL = ("post-local", "post_local_sgd")
 #: PowerSGD's hook is plain in the first ten steps.
@@ -192,6 +196,9 @@ class TrainPlan:
     slow_step_ms: Annotated[
         float, typer.Option(help="With --slow, how long a forward pass takes at least: the rank sleeps for the rest.")
     ] = 0.0
+    torchft: Annotated[
+        Path | None, typer.Option(help="A Python with this package and torchft, whose LocalSGD and DiLoCo take part.")
+    ] = None
     resume: Annotated[
         Path | None,
         typer.Option(help="Keep every launch in this file as it ends, and do not repeat those that it has."),
@@ -222,7 +229,8 @@ class TrainPlan:
     @property
     def contestants(self) -> list[str]:
         """Dense first."""
-        return contestants_of(self.methods, self.against)
+        more = TORCHFT if self.torchft is not None else ()
+        return [*contestants_of(self.methods, self.against), *more]
 
     @property
     def links(self) -> list[str]:
@@ -354,7 +362,7 @@ def report_trainings(command: str, setting: Setting, parameters: TrainPlan) -> R
             f"bench {command} is about links between hosts: --emulate-hosts from 2, not {setting.hosts}"
         )
     plan = replace(parameters, steps=_QUICK_STEPS, seeds=_SEEDS_MIN) if parameters.quick else parameters
-    launcher = _Launcher(command, plan.resume)
+    launcher = _Launcher(command, plan.resume, partial(_run_script, plan.torchft))
     samples: dict[str, CaseSamples] = {}
     for model, optimizer in plan.cases:
         samples[model if optimizer == "own" else f"{model}, {optimizer}"] = _measure(
@@ -380,18 +388,21 @@ def report_trainings(command: str, setting: Setting, parameters: TrainPlan) -> R
 _RunScript = Callable[[Setting, Sequence[str], Sequence[str]], Training]
 
 
-def _run_script(setting: Setting, names: Sequence[str], options: Sequence[str]) -> Training:
-    command = [str(find_script("sparse_training")), *options, "--method", ",".join(names)]
-    return run_script(setting, command, Training, over_gloo="ddp" in options, timeout_s=_LAUNCH_LIMIT_S)
+def _run_script(torchft: Path | None, setting: Setting, names: Sequence[str], options: Sequence[str]) -> Training:
+    door = _door_of(names[0])
+    python = str(torchft) if door == "torchft" else sys.executable
+    over_gloo = door != "optimizer"
+    options = [*options, "--door", "ddp" if over_gloo else "optimizer", "--method", ",".join(names)]
+    command = [str(find_script("sparse_training")), *options]
+    return run_script(setting, command, Training, over_gloo=over_gloo, timeout_s=_LAUNCH_LIMIT_S, python=python)
 
 
 @final
 class _Launcher:
     """Launches of the script. With a file, every launch is kept as a line of it, and none is repeated."""
 
-    def __init__(self, command: str, path: Path | None, run: _RunScript | None = None) -> None:
-        """``run``: launches the script by several contestants; that of this module if it is not given."""
-        self._command, self._path, self._run_script = command, path, run or _run_script
+    def __init__(self, command: str, path: Path | None, run: _RunScript) -> None:
+        self._command, self._path, self._run_script = command, path, run
         self._kept: dict[str, Training] = {}
         if path is not None and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
@@ -401,16 +412,15 @@ class _Launcher:
     def launch(self, setting: Setting, contestants: Iterable[str], options: Sequence[str]) -> dict[str, Training]:
         """Train by several contestants, each in a launch of its own, or measure their steps in turns.
 
-        Turns are short, so they share launches: those of DDP one, and those of DistributedOptimizer another one.
+        Turns are short, so they share launches: those of DDP, of DistributedOptimizer, and of torchft.
         """
         keys = {name: json.dumps([setting.describe(), name, *options]) for name in contestants}
         missing = [name for name, key in keys.items() if key not in self._kept]
-        by_door = [[name for name in missing if (_name_of(name) in PEERS) == is_peer] for is_peer in (True, False)]
+        by_door = [[name for name in missing if _door_of(name) == door] for door in ("ddp", "optimizer", "torchft")]
         launches = by_door if "--turns" in options else [[name] for name in missing]
         for names in filter(None, launches):
             print_progress(f"{self._command}: {' '.join(options)}, {setting.describe()}: {', '.join(names)}")
-            door = "ddp" if _name_of(names[0]) in PEERS else "optimizer"
-            for name, training in self._run(setting, names, [*options, "--door", door]).items():
+            for name, training in self._run(setting, names, options).items():
                 self._keep(keys[name], training)
         return {name: self._kept[key] for name, key in keys.items()}
 
@@ -491,6 +501,12 @@ def summarise(samples: CaseSamples) -> list[TrainFigure]:
 
 def _name_of(contestant: str) -> str:
     return contestant.partition(":")[0]
+
+
+def _door_of(contestant: str) -> str:
+    if _name_of(contestant) in TORCHFT:
+        return "torchft"
+    return "ddp" if _name_of(contestant) in PEERS else "optimizer"
 
 
 def _is_sparse(contestant: str) -> bool:
@@ -588,7 +604,7 @@ def _compared(own: TrainFigure, dense: TrainFigure) -> TrainFigure:
 
 
 def _describe_peer(figure: TrainFigure) -> str:
-    is_peer = _name_of(figure.contestant) in PEERS
+    is_peer = _door_of(figure.contestant) == "ddp"
     return f"DDP / gloo, {figure.contestant}" if is_peer else figure.contestant
 
 
