@@ -11,7 +11,7 @@ _METHODS = (
     *("local_sgd", "slowmo", "easgd:period=4", "gossip:overlap=1", "diloco:period=16"),
     "diloco:period=16:fragments=4:overlap=4:codec=int8",
     "diloco:period=48:fragments=4:overlap=8:codec=int8",
-    *("async", "stale_synchronous:rate=0.25", "quorum:n=3:grace_s=0.01"),
+    *("async:rate=0.25", "stale_synchronous:rate=0.25", "quorum:n=3:grace_s=0.01"),
 )
 
 
