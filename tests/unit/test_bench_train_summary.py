@@ -1,5 +1,8 @@
 """``bench train`` and ``bench strategies``: from what the script wrote to figures, and what is refused."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from totalreduce.bench import training
@@ -148,6 +151,11 @@ def test_the_defaults_of_bench_strategies_make_a_plan():
     plan = TrainPlan(**own)
     assert plan.cases[:2] == [("cnn", "sgd"), ("cnn", "adamw")]
     assert plan.contestants[:4] == ["dense", "powersgd", "post-local", "local_sgd"]
+    short = plan.shortened()
+    assert (short.cases, short.links, short.steps, short.seeds) == ([("cnn", "sgd")], ["100mbit"], 40, 2)
+    assert short.contestants == plan.contestants
+    both = replace(plan, torchft=Path("python")).contestants
+    assert both == [*plan.contestants, "torchft-local_sgd", "torchft-diloco"]
 
 
 def test_launches_that_were_kept_are_not_repeated(tmp_path):

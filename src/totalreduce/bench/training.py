@@ -204,7 +204,11 @@ class TrainPlan:
         typer.Option(help="Keep every launch in this file as it ends, and do not repeat those that it has."),
     ] = None
     quick: Annotated[
-        bool, typer.Option("--quick", help="Forty steps from two seeds: to see it work, not to learn anything.")
+        bool,
+        typer.Option(
+            "--quick",
+            help="Forty steps from two seeds, of the first model and optimizer on the first link: to see it work.",
+        ),
     ] = False
 
     def __post_init__(self) -> None:
@@ -236,6 +240,12 @@ class TrainPlan:
     def links(self) -> list[str]:
         """Emulated links, each once."""
         return list(dict.fromkeys(link.strip() for link in self.rates.split(",") if link.strip()))
+
+    def shortened(self) -> TrainPlan:
+        """Return a plan of a few minutes."""
+        model, optimizer = self.cases[0]
+        less = replace(self, models=model, optimizers=optimizer, rates=self.links[0])
+        return replace(less, steps=_QUICK_STEPS, seeds=_SEEDS_MIN, looks=5)
 
     @property
     def cases(self) -> list[tuple[str, str]]:
@@ -361,7 +371,7 @@ def report_trainings(command: str, setting: Setting, parameters: TrainPlan) -> R
         raise ConfigurationError(
             f"bench {command} is about links between hosts: --emulate-hosts from 2, not {setting.hosts}"
         )
-    plan = replace(parameters, steps=_QUICK_STEPS, seeds=_SEEDS_MIN) if parameters.quick else parameters
+    plan = parameters.shortened() if parameters.quick else parameters
     launcher = _Launcher(command, plan.resume, partial(_run_script, plan.torchft))
     samples: dict[str, CaseSamples] = {}
     for model, optimizer in plan.cases:
