@@ -401,33 +401,47 @@ class Job:
         return {"method": method.text, "seed": seed, "block": method.period, **run}
 
     def time_turns(self, method: Method) -> dict[str, Any]:
-        """The seconds of the method's steps, and of steps without communication, in turns, and the bytes of a step."""
+        """The seconds of an average step in every turn, with the method and without communication, and its bytes.
+
+        They are those of the slowest rank: in a turn the others wait for it. With servers they are those of rank 0.
+        """
         options, steps, alone = self.options, self.steps(method, 0), self.steps(parse_method("alone"), 0)
         # When a turn ends, no exchange is under way.
         warmup = method.period + method.overlap + (PLAIN_STEPS_TIMED if method.name == "powersgd" else 1)
         block = method.period if method.period > 1 else TURN_STEPS
-        sent = 0
+        waits = method.name not in SERVED  # with servers, ranks may take different numbers of steps
+        turns, sent = [], 0
         begin = time.monotonic()
-        for turn in range(-1, options.turns):
-            count = block if turn >= 0 else warmup
+        for count in (warmup, *[block] * options.turns):
             alone.take(count)
-            if method.name not in SERVED:
+            if waits:
                 self.add_up(torch.zeros(1))
             before = self.sent_bytes()
             steps.take(count)
-            sent += (self.sent_bytes() - before) * (turn >= 0)
-            elapsed = torch.tensor([time.monotonic() - begin if self.rank == 0 or method.name in SERVED else 0.0])
-            if method.name not in SERVED:  # with servers, ranks may take different numbers of steps
-                self.add_up(elapsed)
-            if turn >= 0 and elapsed > options.turns_s:
+            sent = self.sent_bytes() - before + (sent if turns else 0)
+            means = [statistics.fmean(each.seconds[-count:]) for each in (steps, alone)]
+            facts = torch.tensor([*means, time.monotonic() - begin], dtype=torch.float64)
+            step_s, alone_s, elapsed = self.largest(facts).tolist() if waits else facts.tolist()
+            turns.append((step_s, alone_s))
+            if len(turns) > 1 and elapsed > options.turns_s:
                 break
         steps.replica.finish()
         steps.replica.close()
-        step_s = steps.seconds[warmup:]
-        run = {"step_s": step_s, "alone_s": alone.seconds[warmup:], "sent_bytes": sent / len(step_s)}
+        step_s, alone_s = zip(*turns[1:], strict=True)
+        sent_bytes = sent / (block * len(step_s))
         if self.rank == 0:
-            print(f"{method.text}: {statistics.fmean(step_s) * 1000:.1f} ms for a step")
-        return {"method": method.text, "seed": 0, "block": block, **run}
+            own, other = (statistics.median(seconds) * 1000 for seconds in (step_s, alone_s))
+            print(
+                f"{method.text}: {own:.1f} ms for a step, {other:.1f} ms without communication, "
+                f"{sent_bytes / 1024:.0f} KiB sent"
+            )
+        return {"method": method.text, "seed": 0, "step_s": step_s, "alone_s": alone_s, "sent_bytes": sent_bytes}
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the largest value of any rank, element by element."""
+        by_rank = torch.zeros(self.world_size, len(values), dtype=values.dtype)
+        by_rank[self.rank] = values
+        return self.add_up(by_rank).amax(dim=0)
 
     def sent_bytes(self) -> int:
         """What the interface has sent so far."""

@@ -71,9 +71,8 @@ def test_methods_with_settings_in_turns_with_steps_without_communication(fleet, 
     methods = "local_sgd:period=4,diloco:period=6:overlap=2:codec=int8:outer_lr=0.5,stale_synchronous:slack=0:rate=0.5"
     timed = train(fleet, tmp_path / "timed.json", *small, "--method", methods, "--turns", "3", "--interface", "lo")
     assert [run["method"] for run in timed["runs"]] == methods.split(",")
-    assert [run["block"] for run in timed["runs"]] == [4, 6, 2]
-    assert [len(run["step_s"]) for run in timed["runs"]] == [12, 18, 6]
-    assert all(len(run["alone_s"]) == len(run["step_s"]) and min(run["alone_s"]) > 0 for run in timed["runs"])
+    assert all(len(run["step_s"]) == len(run["alone_s"]) == 3 for run in timed["runs"])
+    assert all(min(*run["step_s"], *run["alone_s"]) > 0 for run in timed["runs"])
     assert (timed["num_parameters"], timed["optimizer"], timed["world_size"]) == (1001, "sgd", 2)
     # With a period of 1 the losses are those of dense training; with half the learning rate they are not.
     same = "local_sgd:period=1,dense,stale_synchronous:slack=0:rate=0.5"
@@ -87,6 +86,7 @@ def test_methods_with_settings_in_turns_with_steps_without_communication(fleet, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_strategies_are_compared_on_links_and_with_a_slow_rank(tmp_path):
     pytest.importorskip("matplotlib")
     out, picture, text = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "out.md"
@@ -105,6 +105,7 @@ def test_strategies_are_compared_on_links_and_with_a_slow_rank(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_benchmark_trains_on_links(tmp_path):
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")

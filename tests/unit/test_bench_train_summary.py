@@ -34,8 +34,8 @@ def timed(*step_s):
     return {"runs": [{"step_s": list(step_s)}]}
 
 
-def turns(step_s, alone_s, block, sent_bytes=0.0):
-    return {"runs": [{"step_s": step_s, "alone_s": alone_s, "block": block, "sent_bytes": sent_bytes}]}
+def turns(step_s, alone_s, sent_bytes=0.0):
+    return {"runs": [{"step_s": step_s, "alone_s": alone_s, "sent_bytes": sent_bytes}]}
 
 
 DENSE = learnt((3.0, 2.0, 1.0), (3.0, 2.0, 1.2))  # ends with 1.1 and a standard deviation of 0.1414
@@ -73,10 +73,15 @@ def test_steps_of_a_whole_training_become_seconds():
     assert dense.links["1gbit"].gain == 1.0
 
 
+def test_a_training_with_a_period_has_the_mean_of_its_periods():
+    """The first twelve steps do not count; then an exchange takes 4 s in every fourth one."""
+    run = training.Run(step_s=[9.0] * 12 + [1, 1, 1, 5, 1, 1, 1, 9, 1, 1, 1, 5], block=4)
+    assert (run.typical_s, run.over_alone) == (2.0, None)
+
+
 def test_turns_are_compared_with_steps_without_communication():
-    """An exchange comes once in a period: a step's time is the mean of a turn, and the median of turns counts."""
-    others = turns([1, 1, 1, 5, 1, 1, 1, 9, 1, 1, 1, 5], [1, 1, 1, 1, 2, 2, 2, 4, 1, 1, 1, 1], 4, sent_bytes=100.0)
-    links = {"10mbit": {"dense": turns([4.0, 4.0], [1.0, 1.0], 2, 800.0), "diloco:period=4": others}}
+    others = turns([2.0, 3.0, 2.0], [1.0, 2.5, 0.5], sent_bytes=100.0)
+    links = {"10mbit": {"dense": turns([4.0, 4.0], [1.0, 1.0], 800.0), "diloco:period=4": others}}
     dense, other = summarise({"learnt": {"dense": DENSE, "diloco:period=4": AT_ONCE}, "timed": links})
     link = other.links["10mbit"]
     assert (link.step_s, link.over_alone) == (2.0, 2.0)
@@ -87,7 +92,7 @@ def test_turns_are_compared_with_steps_without_communication():
 @pytest.mark.parametrize("name", ["post-local", "post_local_sgd:period=2"])
 def test_the_first_steps_of_post_local_are_dense_ones(name):
     own = {**AT_ONCE, "steps": 40, "local_after": 0.2}  # the goal is reached in step 10, after 8 dense steps
-    links = {"10mbit": {"dense": turns([4.0, 4.0], [1, 1], 2, 800.0), name: turns([1, 2], [1, 1], 2, 100.0)}}
+    links = {"10mbit": {"dense": turns([4.0, 4.0], [1, 1], 800.0), name: turns([1, 2], [1, 1], 100.0)}}
     _, other = summarise({"learnt": {"dense": {**DENSE, "steps": 40}, name: own}, "timed": links})
     assert other.links["10mbit"].seconds == pytest.approx(8 * 4 + 2 * 1.5)
     assert other.links["10mbit"].sent_bytes == pytest.approx((8 * 800 + 32 * 100) / 40)
@@ -96,10 +101,10 @@ def test_the_first_steps_of_post_local_are_dense_ones(name):
 def test_a_slow_rank_has_its_own_losses_and_its_own_time():
     """With it, dense training takes 3 s for a step and async 2 s; without it both take 1 s."""
     slowed = {
-        "dense": turns([3.0] * 4, [1.0] * 4, 2),
+        "dense": turns([3.0] * 4, [1.0] * 4),
         "async": {"runs": [{"step_s": [2.0] * 30, "evaluations": [look(10, 3.0), look(20, 1.0), look(30, 0.9)]}]},
     }
-    even = {name: turns([1.0] * 4, [1.0] * 4, 2) for name in slowed}
+    even = {name: turns([1.0] * 4, [1.0] * 4) for name in slowed}
     samples = {"learnt": {"dense": DENSE, "async": AT_ONCE}, "even": even, "slowed": slowed, "slow": 3.0}
     dense, other = (figure.slowed for figure in summarise(samples))
     assert (dense.pace, other.pace) == (pytest.approx(1 / 3), 0.5)

@@ -90,9 +90,10 @@ class Run:
     """A training from one seed, or turns of its steps and of steps without communication.
 
     Attributes:
-        step_s: The seconds of every step, on rank 0.
-        alone_s: Those of the steps without communication; empty for a training.
-        block: The number of steps after which the contestant does the same again.
+        step_s: The seconds of every step on rank 0; of turns, those of an average step of each turn, on the slowest
+            rank, because the others wait for it.
+        alone_s: Of turns, the same without communication; empty for a training.
+        block: The number of steps after which a training does the same again.
         sent_bytes: What rank 0's network interface sent in an average step; 0 on loopback.
         evaluations: The model's from time to time; empty for turns.
         method: The contestant.
@@ -109,16 +110,15 @@ class Run:
 
     @property
     def typical_s(self) -> float:
-        """Seconds of a step: the mean of a block of steps, of which the median."""
-        return median(_means(self.step_s if self.alone_s else self.step_s[_UNTIMED_STEPS:], self.block))
+        """Seconds of a step: the mean of a turn, or of a block of steps of a training, of which the median."""
+        return median(self.step_s if self.alone_s else _means(self.step_s[_UNTIMED_STEPS:], self.block))
 
     @property
     def over_alone(self) -> float | None:
         """The time of a step over that of a step without communication, turn by turn; ``None`` without turns."""
         if not self.alone_s:
             return None
-        pairs = zip(_means(self.step_s, self.block), _means(self.alone_s, self.block), strict=True)
-        return median(mine / alone for mine, alone in pairs)
+        return median(mine / alone for mine, alone in zip(self.step_s, self.alone_s, strict=True))
 
     def elapsed(self, step: float) -> float:
         """Return the seconds after so many steps."""
@@ -260,7 +260,7 @@ class LinkFigure:
     """A contestant on one link.
 
     Attributes:
-        step_s: A step's time on rank 0.
+        step_s: A step's time, on the slowest rank where it was measured in turns, else on rank 0.
         over_alone: How many times longer it is than a step without communication; ``None`` if that is not known.
         sent_bytes: What rank 0's host sent in an average step, headers included.
         seconds: Until the loss was reached, mean over the seeds that reached it; ``None`` if none did.
@@ -390,7 +390,7 @@ def report_trainings(command: str, setting: Setting, parameters: TrainPlan) -> R
         describe_machine(),
         figures,
         [{"plan": to_document(plan), "cases": samples}],
-        lambda path: draw_panels(path, "held-out loss, mean over seeds", 2 + len(plan.links), _panels(samples)),
+        lambda path: draw_panels(path, "held-out loss, mean over seeds", 2, _panels(samples)),
     )
 
 
@@ -633,7 +633,7 @@ def _table(setting: Setting, case: str, samples: CaseSamples, figures: list[Trai
     for name, timed in samples.timed.items():
         run = timed["dense"].first
         if run.alone_s:
-            alone = median(_means(run.alone_s, run.block))
+            alone = median(run.alone_s)
             wire = wire_limit_s(4 * dense.num_parameters, dense.world_size, rate_bits_per_s(parse_link(name)[0]))
             shares.append(f"{name}: arithmetic {1000 * alone:.1f} ms, dense on the wire {wire / alone:.1f}x that")
     return Table(
