@@ -13,6 +13,7 @@ from totalreduce.foundation.errors import ConfigurationError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 _FORMATS = (".png", ".svg", ".pdf")
 _DPI = 150
@@ -104,24 +105,32 @@ def draw_lines(path: Path, title: str, axes_names: tuple[str, str], lines: Seque
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     _finish(axes, axes_names)
+    axes.legend()
     _save(figure, path)
 
 
 def draw_panels(path: Path, title: str, columns: int, panels: Sequence[Panel]) -> None:
-    """Draw lines over a logarithmic x, so many panels in a row."""
+    """Draw lines over a logarithmic x, so many panels in a row; lines of one name have one colour and one legend."""
     from matplotlib.figure import Figure
 
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(6.0 * columns, 3.2 * rows), layout="constrained")
+    names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
+    figure = Figure(figsize=(6.0 * columns, 3.2 * rows + 0.25 * len(names)), layout="constrained")
     figure.suptitle(title, fontsize="medium")
+    handles: dict[str, Line2D] = {}
     for number, panel in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, number)
         for line in panel.lines:
-            axes.plot(line.x, line.y, label=line.name)
+            # Ten colours; those beyond have them again, dashed.
+            place = names.index(line.name)
+            (handles[line.name],) = axes.plot(
+                line.x, line.y, label=line.name, color=f"C{place % 10}", linestyle="-" if place < 10 else "--"
+            )
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_title(panel.title, fontsize="medium")
         _finish(axes, panel.axes_names)
+    figure.legend([handles[name] for name in names], names, loc="outside lower center")
     _save(figure, path)
 
 
@@ -138,7 +147,6 @@ def _finish(axes: Axes, names: tuple[str, str]) -> None:
     axes.set_xlabel(names[0])
     axes.set_ylabel(names[1])
     axes.grid(visible=True, which="major", alpha=0.3)
-    axes.legend()
 
 
 def _save(figure: Figure, path: Path) -> None:

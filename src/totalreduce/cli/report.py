@@ -37,7 +37,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     for row in rows:
         table.add_row(*row)
     # In a pipe rich assumes 80 columns and would cut figures off.
-    Console(width=None if sys.stdout.isatty() else 220).print(table)
+    Console(width=None if sys.stdout.isatty() else 400).print(table)
 
 
 def write_document(path: Path | None, document: Mapping[str, Any]) -> None:
