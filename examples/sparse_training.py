@@ -418,7 +418,7 @@ class Job:
                 self.add_up(torch.zeros(1))
             before = self.sent_bytes()
             steps.take(count)
-            sent = self.sent_bytes() - before + (sent if turns else 0)
+            sent = self.sent_bytes() - before + (sent if len(turns) > 1 else 0)  # not those of the first, untimed turn
             means = [statistics.fmean(each.seconds[-count:]) for each in (steps, alone)]
             facts = torch.tensor([*means, time.monotonic() - begin], dtype=torch.float64)
             step_s, alone_s, elapsed = self.largest(facts).tolist() if waits else facts.tolist()
