@@ -10,7 +10,7 @@ from totalreduce.bench.training import MODELS, TrainPlan, report_trainings
 _METHODS = (
     *("local_sgd", "gossip:overlap=1", "diloco:period=16"),
     "diloco:period=16:fragments=4:overlap=4:codec=int8:outer_lr=1.0:outer_momentum=0.0",
-    *("async:rate=0.5", "stale_synchronous:rate=0.25", "quorum:n=3:grace_s=0.01"),
+    *("async:rate=0.25", "stale_synchronous:rate=0.25", "quorum:n=3:grace_s=0.01"),
 )
 
 

@@ -291,7 +291,7 @@ class SlowFigure:
 
     Attributes:
         pace: A step without a slow rank, over one with it: 1 if rank 0 does not wait for the slow rank.
-        step_s: A step's time on rank 0, with the slow rank.
+        step_s: A step's time on rank 0, with the slow rank; of whole trainings, the mean of all steps.
         loss: Mean over seeds of the held-out loss on rank 0 in the end.
         reached: How many seeds reached the loss of dense training without a slow rank.
         seconds: When they did, mean; ``None`` if none did.
@@ -590,9 +590,11 @@ def _with_slow_rank(samples: CaseSamples, name: str, reached: Sequence[float], g
         found = [(run, _first_step(run.evaluations, goal)) for run in training.runs]
         seconds = [run.elapsed(step) for run, step in found if step is not None]
         ends = [run.evaluations[-1].loss for run in training.runs]
+        # Not the median: a bound may hold rank 0 back in some steps, and in others not.
+        step_s = fmean(fmean(run.step_s) for run in training.runs)
     else:  # what it learns does not depend on the speed of ranks
         seconds = [_after(samples, samples.slowed, name, step, Run.elapsed) for step in reached]
-    step_s = median(run.typical_s for run in training.runs)
+        step_s = training.first.typical_s
     pace = samples.even[name].first.typical_s / step_s
     return SlowFigure(pace, step_s, fmean(ends), len(seconds), fmean(seconds) if seconds else None)
 
