@@ -7,8 +7,8 @@ step of it the same time:
 - The losses of each contestant, step by step and from several seeds: on this machine's loopback, as links change no
   value.
 - The time and the bytes of its steps on emulated links. The contestant and training without communication take turns,
-  of a whole period each, so that a disturbance of the machine hits both. A sparse method, whose first steps send more,
-  trains to the end instead.
+  of a whole period each, so that a disturbance of the machine hits both. A sparse method or ``strom``, whose steps do
+  not all send as much, trains to the end instead.
 
 From both follows when a contestant first reached the loss with which dense training ends.
 
@@ -463,15 +463,15 @@ def _measure(
     samples = CaseSamples(launcher.launch(here, everybody, [*trains, str(plan.seeds)]), slow=plan.slow)
     if not is_first:
         return samples
-    sparse = [name for name in everybody if _is_sparse(name)]
+    uneven = [name for name in everybody if _is_uneven(name)]
     served = [name for name in everybody if _is_served(name)]
     for link in plan.links:
         rate, delay_ms = parse_link(link)
         there, counted = replace(setting, rate=rate, delay_ms=delay_ms), ["--interface", "eth0"]
-        others = [name for name in everybody if name not in sparse]
+        others = [name for name in everybody if name not in uneven]
         samples.timed[link] = {
             **launcher.launch(there, others, [*turns, *counted]),
-            **launcher.launch(there, sparse, [*trains, "1", *counted]),
+            **launcher.launch(there, uneven, [*trains, "1", *counted]),
         }
     if plan.slow > 1:
         each, slowly = ["--step-ms", str(plan.slow_step_ms)], ["--slow", str(plan.slow)]
@@ -519,10 +519,12 @@ def _door_of(contestant: str) -> str:
     return "ddp" if _name_of(contestant) in PEERS else "optimizer"
 
 
-def _is_sparse(contestant: str) -> bool:
+def _is_uneven(contestant: str) -> bool:
+    """Whether what is sent changes in the course of a training: sparse methods, and Strom's threshold."""
     from totalreduce.sparse.methods import METHODS
 
-    return _name_of(contestant) not in PEERS and _name_of(contestant) in METHODS
+    name = _name_of(contestant)
+    return name not in PEERS and (name in METHODS or name == "strom")
 
 
 def _is_served(contestant: str) -> bool:
