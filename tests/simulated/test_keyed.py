@@ -12,7 +12,7 @@ from totalreduce.codecs.topk import Topk
 from totalreduce.server.clocks import Bounded, Consistency, Eventual, Sequential
 from totalreduce.server.messages import list_bytes
 from totalreduce.server.optimizers import Adagrad, Optimizer, Sum
-from totalreduce.server.server import Server
+from totalreduce.server.shard import Shard
 
 RULES: list[Consistency] = [Sequential(), Bounded(0), Bounded(2), Eventual()]
 
@@ -39,15 +39,15 @@ def test_sequential_has_the_bits_of_a_synchronous_reference(optimizer: Optimizer
         world = World(Sequential(), seed, optimizer=optimizer, fractions=True, lost=0.1 if seed % 2 else 0.0)
         taken = [Recorded(world, worker) for worker in range(world.num_workers)]
         world.run()
-        reference = {rank: world.table_of(rank, optimizer) for rank in world.servers}
+        reference = {shard: world.table_of(shard, optimizer) for shard in world.shards}
         for step in range(world.steps):
             for each in taken:
                 for keys, values in each.steps[step]:
-                    for server, positions in world.layout.split_keys(keys):
-                        table = reference[server]
+                    for shard, positions in world.layout.split_keys(keys):
+                        table = reference[shard]
                         table.push(table.find_keys(keys[positions]), values[positions].reshape(-1))
-        for rank, table in reference.items():
-            np.testing.assert_array_equal(table.values, world.servers[rank].table.values)
+        for shard, table in reference.items():
+            np.testing.assert_array_equal(table.values, world.shards[shard].table.values)
         results.append(world.values())
     assert any((result != results[0]).any() for result in results)  # the programs were different
 
@@ -90,8 +90,8 @@ def test_a_server_that_forgets_lists_of_keys_gets_them_again() -> None:
     unknown = 0
     for seed in range(20):
         world = World(Bounded(1), seed)
-        for server in world.servers.values():
-            server._lists._size_max = list_bytes(20)
+        for shard in world.shards.values():
+            shard._lists._size_max = list_bytes(20)
         assert world.run().violations == []
         assert not world.wrong_sums()
         unknown += sum(client.lists["unknown"] for client in world.clients)
@@ -101,45 +101,45 @@ def test_a_server_that_forgets_lists_of_keys_gets_them_again() -> None:
 # ------------------------------------------------------------------------------------------------------------- defects
 
 
-class NeverStores(np.ndarray):
+class NeverStores(list):
     def __setitem__(self, place, value):
         pass
 
 
-def without_memory_of_pushes(server: Server) -> None:
-    server._applied = server._applied.view(NeverStores)
+def without_memory_of_pushes(shard: Shard) -> None:
+    shard._applied = NeverStores(shard._applied)
 
 
-def with_a_bound_too_large_by_one(server: Server) -> None:
+def with_a_bound_too_large_by_one(shard: Shard) -> None:
     class Wrong:
         in_steps, bound = False, 2
         admits = staticmethod(lambda clock, slowest: clock - slowest <= 3)
 
-    server._rule = Wrong()
+    shard._rule = Wrong()
 
 
-def with_a_list_of_another_digest(server: Server) -> None:
-    server._lists.get = lambda digest: next(
-        (rows for rows, _ in server._lists._entries.values() if rows.count == len_of(server, digest)), None
+def with_a_list_of_another_digest(shard: Shard) -> None:
+    shard._lists.get = lambda digest: next(
+        (rows for rows, _ in shard._lists._entries.values() if rows.count == len_of(shard, digest)), None
     )
 
 
-def len_of(server: Server, digest: bytes) -> int | None:
-    found = server._lists._entries.get(digest)
+def len_of(shard: Shard, digest: bytes) -> int | None:
+    found = shard._lists._entries.get(digest)
     return None if found is None else found[0].count
 
 
-def without_order(server: Server) -> None:
+def without_order(shard: Shard) -> None:
     """Requests are taken in whether the previous one has come or not."""
-    take = server.take
+    take = shard.take
 
     def unordered(worker, message):
-        stream = server._streams[worker]
+        stream = shard._streams[worker]
         if message.header.number > stream.last:
             stream.last = message.header.previous
         return take(worker, message)
 
-    server.take = unordered
+    shard.take = unordered
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ def test_planted_defects_are_found(plant: object) -> None:
         world = World(Bounded(2), seed, lost=0.15)
         if plant is with_a_list_of_another_digest:
             world.lists = [np.sort((np.arange(9) * 3 + 7 * shift) % NUM_KEYS) for shift in range(4)]
-        for server in world.servers.values():
-            plant(server)
+        for shard in world.shards.values():
+            plant(shard)
         try:
             world.run()
         except (AssertionError, RuntimeError):

@@ -19,7 +19,8 @@ from totalreduce.server.clocks import FINISHED, Bounded, Eventual, RangeClocks, 
 from totalreduce.server.layout import Layout
 from totalreduce.server.messages import HEADER, WINDOW, Form, Header, Kind, Lru, Message, Spec, digest_of
 from totalreduce.server.optimizers import Sum
-from totalreduce.server.server import Server, read_waiting
+from totalreduce.server.server import Server
+from totalreduce.server.shard import Shard, read_waiting
 from totalreduce.server.table import Table
 
 F32 = np.dtype(np.float32)
@@ -30,16 +31,16 @@ def pair(rule=None, *, spec=SPEC, num_workers=2, rank=0):
     """A server of all keys, and the clients of its workers."""
     layout = Layout(spec.num_keys, [rank])
     table = Table(layout, rank, width=spec.width, dtype=spec.dtype, optimizer=Sum())
-    server = Server(rank, table, spec, rule or Eventual(), num_workers)
-    return server, [Client(worker, layout, spec) for worker in range(num_workers)]
+    server = Shard(rank, table, spec, rule or Eventual(), num_workers)
+    return server, [Client(worker, layout, spec, {rank: rank}) for worker in range(num_workers)]
 
 
-def carry(server: Server, clients: list[Client], worker: int, call: Call) -> Call:
+def carry(server: Shard, clients: list[Client], worker: int, call: Call) -> Call:
     """Bring all messages where they belong."""
     while messages := clients[worker].outgoing():
         for _, message in messages:
-            for target, answer in server.take(worker, message):
-                clients[target].answer(0, answer)
+            for reply in server.take(worker, message):
+                clients[reply.worker].answer(0, reply.message)
     return call
 
 
@@ -52,33 +53,37 @@ def rows(*shape: int) -> np.ndarray:
 
 def test_headers_come_back() -> None:
     keys = np.arange(3, dtype=np.int32)
-    header = Header(Kind.PUSH_PULL, Form.LIST, 9, 4, 3, 0, 3, 24, digest_of(keys))
+    header = Header(Kind.PUSH_PULL, Form.LIST, 2, 1, 9, 4, 5, 3, 0, 3, 24, digest_of(keys))
     assert SPEC.decode(SPEC.encode(header)) == header
     assert (SPEC.key_bytes(header), SPEC.value_dtype(header)) == (12, F32)
 
 
-VALID = SPEC.encode(Header(Kind.PUSH, Form.RANGE, 5, -1, 0, 10, 20, 80))
+VALID = SPEC.encode(Header(Kind.PUSH, Form.RANGE, number=5, mark=7, begin=10, end=20, value_bytes=80))
 
 
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (VALID[:-1], "has 71 bytes where 72"),
-        (b"\2" + VALID[1:], "a message of version 2 where version 1"),
+        (VALID[:-1], "has 87 bytes where 88"),
+        (b"\3" + VALID[1:], "a message of version 3 where version 2"),
         (
             replace(SPEC, table=3).encode(Header(Kind.CLOCK)),
             "about table 0x3, which has other settings than table 0x4d",
         ),
         (VALID[:2] + b"\x63" + VALID[3:], "an unknown kind"),
         (SPEC.encode(Header(Kind.PUSH, number=1)), "PUSH cannot have keys of form NOTHING"),
-        (SPEC.encode(Header(Kind.PULL, Form.RANGE, 1, begin=9, end=5001)), "a range from 9 to 5001 of 5000 keys"),
-        (SPEC.encode(Header(Kind.PULL, Form.LIST, 1, end=1 << 40)), "a list of 1099511627776 keys"),
         (
-            SPEC.encode(Header(Kind.PUSH, Form.LIST, 1, end=2, value_bytes=12)),
+            SPEC.encode(Header(Kind.PULL, Form.RANGE, number=1, begin=9, end=5001)),
+            "a range from 9 to 5001 of 5000 keys",
+        ),
+        (SPEC.encode(Header(Kind.PULL, Form.LIST, number=1, end=1 << 40)), "a list of 1099511627776 keys"),
+        (
+            SPEC.encode(Header(Kind.PUSH, Form.LIST, number=1, end=2, value_bytes=12)),
             "12 bytes of values for 2 keys, where 16",
         ),
+        (SPEC.encode(Header(Kind.CLOCK, number=3, clock=1)), "a request of kind CLOCK without a mark"),
         (SPEC.encode(Header(Kind.DONE, value_bytes=1 << 30)), "1073741824 bytes of values in a message of kind DONE"),
-        (SPEC.encode(Header(Kind.PULL, Form.RANGE, -3, begin=0, end=1)), "a request with number -3"),
+        (SPEC.encode(Header(Kind.PULL, Form.RANGE, number=-3, begin=0, end=1)), "a request with number -3"),
     ],
     ids=lambda each: None if isinstance(each, str) else "header",
 )
@@ -93,8 +98,9 @@ def test_garbage_is_refused_and_never_asks_for_memory(data: st.DataObject) -> No
     """Random headers, half of them with some fields that are right: an error, or sizes within the bounds."""
     number = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 50)
     fields = [
-        *(1, data.draw(st.integers(0, 255) | st.integers(1, 12)), data.draw(st.integers(0, 5)), 77),
-        *(data.draw(number) for _ in range(5)),
+        *(2, data.draw(st.integers(0, 255) | st.integers(1, 13)), data.draw(st.integers(0, 5)), 77),
+        *(data.draw(st.integers(-2, 2)), data.draw(st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 2))),
+        *(data.draw(number) for _ in range(6)),
         *(data.draw(st.integers(0, 2**64 - 1) | st.integers(0, 400)), data.draw(st.binary(min_size=16, max_size=16))),
     ]
     try:
@@ -109,7 +115,9 @@ def test_garbage_is_refused_and_never_asks_for_memory(data: st.DataObject) -> No
         keys = data.draw(st.sampled_from([np.zeros(header.end, np.int32), np.arange(header.end, dtype=np.int32)]))
     dtype = SPEC.value_dtype(header)
     values = np.ones(header.value_bytes // dtype.itemsize, dtype) if header.value_bytes else None
-    for taker in (lambda: server.take(1, Message(header, keys, values)), lambda: clients[0].answer(0, Message(header))):
+    holder = Server(0)
+    holder.begin_epoch({0: (0,)}, {0: server})
+    for taker in (lambda: holder.take(1, Message(header, keys, values)), lambda: clients[0].answer(0, Message(header))):
         try:
             answers = taker()
         except ProtocolError:
@@ -157,8 +165,8 @@ def test_a_request_that_comes_again_is_answered_and_not_applied_again() -> None:
     client = clients[0]
     call = client.on_keys(Kind.PUSH, np.array([3, 9]), rows(2, 2), None)
     [(_, first)] = client.outgoing()
-    assert [answer.header.kind for _, answer in server.take(0, first)] == [Kind.DONE]
-    assert [answer.header.kind for _, answer in server.take(0, first)] == [Kind.DONE]
+    assert [reply.message.header.kind for reply in server.take(0, first)] == [Kind.DONE]
+    assert [reply.message.header.kind for reply in server.take(0, first)] == [Kind.DONE]
     np.testing.assert_array_equal(server.table.values[6:8], [1, 2])
     client.resend(0)
     [(_, again)] = client.outgoing()
@@ -166,7 +174,7 @@ def test_a_request_that_comes_again_is_answered_and_not_applied_again() -> None:
     carry(server, clients, 0, call)
     assert server.table.version == 1
     assert not call.is_done
-    client.answer(0, server.take(0, again)[0][1])
+    client.answer(0, server.take(0, again)[0].message)
     assert call.is_done
     client.answer(0, Message(Header(Kind.DONE, number=first.header.number)))  # a late answer changes nothing
     assert call.pending == 0
@@ -204,8 +212,9 @@ def test_lists_are_shared_between_workers_and_asked_for() -> None:
 def test_a_list_with_the_digest_of_another_one_is_refused() -> None:
     server, _ = pair()
     keys = np.array([1, 2], np.int32)
-    header = Header(Kind.PUSH, Form.LIST, 0, end=2, value_bytes=16, digest=digest_of(keys + 1))
-    [(_, answer)] = server.take(0, Message(header, keys, rows(4)))
+    header = Header(Kind.PUSH, Form.LIST, number=0, end=2, value_bytes=16, digest=digest_of(keys + 1))
+    [reply] = server.take(0, Message(header, keys, rows(4)))
+    answer = reply.message
     assert answer.header.kind is Kind.REFUSED
     assert b"is that of another list" in answer.values.tobytes()
     assert not server.table.values.any()
@@ -265,8 +274,8 @@ def test_large_calls_are_cut_and_few_requests_are_under_way() -> None:
     assert all(message.num_bytes <= (4 << 20) + HEADER.size for _, message in sent)
     assert np.shares_memory(sent[0][1].values, values)
     for _, message in sent:
-        [(_, answer)] = server.take(0, message)
-        clients[0].answer(0, answer)
+        [reply] = server.take(0, message)
+        clients[0].answer(0, reply.message)
     carry(server, clients, 0, push)
     assert push.is_done
     carry(server, clients, 0, clients[0].on_range(Kind.PULL, 0, 9_000_000, None, out))
@@ -288,7 +297,7 @@ def test_what_codes_do_not_express_is_pushed_later(codec: object) -> None:
         call = clients[0].on_range(Kind.PUSH, begin, end, values, None)
         [(_, message)] = clients[0].outgoing()
         assert message.values.nbytes < 0.3 * values.nbytes + 40
-        clients[0].answer(0, server.take(0, message)[0][1])
+        clients[0].answer(0, server.take(0, message)[0].message)
         assert call.is_done
         assert call.error is None
     residual = clients[0]._residual.values
@@ -335,16 +344,16 @@ def test_workers_use_different_random_numbers_for_the_same_values() -> None:
 
 def two_servers() -> tuple[Client, Layout]:
     layout = Layout(SPEC.num_keys, [0, 1])
-    return Client(0, layout, SPEC), layout
+    return Client(0, layout, SPEC, {0: 0, 1: 1}), layout
 
 
 def test_a_call_is_done_when_all_its_requests_were_answered_also_after_an_error() -> None:
     client, _ = two_servers()
     call = client.on_range(Kind.PULL, 0, 5000, None, rows(5000, 2))
     [(zero, first), (one, second)] = client.outgoing()
-    client.answer(zero, Message(Header(Kind.REFUSED, number=first.header.number)))
+    client.answer(zero, Message(Header(Kind.REFUSED, shard=0, number=first.header.number)))
     assert not call.is_done  # the other server's answer may still be received into the caller's memory
-    client.answer(one, Message(Header(Kind.REFUSED, number=second.header.number)))
+    client.answer(one, Message(Header(Kind.REFUSED, shard=1, number=second.header.number)))
     assert call.is_done
     assert isinstance(call.error, RefusedError)
     other = client.on_range(Kind.PULL, 0, 5000, None, rows(5000, 2))
@@ -388,8 +397,8 @@ def test_only_the_answer_to_the_waiting_request_ends_what_is_known_of_slow_worke
     carry(server, clients, 0, client.advance())
     client.on_keys(Kind.PULL, np.array([1]), None, out)
     [(_, waiting)] = client.outgoing()
-    [(_, note)] = server.take(0, waiting)
-    client.answer(0, note)
+    [note] = server.take(0, waiting)
+    client.answer(0, note.message)
     late = client.on_range(Kind.PULL, 0, 1, None, out.copy())
     client.outgoing()
     client.answer(0, Message(Header(Kind.REFUSED, number=waiting.header.number + 1)))
@@ -402,7 +411,8 @@ def test_the_slowest_clock_of_all_servers_is_told() -> None:
     client.on_range(Kind.PULL, 0, 5000, None, rows(5000, 2))
     for (server, message), clock in zip(client.outgoing(), (3, 4), strict=True):
         note = np.frombuffer(bytearray(struct.pack("<qq", 1, clock)), np.uint8)
-        client.answer(server, Message(Header(Kind.WAITING, number=message.header.number), None, note))
+        header = Header(Kind.WAITING, shard=server, number=message.header.number)
+        client.answer(server, Message(header, None, note))
     assert client.slow_workers() == {1: 3}
 
 
@@ -427,13 +437,13 @@ def test_a_refused_push_that_comes_again_is_refused_again() -> None:
     client.on_keys(Kind.PUSH, np.array([1]), rows(1, 2), None)
     client.on_keys(Kind.PUSH, np.array([2]), rows(1, 2), None)
     for _, message in client.outgoing():
-        answers = [server.take(0, message)[0][1].header.kind for _ in range(2)]
+        answers = [server.take(0, message)[0].message.header.kind for _ in range(2)]
     assert answers == [Kind.REFUSED, Kind.REFUSED]
     for worker in (0, 1):
         clients[worker].advance()
         for _, each in clients[worker].outgoing():
             server.take(worker, each)
-    assert server.take(0, message)[0][1].header.kind is Kind.REFUSED  # also when there would be room now
+    assert server.take(0, message)[0].message.header.kind is Kind.REFUSED  # also when there would be room now
 
 
 def test_kept_lists_of_keys_count_as_what_is_kept() -> None:
@@ -474,5 +484,5 @@ def test_bad_ranges_and_outputs() -> None:
     with pytest.raises(ConfigurationError, match="out must be writable"):
         client.on_range(Kind.PULL, 4, 6, None, out)
     assert client.on_range(Kind.PULL, 4, 4, None, rows(0, 2)).is_done
-    with pytest.raises(ProtocolError, match="rank 5 sends a message of kind DONE to a worker"):
+    with pytest.raises(ProtocolError, match="rank 5 sends a message of kind DONE about shard 0 to a worker"):
         client.answer(5, Message(Header(Kind.DONE, number=0)))

@@ -25,53 +25,43 @@ OPTIMIZERS = [
 # ------------------------------------------------------------------------------------------------------------- layout
 
 
-@pytest.mark.parametrize("num_servers", [1, 2, 3, 4, 5, 7, 8])
-def test_servers_have_nearly_equal_shares(num_servers: int) -> None:
-    layout = Layout(10**6, range(num_servers))
-    shares = np.bincount(layout.owners, minlength=num_servers)
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 5, 7, 8])
+def test_shards_have_nearly_equal_shares(num_shards: int) -> None:
+    layout = Layout(10**6, range(num_shards))
+    shares = np.bincount(layout.owners, minlength=num_shards)
     assert shares.sum() == layout.num_ranges == 1024
     assert shares.max() <= 1.2 * shares.mean()
 
 
-@pytest.mark.parametrize("num_servers", [1, 2, 4, 7])
-def test_only_the_ranges_of_the_changed_server_move(num_servers: int) -> None:
-    before, after = Layout(10**6, range(num_servers)), Layout(10**6, range(num_servers + 1))
+@pytest.mark.parametrize("num_shards", [1, 2, 4, 7])
+def test_only_the_ranges_of_the_changed_shard_move(num_shards: int) -> None:
+    before, after = Layout(10**6, range(num_shards)), Layout(10**6, range(num_shards + 1))
     moved = before.owners != after.owners
-    assert set(after.owners[moved]) == {num_servers}
-    assert (after.owners[~moved] != num_servers).all()
-    assert 0 < moved.sum() <= 1.2 * 1024 / (num_servers + 1)
+    assert set(after.owners[moved]) == {num_shards}
+    assert (after.owners[~moved] != num_shards).all()
+    assert 0 < moved.sum() <= 1.2 * 1024 / (num_shards + 1)
 
 
-def test_successors_are_different_servers_and_the_next_owner_is_the_second() -> None:
-    layout, without = Layout(1000, [1, 4, 6, 9]), Layout(1000, [1, 6, 9])
-    for index in range(layout.num_ranges):
-        chain = layout.successors(index, 3)
-        assert len(set(chain)) == 3
-        assert chain[0] == layout.owners[index]
-        assert without.owners[index] == (chain[1] if chain[0] == 4 else chain[0])
-    assert len(layout.successors(0, 9)) == 4
-
-
-@pytest.mark.parametrize(("num_keys", "num_servers"), [(1, 1), (5, 3), (1024, 2), (99_991, 4)])
-def test_every_key_has_one_server(num_keys: int, num_servers: int) -> None:
-    layout = Layout(num_keys, range(num_servers))
+@pytest.mark.parametrize(("num_keys", "num_shards"), [(1, 1), (5, 3), (1024, 2), (99_991, 4)])
+def test_every_key_has_one_shard(num_keys: int, num_shards: int) -> None:
+    layout = Layout(num_keys, range(num_shards))
     keys = np.unique(np.random.default_rng(1).integers(0, num_keys, 300))
     found = np.concatenate([keys[positions] for _, positions in layout.split_keys(keys)])
     assert sorted(found) == list(keys)
     begin, end = num_keys // 3, num_keys - num_keys // 5
     by_range: dict[int, list[int]] = {}
-    for server, parts in layout.split_range(begin, end):
-        by_range[server] = [key for first, last in parts for key in range(first, last)]
+    for shard, parts in layout.split_range(begin, end):
+        by_range[shard] = [key for first, last in parts for key in range(first, last)]
         assert (parts[1:, 0] > parts[:-1, 1]).all()
     assert sorted(key for keys in by_range.values() for key in keys) == list(range(begin, end))
-    for server, positions in layout.split_keys(np.arange(begin, end)):
-        assert by_range[server] == list(np.arange(begin, end)[positions])
+    for shard, positions in layout.split_keys(np.arange(begin, end)):
+        assert by_range[shard] == list(np.arange(begin, end)[positions])
 
 
-@pytest.mark.parametrize(("num_keys", "servers"), [(0, [0]), (2**50, [0]), (True, [0]), (5, []), (5, [1, 1])])
-def test_layouts_that_cannot_be(num_keys: int, servers: list[int]) -> None:
+@pytest.mark.parametrize(("num_keys", "shards"), [(0, [0]), (2**50, [0]), (True, [0]), (5, []), (5, [1, 1])])
+def test_layouts_that_cannot_be(num_keys: int, shards: list[int]) -> None:
     with pytest.raises(ConfigurationError):
-        Layout(num_keys, servers)
+        Layout(num_keys, shards)
 
 
 # -------------------------------------------------------------------------------------------------------------- table
@@ -151,18 +141,18 @@ def test_ranges_that_a_request_touches() -> None:
     assert table.find_range(10, 10).count == 0
 
 
-@pytest.mark.parametrize("keys", ["of the other server", "twice", "descending", "negative", "too large"])
+@pytest.mark.parametrize("keys", ["of the other shard", "twice", "descending", "negative", "too large"])
 def test_wrong_keys(keys: str) -> None:
     table, layout = make(Sum(), 1, np.float32), Layout(5000, [0, 1])
     mine = [int(layout.begins[index]) for index in table.ranges]
     wrong = {
-        "of the other server": [mine[0], *[int(layout.begins[i]) for i in range(1024) if i not in table.ranges][-1:]],
+        "of the other shard": [mine[0], *[int(layout.begins[i]) for i in range(1024) if i not in table.ranges][-1:]],
         "twice": [mine[0], mine[0]],
         "descending": [mine[4], mine[2]],
         "negative": [-1, mine[1]],
         "too large": [mine[0], 5000],
     }
-    with pytest.raises(ProtocolError, match="is not ascending, or of another server"):
+    with pytest.raises(ProtocolError, match="is not ascending, or of another shard"):
         table.find_keys(np.array(wrong[keys], np.int64))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, final
 
@@ -13,6 +13,7 @@ from totalreduce.codecs.codec import seed_of
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError, RefusedError, TotalReduceError
 from totalreduce.kernels import updates
 from totalreduce.kernels.arrays import Array
+from totalreduce.server.clocks import FINISHED
 from totalreduce.server.layout import Layout
 from totalreduce.server.messages import (
     LISTS_BYTES_MAX,
@@ -25,10 +26,11 @@ from totalreduce.server.messages import (
     Spec,
     digest_of,
     list_bytes,
+    mark_of,
 )
 from totalreduce.server.pieces import Places, cut_parts, cut_positions
 from totalreduce.server.residual import Residual
-from totalreduce.server.server import read_waiting
+from totalreduce.server.shard import read_waiting
 
 __all__ = ["Call", "Client"]
 
@@ -43,6 +45,7 @@ class Call:
 
     Attributes:
         clock: The worker's clock at the time of the call.
+        first: The number of its first request.
         pending: The number of its requests that were not answered yet.
         error: Why it has failed.
         staleness: Of a pull: the largest number of steps by which the slowest worker was behind.
@@ -50,6 +53,7 @@ class Call:
     """
 
     clock: int
+    first: int = 0
     pending: int = 0
     error: TotalReduceError | None = None
     staleness: int = 0
@@ -64,11 +68,12 @@ class Call:
 @final
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request of a call to one server. The arrays are those of the call, of shape (n, width)."""
+    """A request of a call to one shard. The arrays are those of the call, of shape (n, width)."""
 
     call: Call
     kind: Kind
     number: int
+    mark: int
     num_bytes: int  #: Of the values that it pushes or pulls.
     places: Places | None = None
     keys: Array | None = None
@@ -83,9 +88,10 @@ class _Request:
 @final
 @dataclass(slots=True)
 class _Lane:
-    """The requests to one server.
+    """The requests to one shard.
 
     Attributes:
+        server: The rank that serves the shard.
         unsent: Those that were not sent yet.
         unanswered: Those that were sent, by number, in this order.
         last: The number of the last one that was sent.
@@ -95,6 +101,7 @@ class _Lane:
         is_finished: Whether the server has answered ``FINISH``.
     """
 
+    server: int
     unsent: deque[_Request] = field(default_factory=deque)
     unanswered: dict[int, _Request] = field(default_factory=dict)
     last: int = -1
@@ -114,15 +121,30 @@ class Client:
         staleness: How often each staleness was observed, by answer to a pull.
         lists: How often keys travelled as a ``"list"``, as a ``"digest"``, and how often a server did not know a digest
             (``"unknown"``).
+        is_worker: Whether this rank is a worker.
     """
 
-    def __init__(self, rank: int, layout: Layout, spec: Spec) -> None:
+    def __init__(
+        self, rank: int, layout: Layout, spec: Spec, servers: Mapping[int, int], *, steps_are_atomic: bool = False
+    ) -> None:
+        """Begin with clock 0.
+
+        Args:
+            rank: Of the worker.
+            layout: The shards.
+            spec: Of the table.
+            servers: By shard: the rank that serves it. Empty: this rank is no worker, and makes no calls.
+            steps_are_atomic: A step ends when all earlier requests were answered, and not before. So if one shard knows
+                that a step has ended, all shards have all of its pushes.
+        """
         self.clock = 0
         self.staleness: Counter[int] = Counter()
         self.lists: Counter[str] = Counter()
         self._rank, self._layout, self._spec = rank, layout, spec
-        self._lanes = {int(server): _Lane() for server in np.unique(layout.owners)}
-        self._next = 0
+        self._lanes = {int(s): _Lane(servers[int(s)]) for s in np.unique(layout.owners) if servers}
+        self.is_worker = bool(servers)
+        self._steps_are_atomic = steps_are_atomic
+        self._next = self._pushes = 0  # the number of the next request; of pushes to shards in this step
         self._again: list[tuple[int, Message]] = []
         #: Calls that servers have refused. At most ``WINDOW`` of those whose errors the program was not told are kept.
         self._failed: list[Call] = []
@@ -155,8 +177,8 @@ class Client:
         values, out = self._rows("values", values, keys.size), self._rows("out", out, keys.size)
         wire = np.ascontiguousarray(keys, spec.key_dtype)
         pieces = (
-            (server, places)
-            for server, positions in self._layout.split_keys(wire)
+            (shard, places)
+            for shard, positions in self._layout.split_keys(wire)
             for places in cut_positions(positions, spec.keys_max)
         )
         return self._call(kind, pieces if keys.size else (), wire, values, out)
@@ -172,20 +194,24 @@ class Client:
         if values is not None and self._residual is not None:
             self._residual.check(values)
         pieces = (
-            (server, places)
-            for server, parts in self._layout.split_range(begin, end)
+            (shard, places)
+            for shard, parts in self._layout.split_range(begin, end)
             for places in cut_parts(parts, begin, self._spec.keys_max)
         )
         return self._call(kind, pieces, None, values, out)
 
     def advance(self) -> Call:
         """End a step: the clock advances by one. The call is done when all servers know it."""
-        self.clock += 1
-        return self._call(Kind.CLOCK, ((server, None) for server in self._lanes), None, None, None)
+        self.clock, self._pushes = self.clock + 1, 0
+        return self._call(Kind.CLOCK, ((shard, None) for shard in self._lanes), None, None, None)
+
+    def meet(self) -> Call:
+        """Wait for all workers: the call is done when their clocks are not below this one's."""
+        return self._call(Kind.MEET, ((shard, None) for shard in self._lanes), None, None, None)
 
     def finish(self) -> Call:
         """End all: other workers do not wait for this one any more."""
-        return self._call(Kind.FINISH, ((server, None) for server in self._lanes), None, None, None)
+        return self._call(Kind.FINISH, ((shard, None) for shard in self._lanes), None, None, None)
 
     def _call(
         self,
@@ -195,14 +221,25 @@ class Client:
         values: Array | None,
         out: Array | None,
     ) -> Call:
-        call = Call(self.clock)
-        for server, places in pieces:
+        call = Call(self.clock, self._next)
+        for shard, places in pieces:
             num_bytes = 0 if places is None else places.count * self._spec.width * self._spec.dtype.itemsize
-            request = _Request(call, kind, self._next, num_bytes, places, keys, values, out)
-            self._lanes[server].unsent.append(request)
+            request = _Request(call, kind, self._next, self._mark(kind), num_bytes, places, keys, values, out)
+            self._lanes[shard].unsent.append(request)
             self._next += 1
             call.pending += 1
         return call
+
+    def _mark(self, kind: Kind) -> int:
+        """Return the mark of a request that is made now."""
+        if kind is Kind.FINISH:
+            return FINISHED
+        if kind is Kind.CLOCK:
+            return mark_of(self.clock, -1)
+        if not kind.pushes:
+            return -1
+        self._pushes += 1
+        return mark_of(self.clock, self._pushes - 1)
 
     def _rows(self, name: str, array: Array | None, count: int) -> Array | None:
         """Check an array of the caller; return it with shape (n, width)."""
@@ -224,31 +261,64 @@ class Client:
     def outgoing(self) -> list[tuple[int, Message]]:
         """Return the servers and requests that are to be sent now."""
         messages, self._again = self._again, []
-        for server, lane in self._lanes.items():
+        for shard, lane in self._lanes.items():
             while lane.unsent and len(lane.unanswered) < WINDOW:
                 request = lane.unsent[0]
                 if lane.unanswered and lane.unanswered_bytes + request.num_bytes > _UNANSWERED_BYTES_MAX:
                     break
+                is_end = request.kind in (Kind.CLOCK, Kind.FINISH)
+                if is_end and self._steps_are_atomic and self._awaits_before(request.call):
+                    break
                 lane.unsent.popleft()
-                messages.append((server, self._send(lane, request)))
+                messages.append((lane.server, self._send(shard, lane, request)))
         return messages
+
+    def _awaits_before(self, call: Call) -> bool:
+        """Return whether a request before those of this call was not answered."""
+        for lane in self._lanes.values():
+            oldest = next(iter(lane.unanswered.values()), lane.unsent[0] if lane.unsent else None)
+            if oldest is not None and oldest.number < call.first:
+                return True
+        return False
+
+    def begin_epoch(self, servers: Mapping[int, int], clock: int) -> None:
+        """Go on with other servers, or with ones that were restored: everything that was not answered is sent again.
+
+        Args:
+            servers: By shard: the rank that serves it.
+            clock: That of a worker with this rank, as all shards know it. A worker that has made no call goes on there.
+        """
+        if self._next == 0:
+            self.clock = clock
+        self._again = []
+        for shard, lane in self._lanes.items():
+            lane.server, lane.last, lane.waits = servers[shard], -1, -1
+            lane.lists = Lru(LISTS_BYTES_MAX)
+            lane.slow = {}
+            for request in lane.unanswered.values():
+                assert request.message is not None
+                header = replace(request.message.header, previous=lane.last)
+                request.message, request.is_lent = replace(request.message, header=header), False
+                lane.last = request.number
+            self.resend(shard)
 
     def unreported(self) -> Call | None:
         """Return the first failed call whose error the program was not told."""
         return next((call for call in self._failed if not call.is_reported), None)
 
     def has_finished(self, server: int) -> bool:
-        """Return whether a rank is no server, or has answered that this worker has finished."""
-        return server not in self._lanes or self._lanes[server].is_finished
+        """Return whether a rank serves no shard, or has answered that this worker has finished."""
+        return all(lane.is_finished for lane in self._lanes.values() if lane.server == server)
 
-    def resend(self, server: int) -> None:
-        """Have all unanswered requests to a server sent again, in order."""
-        lane = self._lanes[server]
-        self._again += [(server, self._as_sent(lane, request)) for request in lane.unanswered.values()]
+    def resend(self, shard: int) -> None:
+        """Have all unanswered requests to a shard sent again, in order."""
+        lane = self._lanes[shard]
+        self._again += [(lane.server, self._as_sent(lane, request)) for request in lane.unanswered.values()]
 
     def room_for(self, server: int, header: Header) -> Array | None:
         """Return the caller's memory for the values of an answer, once; ``None`` if there is none in one piece."""
-        request = self._lanes[server].unanswered.get(header.number) if server in self._lanes else None
+        lane = self._lane(server, header)
+        request = None if lane is None else lane.unanswered.get(header.number)
         if header.kind is not Kind.DONE or request is None or request.out is None or request.is_lent:
             return None
         assert request.places is not None
@@ -263,9 +333,11 @@ class Client:
             ProtocolError: No correct server sends this answer.
         """
         header = message.header
-        if server not in self._lanes or header.kind.is_request:
-            raise ProtocolError(f"rank {server} sends a message of kind {header.kind.name} to a worker")
-        lane = self._lanes[server]
+        lane = self._lane(server, header)
+        if lane is None or header.kind.is_request:
+            raise ProtocolError(
+                f"rank {server} sends a message of kind {header.kind.name} about shard {header.shard} to a worker"
+            )
         request = lane.unanswered.get(header.number)
         if request is None:
             return
@@ -276,7 +348,7 @@ class Client:
                 for each in lane.unanswered.values():
                     assert each.message is not None
                     lane.lists.drop(each.message.header.digest)
-                self.resend(server)
+                self.resend(header.shard)
                 return
             case Kind.WAITING:
                 lane.slow = {} if message.values is None else read_waiting(message.values)
@@ -295,6 +367,11 @@ class Client:
         if header.number == lane.waits:
             lane.slow = {}
         request.call.pending -= 1
+
+    def _lane(self, server: int, header: Header) -> _Lane | None:
+        """Return the lane that an answer of a server belongs to."""
+        lane = self._lanes.get(header.shard)
+        return None if lane is None or lane.server != server else lane
 
     @property
     def is_idle(self) -> bool:
@@ -325,13 +402,19 @@ class Client:
 
     # ------------------------------------------------------------------------------------------------------- details
 
-    def _send(self, lane: _Lane, request: _Request) -> Message:
+    def _send(self, shard: int, lane: _Lane, request: _Request) -> Message:
         """Make the message of a request that is sent for the first time."""
         places, values, keys, clock = request.places, None, None, request.call.clock
         if request.values is not None:
             assert places is not None
             values = places.take(request.values).reshape(-1)
-        header = Header(request.kind, number=request.number, previous=lane.last, clock=clock)
+        header = Header(
+            *(request.kind, Form.NOTHING, shard),
+            number=request.number,
+            previous=lane.last,
+            mark=request.mark,
+            clock=clock,
+        )
         if places is not None and request.keys is None:
             header = replace(header, form=Form.RANGE, begin=places.begin, end=places.end)
             if values is not None and self._residual is not None:

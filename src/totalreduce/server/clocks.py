@@ -7,6 +7,7 @@ clocks of Li et al., OSDI 2014), so that a range can be handed on with its clock
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Final, final
 
@@ -108,9 +109,11 @@ class Eventual(Consistency):
 class RangeClocks:
     """The clocks of all workers, for each range of a server."""
 
-    def __init__(self, num_ranges: int, num_workers: int) -> None:
-        """All clocks begin at 0."""
+    def __init__(self, num_ranges: int, num_workers: int, clocks: Sequence[int] | None = None) -> None:
+        """Begin with the clocks of the workers; by default all are 0."""
         self._clocks: Array = np.zeros((num_ranges, num_workers), np.int64)
+        if clocks is not None:
+            self._clocks[:] = clocks
 
     def advance(self, worker: int, clock: int) -> None:
         """Set the clock of a worker, in all ranges. A clock that was set before is no change.
@@ -131,7 +134,7 @@ class RangeClocks:
         """Return the smallest clock in some ranges."""
         return int(self._clocks[ranges].min())
 
-    def below(self, clock: int, ranges: Array) -> list[tuple[int, int]]:
+    def below(self, clock: int, ranges: Array | slice) -> list[tuple[int, int]]:
         """Return workers whose clocks are below ``clock`` in some ranges, and these clocks."""
         clocks = self._clocks[ranges].min(axis=0)
         return [(int(worker), int(clocks[worker])) for worker in np.flatnonzero(clocks < clock)]

@@ -1,7 +1,8 @@
 """A rank's end of a parameter server: its thread, and what programs call.
 
 The thread handles messages, one after the other, and alone touches the server. What a rank asks its own server needs no
-message.
+message. If ranks can be replaced, the thread also forms the next group when a rank is lost (``renewal``): calls that
+are under way go on in it, and the program notices nothing but a delay.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -30,12 +31,13 @@ from totalreduce.foundation.errors import (
     TotalReduceError,
 )
 from totalreduce.foundation.forking import HomeProcess
-from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
+from totalreduce.recovery.forming import ended_early
 from totalreduce.server.arguments import Keys, Values, array_of, keys_of, readable
 from totalreduce.server.client import Call, Client
 from totalreduce.server.messages import Header, Kind, Message, Spec
 from totalreduce.server.messenger import Messenger
+from totalreduce.server.renewal import Epoch, Renewal
 from totalreduce.server.server import Server
 from totalreduce.tensors.compilation import never_compiled
 
@@ -113,28 +115,68 @@ class Connection:
     """A rank that is connected to a parameter server. Made by ``tr.ps.connect``; any thread may call it."""
 
     def __init__(
-        self, group: Group, name: str, client: Client, server: Server | None, spec: Spec, timeout_s: float
+        self,
+        place: Epoch,
+        name: str,
+        client: Client,
+        server: Server,
+        spec: Spec,
+        *,
+        rank: int,
+        incoming_max: int,
+        timeout_s: float,
+        renewal: Renewal | None = None,
     ) -> None:
-        """``group`` is used by nothing else; ``name``: no other parameter server of the job has it."""
-        self._rank, self._client, self._server, self._timeout_s = group.rank, client, server, timeout_s
+        """Connect.
+
+        Args:
+            place: The group, and who serves what; nothing else uses the group.
+            name: No other parameter server of the job has it.
+            client: The worker of this rank. If it has a shard there, it has made no call yet.
+            server: What this rank serves.
+            spec: Of the table.
+            rank: This rank.
+            incoming_max: The largest number of messages of one rank of which a part has not come.
+            timeout_s: Deadline of waits that name none.
+            renewal: Forms the next group when a rank is lost; ``None``: a loss ends the connection.
+        """
+        self._rank, self._client, self._timeout_s, self._renewal = rank, client, timeout_s, renewal
+        self._server: Server | None = server
+        self._name, self._spec, self._incoming_max = name, spec, incoming_max
         self._home = HomeProcess("the connection to a parameter server")
         self._lock = threading.Condition()
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._messenger = Messenger(
-            *(group, name, spec),
-            post=self._events.put,
+        self._waited_s, self._updates = 0.0, 0
+        self._error: TotalReduceError | None = None
+        self._is_over = False  # whether this rank has ended the connection, and knows what has failed
+        self._state: Literal["open", "closing", "silent", "ended"] = "open"
+        #: How often the group was formed anew; whether that is going on now.
+        self._renewals, self._is_between = 0, False
+        self._num_bytes: Counter[str] = Counter()  # of groups that have ended
+        self._messenger = self._meet(place)
+        self._thread = threading.Thread(target=self._run, name="totalreduce-ps", daemon=True)
+        self._thread.start()
+
+    def _meet(self, place: Epoch) -> Messenger:
+        """Return a messenger for a group. What it posts is dropped when the next one takes its place."""
+        messenger = Messenger(
+            *(place.group, place.seats, self._name, self._spec),
+            incoming_max=self._incoming_max,
+            post=partial(self._post, self._renewals),
             handle=self._handle,
             room_for=self._room_for,
             may_leave=self._may_leave,
             fail=self._fail,
         )
-        self._waited_s, self._updates = 0.0, 0
-        self._error: TotalReduceError | None = None
-        self._is_over = False  # whether this rank has ended the connection, and knows what has failed
-        self._state: Literal["open", "closing", "silent", "ended"] = "open"
-        self._thread = threading.Thread(target=self._run, name="totalreduce-ps", daemon=True)
-        self._messenger.open()
-        self._thread.start()
+        messenger.open()
+        return messenger
+
+    def _post(self, renewals: int, event: Callable[[], None]) -> None:
+        def call() -> None:
+            if renewals == self._renewals:
+                event()
+
+        self._events.put(call)
 
     def __enter__(self) -> Self:
         return self
@@ -197,19 +239,39 @@ class Connection:
             self._check_open()
             return self._submit(self._client.advance())
 
+    def steps(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the steps that this worker has not ended, of ``count``, and end each of them.
+
+        A worker that takes the place of a lost one goes on where that one was.
+        """
+        count = checks.integer("count", count)
+        while (step := self._client.clock) < count:
+            yield step
+            self.clock()
+
+    def meet(self, timeout_s: float | None = None) -> None:
+        """Wait until all workers have ended as many steps as this one, or have finished.
+
+        What they have pushed in these steps was then applied. Errors as of ``Ticket.wait``.
+        """
+        with self._lock:
+            self._check_open()
+            ticket = self._submit(self._client.meet())
+        ticket.wait(timeout_s)
+
     def statistics(self) -> ServerStatistics:
         """Return numbers of this rank since it has connected."""
         with self._lock:
             lists = self._client.lists
             return ServerStatistics(
-                bytes_sent=self._messenger.num_bytes["sent"],
-                bytes_received=self._messenger.num_bytes["received"],
+                bytes_sent=self._num_bytes["sent"] + self._messenger.num_bytes["sent"],
+                bytes_received=self._num_bytes["received"] + self._messenger.num_bytes["received"],
                 staleness=Counter(self._client.staleness),
                 waiting_s=self._waited_s,
                 lists=lists["list"],
                 digests=lists["digest"],
                 unknown_lists=lists["unknown"],
-                updates=self._updates if self._server is None else self._server.table.version,
+                updates=self._updates if self._server is None else self._server.version,
             )
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -254,7 +316,7 @@ class Connection:
         """
         if self._home.is_here:
             self._is_over = True
-            self._events.put(partial(self._fail, GroupClosed("this rank has closed its connection to the servers")))
+            self._events.put(partial(self._end, GroupClosed("this rank has closed its connection to the servers")))
             if self._thread is not threading.current_thread():
                 self._thread.join(_END_S)
 
@@ -299,28 +361,40 @@ class Connection:
             raise self._error.with_traceback(None)
         if self._state != "open":
             raise GroupClosed("this rank has closed its connection to the parameter server")
+        if not self._client.is_worker:
+            raise ConfigurationError(f"rank {self._rank} only serves: it is not one of the workers of tr.ps.connect")
 
     # ------------------------------------------------------------------------------------------------------ messages
 
     def _flush(self) -> None:
-        """Send what the client has to send. Under the lock. An error ends the connection, because requests are lost."""
+        """Send what the client has to send. Under the lock. An error ends the connection, because requests are lost.
+
+        If a rank is lost, they are sent in the next group.
+        """
+        if self._is_between:
+            return
         try:
             remote = []
             for target, message in self._client.outgoing():
                 if target == self._rank:
-                    self._events.put(partial(self._handle, target, message))
+                    self._post(self._renewals, partial(self._handle, target, message))
                 else:
                     remote.append((target, message))
             if remote:
                 self._messenger.send(remote)
+        except PeerLost as error:
+            self._post(self._renewals, partial(self._fail, error))
+            if self._renewal is None:
+                self._end(error)
+                raise
         except BaseException as error:
             failure = (
                 error
                 if isinstance(error, TotalReduceError)
                 else ProtocolError(f"a request could not be sent: {error!r}")
             )
-            self._events.put(partial(self._fail, failure))  # wakes the thread
-            self._fail(failure)
+            self._events.put(partial(self._end, failure))  # wakes the thread
+            self._end(failure)
             raise
 
     def _room_for(self, source: int, header: Header) -> Array | None:
@@ -333,14 +407,14 @@ class Connection:
 
     def _handle(self, source: int, message: Message) -> None:
         """Handle a complete message of a rank, or of this one."""
-        if not message.header.kind.is_request:
+        kind = message.header.kind
+        if not kind.is_request and kind is not Kind.REPLICATED:
             with self._lock:
                 self._client.answer(source, message)
                 self._flush()
                 self._lock.notify_all()
             return
-        if self._server is None:
-            raise ProtocolError(f"rank {source} sends a request to rank {self._rank}, which is no server")
+        assert self._server is not None
         remote = []
         for target, answer in self._server.take(source, message):
             if target == self._rank:
@@ -354,18 +428,29 @@ class Connection:
 
     def _run(self) -> None:
         try:
+            patience_s = None if self._renewal is None else self._renewal.patience_s
             while self._state != "ended":
-                event = self._events.get()
                 try:
-                    event()
+                    self._next_event(patience_s)()
                     self._end_if_all_is_done()
                 except TotalReduceError as error:
                     self._fail(error)
         except BaseException as error:
-            self._fail(ProtocolError(f"the thread of the parameter server has failed: {error!r}"))
+            self._end(ProtocolError(f"the thread of the parameter server has failed: {error!r}"))
             raise
         finally:
             self._leave()
+
+    def _next_event(self, patience_s: float | None) -> Callable[[], None]:
+        """Wait for the next event; now and then, it is a look for processes that want to join."""
+        try:
+            return self._events.get(timeout=patience_s)
+        except queue.Empty:
+            return self._look_for_newcomers
+
+    def _look_for_newcomers(self) -> None:
+        if self._renewal is not None and self._state == "open" and self._renewal.has_newcomers():
+            self._renew("other processes join")
 
     def _leave(self) -> None:
         """Tell the others that this rank has ended, unless they know; drop the table."""
@@ -375,9 +460,12 @@ class Connection:
                 self._messenger.say_goodbye()
         with contextlib.suppress(TotalReduceError):
             self._messenger.close()
+        if self._renewal is not None:
+            with contextlib.suppress(TotalReduceError):
+                self._renewal.end(is_complete=self._error is None)
         with self._lock:
             if self._server is not None:
-                self._updates, self._server = self._server.table.version, None
+                self._updates, self._server = self._server.version, None
             self._client.release()
 
     def _end_if_all_is_done(self) -> None:
@@ -390,6 +478,40 @@ class Connection:
                 self._state = "ended"
 
     def _fail(self, error: TotalReduceError) -> None:
+        """After the loss of a rank go on in the next group, if ranks can be replaced; else end. In the thread."""
+        if self._renewal is None or not isinstance(error, PeerLost) or self._state == "ended":
+            self._end(error)
+            return
+        try:
+            self._renew(error)
+        except TotalReduceError as failure:
+            self._end(failure)
+
+    def _renew(self, reason: PeerLost | str) -> None:
+        """Form the next group, and send everything again that was not answered."""
+        assert self._renewal is not None
+        with self._lock:
+            self._is_between = True
+            self._renewals += 1  # nothing of the last group is handled any more
+            self._num_bytes += self._messenger.num_bytes
+        with contextlib.suppress(TotalReduceError):
+            self._messenger.close()
+        place = self._renewal.renew(reason)
+        with self._lock:
+            if place is None:
+                if self._state == "open" or not self._client.is_idle:
+                    raise ended_early()
+                self._state = "ended"
+                return
+            if self._state == "silent":
+                self._state = "closing"
+            self._client.begin_epoch(place.servers, place.clock_of(self._rank))
+            self._messenger = self._meet(place)
+            self._is_between = False
+            self._flush()
+        self._end_if_all_is_done()
+
+    def _end(self, error: TotalReduceError) -> None:
         with self._lock:
             if self._error is None and self._state != "ended":
                 self._error = error

@@ -1,8 +1,9 @@
-"""Which server has which keys: ranges of keys, placed by consistent hashing.
+"""Which shard has which keys: ranges of keys, placed by consistent hashing.
 
-Karger et al., "Consistent Hashing and Random Trees", STOC 1997. Servers are on a ring at the hashes of their virtual
-nodes. A range belongs to the server whose virtual node follows the range's place on the ring. When a server comes, only
-ranges move that it gets; when it goes, only those that it had. All ranks compute the same layout.
+Karger et al., "Consistent Hashing and Random Trees", STOC 1997. Shards are on a ring at the hashes of their virtual
+nodes. A range belongs to the shard whose virtual node follows the range's place on the ring. With one shard more, only
+ranges move that it gets; with one less, only those that it had. All ranks compute the same layout. Which servers hold a
+shard is another question (``placement``).
 """
 
 from __future__ import annotations
@@ -30,82 +31,69 @@ _VIRTUAL_NODES: Final = 512
 
 @final
 class Layout:
-    """The ranges of keys, and their servers.
+    """The ranges of keys, and their shards.
 
     Attributes:
         num_keys: Keys are the integers from 0 to ``num_keys`` - 1.
-        servers: The ranks of the servers, ascending.
+        shards: The numbers of the shards, ascending.
         begins: int64: the first key of each range, ascending, and ``num_keys``.
-        owners: int64: the server of each range, as a rank.
+        owners: int64: the shard of each range.
     """
 
-    def __init__(self, num_keys: int, servers: Sequence[int]) -> None:
+    def __init__(self, num_keys: int, shards: Sequence[int]) -> None:
         """Place the ranges.
 
         Raises:
-            ConfigurationError: There is no server, or one comes twice; or the number of keys is not from 1 to 2^40.
+            ConfigurationError: There is no shard, or one comes twice; or the number of keys is not from 1 to 2^40.
         """
         self.num_keys = checks.integer("num_keys", num_keys, minimum=1, maximum=NUM_KEYS_MAX)
-        self.servers = tuple(sorted(servers))
-        if not self.servers or len(set(self.servers)) != len(self.servers):
-            raise ConfigurationError(f"a parameter server needs different ranks as servers, not {list(servers)}")
+        self.shards = tuple(sorted(shards))
+        if not self.shards or len(set(self.shards)) != len(self.shards):
+            raise ConfigurationError(f"a parameter server needs different shards, not {list(shards)}")
         count = min(NUM_RANGES, self.num_keys)
         begins = [balanced_range(self.num_keys, count, index)[0] for index in range(count)]
         self.begins: Array = np.array([*begins, self.num_keys], np.int64)
-        nodes = sorted((_place(f"server {s}, {node}"), s) for s in self.servers for node in range(_VIRTUAL_NODES))
-        self._places, self._nodes = [place for place, _ in nodes], [server for _, server in nodes]
+        nodes = sorted((_place(f"shard {s}, {node}"), s) for s in self.shards for node in range(_VIRTUAL_NODES))
+        places = [place for place, _ in nodes]
         # Evenly spaced places in a pseudo-random order: hashed places would be less even.
         order = sorted(range(count), key=lambda index: _place(f"range {index}"))
-        self._range_places = [0] * count
+        self.owners: Array = np.empty(count, np.int64)
         for position, index in enumerate(order):
-            self._range_places[index] = (position << 64) // count
-        self.owners: Array = np.array([self.successors(index, 1)[0] for index in range(count)], np.int64)
+            self.owners[index] = nodes[bisect_left(places, (position << 64) // count) % len(nodes)][1]
 
     @property
     def num_ranges(self) -> int:
         """The number of ranges."""
         return len(self.owners)
 
-    def ranges_of(self, server: int) -> list[int]:
-        """Return the ranges of a server, ascending."""
-        return [int(index) for index in np.flatnonzero(self.owners == server)]
-
-    def successors(self, index: int, count: int) -> list[int]:
-        """Return the next ``count`` servers on the ring, the range's own first; fewer if there are not as many."""
-        found: list[int] = []
-        first = bisect_left(self._places, self._range_places[index])
-        for step in range(len(self._nodes)):
-            server = self._nodes[(first + step) % len(self._nodes)]
-            if server not in found:
-                found.append(server)
-                if len(found) == count:
-                    break
-        return found
+    def ranges_of(self, shard: int) -> list[int]:
+        """Return the ranges of a shard, ascending."""
+        return [int(index) for index in np.flatnonzero(self.owners == shard)]
 
     def split_keys(self, keys: Array) -> Iterator[tuple[int, Array | slice]]:
-        """Yield servers, and the positions of their keys in a list of ascending keys; a slice, if it is all of them."""
-        if len(self.servers) == 1:
-            yield self.servers[0], slice(0, len(keys))
+        """Yield shards, and the positions of their keys in a list of ascending keys; a slice, if it is all of them."""
+        if len(self.shards) == 1:
+            yield self.shards[0], slice(0, len(keys))
             return
         owners = np.repeat(self.owners, np.diff(np.searchsorted(keys, self.begins)))
-        for server in self.servers:
-            positions = np.flatnonzero(owners == server)
+        for shard in self.shards:
+            positions = np.flatnonzero(owners == shard)
             if len(positions):
-                yield server, positions
+                yield shard, positions
 
     def split_range(self, begin: int, end: int) -> Iterator[tuple[int, Array]]:
-        """Yield servers, and int64 of shape (n, 2): the parts ``[first, last)`` of ``[begin, end)`` that they have.
+        """Yield shards, and int64 of shape (n, 2): the parts ``[first, last)`` of ``[begin, end)`` that they have.
 
         Parts that touch are one part.
         """
         bounds = np.clip(self.begins, begin, end)
-        for server in self.servers:
-            mine = self.owners == server
+        for shard in self.shards:
+            mine = self.owners == shard
             parts = np.stack([bounds[:-1][mine], bounds[1:][mine]], axis=1)
             parts = parts[parts[:, 0] < parts[:, 1]]
             if len(parts):
                 apart = parts[1:, 0] != parts[:-1, 1]
-                yield server, np.stack([parts[np.r_[True, apart], 0], parts[np.r_[apart, True], 1]], axis=1)
+                yield shard, np.stack([parts[np.r_[True, apart], 0], parts[np.r_[apart, True], 1]], axis=1)
 
 
 def _place(text: str) -> int:

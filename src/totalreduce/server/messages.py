@@ -31,22 +31,25 @@ __all__ = [
     "Spec",
     "digest_of",
     "list_bytes",
+    "mark_of",
 ]
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 #: A request and an answer have at most so many bytes of keys, and of values.
 _PIECE_BYTES_MAX: Final = 4 * 1024 * 1024
 #: The number of requests of a worker that a server may have to answer.
 WINDOW: Final = 32
 #: The bytes of lists of keys that a server knows, and that a client expects it to know.
 LISTS_BYTES_MAX: Final = 64 * 1024 * 1024
+#: A step of a worker has fewer than 2^32 pushes to shards.
+_INDEX_BITS: Final = 32
 #: What a list takes besides its rows, about.
 _LIST_OVERHEAD: Final = 512
 #: The longest text or list of workers in an answer, in bytes.
 _NOTE_BYTES_MAX: Final = 1024
 
-#: Version, kind, form, table, number, previous, clock, begin, end, bytes of values, digest of keys.
-HEADER = struct.Struct("<HBBIqqqqqQ16s")
+#: Version, kind, form, table, shard, origin, number, previous, mark, clock, begin, end, bytes of values, digest.
+HEADER = struct.Struct("<HBBIiiqqqqqqQ16s")
 
 
 class Kind(IntEnum):
@@ -57,6 +60,7 @@ class Kind(IntEnum):
     PUSH_PULL = 3  #: A push and then a pull, which sees the push unless the rule is ``Sequential``.
     CLOCK = 4  #: The worker goes on to the next step.
     FINISH = 5  #: The worker sends no more requests.
+    MEET = 6  #: The worker waits for all workers to come to its clock.
     DONE = 8  #: The answer to any of these, with the values of a pull.
     UNKNOWN_LIST = (
         9  #: The server does not know this list of keys. The worker sends this request and all later ones again.
@@ -64,6 +68,7 @@ class Kind(IntEnum):
     WAITING = 10  #: The request waits for workers, which are listed with their clocks.
     REFUSED = 11  #: Nothing of the request was applied; a text says why.
     GOODBYE = 12  #: The rank sends nothing more.
+    REPLICATED = 13  #: The next server of a chain, and all behind it, have carried out what was passed on.
 
     @property
     def pushes(self) -> bool:
@@ -78,7 +83,7 @@ class Kind(IntEnum):
     @property
     def is_request(self) -> bool:
         """Whether a worker sends it to a server."""
-        return self <= Kind.FINISH
+        return self <= Kind.MEET
 
 
 class Form(IntEnum):
@@ -98,8 +103,13 @@ class Header:
     Attributes:
         kind: What the message is.
         form: How it says which keys it is about.
+        shard: The shard that it is about.
+        origin: The worker whose request a server has carried out, and passes on to the next server of the shard's
+            chain; or whose request was replicated. -1: a worker sends its own request, or is answered.
         number: The number of the request, or of the request that is answered. A worker numbers all of its requests.
-        previous: The number of the worker's previous request to the same server; -1: there is none.
+        previous: The number of the worker's previous request to the same shard; -1: there is none.
+        mark: Of requests that change something: when in its program the worker has made it (``mark_of``). A process
+            that runs a step again, because the worker was lost, gives the same marks. -1: the request changes nothing.
         clock: Of a request: the worker's clock, of ``CLOCK`` the new one. Of an answer: the slowest worker's.
         begin: The first key of a range. Of an answer: the number of updates of the server's table.
         end: The end of a range, or the number of listed keys.
@@ -109,8 +119,11 @@ class Header:
 
     kind: Kind
     form: Form = Form.NOTHING
+    shard: int = 0
+    origin: int = -1
     number: int = -1
     previous: int = -1
+    mark: int = -1
     clock: int = 0
     begin: int = 0
     end: int = 0
@@ -183,8 +196,11 @@ class Spec:
             header.kind,
             header.form,
             self.table,
+            header.shard,
+            header.origin,
             header.number,
             header.previous,
+            header.mark,
             header.clock,
             header.begin,
             header.end,
@@ -242,6 +258,13 @@ class Spec:
             raise ProtocolError(f"{size} bytes of values in a message of kind {kind.name}")
         if (header.kind.is_request and header.number < 0) or header.clock < 0:
             raise ProtocolError(f"a request with number {header.number} and clock {header.clock}")
+        if (kind.pushes or kind in (Kind.CLOCK, Kind.FINISH)) and header.mark < 0:
+            raise ProtocolError(f"a request of kind {kind.name} without a mark")
+
+
+def mark_of(clock: int, index: int) -> int:
+    """Return the mark of a worker's push with this index among those of its step; of the clock: with index -1."""
+    return (clock << _INDEX_BITS) + index
 
 
 _Value = TypeVar("_Value")

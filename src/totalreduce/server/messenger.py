@@ -21,7 +21,7 @@ from totalreduce.foundation.errors import ConfigurationError, PeerLost, Protocol
 from totalreduce.foundation.types import operation_id
 from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
-from totalreduce.server.messages import HEADER, WINDOW, Header, Kind, Message, Spec
+from totalreduce.server.messages import HEADER, Header, Kind, Message, Spec
 from totalreduce.tensors.work import Work
 
 __all__ = ["Messenger"]
@@ -29,8 +29,6 @@ __all__ = ["Messenger"]
 #: Keys and values of so many bytes together travel in the channel. 32 such requests, which may arrive before this rank
 #: opens the channel, are well below what the engine keeps of them.
 _INLINE_BYTES_MAX: Final = 16 * 1024
-#: The messages of one rank of which a part has not come: requests, answers, and both once again.
-_INCOMING_MAX: Final = 4 * WINDOW
 #: The bytes of large answers to one rank that have not left: four times those of a worker's unanswered requests.
 _UNSENT_BYTES_MAX: Final = 64 * 1024 * 1024
 
@@ -81,16 +79,18 @@ class Messenger:
     What arrives is handled in the thread that calls the functions given to ``post``, one after the other.
 
     Attributes:
-        talking: The other ranks that have not said goodbye.
+        talking: The seats of other ranks that have not said goodbye.
         num_bytes: The bytes ``"sent"`` and ``"received"``.
     """
 
     def __init__(
         self,
         group: Group,
+        seats: Sequence[int],
         name: str,
         spec: Spec,
         *,
+        incoming_max: int,
         post: Callable[[Callable[[], None]], object],
         handle: Callable[[int, Message], None],
         room_for: Callable[[int, Header], Array | None],
@@ -101,8 +101,10 @@ class Messenger:
 
         Args:
             group: The ranks; nothing else uses the group.
+            seats: By rank of the group: its seat, by which servers and workers are named.
             name: A name that no other parameter server of the job has.
             spec: Of the table.
+            incoming_max: The largest number of messages of one rank of which a part has not come.
             post: Has a function called soon, by the thread. May be called under the engine's lock.
             handle: Handles a complete message of a rank.
             room_for: Returns memory for large values that will come; ``None``: there is none.
@@ -110,11 +112,14 @@ class Messenger:
             fail: Is told that a rank is lost.
         """
         self._group, self._spec, self._runner = group, spec, group.operations.runner
+        self._incoming_max = incoming_max
         self._post, self._handle, self._room_for = post, handle, room_for
         self._may_leave, self._fail = may_leave, fail
         self._number = operation_id(f"parameter server {group.operations.scope!r} {name!r}")
-        self._indices = {rank: index for index, rank in enumerate(group.ranks)}
-        self._incoming: dict[int, deque[_Incoming]] = {r: deque() for r in range(group.world_size) if r != group.rank}
+        #: By seat: the rank in the group. By rank of the engine: the seat.
+        self._ranks = {seat: rank for rank, seat in enumerate(seats)}
+        self._seats = dict(zip(group.ranks, seats, strict=True))
+        self._incoming: dict[int, deque[_Incoming]] = {s: deque() for s in seats if s != seats[group.rank]}
         self._lock = threading.Lock()  # a header and what follows it leave together
         self._unsent = _Unsent()
         self.talking = set(self._incoming)
@@ -122,7 +127,7 @@ class Messenger:
 
     def say_goodbye(self) -> None:
         """Tell all other ranks that nothing more will come."""
-        self.send([(rank, Message(Header(Kind.GOODBYE))) for rank in self._incoming])
+        self.send([(seat, Message(Header(Kind.GOODBYE))) for seat in self._incoming])
 
     def open(self) -> None:
         """Open the channel."""
@@ -143,7 +148,7 @@ class Messenger:
         self._runner.act(end)
 
     def send(self, messages: Sequence[tuple[int, Message]]) -> None:
-        """Send messages to other ranks, in this order. Any thread may call it.
+        """Send messages to other seats, in this order. Any thread may call it.
 
         Raises:
             ProtocolError: A rank does not receive the answers to its requests.
@@ -152,7 +157,10 @@ class Messenger:
         """
         channel: list[tuple[int, bytes]] = []
         large: list[tuple[int, Message, Array]] = []
-        for target, message in messages:
+        for seat, message in messages:
+            target = self._ranks.get(seat)
+            if target is None:
+                raise ProtocolError(f"rank {seat} is no member of the group")
             bodies = [body for body in (message.keys, message.values) if body is not None and body.size]
             data = self._spec.encode(message.header)
             if sum(body.nbytes for body in bodies) <= _INLINE_BYTES_MAX:
@@ -187,9 +195,9 @@ class Messenger:
     def receive(self, peer: int, message: bytes, now: float) -> None:
         """See ``Channel``."""
         del now
-        if peer not in self._indices:
+        if peer not in self._seats:
             raise ProtocolError(f"rank {peer} sends to a parameter server of a group that it is no member of")
-        self._post(partial(self._arrived, self._indices[peer], message))
+        self._post(partial(self._arrived, self._seats[peer], message))
 
     def fail(self, error: TotalReduceError, now: float) -> None:
         """See ``Channel``."""
@@ -199,7 +207,7 @@ class Messenger:
     def depart(self, peer: int, reason: str, now: float) -> None:
         """See ``Channel``."""
         del now
-        if peer in self._indices:
+        if peer in self._seats:
             self._post(partial(self._departed, peer, reason))
 
     def next_due(self) -> None:
@@ -213,7 +221,7 @@ class Messenger:
 
     def _departed(self, peer: int, reason: str) -> None:
         """A rank has closed its group, and everything that it has sent was handled."""
-        if self._indices[peer] in self.talking:
+        if self._seats[peer] in self.talking:
             where = "before its connection to the parameter server"
             self._fail(PeerLost(peer, f"it has closed its group {where}; {reason}"))
 
@@ -225,8 +233,8 @@ class Messenger:
         expected = HEADER.size + (key_bytes + value_bytes if is_inline else 0)
         if len(data) != expected:
             raise ProtocolError(f"rank {source} sends a message of {len(data)} bytes where {expected} are expected")
-        if len(self._incoming[source]) >= _INCOMING_MAX:
-            raise ProtocolError(f"rank {source} has announced more than {_INCOMING_MAX} messages that do not come")
+        if len(self._incoming[source]) >= self._incoming_max:
+            raise ProtocolError(f"rank {source} has announced more than {self._incoming_max} messages that do not come")
         keys = values = None
         works: list[Work] = []
         dtype = spec.value_dtype(header)
@@ -252,10 +260,10 @@ class Messenger:
     def _receive(self, source: int, memory: Array, works: list[Work]) -> Array:
         """Receive keys or values into this memory, or into other memory if another operation uses this one."""
         try:
-            works.append(self._group.recv(torch.from_numpy(memory), src=source))
+            works.append(self._group.recv(torch.from_numpy(memory), src=self._ranks[source]))
         except ConfigurationError:  # for instance an earlier pull into the same array
             memory = np.empty_like(memory)
-            works.append(self._group.recv(torch.from_numpy(memory), src=source))
+            works.append(self._group.recv(torch.from_numpy(memory), src=self._ranks[source]))
         return memory
 
     def _received(self, source: int, incoming: _Incoming, work: Work) -> None:
@@ -276,6 +284,6 @@ class Messenger:
                 self.talking.discard(source)
                 if not self._may_leave(source):
                     reason = "it has ended its connection to the parameter server"
-                    self._fail(PeerLost(self._group.ranks[source], reason))
+                    self._fail(PeerLost(self._group.ranks[self._ranks[source]], reason))
             else:
                 self._handle(source, message)

@@ -1,8 +1,8 @@
-"""The values of the keys of one server, and the state of its optimizer."""
+"""The values of the keys of one shard, and the state of its optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -43,7 +43,7 @@ class Rows:
 
 @final
 class Table:
-    """Values and optimizer of one server. The rows are those of its keys, in ascending order.
+    """Values and optimizer of one shard. The rows are those of its keys, in ascending order.
 
     Attributes:
         values: The values, one-dimensional: ``width`` for each row.
@@ -55,20 +55,20 @@ class Table:
     def __init__(
         self,
         layout: Layout,
-        server: int,
+        shard: int,
         *,
         width: int,
         dtype: np.dtype[np.floating],
         optimizer: Optimizer,
         initial: Initial = 0.0,
     ) -> None:
-        """Make the values of a server's ranges.
+        """Make the values of a shard's ranges.
 
         Raises:
             ConfigurationError: The function ``initial`` returns values of another shape.
         """
         self._width, self._optimizer = width, optimizer
-        self.ranges, self.version = layout.ranges_of(server), 0
+        self.ranges, self.version = layout.ranges_of(shard), 0
         self._begins, self._ends = layout.begins[:-1][self.ranges], layout.begins[1:][self.ranges]
         #: The row of the first key of each range, and the number of rows.
         self._offsets: Array = np.concatenate([[0], np.cumsum(self._ends - self._begins)]).astype(np.int64)
@@ -96,6 +96,17 @@ class Table:
                     )
                 self.values[row * self._width : (row + keys.size) * self._width] = found.reshape(-1)
 
+    def load(self, values: Array, states: Sequence[Array], version: int) -> None:
+        """Go on with the values, the state and the version of another table of the same keys. Nothing is copied.
+
+        Raises:
+            ProtocolError: They have another shape or type.
+        """
+        mine, theirs = (self.values, *self.states), (values, *states)
+        if [(a.shape, a.dtype) for a in mine] != [(a.shape, a.dtype) for a in theirs]:
+            raise ProtocolError("the values of a shard that another server sends have another shape or type")
+        self.values, self.states, self.version = values, tuple(states), version
+
     def find_keys(self, keys: Array) -> Rows:
         """Return where listed keys are.
 
@@ -106,7 +117,7 @@ class Table:
         wrong = updates.locate(keys, self._begins, self._ends, self._offsets, rows, touched)
         if wrong >= 0:
             raise ProtocolError(
-                f"key {keys[wrong]}, at position {wrong} of a list, is not ascending, or of another server"
+                f"key {keys[wrong]}, at position {wrong} of a list, is not ascending, or of another shard"
             )
         return Rows(keys.size, 0, rows, np.flatnonzero(touched))
 
@@ -119,6 +130,11 @@ class Table:
         first_row = int(self._offsets[first]) + max(0, begin - int(self._begins[first]))
         last_row = int(self._offsets[last]) - max(0, int(self._ends[last - 1]) - end)
         return Rows(last_row - first_row, first_row, None, np.arange(first, last))
+
+    def keys_at(self, rows: Array) -> Array:
+        """Return the keys of some rows; the inverse of ``find_keys``."""
+        ranges = np.searchsorted(self._offsets, rows, side="right") - 1
+        return self._begins[ranges] + rows - self._offsets[ranges]
 
     def push(self, rows: Rows, gradients: Array) -> None:
         """Apply what was pushed for some rows, one-dimensional."""

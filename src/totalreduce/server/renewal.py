@@ -1,0 +1,182 @@
+"""Forms the groups of a parameter server, one after the other, and hands its shards over from one to the next.
+
+Which process does what is decided by rules without I/O: who is a member (``recovery.membership``), which servers hold a
+shard (``placement``), and who gets it from whom (``handover``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+from totalreduce.foundation.errors import PeerLost
+from totalreduce.groups.group import Group
+from totalreduce.recovery.assembly import Assembly
+from totalreduce.recovery.forming import end_too_late, enter_next_epoch, form_group, report_loss, send_value
+from totalreduce.recovery.membership import Decision
+from totalreduce.server.handover import Handover, Holdings, Standing
+from totalreduce.server.placement import chains_of
+
+__all__ = ["Epoch", "Renewal"]
+
+_log = logging.getLogger("totalreduce")
+
+#: How long the end of a group may take whose members are lost.
+_CLOSE_S = 1.0
+#: How often a process looks for others that want to join.
+_NEWCOMERS_S = 0.25
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """A group, and who serves what in it.
+
+    Attributes:
+        group: The ranks; nothing else uses it.
+        seats: By rank of the group: the seat, which is the rank in the program.
+        servers: By shard: the seat that serves it.
+        clocks: By worker: its clock.
+    """
+
+    group: Group
+    seats: tuple[int, ...]
+    servers: dict[int, int]
+    clocks: tuple[int, ...]
+
+    def clock_of(self, rank: int) -> int:
+        """Return the clock of a rank; 0 if it is no worker."""
+        return self.clocks[rank] if rank < len(self.clocks) else 0
+
+
+@final
+class Renewal:
+    """The epochs of one process. One thread uses it."""
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        formation: Callable[..., Group],
+        holdings: Holdings,
+        *,
+        servers: Sequence[int],
+        shards: Sequence[int],
+        replicas: int,
+    ) -> None:
+        """Form nothing yet.
+
+        Args:
+            assembly: This process in the decisions on members.
+            formation: Forms a group (see ``Group.formation``).
+            holdings: The shards of this process.
+            servers: The seats that hold shards, if their processes are members.
+            shards: The numbers of the shards.
+            replicas: The number of servers that hold each shard.
+        """
+        self._assembly, self._formation, self._holdings = assembly, formation, holdings
+        self._servers, self._shards, self._replicas = servers, shards, replicas
+        self._group: Group | None = None
+
+    @property
+    def patience_s(self) -> float | None:
+        """After how many seconds without a message ``has_newcomers`` should be called; ``None``: never."""
+        return _NEWCOMERS_S if self._assembly.policy.on_loss == "shrink" else None
+
+    def has_newcomers(self) -> bool:
+        """Return whether processes wait to join, and this is the one that looks for them."""
+        current = self._assembly.current
+        looks = current is not None and current.members[0].seat == self._assembly.seat
+        return looks and self._assembly.has_newcomers(_NEWCOMERS_S)
+
+    def begin(self) -> Epoch:
+        """Enter the first epoch of this process.
+
+        Raises:
+            RecoveryError: Too few processes have come in time, or all servers of a shard are lost.
+            SystemExit: With ``--on-loss shrink``: the others have ended the job.
+        """
+        epoch = self._next()
+        if epoch is None:
+            end_too_late(self._assembly)
+        return epoch
+
+    def renew(self, reason: PeerLost | str) -> Epoch | None:
+        """Leave the group, and enter the next epoch; ``None``: the others have ended the job.
+
+        Args:
+            reason: The loss of a rank of the group, or why the members change.
+
+        Raises:
+            RecoveryError: As for ``begin``.
+        """
+        if isinstance(reason, PeerLost) and self._group is not None:
+            report_loss(self._assembly, self._group.rank, reason)
+        self._leave(str(reason))
+        return self._next()
+
+    def end(self, *, is_complete: bool) -> None:
+        """Leave the group. ``is_complete``: all workers have finished, so the job has ended."""
+        if is_complete:
+            self._assembly.finish()
+        self._leave("this rank has ended its connection to the parameter server")
+
+    def _leave(self, reason: str) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close(_CLOSE_S, reason=reason)
+
+    def _next(self) -> Epoch | None:
+        entered: list[Epoch] = []
+
+        def meet() -> Decision | None:
+            return self._assembly.meet(has_state=self._holdings.has_state)
+
+        if enter_next_epoch(self._assembly, meet, lambda decision: entered.append(self._enter(decision)), self._leave):
+            return entered[-1]
+        return None
+
+    # -------------------------------------------------------------------------------------------------- an epoch begins
+
+    def _enter(self, decision: Decision) -> Epoch:
+        """Form the group of an epoch, and bring all servers of each chain to the same state. Collective."""
+        group = self._group = form_group(self._assembly, self._formation)
+        holdings, control = self._holdings, group.control
+        members = tuple((member.seat, member.incarnation) for member in decision.members)
+        seats = tuple(seat for seat, _ in members)
+        standings = [Standing.read(each) for each in control.allgather_object(holdings.standing().describe())]
+        chains = chains_of(self._shards, self._servers, seats, self._replicas)
+        plan = holdings.plan(decision.epoch, members, standings, chains)
+        for shard, handover in plan.handovers.items():
+            for seat in handover.behind:
+                changes = _send(handover, (seat,), group, seats, partial(holdings.unconfirmed, shard))
+                if seat == seats[group.rank]:
+                    holdings.catch_up(shard, changes)
+        clocks = holdings.settle([each for part in control.allgather_object(holdings.clocks()) for each in part])
+        for shard, handover in plan.handovers.items():
+            if handover.fresh:
+                state = _send(handover, handover.fresh, group, seats, partial(holdings.state, shard))
+                if seats[group.rank] in handover.fresh:
+                    holdings.accept(shard, state)
+        holdings.get_ready()
+        control.barrier()
+        holdings.serve()
+        self._assembly.begin()
+        if group.rank == 0:
+            _log.info("epoch %d of the parameter server: %d ranks", plan.epoch, group.world_size)
+        return Epoch(group, seats, {shard: chain[0] for shard, chain in chains.items()}, clocks)
+
+
+def _send(
+    handover: Handover, receivers: Sequence[int], group: Group, seats: Sequence[int], make: Callable[[], Any]
+) -> Any:
+    """Give a value of the source to some seats, and return it on these; the other ranks return at once."""
+    source = handover.source
+    assert source is not None
+    seat = seats[group.rank]
+    if seat != source and seat not in receivers:
+        return None
+    value = make() if seat == source else None
+    return send_value(value, group, seats.index(source), [seats.index(each) for each in receivers])

@@ -1,0 +1,369 @@
+"""One shard: requests of workers in, answers out. A plain object without thread, socket and clock."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, final
+
+import numpy as np
+
+from totalreduce.foundation.errors import ProtocolError
+from totalreduce.kernels.arrays import Array
+from totalreduce.server.clocks import FINISHED, Consistency, RangeClocks, Sequential
+from totalreduce.server.messages import (
+    LISTS_BYTES_MAX,
+    WINDOW,
+    Form,
+    Header,
+    Kind,
+    Lru,
+    Message,
+    Spec,
+    digest_of,
+    list_bytes,
+)
+from totalreduce.server.table import Rows, Table
+
+__all__ = ["Reply", "Shard", "read_waiting"]
+
+#: A worker and its clock, in an answer of kind ``WAITING``.
+_WAITING = struct.Struct("<qq")
+_WAITING_MAX: Final = 32
+_TEXT_MAX: Final = 1000
+
+
+def read_waiting(note: Array) -> dict[int, int]:
+    """Return workers and their clocks from the list in an answer of kind ``WAITING``.
+
+    Raises:
+        ProtocolError: The list has a length that no server sends.
+    """
+    if note.nbytes % _WAITING.size:
+        raise ProtocolError(f"a list of workers of {note.nbytes} bytes")
+    return dict(_WAITING.iter_unpack(note.tobytes()))
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A request whose keys have been found in the table.
+
+    Attributes:
+        message: As it came.
+        rows: Of its keys; ``None``: it has none.
+        values: What is pushed, decoded; ``None``: nothing is.
+    """
+
+    message: Message
+    rows: Rows | None
+    values: Array | None
+
+    @property
+    def header(self) -> Header:
+        """The header."""
+        return self.message.header
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """An answer to a worker.
+
+    Attributes:
+        worker: The worker.
+        message: The answer.
+        mark: The mark of the request.
+        change: The request, if it was carried out now and has changed the shard, so that replicas must carry it out,
+            too; ``None``: it has changed nothing.
+    """
+
+    worker: int
+    message: Message
+    mark: int = -1
+    change: Request | None = None
+
+
+@final
+@dataclass(slots=True)
+class _Stream:
+    """The requests of one worker.
+
+    Attributes:
+        last: The number of the last one that was taken in.
+        queue: Those that wait: the first one for other workers, the others for the first one.
+        kept_bytes: What the worker has pushed in this step and is kept until the step ends.
+        told: The slowest clock of which the worker was told that it waits for it.
+        refused: The marks of the last pushes for which there was no room.
+    """
+
+    last: int = -1
+    queue: deque[Request] = field(default_factory=deque)
+    kept_bytes: int = 0
+    told: int | None = None
+    refused: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+
+@final
+class Shard:
+    """Some keys: their table, the clocks of the workers, and their requests.
+
+    Attributes:
+        table: The values.
+        clocks: The clocks of the workers.
+    """
+
+    def __init__(self, rank: int, table: Table, spec: Spec, rule: Consistency, num_workers: int) -> None:
+        """Begin. ``rank``: that of the server; the memory of a message from a worker of this rank is the program's."""
+        self.table, self.clocks = table, RangeClocks(len(table.ranges), num_workers)
+        self._rank, self._spec, self._rule = rank, spec, rule
+        self._streams = [_Stream() for _ in range(num_workers)]
+        #: By worker: the mark of the last push that was carried out.
+        self._applied = [-1] * num_workers
+        self._lists: Lru[Rows] = Lru(LISTS_BYTES_MAX)
+        #: What was pushed in this step, with the worker.
+        self._kept: list[tuple[int, Rows, Array]] = []
+        self._step = 0
+
+    @property
+    def all_clocks(self) -> list[int]:
+        """The clocks of the workers."""
+        return [self.clocks.of(worker) for worker in range(len(self._streams))]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all workers have finished."""
+        return self.clocks.slowest() == FINISHED
+
+    def has_finished(self, worker: int) -> bool:
+        """Return whether a worker has finished."""
+        return self.clocks.of(worker) == FINISHED
+
+    def take(self, worker: int, message: Message) -> list[Reply]:
+        """Take in a request of a worker; return the answers to this worker and to others.
+
+        A request that was answered before is answered again, and not applied again. It is ignored if the previous one
+        has not come: the worker sends both again.
+
+        Raises:
+            ProtocolError: No correct worker sends this request. Nothing has changed.
+        """
+        header, stream = message.header, self._streams[worker]
+        if not header.kind.is_request:
+            raise ProtocolError(f"worker {worker} sends a message of kind {header.kind.name} to a shard")
+        is_known = header.number <= stream.last
+        if not is_known and header.previous != stream.last:
+            return []
+        if stream.queue and stream.queue[0].header.number <= header.number <= stream.last:
+            return []  # it waits, and will be answered
+        if len(stream.queue) >= WINDOW:
+            raise ProtocolError(f"worker {worker} has sent more than {WINDOW} requests that wait")
+        try:
+            request = self._find(message)
+        except ProtocolError as error:
+            stream.last = max(stream.last, header.number)
+            return [Reply(worker, self._refusal(header, str(error)))]
+        if request is None:
+            return [Reply(worker, Message(replace(self._answer(header), kind=Kind.UNKNOWN_LIST)))]
+        if is_known:
+            return [self._carry_out(worker, request)]
+        stream.last = header.number
+        stream.queue.append(request)
+        return self._run(worker)
+
+    def replicate(self, worker: int, message: Message) -> Request:
+        """Carry out a request of a worker that the head of the chain has carried out; return it.
+
+        Raises:
+            ProtocolError: No correct head passes this on.
+        """
+        request = self._find(message)
+        if request is None or message.header.mark < 0:
+            raise ProtocolError(f"a request of worker {worker} that was passed on cannot be carried out")
+        self._carry_out(worker, request)
+        return request
+
+    def settle(self, clocks: Sequence[int]) -> None:
+        """End the steps of workers that another shard knows to have ended.
+
+        Args:
+            clocks: By worker: its largest clock in any shard. Workers have ended steps in all shards or in none
+                (``Client``, ``steps_are_atomic``), so this shard has all pushes of these steps.
+        """
+        for worker, clock in enumerate(clocks):
+            if clock > self.clocks.of(worker):
+                kind = Kind.FINISH if clock == FINISHED else Kind.CLOCK
+                self._advance(worker, Request(Message(Header(kind, clock=clock)), None, None))
+
+    def list_of(self, rows: Rows) -> Array:
+        """Return the keys of listed rows, in the type that they have in messages."""
+        assert rows.listed is not None
+        return self.table.keys_at(rows.listed).astype(self._spec.key_dtype)
+
+    def begin_epoch(self) -> None:
+        """Forget requests that wait, and what depends on their numbers: workers send all of them again."""
+        for stream in self._streams:
+            stream.last, stream.told = -1, None
+            stream.queue.clear()
+        self._lists = Lru(LISTS_BYTES_MAX)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that another server needs to go on with this shard. Nothing is copied."""
+        return {
+            "values": self.table.values,
+            "states": list(self.table.states),
+            "version": self.table.version,
+            "clocks": self.all_clocks,
+            "applied": self._applied,
+            "refused": [list(stream.refused) for stream in self._streams],
+            "step": self._step,
+            "kept": [
+                (worker, rows.count, rows.begin, rows.listed, rows.ranges, values)
+                for worker, rows, values in self._kept
+            ],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with what ``state`` has returned on another server. The arrays are used, and not copied."""
+        self.table.load(state["values"], state["states"], state["version"])
+        self.clocks = RangeClocks(len(self.table.ranges), len(self._streams), state["clocks"])
+        self._applied, self._step = list(state["applied"]), state["step"]
+        self._kept = [(worker, Rows(*rows), values) for worker, *rows, values in state["kept"]]
+        for worker, stream in enumerate(self._streams):
+            stream.refused.clear()
+            stream.refused.extend(state["refused"][worker])
+            stream.kept_bytes = sum(_kept_bytes(rows, values) for who, rows, values in self._kept if who == worker)
+        self.begin_epoch()
+
+    def _find(self, message: Message) -> Request | None:
+        """Find the keys of a request; ``None``: the list is not known."""
+        header, spec, rows, values = message.header, self._spec, None, message.values
+        if header.form is Form.RANGE:
+            rows = self.table.find_range(header.begin, header.end)
+            if not 1 <= rows.count <= spec.keys_max:
+                raise ProtocolError(f"of the keys from {header.begin} to {header.end}, this server has {rows.count}")
+        elif header.form is Form.DIGEST:
+            rows = self._lists.get(header.digest)
+            if rows is None:
+                return None
+        elif header.form is Form.LIST:
+            assert message.keys is not None
+            if digest_of(message.keys) != header.digest:
+                raise ProtocolError(f"the digest of a list of {header.end} keys is that of another list")
+            rows = self.table.find_keys(message.keys)
+            self._lists.put(header.digest, rows, list_bytes(rows.count))
+        if rows is not None and header.form is not Form.RANGE and rows.count != header.end:
+            raise ProtocolError(f"a list of {rows.count} keys is said to have {header.end}")
+        if header.kind.pushes:
+            assert rows is not None
+            count, values = rows.count * spec.width, np.empty(0, spec.dtype) if values is None else values
+            if header.form is Form.RANGE and spec.codec is not None:
+                coded, values = values, np.empty(count, np.float32)
+                spec.codec.decode(coded, values)
+            if values.size != count:
+                raise ProtocolError(f"{values.size} values were pushed for {rows.count} keys of width {spec.width}")
+        return Request(message, rows, values)
+
+    def _run(self, first: int) -> list[Reply]:
+        """Carry out what need not wait, of one worker, and of others if a clock advances."""
+        answers: list[Reply] = []
+        workers = deque([first])
+        while workers:
+            worker = workers.popleft()
+            stream, slowest = self._streams[worker], self.clocks.slowest()
+            while stream.queue:
+                note = self._waits(worker, stream)
+                if note is not None:
+                    answers += [Reply(worker, each) for each in note]
+                    break
+                answers.append(self._carry_out(worker, stream.queue.popleft()))
+            if self.clocks.slowest() != slowest:
+                workers.extend(each for each, other in enumerate(self._streams) if other.queue and each != worker)
+        return answers
+
+    def _waits(self, worker: int, stream: _Stream) -> list[Message] | None:
+        """Return ``None`` if the first request of a worker does not wait; else what the worker is told."""
+        request = stream.queue[0]
+        meets = request.header.kind is Kind.MEET
+        if request.rows is None and not meets:
+            return None
+        ranges = slice(None) if request.rows is None else request.rows.ranges
+        clock, slowest = self.clocks.of(worker), self.clocks.slowest(ranges)
+        if slowest >= clock if meets else self._rule.admits(clock, slowest):
+            stream.told = None
+            return None
+        if stream.told == slowest:
+            return []
+        stream.told = slowest
+        bound = 0 if meets else self._rule.bound or 0
+        behind = self.clocks.below(clock - bound, ranges)[:_WAITING_MAX]
+        note = np.frombuffer(bytearray(b"".join(_WAITING.pack(*each) for each in behind)), np.uint8)
+        header = replace(self._answer(request.header), kind=Kind.WAITING, value_bytes=note.nbytes)
+        return [Message(header, None, note)]
+
+    def _carry_out(self, worker: int, request: Request) -> Reply:
+        header, rows = request.header, request.rows
+        if header.kind is Kind.MEET:
+            return Reply(worker, Message(self._answer(header, self.clocks.slowest())))
+        if rows is None:
+            return self._advance(worker, request)
+        change = None
+        if header.kind.pushes:
+            assert request.values is not None
+            refused = self._streams[worker].refused
+            if header.mark > self._applied[worker]:
+                self._applied[worker], change = header.mark, request
+                if not self._push(worker, rows, request.values):
+                    refused.append(header.mark)
+            if header.mark in refused:
+                limit = "the rule's buffer_bytes: raise it, or push less in a step"
+                text = f"worker {worker} pushes more in step {header.clock} than {limit}"
+                return Reply(worker, self._refusal(header, text), header.mark, change)
+        answer = self._answer(header, self.clocks.slowest(rows.ranges))
+        if not header.kind.pulls:
+            return Reply(worker, Message(answer), header.mark, change)
+        values = self.table.pull(rows)
+        return Reply(worker, Message(replace(answer, value_bytes=values.nbytes), None, values), header.mark, change)
+
+    def _push(self, worker: int, rows: Rows, values: Array) -> bool:
+        """Apply or keep what a worker has pushed; return whether there is room to keep it."""
+        if not isinstance(self._rule, Sequential):
+            self.table.push(rows, values)
+            return True
+        stream, num_bytes = self._streams[worker], _kept_bytes(rows, values)
+        if stream.kept_bytes + num_bytes > self._rule.buffer_bytes:
+            return False
+        stream.kept_bytes += num_bytes
+        self._kept.append((worker, rows, values.copy() if worker == self._rank else values))
+        return True
+
+    def _advance(self, worker: int, request: Request) -> Reply:
+        header = request.header
+        clock = FINISHED if header.kind is Kind.FINISH else header.clock
+        change = request if clock > self.clocks.of(worker) else None
+        try:
+            self.clocks.advance(worker, clock)
+        except ProtocolError as error:
+            return Reply(worker, self._refusal(header, str(error)))
+        slowest = self.clocks.slowest()
+        if slowest > self._step:  # the step has ended: its pushes are applied in the order of ranks
+            self._step = slowest
+            for _, rows, values in sorted(self._kept, key=lambda kept: kept[0]):
+                self.table.push(rows, values)
+            self._kept.clear()
+            for stream in self._streams:
+                stream.kept_bytes = 0
+        return Reply(worker, Message(self._answer(header, slowest)), header.mark, change)
+
+    def _answer(self, header: Header, slowest: int = 0) -> Header:
+        return Header(Kind.DONE, shard=header.shard, number=header.number, clock=slowest, begin=self.table.version)
+
+    def _refusal(self, header: Header, text: str) -> Message:
+        note = np.frombuffer(bytearray(text.encode()[:_TEXT_MAX]), np.uint8)
+        return Message(replace(self._answer(header), kind=Kind.REFUSED, value_bytes=note.nbytes), None, note)
+
+
+def _kept_bytes(rows: Rows, values: Array) -> int:
+    return int(values.nbytes + (0 if rows.listed is None else rows.listed.nbytes))
