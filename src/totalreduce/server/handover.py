@@ -136,10 +136,17 @@ class Plan:
 @final
 @dataclass(slots=True)
 class _Held:
-    """A shard that this process has, and by epoch its place in the chain."""
+    """A shard that this process has.
+
+    Attributes:
+        shard: The shard.
+        places: By epoch: the place of this process in the chain.
+        caught_up: What this process has carried out since it served the shard last, as values that can be sent.
+    """
 
     shard: Shard
     places: dict[int, int] = field(default_factory=dict)
+    caught_up: list[Any] = field(default_factory=list)
 
 
 @final
@@ -197,11 +204,12 @@ class Holdings:
         return plan
 
     def unconfirmed(self, shard: int) -> list[Any]:
-        """Return the changes of a shard that servers behind this one may lack, as a value that can be sent."""
-        return [
+        """Return the changes of a shard that servers behind this one may lack, in order, as a value that can be sent."""
+        passed = [
             (worker, self._spec.encode(message.header), message.keys, message.values)
             for worker, message in self.server.unconfirmed(shard)
         ]
+        return passed + self._held[shard].caught_up
 
     def catch_up(self, shard: int, changes: Sequence[Any]) -> None:
         """Carry out what ``unconfirmed`` has returned on another server.
@@ -209,18 +217,14 @@ class Holdings:
         Raises:
             ProtocolError: A change cannot be carried out.
         """
+        held = self._held[shard]
         for worker, header, keys, values in changes:
-            self._held[shard].shard.replicate(worker, Message(self._spec.decode(header), keys, values))
+            held.shard.replicate(worker, Message(self._spec.decode(header), keys, values))
+        held.caught_up += changes
 
     def clocks(self) -> list[list[int]]:
-        """Return the clocks of the workers in each shard of which this process is the source."""
-        assert self._plan is not None
-        handovers = self._plan.handovers
-        return [
-            held.shard.all_clocks
-            for shard, held in self._held.items()
-            if shard in handovers and handovers[shard].source in (None, self._seat)
-        ]
+        """Return the clocks of the workers in each shard that this process has."""
+        return [held.shard.all_clocks for held in self._held.values()]
 
     def settle(self, clocks: Sequence[list[int]]) -> tuple[int, ...]:
         """End the steps that some shard knows to have ended; return the clock of each worker.
