@@ -346,7 +346,7 @@ def test_memory_in_use_ends_the_connection_and_nothing_goes_to_other_keys() -> N
         client = ps.connect(group, num_keys=2 * count, servers=[0])
         buffer, fives = np.ones(count, np.float32), np.full(count, 5, np.float32)
         if group.rank == 0:
-            table = client._server.table
+            table = client._server.shards[0].table
             group.barrier()
             group.barrier()
             with pytest.raises(PeerLost, match="rank 1 is lost: it has ended its connection"):
@@ -488,7 +488,7 @@ def test_a_wrong_time_limit_of_close_changes_nothing_and_a_list_may_be_empty() -
 def test_a_closed_connection_keeps_no_table() -> None:
     def body(group: Group) -> int:
         client = ps.connect(group, num_keys=1000, codec=tr.Int8())
-        table = weakref.ref(client._server.table)
+        table = weakref.ref(next(iter(client._server.shards.values())).table)
         group.barrier()
         client.push_range(0, 1000, np.ones(1000, np.float32)).wait()
         client.close()
