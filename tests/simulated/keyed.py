@@ -1,5 +1,4 @@
-"""Workers and servers of a parameter server in virtual time: delays, losses of messages and of processes, and what every
-pull must have seen."""
+"""Workers and servers of a parameter server in virtual time: delays, losses, and what every pull must have seen."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from totalreduce.server.table import Table
 NUM_KEYS = 40
 
 
-class ProcessLost(Exception):  # noqa: N818
+class ProcessLost(Exception):
     """A process is lost while an epoch begins."""
 
 
@@ -84,6 +83,7 @@ class World:
         self.events: list[tuple[float, int, object]] = []
         self.order, self.now, self.num_events, self.stages = 0, 0.0, 0, 0
         self.free_at: dict[tuple[int, int], float] = {}
+        self.cut: set[tuple[int, int]] = set()
         self.violations: list[str] = []
         self.pulls: list[np.ndarray] = []
         self.refused = self.epoch = self.losses = 0
@@ -159,6 +159,8 @@ class World:
         self.losses += 1
         self.absent.add(seat)
         self.waiting.pop(seat, None)
+        # To some of the others, nothing of what is under way arrives.
+        self.cut |= {(seat, other) for other in self.processes if self.random.random() < 0.5}
         self.at(self.random.random(), ("notice", self.epoch))
 
     def on_notice(self, epoch: int) -> None:
@@ -185,7 +187,7 @@ class World:
             except ProcessLost:
                 continue
             break
-        self.free_at = {}
+        self.free_at, self.cut = {}, set()
         # A clock that the lost head alone has seen may be the earlier one again: the worker sends it once more.
         self.clocks_seen = {number: np.array(shard.all_clocks) for number, shard in self.shards.items()}
         for process in members.values():
@@ -384,7 +386,7 @@ class World:
         self.at(arrival - self.now, ("message", self.epoch, source, target, copied_message(self.spec, message)))
 
     def on_message(self, epoch: int, source: int, target: int, message: Message) -> None:
-        if epoch != self.epoch or target in self.absent:
+        if epoch != self.epoch or target in self.absent or (source, target) in self.cut:
             return
         process, kind = self.processes[target], message.header.kind
         if kind.is_request or kind is Kind.REPLICATED:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from random import Random
+
 import numpy as np
 import pytest
 from keyed import NUM_KEYS, World
@@ -9,9 +12,14 @@ from keyed import NUM_KEYS, World
 from totalreduce.codecs.codec import Codec
 from totalreduce.codecs.int8 import Int8
 from totalreduce.codecs.topk import Topk
+from totalreduce.foundation.errors import RecoveryError, TotalReduceError
+from totalreduce.server import handover
+from totalreduce.server.client import Client
 from totalreduce.server.clocks import Bounded, Consistency, Eventual, Sequential
+from totalreduce.server.handover import Holdings, Plan
 from totalreduce.server.messages import list_bytes
 from totalreduce.server.optimizers import Adagrad, Optimizer, Sum
+from totalreduce.server.server import Server
 from totalreduce.server.shard import Shard
 
 RULES: list[Consistency] = [Sequential(), Bounded(0), Bounded(2), Eventual()]
@@ -157,5 +165,166 @@ def test_planted_defects_are_found(plant: object) -> None:
         except (AssertionError, RuntimeError):
             return
         if world.violations or world.wrong_sums():
+            return
+    pytest.fail("nobody noticed")
+
+
+# -------------------------------------------------------------------------------------------------- losses of processes
+
+
+def run_with_losses(**course: object) -> World:
+    world = World(**course).run()
+    assert world.violations == [], course
+    assert not world.wrong_sums(), course
+    assert world.wrong_replicas() == [], course
+    return world
+
+
+def lossy_course(seed: int) -> dict[str, object]:
+    """Losses of one server, of workers, and of both at once; servers with and without a worker."""
+    random = Random(seed)
+    workers = 2 + seed % 3
+    servers = random.choice(
+        [(0, 1), (workers, workers + 1), (0, workers, workers + 1), (workers, workers + 1, workers + 2)]
+    )
+    only_workers = [seat for seat in range(workers) if seat not in servers]
+    crashes, event = {}, random.randrange(1, 80)
+    for _ in range(random.randint(1, 3)):
+        lost = {random.choice([*servers, *only_workers])}
+        if only_workers and random.random() < 0.3:
+            lost.add(random.choice(only_workers))
+        crashes[event] = tuple(sorted(lost))
+        event += random.randrange(40, 150)
+    return {
+        "rule": RULES[seed % 4],
+        "seed": seed,
+        "num_workers": workers,
+        "servers": servers,
+        "steps": 4,
+        "replicas": 2,
+        "shards": random.choice([None, 3, 5]),
+        "replaces": random.random() < 0.5,
+        "crashes": crashes,
+    }
+
+
+@pytest.mark.parametrize("seeds", [range(16), pytest.param(range(16, 1016), marks=pytest.mark.slow)], ids=len)
+def test_losses_lose_no_push_and_apply_none_twice(seeds: range) -> None:
+    losses = sum(run_with_losses(**lossy_course(seed)).losses for seed in seeds)
+    assert losses > len(seeds)
+
+
+def bits(world: World) -> dict[int, bytes]:
+    return {number: shard.table.values.tobytes() for number, shard in world.shards.items()}
+
+
+def test_sequential_steps_have_the_bits_of_a_run_without_losses() -> None:
+    for seed in range(3):
+        course = {**lossy_course(4 * seed), "optimizer": Adagrad(0.1), "fractions": True}
+        disturbed = World(**course).run()
+        assert disturbed.losses
+        assert bits(disturbed) == bits(World(**{**course, "crashes": None}).run())
+
+
+SMALL = {"num_workers": 2, "servers": (2, 3), "steps": 3, "replicas": 2}
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+@pytest.mark.parametrize("rule", [Sequential(), Bounded(1), Eventual()], ids=str)
+@pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_loss_at_every_event(rule: Consistency, replaces: bool, every: int) -> None:
+    course = {"rule": rule, "seed": 3, "replaces": replaces, **SMALL}
+    for event in range(1, World(**course).run().num_events + 1, every):
+        for seat in range(4):
+            run_with_losses(crashes={event: (seat,)}, **course)
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+@pytest.mark.parametrize("rule", [Sequential(), Bounded(1)], ids=str)
+@pytest.mark.parametrize("every", [101, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_second_loss_at_every_step_while_the_next_epoch_begins(rule: Consistency, replaces: bool, every: int) -> None:
+    """Three copies of each shard, so that two losses at a time are survived."""
+    course = {**SMALL, "rule": rule, "seed": 5, "servers": (1, 2, 3), "replicas": 3, "shards": 4, "replaces": replaces}
+    begun = World(**course).stages
+    for event in (25, 60):
+        for first in (2, 3, 0):
+            last = run_with_losses(crashes={event: (first,)}, **course).stages
+            for stage in range(begun + 1, last + 1, every):
+                for second in {0, 1, 2, 3} - {first}:
+                    run_with_losses(crashes={event: (first,)}, begin_crashes={stage: second}, **course)
+
+
+def test_two_losses_of_both_holders_are_an_error() -> None:
+    with pytest.raises(RecoveryError, match="shards are lost"):
+        World(Eventual(), 1, crashes={40: (2, 3)}, **SMALL).run()
+
+
+def without_waiting_for_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head answers at once; what the others have not carried out is lost with it."""
+    after = Server._after
+
+    def at_once(self, copy, reply):
+        out = after(self, copy, reply)
+        copy.passed.clear()
+        return out if (reply.worker, reply.message) in out else [*out, (reply.worker, reply.message)]
+
+    monkeypatch.setattr(Server, "_after", at_once)
+    monkeypatch.setattr(Server, "_confirmed", lambda *_: [])
+
+
+def without_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is run again numbers its pushes anew."""
+    monkeypatch.setattr(Client, "_mark", lambda self, _kind: self._next + self.clock * 1000 + id(self) % 1000 * 10**6)
+
+
+def without_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Holdings, "unconfirmed", lambda *_: [])
+
+
+def without_void_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "_base", lambda standings: max(each.epoch for each in standings))
+
+
+def with_steps_that_end_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Client, "_awaits_before", lambda *_: False)
+
+
+def with_another_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last server of the old chain gives its state to the others."""
+    make = Plan.make.__func__
+
+    def turned(cls, epoch, standings, chains):
+        turned_round = [
+            replace(each, places={s: {e: -p for e, p in where.items()} for s, where in each.places.items()})
+            for each in standings
+        ]
+        return make(cls, epoch, turned_round, chains)
+
+    monkeypatch.setattr(Plan, "make", classmethod(turned))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        without_waiting_for_the_chain,
+        without_marks,
+        without_catching_up,
+        without_void_epochs,
+        with_steps_that_end_apart,
+        with_another_source,
+    ],
+)
+def test_planted_defects_of_the_chain_are_found(plant: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    course = {**SMALL, "servers": (1, 2, 3), "replicas": 3, "shards": 4, "rule": Bounded(1)}
+    for seed in range(40):
+        random = Random(seed)
+        losses = {random.randrange(10, 150): (random.choice([1, 2, 3]),)}
+        begin = {random.randrange(20, 60): random.choice([1, 2, 3])} if seed % 2 else {}
+        if plant is with_steps_that_end_apart:  # shows if a worker is lost between two messages
+            losses, begin = {20 + 2 * seed: (0,)}, {}
+        try:
+            run_with_losses(**course, seed=seed, crashes=losses, begin_crashes=begin)
+        except (AssertionError, TotalReduceError, KeyError, TypeError):
             return
     pytest.fail("nobody noticed")

@@ -13,6 +13,7 @@ from totalreduce.bench.faults import bench_faults
 from totalreduce.bench.growth import bench_growth
 from totalreduce.bench.kernels import bench_kernels
 from totalreduce.bench.ps import bench_ps
+from totalreduce.bench.ps_faults import bench_ps_faults
 from totalreduce.bench.recovery import bench_recovery
 from totalreduce.bench.replay import bench_replay
 from totalreduce.bench.sparse import bench_sparse
@@ -43,6 +44,7 @@ for _command in (
     bench_kernels,
     bench_codecs,
     bench_ps,
+    bench_ps_faults,
     bench_growth,
     bench_train,
     bench_strategies,

@@ -443,14 +443,12 @@ class Connection:
 
     def _next_event(self, patience_s: float | None) -> Callable[[], None]:
         """Wait for the next event; now and then, it is a look for processes that want to join."""
+        if self._renewal is not None and self._state in ("open", "closing") and self._renewal.has_newcomers():
+            return partial(self._renew, "other processes join")
         try:
             return self._events.get(timeout=patience_s)
         except queue.Empty:
-            return self._look_for_newcomers
-
-    def _look_for_newcomers(self) -> None:
-        if self._renewal is not None and self._state == "open" and self._renewal.has_newcomers():
-            self._renew("other processes join")
+            return lambda: None
 
     def _leave(self) -> None:
         """Tell the others that this rank has ended, unless they know; drop the table."""

@@ -204,7 +204,7 @@ class Holdings:
         return plan
 
     def unconfirmed(self, shard: int) -> list[Any]:
-        """Return the changes of a shard that servers behind this one may lack, in order, as a value that can be sent."""
+        """Return the changes of a shard, in order, that servers behind this one may lack; the value can be sent."""
         passed = [
             (worker, self._spec.encode(message.header), message.keys, message.values)
             for worker, message in self.server.unconfirmed(shard)

@@ -82,14 +82,15 @@ class Renewal:
 
     @property
     def patience_s(self) -> float | None:
-        """After how many seconds without a message ``has_newcomers`` should be called; ``None``: never."""
+        """After how many seconds ``has_newcomers`` is to be called again; ``None``: never."""
         return _NEWCOMERS_S if self._assembly.policy.on_loss == "shrink" else None
 
     def has_newcomers(self) -> bool:
-        """Return whether processes wait to join, and this is the one that looks for them."""
+        """Return whether processes wait to join, and this is the one that looks for them. It looks now and then."""
         current = self._assembly.current
-        looks = current is not None and current.members[0].seat == self._assembly.seat
-        return looks and self._assembly.has_newcomers(_NEWCOMERS_S)
+        if self.patience_s is None or current is None or current.members[0].seat != self._assembly.seat:
+            return False
+        return self._assembly.has_newcomers(self.patience_s)
 
     def begin(self) -> Epoch:
         """Enter the first epoch of this process.

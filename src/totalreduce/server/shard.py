@@ -138,8 +138,8 @@ class Shard:
         return self.clocks.slowest() == FINISHED
 
     def has_finished(self, worker: int) -> bool:
-        """Return whether a worker has finished."""
-        return self.clocks.of(worker) == FINISHED
+        """Return whether a rank has finished as a worker; also if it is none."""
+        return worker >= len(self._streams) or self.clocks.of(worker) == FINISHED
 
     def take(self, worker: int, message: Message) -> list[Reply]:
         """Take in a request of a worker; return the answers to this worker and to others.
@@ -150,9 +150,10 @@ class Shard:
         Raises:
             ProtocolError: No correct worker sends this request. Nothing has changed.
         """
-        header, stream = message.header, self._streams[worker]
-        if not header.kind.is_request:
-            raise ProtocolError(f"worker {worker} sends a message of kind {header.kind.name} to a shard")
+        header = message.header
+        if not header.kind.is_request or not 0 <= worker < len(self._streams):
+            raise ProtocolError(f"worker {worker} of {len(self._streams)} sends a message of kind {header.kind.name}")
+        stream = self._streams[worker]
         is_known = header.number <= stream.last
         if not is_known and header.previous != stream.last:
             return []
@@ -179,9 +180,11 @@ class Shard:
         Raises:
             ProtocolError: No correct head passes this on.
         """
-        request = self._find(message)
+        request = self._find(message) if 0 <= worker < len(self._streams) else None
         if request is None or message.header.mark < 0:
-            raise ProtocolError(f"a request of worker {worker} that was passed on cannot be carried out")
+            raise ProtocolError(
+                f"a request of worker {worker} of {len(self._streams)} that was passed on cannot be carried out"
+            )
         self._carry_out(worker, request)
         return request
 

@@ -1,0 +1,252 @@
+"""``totalreduce bench ps-faults``: a parameter server whose processes are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Final, final
+
+import typer
+
+from totalreduce.bench.command import benchmark
+from totalreduce.bench.faults_job import RunningJob
+from totalreduce.bench.faults_kinds import Fault
+from totalreduce.bench.faults_records import end_job_after
+from totalreduce.bench.launching import BenchmarkFailedError, Setting, require_success
+from totalreduce.bench.machine import describe_machine
+from totalreduce.bench.ps_faults_worker import PsFaultsConfig
+from totalreduce.bench.records import to_document
+from totalreduce.bench.report import Report, Table, print_progress
+from totalreduce.foundation import checks, environment
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.launch.local import run_workers
+from totalreduce.launch.recovery import RecoveryOptions
+
+__all__ = ["PsFaultsFigure", "PsFaultsParameters", "bench_ps_faults"]
+
+_KINDS: Final = ("server", "worker", "both")
+#: If no step ends for so long, the job hangs.
+_HUNG_S = 120.0
+#: A pull that waits for the recovery begins at most so long after the fault.
+_NOTICED_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class PsFaultsParameters:
+    """The table, and what is killed; the fields are options."""
+
+    kills: Annotated[
+        str, typer.Option(help="How often a server is killed, a worker, and one of each at the same time.")
+    ] = "server=10,worker=10,both=2"
+    servers: Annotated[int, typer.Option(min=1, help="The number of ranks that are servers: the last ones.")] = 2
+    workers: Annotated[int, typer.Option(min=0, help="The number of workers, the first ranks. 0: all others.")] = 0
+    replicas: Annotated[int, typer.Option(min=1, help="The number of servers that hold each key.")] = 2
+    keys: Annotated[int, typer.Option(min=1, help="The number of keys.")] = 20_000
+    rule: Annotated[str, typer.Option(help="sequential, bounded or eventual.")] = "eventual"
+    step_ms: Annotated[float, typer.Option(help="Computation of a step.")] = 20.0
+    on_loss: Annotated[str, typer.Option(help="replace or shrink.")] = "shrink"
+    interval: Annotated[float, typer.Option(help="Mean seconds from a full recovery to the next fault.")] = 0.3
+    spares: Annotated[int, typer.Option(min=0, help="Spare processes of the launcher.")] = 1
+    seed: Annotated[int, typer.Option(help="Seed of the faults' times and ranks.")] = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        checks.one_of("--on-loss", self.on_loss, ("replace", "shrink"))
+        checks.one_of("--rule", self.rule, ("sequential", "bounded", "eventual"))
+        self.counts()
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of kills of each kind."""
+        found: dict[str, int] = {}
+        for word in self.kills.split(","):
+            kind, _, count = word.strip().partition("=")
+            if kind not in _KINDS or not count.isdecimal():
+                raise ConfigurationError(f"--kills is counts such as server=100,worker=100,both=20, not {self.kills!r}")
+            found[kind] = int(count)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PsFaultsFigure:
+    """The faults of one kind.
+
+    Attributes:
+        kind: ``server``, ``worker``, ``both``, or ``all``.
+        injected: The number of faults.
+        wrong_values: The number of values that workers have pulled and that a lost or doubled push explains; of all
+            kinds together.
+        resumed_p50_s: Median time from the fault until all workers that were not killed have ended a pull.
+        resumed_max_s: The longest time.
+    """
+
+    kind: str
+    injected: int
+    wrong_values: int
+    resumed_p50_s: float
+    resumed_max_s: float
+
+
+@benchmark(
+    "ps-faults",
+    "totalreduce bench ps-faults -n 4",
+    "totalreduce bench ps-faults -n 5 --servers 2 --kills server=100,worker=100,both=20 --spares 2",
+    "totalreduce bench ps-faults -n 4 --rule bounded --on-loss replace",
+    shared=("ranks",),
+)
+def bench_ps_faults(setting: Setting, parameters: PsFaultsParameters) -> Report:
+    """Kill servers and workers of a parameter server, and look for pushes that were lost or applied twice.
+
+    Each worker pushes ones to random keys, in values of its own, and compares every pull with what it has pushed.
+    """
+    num_workers = parameters.workers or setting.ranks - parameters.servers
+    if num_workers < 1 or parameters.servers > setting.ranks or parameters.replicas > parameters.servers:
+        raise ConfigurationError(
+            f"{setting.ranks} ranks cannot be {num_workers} workers and {parameters.servers} servers that hold each "
+            f"key {parameters.replicas} times: choose -n, --servers, --workers and --replicas"
+        )
+    with tempfile.TemporaryDirectory(prefix="totalreduce-ps-faults-") as name:
+        figures, raw = _measure(setting, parameters, num_workers, Path(name))
+    columns: list[tuple[str, Any]] = [
+        ("killed", lambda f: f.kind),
+        ("times", lambda f: str(f.injected)),
+        ("pull resumes p50, max", lambda f: f"{f.resumed_p50_s:.2f}, {f.resumed_max_s:.2f} s"),
+    ]
+    wrong = f"{figures[-1].wrong_values} pulled values that a lost or doubled push explains"
+    note = f"{raw['steps']} steps of workers; {wrong}."
+    title = (
+        f"{num_workers} workers, {parameters.servers} servers, {parameters.replicas} replicas, {parameters.rule}, "
+        f"--on-loss {parameters.on_loss}"
+    )
+    document = {**setting.as_document(), **asdict(parameters)}
+    return Report([Table(title, columns, figures, note)], document, describe_machine(), figures, raw)
+
+
+@final
+class _Killer:
+    """Kills processes, in a thread beside the launcher; each time when all have recovered from the last time."""
+
+    def __init__(self, job: RunningJob, parameters: PsFaultsParameters, num_workers: int, folder: Path) -> None:
+        self.faults: list[Fault] = []
+        self.error: BaseException | None = None
+        self._job, self._parameters, self._folder = job, parameters, folder
+        self._chance = random.Random(parameters.seed)
+        self._workers = list(range(num_workers))
+        self._servers = list(range(job.num_ranks - parameters.servers, job.num_ranks))
+
+    def run(self) -> None:
+        """Kill all that shall be killed, and have the job end."""
+        try:
+            order = list(Counter(self._parameters.counts()).elements())
+            self._chance.shuffle(order)
+            told_at = time.monotonic()
+            for kind in order:
+                if not self._wait():
+                    return
+                time.sleep(self._chance.uniform(0.0, 2 * self._parameters.interval))
+                self._kill(kind)
+                if time.monotonic() > told_at + 10.0:
+                    told_at = time.monotonic()
+                    print_progress(f"kills: {len(self.faults)} of {len(order)}, {self._job.version()} steps")
+            if self._wait():
+                end_job_after(self._folder, self._job.version())
+        except BaseException as error:
+            self.error = error
+            os.kill(os.getpid(), signal.SIGTERM)  # the launcher ends the run
+
+    def _wait(self) -> bool:
+        return self._job.wait_until_complete(_HUNG_S)
+
+    def _kill(self, kind: str) -> None:
+        seats = []
+        if kind != "worker":
+            seats.append(self._chance.choice(self._servers))
+        if kind != "server":
+            others = [seat for seat in self._workers if seat not in self._servers] or self._workers
+            seats.append(self._chance.choice(others))
+        times = [self._job.send(seat, signal.SIGKILL) for seat in seats]
+        if times[0] is not None:
+            self.faults.append(Fault(kind, times[0]))
+
+
+def _measure(
+    setting: Setting, parameters: PsFaultsParameters, num_workers: int, folder: Path
+) -> tuple[list[PsFaultsFigure], dict[str, Any]]:
+    config = PsFaultsConfig(
+        str(folder),
+        num_workers,
+        parameters.servers,
+        parameters.keys,
+        parameters.replicas,
+        parameters.rule,
+        parameters.step_ms,
+    )
+    path = folder / "config.json"
+    path.write_text(json.dumps(asdict(config)))
+    job = RunningJob(folder, setting.ranks)
+    killer = _Killer(job, parameters, num_workers, folder)
+    thread = threading.Thread(target=killer.run, name="kills", daemon=True)
+    thread.start()
+    outcome = run_workers(
+        [sys.executable, "-m", "totalreduce.bench.ps_faults_worker", str(path)],
+        num_workers=setting.ranks,
+        environment={"TOTALREDUCE_LINKS": "off", "OMP_NUM_THREADS": "1", **environment.current()},
+        output="capture",
+        recovery=RecoveryOptions(
+            on_loss="shrink" if parameters.on_loss == "shrink" else "replace",
+            restarts=4 * sum(parameters.counts().values()) + 10,
+            spares=parameters.spares,
+            on_event=job.on_event,
+        ),
+    )
+    if killer.error is not None:
+        raise BenchmarkFailedError(f"the job did not go on after {len(killer.faults)} kills: {killer.error!r}")
+    require_success(outcome, "the job under faults")
+    finals = [json.loads(each.read_text()) for each in sorted(folder.glob("final-*.json"))]
+    if len(finals) != num_workers:
+        raise BenchmarkFailedError(f"{len(finals)} of {num_workers} workers have come to the end")
+    wrong = sum(final["wrong"] for final in finals)
+    logs = [list(_lines(each)) for each in sorted(folder.glob("blocks-*.jsonl"))]
+    resumed = [(fault.kind, _resumed(fault.at, logs)) for fault in killer.faults]
+    figures = []
+    for kind in (*_KINDS, "all"):
+        times = [seconds for each, seconds in resumed if kind in (each, "all")]
+        figures.append(
+            PsFaultsFigure(kind, len(times), wrong, median(times) if times else 0.0, max(times) if times else 0.0)
+        )
+    steps = sum(final["steps"] for final in finals)
+    return figures, {"faults": to_document(killer.faults), "resumed": resumed, "steps": steps}
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a log; the last line of a killed process may be cut off."""
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
+
+
+def _resumed(at: float, logs: list[list[dict[str, Any]]]) -> float:
+    """Return the time from a fault until every process that was not killed has ended a pull that was disturbed.
+
+    A pull is disturbed if it began before the loss was noticed and was the longest one of its process.
+    """
+    longest = 0.0
+    for log in logs:
+        if not log or not log[0]["begin"] < at < log[-1]["pulled"]:
+            continue  # it was not there yet, or was killed
+        around = [line for line in log if line["pulled"] > at and line["begin"] < at + _NOTICED_S]
+        if around:
+            slowest = max(around, key=lambda line: line["pulled"] - line["begin"])
+            longest = max(longest, slowest["pulled"] - at)
+    return longest
