@@ -443,7 +443,7 @@ class Connection:
 
     def _next_event(self, patience_s: float | None) -> Callable[[], None]:
         """Wait for the next event; now and then, it is a look for processes that want to join."""
-        if self._renewal is not None and self._state in ("open", "closing") and self._renewal.has_newcomers():
+        if self._renewal is not None and self._state != "ended" and self._renewal.has_newcomers():
             return partial(self._renew, "other processes join")
         try:
             return self._events.get(timeout=patience_s)
