@@ -34,7 +34,7 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.local import run_workers
 from totalreduce.launch.recovery import RecoveryOptions
 
-__all__ = ["PsFaultsFigure", "PsFaultsParameters", "bench_ps_faults"]
+__all__ = ["PsFaultsFigure", "PsFaultsParameters", "bench_ps_faults", "measure_ps_faults"]
 
 _KINDS: Final = ("server", "worker", "both")
 #: If no step ends for so long, the job hangs.
@@ -117,7 +117,7 @@ def bench_ps_faults(setting: Setting, parameters: PsFaultsParameters) -> Report:
             f"key {parameters.replicas} times: choose -n, --servers, --workers and --replicas"
         )
     with tempfile.TemporaryDirectory(prefix="totalreduce-ps-faults-") as name:
-        figures, raw = _measure(setting, parameters, num_workers, Path(name))
+        figures, raw = measure_ps_faults(setting, parameters, num_workers, Path(name))
     columns: list[tuple[str, Any]] = [
         ("killed", lambda f: f.kind),
         ("times", lambda f: str(f.injected)),
@@ -180,9 +180,14 @@ class _Killer:
             self.faults.append(Fault(kind, times[0]))
 
 
-def _measure(
+def measure_ps_faults(
     setting: Setting, parameters: PsFaultsParameters, num_workers: int, folder: Path
 ) -> tuple[list[PsFaultsFigure], dict[str, Any]]:
+    """Run a job and kill its processes; return a figure for each kind, and what they are computed from.
+
+    Raises:
+        BenchmarkFailedError: The job did not go on after a kill, or did not come to its end.
+    """
     config = PsFaultsConfig(
         str(folder),
         num_workers,

@@ -181,6 +181,8 @@ def connect(
 
 def _open_assembly(group: Group, settings: dict[str, Any]) -> Assembly:
     """Meet the launcher's store, compare this process's program with the job's, and give the unformed group up."""
+    if group.operations.closed:
+        raise ConfigurationError("with --on-loss, a job has one connection to one parameter server")
     assembly = open_assembly(environment.read_settings(), group.rank, group.world_size, group.timeout_s)
     lines = [f"{name}: {value}" for name, value in settings.items()]
     assembly.check_equal("program", "\n".join(["parameter server", *lines]))
