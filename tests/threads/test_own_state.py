@@ -49,7 +49,7 @@ class Process:
         self.state = tr.State(model=self.model, optimizer=self.wrapped)
         self.optimizers = Optimizers(self.wrapped)
         self.own = OwnState(self.state, self.optimizers, 1)
-        self.optimizers.guard(self.before_wait, self.before_gradients, self.before_install)
+        self.optimizers.guard(lambda: None, self.before_wait, self.before_gradients, self.before_install)
 
     # What ``Job`` does in a block.
 
