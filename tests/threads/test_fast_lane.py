@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import totalreduce as tr
-from totalreduce.fastlane.board import ENTRIES, STAGES
+from totalreduce.fastlane import lane as lane_module
+from totalreduce.fastlane.board import STAGE_CLASSES
 from totalreduce.fastlane.lane import FastLane
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.types import ReduceOp
@@ -169,9 +170,10 @@ def test_no_bit_of_blocks_depends_on_the_lane(memory: str, world_size: int) -> N
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_any_order_and_more_operations_than_room(world_size: int) -> None:
+def test_any_order_and_more_operations_than_room(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What finds no entry or no stage on one rank is carried out by messages on all."""
-    count = 3 * ENTRIES
+    monkeypatch.setattr(lane_module, "_home", lambda key: key[0] % 128)  # 135 entries
+    count = 384
 
     def body(group: Group) -> float:
         order = random.Random(group.rank).sample(range(count), count)
@@ -413,9 +415,12 @@ def test_an_announcement_that_no_correct_rank_makes_is_the_loss_of_its_rank(
 
 @pytest.mark.parametrize("count", [30_000, 100_000])
 def test_more_large_tensors_than_stages_in_a_row(count: int) -> None:
+    largest = STAGE_CLASSES[-1]
+    num_tensors = 2 * (largest.stop - largest.first)
+
     def body(group: Group) -> None:
         for turn in range(4):
-            tensors = [torch.full((count,), float(index + turn)) for index in range(2 * STAGES)]
+            tensors = [torch.full((count,), float(index + turn)) for index in range(num_tensors)]
             works = [group.allreduce(tensor, name=f"t{index}") for index, tensor in enumerate(tensors)]
             for index, work in enumerate(works):
                 assert work.wait().unique().tolist() == [3.0 * (index + turn)], turn
