@@ -315,7 +315,7 @@ class FastLane:
         assert boards.board_bytes >= BOARD_BYTES
         self._rank, self.boards = rank, boards
         self._board = BoardLayout(boards.board_at)
-        self._memory = _address_of_memory(boards.memories()[rank])
+        self._entries_at = _address_of_memory(boards.memories()[rank]) + self._board.entry(0)
         self._entries: list[Carriage | None] = [None] * ENTRIES
         self._stages = Stages()
         self._spins = _SPINS if (os.cpu_count() or 1) >= world_size else 0
@@ -346,7 +346,7 @@ class FastLane:
         words[exchange.KEY] = key - (1 << 64) if key >> 63 else key
         words[exchange.ITERATION] = carriage.iteration
         words[exchange.HOME] = _home(operation.key)
-        words[exchange.ENTRY] = self._memory + self._board.entry(number)
+        words[exchange.ENTRY] = self._entries_at + number * exchange.ENTRY_BYTES
         plan.write(words, place)
         if stage is not None:
             self._use_stage(carriage, stage)
@@ -436,7 +436,10 @@ class FastLane:
         """
         assert carriage.other is not None
         words = carriage.words
-        carriage.plan.write(words, place)
+        if place[2]:
+            carriage.plan.write(words, place)
+        else:
+            words[exchange.TENSOR], words[exchange.SOURCE], _ = place
         carriage.ended = carriage.given_back = False
         words[exchange.ANNOUNCED] = words[exchange.FOUND] = 0  # the last operation's, until ``restart``
         carriage.buffers, carriage.iteration = buffers, key[1] + 1
@@ -451,7 +454,7 @@ class FastLane:
         words, _buffers = carriage.words, carriage.buffers  # another thread may end the operation meanwhile
         words[exchange.SPINS] = self._spins if carriage.plan.is_whole else 0
         words[exchange.YIELD_NS] = words[exchange.TURNS] = 0
-        entry = self._memory + self._board.entry(carriage.number)
+        entry = self._entries_at + carriage.number * exchange.ENTRY_BYTES
         status = self.exchange(exchange.RESTART, carriage.address, carriage.iteration, entry)
         if words[exchange.WAKE]:
             self._wake(carriage)
