@@ -199,7 +199,7 @@ class Carriage:
     Attributes:
         lane: The lane.
         operation: The operation.
-        block: Its words (see ``kernels.exchange``); ``address`` is their address.
+        words: The words of its block (see ``kernels.exchange``); ``address`` is their address.
         buffers: The bytes of its tensors; empty after its end.
         given_back: Whether messages carry the operation out after all, or it has failed before all ranks announced it.
         number: The number of its entry.
@@ -213,7 +213,6 @@ class Carriage:
 
     __slots__ = (
         "address",
-        "block",
         "buffers",
         "ended",
         "given_back",
@@ -231,9 +230,9 @@ class Carriage:
 
     def __init__(self, lane: FastLane, operation: Operation, plan: _Plan, buffers: _Buffers, number: int) -> None:
         self.lane, self.operation, self.plan, self.buffers = lane, operation, plan, buffers
-        self.block = plan.block.copy()
-        self.address: int = self.block.ctypes.data
-        self.words = memoryview(self.block.data)
+        block = bytearray(plan.block)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(block))
+        self.words = memoryview(block).cast("q")
         self.words[exchange.SELF] = self.address
         self.number, self.ended, self.given_back = number, False, False
         self.stage: int | None = None
@@ -543,6 +542,8 @@ class FastLane:
 
     def _free_entry(self, key: tuple[int, int], besides: Carriage | None = None) -> int | None:
         """Return an entry in which an operation may be announced, but none of ``besides``."""
+        if self._entries[_home(key)] is None:
+            return _home(key)
         numbers = _numbers(key)
         for number in numbers:
             if self._entries[number] is None:

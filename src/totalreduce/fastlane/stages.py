@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol, final
 
-from totalreduce.fastlane.board import STAGE_CLASSES, StageClass
+from totalreduce.fastlane.board import CLASS_OF_STAGE, STAGE_CLASSES, StageClass
 
 __all__ = ["StageUser", "Stages"]
 
@@ -51,24 +51,23 @@ class Stages:
                 self._next[kind] = number + 1 if number + 1 < kind.stop else kind.first
                 user = self._users[number]
                 if user is not None and user.is_over:
-                    self._put_back(kind, number)
+                    self._put_back(number)
                     return number
         return None
 
     def take(self, number: int, user: StageUser) -> None:
         """Give the stage that ``find`` has returned to a user."""
-        for kind, free in self._free.items():
-            if kind.first <= number < kind.stop:
-                assert free[-1] == number
-                free.pop()
+        free = self._free[CLASS_OF_STAGE[number]]
+        assert free[-1] == number
+        free.pop()
         self._users[number], user.stage = user, number
 
     def release(self, user: StageUser) -> None:
         """Take the stage of a user back that does not need it any more."""
         if self.has(user):
             assert user.stage is not None
-            self._put_back(next(kind for kind in STAGE_CLASSES if user.stage < kind.stop), user.stage)
+            self._put_back(user.stage)
 
-    def _put_back(self, kind: StageClass, number: int) -> None:
+    def _put_back(self, number: int) -> None:
         self._users[number] = None
-        self._free[kind].append(number)
+        self._free[CLASS_OF_STAGE[number]].append(number)
