@@ -61,7 +61,7 @@ def _classes(*stages: tuple[int, int]) -> tuple[StageClass, ...]:
 _KIB: Final = 1024
 #: From the shortest to the longest. Tensors that are exchanged in pieces need one of the last class.
 STAGE_CLASSES: Final = _classes(
-    (2 * _KIB, 512), (8 * _KIB, 256), (32 * _KIB, 128), (128 * _KIB, 24), (512 * _KIB, 8), (2048 * _KIB, 8)
+    (2 * _KIB, 512), (8 * _KIB, 256), (32 * _KIB, 64), (128 * _KIB, 16), (512 * _KIB, 6), (2048 * _KIB, 6)
 )
 #: The class of every stage.
 CLASS_OF_STAGE: Final = [each for each in STAGE_CLASSES for _ in range(each.first, each.stop)]
