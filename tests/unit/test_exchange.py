@@ -139,7 +139,7 @@ def test_the_sum_is_that_of_the_order(ranks, where, dtype):
             lanes=lanes,
             whole=whole,
             entry=rank % 4,
-            stage=stages.first + rank,
+            stage=stages.first + rank % (stages.stop - stages.first),
             shared=shared,
             divisor=ranks,
         )
