@@ -26,7 +26,7 @@ from totalreduce.bench.faults_kinds import Fault
 from totalreduce.bench.faults_records import end_job_after
 from totalreduce.bench.launching import BenchmarkFailedError, Setting, require_success
 from totalreduce.bench.machine import describe_machine
-from totalreduce.bench.ps_faults_worker import PsFaultsConfig
+from totalreduce.bench.ps_faults_records import PsFaultsConfig
 from totalreduce.bench.records import to_document
 from totalreduce.bench.report import Report, Table, print_progress
 from totalreduce.foundation import checks, environment

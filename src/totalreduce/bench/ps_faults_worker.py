@@ -5,48 +5,23 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Final
 
 import numpy as np
 
 import totalreduce as tr
 from totalreduce.bench.faults_records import read_stop
+from totalreduce.bench.ps_faults_records import PsFaultsConfig
 from totalreduce.foundation import environment
 from totalreduce.kernels.arrays import Array
 
-__all__ = ["PsFaultsConfig"]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class PsFaultsConfig:
-    """What the processes do.
-
-    Attributes:
-        folder: Where they write; a file ``stop`` there, with a number of steps, ends the job after so many steps.
-        num_workers: The number of workers, which are the first ranks; the others only serve.
-        num_servers: The number of servers, which are the last ranks. Some of them may be workers, too.
-        keys: The number of keys.
-        replicas: The number of servers that hold each key.
-        rule: ``sequential``, ``bounded`` (by 2 steps) or ``eventual``.
-        step_ms: How long the computation of a step takes.
-    """
-
-    folder: str
-    num_workers: int
-    num_servers: int
-    keys: int
-    replicas: int
-    rule: str
-    step_ms: float
-
-    @property
-    def consistency(self) -> tr.ps.Consistency:
-        """The rule."""
-        rules = {"sequential": tr.ps.Sequential(), "bounded": tr.ps.Bounded(2), "eventual": tr.ps.Eventual()}
-        return rules[self.rule]
+#: By the name of a rule.
+RULES: Final[dict[str, tr.ps.Consistency]] = {
+    "sequential": tr.ps.Sequential(),
+    "bounded": tr.ps.Bounded(2),
+    "eventual": tr.ps.Eventual(),
+}
 
 
 def keys_of(config: PsFaultsConfig, rank: int, step: int) -> Array:
@@ -63,7 +38,7 @@ def main() -> None:
         group,
         num_keys=config.keys,
         width=config.num_workers,
-        consistency=config.consistency,
+        consistency=RULES[config.rule],
         workers=config.num_workers,
         servers=range(num_ranks - config.num_servers, num_ranks),
         replicas=config.replicas,
