@@ -32,6 +32,9 @@ class PsParameters:
     optimizer: Annotated[str, typer.Option(help="sum, sgd, momentum, adagrad, adam or ftrl.")] = "sum"
     bound: Annotated[int, typer.Option(help="Of the steps whose staleness is counted: Bounded(bound).")] = 4
     steps: Annotated[int, typer.Option(help="The number of these steps.")] = 50
+    servers: Annotated[
+        int, typer.Option(min=0, help="So many of the ranks, the last ones, only serve. 0: each rank is a server, too.")
+    ] = 0
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
@@ -43,6 +46,8 @@ class PsParameters:
             )
         if self.bound < 0 or self.steps < 1:
             raise ConfigurationError("--bound must be at least 0 and --steps at least 1")
+        if self.servers < 0:
+            raise ConfigurationError(f"--servers must be at least 0, not {self.servers}")
 
     @property
     def num_keys(self) -> int:
@@ -65,7 +70,7 @@ class PsSamples:
     """The samples of one rank.
 
     Attributes:
-        seconds: Of every call, by contestant.
+        seconds: Of every call, by contestant; empty on a rank that only serves.
         bytes_sent: By this rank, as a worker and as a server, in one call; likewise.
         kernel_seconds: Of operations on a table in this process alone; on rank 0, else empty.
         hit_rate: The share of the requests of known keys that a digest was enough for.
@@ -104,32 +109,41 @@ class PsFigure:
     "ps",
     "totalreduce bench ps -n 2",
     "totalreduce bench ps --emulate-hosts 4 --keys 100M --optimizer adagrad",
+    "totalreduce bench ps --emulate-hosts 8 --servers 4",
     shared=("transport", "ranks", "emulate_hosts", "emulate_rate", "rounds"),
     rounds=7,
 )
 def bench_ps(setting: Setting, parameters: PsParameters) -> Report:
-    """Time a parameter server with a server on each rank: listed keys, known or new, and a dense range.
+    """Time a parameter server with a server on each rank or on others: listed keys, known or new, and a dense range.
 
     The ring allreduce of as many elements takes turns with the dense range. What is pulled is checked on every rank.
     """
     figures, results = measure_ps(setting, parameters)
-    tables = _tables(setting, parameters, figures, results.ranks)
+    tables = _tables(setting, parameters, figures, _workers(results.ranks))
     return Report(tables, setting.as_document(), results.machine, figures, results.raw())
 
 
 def measure_ps(setting: Setting, parameters: PsParameters) -> tuple[list[PsFigure], Results[PsSamples]]:
     """Run the workers; returns the figures and the ranks' samples."""
     setting.refuse_mpi("ps")
+    if parameters.servers >= setting.ranks:
+        raise ConfigurationError(f"--servers {parameters.servers} leaves no worker of {setting.ranks} ranks")
     results = run_benchmark("ps_worker", parameters, setting, PsSamples)
     return summarise(results.ranks, parameters.num_listed, parameters.num_dense), results
 
 
-def summarise(ranks: Sequence[PsSamples], num_listed: int, num_dense: int) -> list[PsFigure]:
+def _workers(ranks: Sequence[PsSamples]) -> list[PsSamples]:
+    return [rank for rank in ranks if rank.seconds]
+
+
+def summarise(all_ranks: Sequence[PsSamples], num_listed: int, num_dense: int) -> list[PsFigure]:
     """From every rank's samples to figures. Pure."""
     figures = []
+    ranks = _workers(all_ranks)
+    num_servers = len(all_ranks) - len(ranks) or len(ranks)
     taken = {what: slowest([rank.seconds[what] for rank in ranks]) for what in ranks[0].seconds}
     for what, seconds in taken.items():
-        count = num_dense if what in DENSE else num_listed  # each rank has so many, and there are as many servers
+        count = (num_dense if what in DENSE else num_listed) * len(ranks) / num_servers
         sent = fmean(rank.bytes_sent[what] for rank in ranks)
         ratio = ratio_estimate(taken[DENSE[0]], seconds) if what in DENSE[1:] else None
         found = estimate(seconds)
@@ -173,7 +187,8 @@ def _tables(
                 ("ring / this", lambda figure: times(figure.ratio)),
             ],
             [figure for figure in figures if figure.what in DENSE],
-            "A push_pull sees what other ranks have pushed by then; the ring has all.",
+            "A push_pull sees what other ranks have pushed by then; the ring has all"
+            + (f", of the {len(ranks)} ranks that do not only serve." if parameters.servers else "."),
         ),
         Table(
             f"the table alone, {listed}, one core",

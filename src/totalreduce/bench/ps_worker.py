@@ -13,8 +13,10 @@ from totalreduce.bench import values as sums
 from totalreduce.bench.context import Context
 from totalreduce.bench.ps import DENSE, SPARSE, PsParameters, PsSamples
 from totalreduce.bench.values import WrongResultError
+from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
 from totalreduce.server.layout import Layout
+from totalreduce.server.serve import serve_group
 from totalreduce.server.table import Table
 
 _OPTIMIZERS = {
@@ -30,14 +32,28 @@ _STEP_S = 0.004
 
 
 def measure(context: Context, parameters: PsParameters) -> PsSamples:
-    """Measure all contestants, in turns."""
+    """Measure all contestants, in turns; or serve the ranks that do."""
+    group = context.group
+    if parameters.servers:
+        whole, num_workers = context.another_group("servers"), context.world_size - parameters.servers
+        if context.rank >= num_workers:
+            serve_group(whole)
+            return PsSamples({}, {}, {}, 0.0, {}, 0.0)
+        group = whole.workers(num_workers)
+    samples = _measure(context, group, parameters)
+    if parameters.servers:
+        group.close()
+    return samples
+
+
+def _measure(context: Context, group: Group, parameters: PsParameters) -> PsSamples:
     seconds: dict[str, list[float]] = {what: [] for what in (*SPARSE, *DENSE)}
     sent: dict[str, list[float]] = {what: [] for what in (*SPARSE, *DENSE)}
     kernels = _kernels(parameters, context.rounds) if context.rank == 0 else {}
-    context.barrier()
-    hit_rate = _sparse(context, parameters, seconds, sent)
-    _dense(context, parameters, seconds, sent)
-    staleness, waited_s = _steps(context, parameters)
+    group.barrier()
+    hit_rate = _sparse(context, group, parameters, seconds, sent)
+    _dense(context, group, parameters, seconds, sent)
+    staleness, waited_s = _steps(context, group, parameters)
     return PsSamples(
         seconds=seconds,
         bytes_sent={what: sum(samples) / len(samples) for what, samples in sent.items()},
@@ -84,28 +100,32 @@ def _kernels(parameters: PsParameters, rounds: int) -> dict[str, list[float]]:
 
 
 def _timed(
-    context: Context,
+    group: Group,
     client: tr.ps.Connection,
     call: Callable[[], tr.ps.Ticket],
     seconds: list[float],
     sent: list[float],
 ) -> None:
     before = client.statistics().bytes_sent
-    context.barrier()
+    group.barrier()
     begin = time.perf_counter()
     call().wait()
     seconds.append(time.perf_counter() - begin)
-    context.barrier()
+    group.barrier()
     sent.append(float(client.statistics().bytes_sent - before))
 
 
 def _sparse(
-    context: Context, parameters: PsParameters, seconds: dict[str, list[float]], sent: dict[str, list[float]]
+    context: Context,
+    group: Group,
+    parameters: PsParameters,
+    seconds: dict[str, list[float]],
+    sent: dict[str, list[float]],
 ) -> float:
     """Push and pull listed keys; return the share of the requests of known keys that travelled as a digest."""
     optimizer = _OPTIMIZERS[parameters.optimizer]
     hits = requests = 0
-    with tr.ps.connect(context.group, num_keys=parameters.num_keys, optimizer=optimizer) as client:
+    with tr.ps.connect(group, num_keys=parameters.num_keys, optimizer=optimizer) as client:
         lists, ones = _lists(parameters, context.rank), np.ones(parameters.num_listed, np.float32)
         out, known = np.zeros(parameters.num_listed, np.float32), next(lists)
         client.push(known, ones).wait()
@@ -115,7 +135,7 @@ def _sparse(
                 before = client.statistics()
                 push = what.startswith("push")
                 _timed(
-                    *(context, client, lambda: client.push(keys, ones) if push else client.pull(keys, out)),  # noqa: B023
+                    *(group, client, lambda: client.push(keys, ones) if push else client.pull(keys, out)),  # noqa: B023
                     *(seconds[what], sent[what]),
                 )
                 after = client.statistics()
@@ -129,10 +149,14 @@ def _sparse(
 
 
 def _dense(
-    context: Context, parameters: PsParameters, seconds: dict[str, list[float]], sent: dict[str, list[float]]
+    context: Context,
+    group: Group,
+    parameters: PsParameters,
+    seconds: dict[str, list[float]],
+    sent: dict[str, list[float]],
 ) -> None:
     """Push and pull a range, in turns with an allreduce of as many elements."""
-    count, group = parameters.num_dense, context.group
+    count = parameters.num_dense
     reduced, pushed = torch.empty(count), torch.empty(count)
     sums.fill(pushed, rank=context.rank)
     with tr.ps.connect(group, num_keys=count) as client:
@@ -145,26 +169,26 @@ def _dense(
         for index in range(context.rounds):
             sums.fill(reduced, rank=context.rank)
             before = group.statistics().bytes_sent
-            context.barrier()
+            group.barrier()
             begin = time.perf_counter()
             group.allreduce(reduced, name="bench.ps", schedule="ring").wait()
             seconds[DENSE[0]].append(time.perf_counter() - begin)
             sent[DENSE[0]].append(float(group.statistics().bytes_sent - before))
-            sums.check(reduced, world_size=context.world_size, what="allreduce")
+            sums.check(reduced, world_size=group.world_size, what="allreduce")
             for what, call in calls.items():
-                _timed(context, client, call, seconds[what], sent[what])
+                _timed(group, client, call, seconds[what], sent[what])
                 times += "push" in what
             context.report(f"ps: a range, round {index + 1} of {context.rounds}")
         client.pull_range(0, count, out).wait()
-        factor = times * context.world_size * (context.world_size + 1) // 2
-        sums.check_multiple(out, factor, additions=times * context.world_size, what="push_range")
+        factor = times * group.world_size * (group.world_size + 1) // 2
+        sums.check_multiple(out, factor, additions=times * group.world_size, what="push_range")
 
 
-def _steps(context: Context, parameters: PsParameters) -> tuple[dict[str, int], float]:
+def _steps(context: Context, group: Group, parameters: PsParameters) -> tuple[dict[str, int], float]:
     """Take steps of bounded staleness, rank 0 slower than the others; return a histogram, and the seconds waited."""
     random = np.random.default_rng(context.rank)
     rule, out, ones = tr.ps.Bounded(parameters.bound), np.zeros(1000, np.float32), np.ones(1000, np.float32)
-    with tr.ps.connect(context.group, num_keys=1000, consistency=rule) as client:
+    with tr.ps.connect(group, num_keys=1000, consistency=rule) as client:
         for _ in range(parameters.steps):
             client.pull_range(0, 1000, out).wait()
             time.sleep(2 * random.random() * (_STEP_S if context.rank == 0 else _STEP_S / 10))

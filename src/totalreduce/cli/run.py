@@ -22,7 +22,7 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.hosts import Host, parse_hosts
 from totalreduce.launch.local import EmulateOptions, HostOptions, RecoveryOptions, RunResult, run_workers
 from totalreduce.launch.placement import launcher_address, read_host_file, ssh_command
-from totalreduce.launch.workers import default_num_threads
+from totalreduce.launch.workers import default_num_threads, describe_ranks
 
 __all__ = ["run"]
 
@@ -44,6 +44,14 @@ def run(
     *,
     num_workers: Annotated[
         int | None, typer.Option("-n", "--num-workers", min=1, help="Number of workers.", show_default="1")
+    ] = None,
+    servers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Start so many further processes, which only serve a parameter server (tr.ps).",
+            show_default="none",
+        ),
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is an executable.")] = False,
@@ -165,6 +173,7 @@ def run(
 
     totalreduce run -n 4 train.py --lr 0.1
     totalreduce run -n 2 -m package.train
+    totalreduce run -n 4 --servers 2 train.py
     totalreduce run -n 4 --output logs train.py
     totalreduce run -n 2 --no-python ./train.sh
     totalreduce run -H node0:4,node1:4 train.py
@@ -174,6 +183,7 @@ def run(
     totalreduce run -n 8 --on-loss replace --spares 1 train.py
     totalreduce run -n 8 --on-loss shrink --min-ranks 4 --max-ranks 12 --hosts-file hosts train.py
     """
+    num_servers = servers or 0
     listed = _listed_hosts(hosts, hosts_file)
     ssh = {"--ssh-port": ssh_port, "--ssh-identity": ssh_identity}
     remote = {**ssh, "--remote-shell": remote_shell, "--remote-python": remote_python, "--address": address}
@@ -184,23 +194,23 @@ def run(
         shell = ssh_command(port=ssh_port, identity=ssh_identity) if remote_shell is None else shlex.split(remote_shell)
         python = remote_python or sys.executable
         several = HostOptions(hosts=listed, file=hosts_file, shell=tuple(shell), python=python, address=address)
-        num_workers = num_workers or sum(host.slots for host in listed)
+        num_workers = num_workers or _without_servers(sum(host.slots for host in listed), num_servers, "slots")
     elif given := [name for name, value in remote.items() if value is not None]:
         raise ConfigurationError(f"{given[0]} goes with --hosts or --hosts-file")
     emulate = None
     if emulate_hosts is not None:
-        per_host = ranks_per_host or _ranks_per_host(num_workers, emulate_hosts)
+        per_host = ranks_per_host or _ranks_per_host(num_workers, num_servers, emulate_hosts)
         emulate = EmulateOptions(
             num_hosts=emulate_hosts, rate=emulate_rate, ranks_per_host=per_host, delay_ms=emulate_delay_ms
         )
-        num_workers = num_workers or emulate_hosts * per_host
+        num_workers = num_workers or _without_servers(emulate_hosts * per_host, num_servers, "ranks in emulated hosts")
     elif ranks_per_host is not None:
         raise ConfigurationError("--ranks-per-host goes with --emulate-hosts")
     elif num_workers is None:
         _warn_of_late_options(script, arguments or [])
     num_workers = num_workers or 1
     argv = _command(script, arguments or [], module=module, no_python=no_python)
-    several = _say_what_was_chosen(num_workers, emulate, several)
+    several = _say_what_was_chosen(num_workers, num_servers, emulate, several)
     with contextlib.ExitStack() as stack:
         recovery = None
         if on_loss is not None:
@@ -218,6 +228,7 @@ def run(
         result = run_workers(
             argv,
             num_workers=num_workers,
+            num_servers=num_servers,
             emulate=emulate,
             hosts=several,
             output="all" if output == "all" else "rank0" if output == "rank0" else Path(output),
@@ -289,12 +300,21 @@ def _warn_of_late_options(script: str, arguments: list[str]) -> None:
         )
 
 
-def _ranks_per_host(num_workers: int | None, num_hosts: int) -> int:
+def _without_servers(num_ranks: int, num_servers: int, what: str) -> int:
+    """Return how many of the ranks are workers."""
+    if num_ranks <= num_servers:
+        raise ConfigurationError(f"{num_servers} servers leave none of {num_ranks} {what} for a worker")
+    return num_ranks - num_servers
+
+
+def _ranks_per_host(num_workers: int | None, num_servers: int, num_hosts: int) -> int:
     if num_workers is None:
         return 1
-    if num_workers % num_hosts:
-        raise ConfigurationError(f"{num_workers} workers cannot be spread evenly over {num_hosts} emulated hosts")
-    return num_workers // num_hosts
+    if (num_workers + num_servers) % num_hosts:
+        raise ConfigurationError(
+            f"{describe_ranks(num_workers, num_servers)} cannot be spread evenly over {num_hosts} emulated hosts"
+        )
+    return (num_workers + num_servers) // num_hosts
 
 
 def _command(script: str, arguments: list[str], *, module: bool, no_python: bool) -> list[str]:
@@ -320,22 +340,25 @@ def _listed_hosts(hosts: str | None, hosts_file: Path | None) -> tuple[Host, ...
 
 
 def _say_what_was_chosen(
-    num_workers: int, emulate: EmulateOptions | None, several: HostOptions | None
+    num_workers: int, num_servers: int, emulate: EmulateOptions | None, several: HostOptions | None
 ) -> HostOptions | None:
     """Show what the user has not chosen; return the options of the hosts with the address that is shown."""
+    ranks = describe_ranks(num_workers, num_servers)
     if several is not None:
         address, how = launcher_address(several)
         names = ", ".join(f"{host.name}:{host.slots}" for host in several.hosts[:8])
         names += f" and {len(several.hosts) - 8} more" if len(several.hosts) > 8 else ""
-        _note(f"{num_workers} workers on {names}; they reach this host at {address} ({how}; --address chooses it)")
+        _note(f"{ranks} on {names}; they reach this host at {address} ({how}; --address chooses it)")
         return dataclasses.replace(several, address=address)
     if emulate is not None:
         per_host = emulate.ranks_per_host
+        each = f"{per_host} worker(s)" if not num_servers else f"{per_host} rank(s)"
         delay = f", {emulate.delay_ms:g} ms from host to host" if emulate.delay_ms else ""
-        _note(f"{emulate.num_hosts} emulated hosts, {emulate.rate} links{delay}, {per_host} worker(s) each")
-    if num_workers > 1 and not current().get("OMP_NUM_THREADS"):
-        threads = default_num_threads(num_workers)
-        _note(f"OMP_NUM_THREADS={threads} for each of {num_workers} workers; set it to choose otherwise")
+        _note(f"{emulate.num_hosts} emulated hosts, {emulate.rate} links{delay}, {each} each")
+    num_ranks = num_workers + num_servers
+    if num_ranks > 1 and not current().get("OMP_NUM_THREADS"):
+        threads = default_num_threads(num_ranks)
+        _note(f"OMP_NUM_THREADS={threads} for each of {ranks}; set it to choose otherwise")
     return None
 
 

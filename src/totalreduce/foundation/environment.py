@@ -52,6 +52,7 @@ class Settings:
         incarnation: How often the launcher has started this rank before, with ``on_loss``.
         min_ranks: The smallest number of ranks that go on, with ``on_loss``.
         begin_ranks: The number of ranks with which the job begins, with ``on_loss``; ``None``: all ranks.
+        servers: The number of ranks, the last ones, that only serve a parameter server.
         warnings: Sentences to log once: unknown variables, a key that others can read.
     """
 
@@ -70,6 +71,7 @@ class Settings:
     incarnation: int = 0
     min_ranks: int = 1
     begin_ranks: int | None = None
+    servers: int = 0
     warnings: tuple[str, ...] = ()
 
 
@@ -134,6 +136,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "TOTALREDUCE_INCARNATION": ("incarnation", _whole_number(0)),
     "TOTALREDUCE_MIN_RANKS": ("min_ranks", _whole_number(1)),
     "TOTALREDUCE_BEGIN_RANKS": ("begin_ranks", _whole_number(1)),
+    "TOTALREDUCE_SERVERS": ("servers", _whole_number(0)),
 }
 #: Every variable of the library; documented in ``docs/launching.md``. ``world.py`` reads those of ranks and hosts.
 _KNOWN_NAMES = frozenset(

@@ -56,6 +56,8 @@ class Group(Collectives):
         self.formation: Callable[..., Group] | None = None
         #: What must be equal on all ranks for that, one setting in a line.
         self.formation_settings = ""
+        #: Of the workers of a job in which other ranks only serve: the group of all ranks, which ends with this one.
+        self.with_servers: Group | None = None
         if operations is None:
             # The exit of the interpreter closes the group, so that other ranks do not take this rank for lost.
             self._finalizer = weakref.finalize(self.operations, _close, runner, self._at_close)
@@ -131,6 +133,22 @@ class Group(Collectives):
             group.barrier()  # MPI moves nothing else while it makes a communicator, so all members come first
             natives = self.coordinator.natives.split(members, self.operations.patience(None))
             group.use(natives, self.coordinator.config)
+        return group
+
+    def workers(self, num_workers: int) -> Group:
+        """Return the group of the first ranks of a job, whose other ranks only serve (``totalreduce run --servers``).
+
+        Its attribute ``with_servers`` is this group, which its ``close`` closes.
+
+        Args:
+            num_workers: The number of ranks; this rank is among them.
+        """
+        if self.formation is None:
+            group = self.subgroup(range(num_workers), name="workers")
+        else:
+            group = Group(self._runner, operations=self.operations.within("workers"))
+            group.await_formation(self.rank, num_workers, self.formation, self.formation_settings)
+        group.with_servers, group._at_close = self, self._at_close
         return group
 
     @property
@@ -333,6 +351,9 @@ class Group(Collectives):
         if self.operations.parent is None:
             self._finalizer.detach()
             steps.append(lambda: _close(self._runner, self._at_close, timeout_s, reason))
+        elif self.with_servers is not None:
+            whole = self.with_servers
+            steps += [self.operations.close, lambda: whole.close(timeout_s, reason=reason)]
         else:
             steps += [self.operations.close, *self._at_close]
         _call_all(steps)

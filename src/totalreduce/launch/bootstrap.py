@@ -106,7 +106,8 @@ def init(
 
     Returns:
         The group. If the launcher can replace ranks (``totalreduce run --on-loss``), it refuses operations until
-        ``with tr.recoverable(...)`` forms it; with ``tr.replayed``, always.
+        ``with tr.recoverable(...)`` forms it; with ``tr.replayed``, always. If some ranks only serve (``totalreduce run
+        --servers``), it is the group of the others.
 
     Raises:
         ConfigurationError: Contradictory variables or settings, on every rank.
@@ -126,6 +127,9 @@ def init(
     wire = _wire_settings(transport, engine, engine_config, tls, collectives, policy)
     spec = TRANSPORTS[transport]
     rank, world_size = spec.rank_and_size(store)
+    num_servers = 0 if store is not None else settings.servers
+    if num_servers:
+        _check_servers(num_servers, world_size, name)
     _set_up_log(settings, rank, world_size)
     if settings.on_loss is not None and store is None:
         formation = functools.partial(
@@ -144,7 +148,7 @@ def init(
         )
         group = Group(Runner(Engine(0, 1, engine_config), InprocNetwork(1).transport(0)), name)
         group.await_formation(rank, world_size, formation, _description(wire))
-        return group
+        return _for_program(group, num_servers)
     recorder = _timeline(timeline or settings.timeline, rank, world_size)
     link = connect(
         JoinRequest(
@@ -190,7 +194,29 @@ def init(
         except BaseException:
             group.close(1.0)
             raise
-    return group
+    return _for_program(group, num_servers)
+
+
+def _check_servers(num_servers: int, world_size: int, name: str) -> None:
+    """Refuse a group that the ranks that only serve do not join: they call ``init`` without arguments."""
+    launched = environment.read_world().world_size
+    if not num_servers < launched:
+        raise ConfigurationError(f"TOTALREDUCE_SERVERS={num_servers} leaves no worker of {launched} ranks")
+    if world_size != launched:
+        raise ConfigurationError(
+            f"{num_servers} of {launched} ranks only serve (--servers), and take no part in torch.distributed or MPI, "
+            "which tr.init() would use here: call tr.init() in a program without them, or start without --servers"
+        )
+    if name != "default":
+        raise ConfigurationError(
+            f"ranks that only serve (--servers) do not join a group with the name {name!r}: leave the name out"
+        )
+
+
+def _for_program(group: Group, num_servers: int) -> Group:
+    """Return the group of the workers on a worker, if some ranks only serve; else the group."""
+    num_workers = group.world_size - num_servers
+    return group.workers(num_workers) if num_servers and group.rank < num_workers else group
 
 
 def describe_settings() -> str:

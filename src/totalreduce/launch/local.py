@@ -8,6 +8,7 @@ One thread waits for output, ends of workers and signals at once:
 - Processes that workers left running in their process groups are killed. A pipe that one holds open is left.
 - If this process is killed itself, the guard kills the workers; those on other hosts end with their connection.
 - With a file of hosts, workers end and begin as the file changes (``hosts``, ``placement``).
+- Ranks that only serve a parameter server end by themselves after the workers, or are ended.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO, NamedTuple
 
+from totalreduce.foundation import checks
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.emulate import EmulatedHost, EmulatedNetwork, EmulateOptions
@@ -34,7 +36,14 @@ from totalreduce.launch.output import Output, Relay, open_relay
 from totalreduce.launch.placement import HostOptions, HostsFile, Placement, is_this_host, launcher_address
 from totalreduce.launch.recovery import Keeper, RecoveryOptions, Restarts, event, worker_variables
 from totalreduce.launch.spares import Spare, Spares
-from totalreduce.launch.workers import RunResult, Worker, WorkerResult, common_environment, free_port
+from totalreduce.launch.workers import (
+    RunResult,
+    Worker,
+    WorkerResult,
+    common_environment,
+    describe_ranks,
+    free_port,
+)
 
 __all__ = ["EmulateOptions", "HostOptions", "RecoveryOptions", "RunResult", "WorkerResult", "run_workers"]
 
@@ -42,6 +51,8 @@ __all__ = ["EmulateOptions", "HostOptions", "RecoveryOptions", "RunResult", "Wor
 LINGER_S = 3.0
 #: How long output is awaited after the last worker's end, if a process that it started holds the pipe open.
 _DRAIN_S = 1.0
+#: How long after the workers' end those that only serve may end by themselves, before the others' time begins.
+_SERVERS_S = 7.0
 #: How long a killed worker may take to end. After that it is stuck in the kernel, and left there.
 _KILL_S = 10.0
 _TICK_S = 0.05
@@ -55,6 +66,7 @@ def run_workers(
     argv: Sequence[str],
     *,
     num_workers: int,
+    num_servers: int = 0,
     emulate: EmulateOptions | None = None,
     hosts: HostOptions | None = None,
     environment: Mapping[str, str] | None = None,
@@ -73,7 +85,9 @@ def run_workers(
     Args:
         argv: The command, equal for all ranks.
         num_workers: World size, at least 1. With ``recovery``: the number of ranks with which the job begins.
-        emulate: Put the workers into emulated hosts; ``num_workers`` must then be hosts times ranks per host.
+        num_servers: The number of further ranks, which run no command and serve a parameter server (``tr.ps``). They
+            get slots of hosts after the workers, and are in the result as ranks from ``num_workers`` on.
+        emulate: Put the ranks into emulated hosts; their number must then be hosts times ranks per host.
         hosts: Other hosts on which workers run; by default all run on this one. The first hosts of the list are filled
             first.
         environment: The environment that the workers' environments extend; by default this process's.
@@ -87,11 +101,14 @@ def run_workers(
         ConfigurationError: The command cannot be started, the emulated network cannot be made, or the hosts have too
             few slots.
     """
-    num_seats = num_workers
+    checks.integer("the number of servers", num_servers, minimum=0)
+    num_ranks = num_seats = num_workers + num_servers
     if recovery is not None:
         recovery.check(num_workers)
-        num_seats = recovery.num_seats(num_workers)
-    pool = _pool(num_workers, num_seats, emulate, hosts)
+        num_seats = recovery.num_seats(num_workers) + num_servers
+        if num_servers and (recovery.spares or num_seats > num_ranks):
+            raise ConfigurationError("--spares and --max-ranks are for jobs without --servers")
+    pool = _pool(num_workers, num_servers, num_seats, emulate, hosts)
     job_id = f"run-{os.getpid()}-{secrets.token_hex(8)}"
     base = current() if environment is None else environment
     with contextlib.ExitStack() as stack:
@@ -99,7 +116,7 @@ def run_workers(
         address = master = "127.0.0.1"
         prefix: list[str] = []
         emulated: dict[str, EmulatedHost] = {}
-        num_local = num_workers
+        num_local = num_ranks
         if hosts is not None:
             address, _ = launcher_address(hosts)
             first = hosts.hosts[0]
@@ -115,9 +132,11 @@ def run_workers(
             # gloo, NCCL and c10d look up the host's name, which has no address inside a namespace.
             interface = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
             # Every emulated host sees all the cores.
-            compute = {} if len(os.sched_getaffinity(0)) >= 2 * num_workers else {"TOTALREDUCE_COMPUTE": "inline"}
+            compute = {} if len(os.sched_getaffinity(0)) >= 2 * num_ranks else {"TOTALREDUCE_COMPUTE": "inline"}
             base = {"TORCH_CPP_LOG_LEVEL": "ERROR", **interface, **compute, **base}
-        common = common_environment(base, num_seats, master_address=master, job_id=job_id)
+        common = common_environment(
+            base, num_seats - num_servers, master_address=master, job_id=job_id, num_servers=num_servers
+        )
         guard.watch_job(job_id)
         kept: _Recovery | None = None
         if recovery is not None:
@@ -126,14 +145,17 @@ def run_workers(
             stack.callback(keeper.close)
             # Torch logs a trace whenever the store is lost, which this library reports by itself.
             common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            common |= worker_variables(recovery, num_workers, address, port)
+            common |= worker_variables(recovery, num_ranks, address, port)
             file = None if hosts is None or hosts.file is None else HostsFile(hosts.file, hosts.hosts)
-            kept = _Recovery(recovery, keeper, Restarts(recovery, num_workers), Spares(), file)
-        placement = Placement(pool, argv, common, num_local=num_local, options=hosts, emulated=emulated)
+            kept = _Recovery(recovery, keeper, Restarts(recovery, num_ranks), Spares(), file)
+        serving = range(num_workers, num_ranks) if num_servers else range(0)
+        placement = Placement(
+            pool, argv, common, num_local=num_local, serving=serving, options=hosts, emulated=emulated
+        )
         supervisor = _Supervisor(open_relay(output, num_seats), Escalation(linger_s, grace_s), placement, kept)
         with _signals_to(supervisor):
             try:
-                supervisor.start(num_workers)
+                supervisor.start(num_ranks)
                 supervisor.watch(timeout_s)
             finally:
                 supervisor.finish()
@@ -141,26 +163,29 @@ def run_workers(
         return supervisor.result()
 
 
-def _pool(num_workers: int, num_seats: int, emulate: EmulateOptions | None, hosts: HostOptions | None) -> HostPool:
-    """Return the hosts of a run, which have a slot for every worker."""
+def _pool(
+    num_workers: int, num_servers: int, num_seats: int, emulate: EmulateOptions | None, hosts: HostOptions | None
+) -> HostPool:
+    """Return the hosts of a run, which have a slot for every worker and every server."""
     if num_workers < 1:
         raise ConfigurationError(f"the number of workers must be at least 1, not {num_workers}")
+    num_ranks = num_workers + num_servers
+    ranks = describe_ranks(num_workers, num_servers)
     if hosts is not None:
         if emulate is not None:
             raise ConfigurationError("a run has emulated hosts or a list of hosts, and not both")
         pool = HostPool(hosts.hosts)
-        if pool.num_slots < num_workers:
+        if pool.num_slots < num_ranks:
             raise ConfigurationError(
-                f"{num_workers} workers need as many slots, and the hosts have {pool.num_slots}: list more hosts, or "
-                f"start with -n {pool.num_slots}"
+                f"{ranks} need as many slots, and the hosts have {pool.num_slots}: list more hosts, or start fewer (-n)"
             )
         return pool
     if emulate is None:
         return HostPool([Host("localhost", num_seats)])
-    if emulate.num_hosts * emulate.ranks_per_host != num_workers:
+    if emulate.num_hosts * emulate.ranks_per_host != num_ranks:
         raise ConfigurationError(
             f"{emulate.num_hosts} emulated hosts with {emulate.ranks_per_host} ranks each make "
-            f"{emulate.num_hosts * emulate.ranks_per_host} workers, not {num_workers}"
+            f"{emulate.num_hosts * emulate.ranks_per_host} workers, not {ranks}"
         )
     return HostPool([Host(f"host{index}", emulate.ranks_per_host) for index in range(emulate.num_hosts)])
 
@@ -199,9 +224,9 @@ class _Supervisor:
         if self._interrupted_by or len(self._signals) > 1:
             self._send_all(signal.SIGKILL)
 
-    def start(self, num_workers: int) -> None:
+    def start(self, num_ranks: int) -> None:
         """Start the workers. Raises ``ConfigurationError`` if one cannot be started."""
-        for rank in range(num_workers):
+        for rank in range(num_ranks):
             self._placement.queue(rank)
         self._start_waiting(time.monotonic())
 
@@ -391,6 +416,10 @@ class _Supervisor:
             # Of workers that ended at the same time the killed one is the cause: the others noticed its death.
             self._first_to_end = min(failed, key=lambda worker: (not worker.ended_by_signal, worker.rank))
             self._escalation.failed(now)
+        pending = self._recovery is not None and self._recovery.restarts.is_pending
+        if self._placement.serving and not self._num_running and not pending:
+            # Servers end by themselves when the workers have closed their group, if these have ever formed it.
+            self._escalation.failed(now + _SERVERS_S)
 
     def _ends_run(self, recovery: _Recovery, worker: Worker, now: float) -> bool:
         """Report the end of a worker to the others and the user; return whether the run fails by it."""
@@ -413,8 +442,9 @@ class _Supervisor:
 
     @property
     def _num_running(self) -> int:
-        """The number of workers that run or are just being started."""
-        return sum(not each.ended for each in self._workers.values()) + len(self._placement.waiting)
+        """The number of workers that run or are just being started; without those that only serve."""
+        running = {rank for rank, each in self._workers.items() if not each.ended} | set(self._placement.waiting)
+        return len(running - set(self._placement.serving))
 
     def _host_failed(self, recovery: _Recovery, worker: Worker, after_s: float, now: float) -> None:
         """Count the failure of a worker against its host."""

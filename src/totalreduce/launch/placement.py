@@ -26,6 +26,8 @@ __all__ = ["HostOptions", "HostsFile", "Placement", "is_this_host", "launcher_ad
 #: editor or a script may be writing it.
 _LOOK_S = 1.0
 _FILE_BYTES_MAX = 1 << 20
+#: The module that a rank runs which only serves.
+_SERVER = "totalreduce.server.serve"
 #: sshd drops some of more than ten connections that have not logged in yet (``MaxStartups``).
 _CONNECTING_MAX = 8
 
@@ -153,6 +155,7 @@ class Placement:
 
     Attributes:
         pool: The hosts, and which seat runs where.
+        serving: The seats whose processes run a parameter server instead of the command.
         waiting: Seats that have a place, and whose worker is to be started.
         leaving: Seats whose worker has lost its slot, and was killed for that.
     """
@@ -164,6 +167,7 @@ class Placement:
         common: Mapping[str, str],
         *,
         num_local: int,
+        serving: range = range(0),
         options: HostOptions | None = None,
         emulated: Mapping[str, EmulatedHost] | None = None,
     ) -> None:
@@ -175,10 +179,11 @@ class Placement:
             common: The variables that all workers have. Without ``OMP_NUM_THREADS``, the workers of a host share its
                 cores.
             num_local: The number of workers that share the cores of this host.
+            serving: The seats whose processes run a parameter server instead of the command.
             options: How workers on listed hosts are started; ``None``: all hosts are this one, or emulated.
             emulated: By name: the emulated hosts.
         """
-        self.pool = pool
+        self.pool, self.serving = pool, serving
         self.waiting: list[int] = []
         self.leaving: set[int] = set()
         self._argv, self._common, self._options, self._emulated = list(argv), common, options, emulated or {}
@@ -194,7 +199,7 @@ class Placement:
         """Return the variables of the worker of a seat that has a place."""
         place = self.pool.place_of(seat)
         assert place is not None
-        own = seat_environment(seat, place)
+        own = seat_environment(seat, place, has_servers=bool(self.serving))
         if incarnation is not None:
             own["TOTALREDUCE_INCARNATION"] = str(incarnation)
         return {**self._common, **own}
@@ -236,7 +241,8 @@ class Placement:
         """
         place = self.pool.place_of(seat)
         assert place is not None
-        return self._start(place.host, seat, self.environment(seat, incarnation), targets, place.local_world_size)
+        variables = self.environment(seat, incarnation)
+        return self._start(place.host, seat, variables, targets, place.local_world_size)
 
     def start_spare(self, host: str) -> Spare:
         """Start a spare on a host. Raises ``ConfigurationError`` if that is impossible."""
@@ -257,10 +263,11 @@ class Placement:
         has_input: bool = False,
     ) -> Worker:
         options = self._options
+        command = [sys.executable, "-m", _SERVER] if rank in self.serving else self._argv
         if options is None or not self._is_remote(host):
-            command = self._emulated[host].command(self._argv) if host in self._emulated else self._argv
+            command = self._emulated[host].command(command) if host in self._emulated else command
             return Worker(rank, command, {**self._threads, **environment}, *targets, host=host, has_input=has_input)
-        command = [options.python, *self._argv[1:]] if self._argv[0] == sys.executable else self._argv
+        command = [options.python, *command[1:]] if command[0] == sys.executable else command
         worker = RemoteWorker(
             rank,
             command,

@@ -27,6 +27,7 @@ __all__ = [
     "WorkerResult",
     "common_environment",
     "default_num_threads",
+    "describe_ranks",
     "free_port",
     "is_stopped",
     "seat_environment",
@@ -293,18 +294,21 @@ def worker_environments(
 
 
 def common_environment(
-    base: Mapping[str, str], num_workers: int, *, master_address: str, job_id: str
+    base: Mapping[str, str], num_workers: int, *, master_address: str, job_id: str, num_servers: int = 0
 ) -> dict[str, str]:
     """Return the variables that all workers share: torchrun's, the job's id and key.
 
     Args:
         base: The environment to extend; variables of another launcher about ranks are replaced or removed.
-        num_workers: The world size.
+        num_workers: The number of ranks that run the program.
         master_address: The address of rank 0's host.
         job_id: The id of the job.
+        num_servers: The number of further ranks, which only serve a parameter server. The variables of torchrun are
+            about the workers alone, so that a program can use ``torch.distributed`` among them.
     """
     foreign = ("TORCHELASTIC_", "TOTALREDUCE_LOCAL_", "TOTALREDUCE_MASTER_")
     exact = {"TOTALREDUCE_RANK", "TOTALREDUCE_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_NAME", SPARE, REMOTE_WORKER}
+    exact |= {"TOTALREDUCE_SERVERS"}
     exact |= set(RECOVERY_VARIABLES)
     common = {name: text for name, text in base.items() if not name.startswith(foreign) and name not in exact}
     if "TOTALREDUCE_JOB_KEY" not in common and "TOTALREDUCE_JOB_KEY_FILE" not in common:
@@ -317,18 +321,31 @@ def common_environment(
     common.setdefault("PYTHONUNBUFFERED", "1")
     common |= {"TOTALREDUCE_JOB_ID": job_id, "WORLD_SIZE": str(num_workers), "ROLE_WORLD_SIZE": str(num_workers)}
     common |= {"MASTER_ADDR": master_address, "MASTER_PORT": str(free_port())}
+    if num_servers:
+        common |= {"TOTALREDUCE_SERVERS": str(num_servers), "TOTALREDUCE_WORLD_SIZE": str(num_workers + num_servers)}
     return common
 
 
-def seat_environment(seat: int, place: Place) -> dict[str, str]:
-    """Return the variables that say who a worker is; ``place``: where it runs."""
-    return {
+def seat_environment(seat: int, place: Place, *, has_servers: bool = False) -> dict[str, str]:
+    """Return the variables that say who a worker is.
+
+    Args:
+        seat: Its rank.
+        place: Where it runs.
+        has_servers: Some ranks only serve (see ``common_environment``).
+    """
+    ranks = {
         "RANK": str(seat),
-        "ROLE_RANK": str(seat),
         "LOCAL_RANK": str(place.local_rank),
         "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        "GROUP_RANK": str(place.host_number),
     }
+    whole = {f"TOTALREDUCE_{name}": value for name, value in ranks.items()} if has_servers else {}
+    return {**ranks, "ROLE_RANK": str(seat), "GROUP_RANK": str(place.host_number), **whole}
+
+
+def describe_ranks(num_workers: int, num_servers: int) -> str:
+    """Return ``4 workers`` or ``4 workers and 2 servers``."""
+    return f"{num_workers} workers" + (f" and {num_servers} servers" if num_servers else "")
 
 
 def default_num_threads(num_workers: int) -> int:

@@ -205,6 +205,17 @@ class Assembly:
         """
         return self._until_connected(lambda: self._store.lasting_text(f"{PREFIX}/value/{name}"))
 
+    def await_value(self, name: str) -> str:
+        """Return the value of a name as soon as there is one; "" if the job has come to its end before.
+
+        There is no deadline, because the launcher ends this process.
+        """
+        while not (value := self.value(name)):
+            if self._until_connected(lambda: self._store.is_set(FINISHED)):
+                break
+            time.sleep(_PAUSE_MAX_S)
+        return value
+
     def check_equal(self, name: str, description: str) -> None:
         """Compare a description of this process's program with that of the process that came first.
 

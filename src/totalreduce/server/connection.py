@@ -168,7 +168,12 @@ class Connection:
             may_leave=self._may_leave,
             fail=self._fail,
         )
-        messenger.open()
+        try:
+            messenger.open()
+        except PeerLost as error:
+            if self._renewal is None:
+                raise
+            self._post(self._renewals, partial(self._fail, error))
         return messenger
 
     def _post(self, renewals: int, event: Callable[[], None]) -> None:
@@ -290,12 +295,9 @@ class Connection:
         timeout_s = self._timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s)
         if not self._home.is_here:
             return
-        with self._lock:
-            if self._is_over or self._state in ("closing", "silent"):
-                return
-            if self._state == "open":
-                self._state = "closing"
-                self._submit(self._client.finish())
+        if self._is_over:
+            return
+        self.finish()
         self._thread.join(timeout_s)
         with self._lock:
             error, late, failed = self._error, sorted(self._messenger.talking), self._client.unreported()
@@ -308,6 +310,23 @@ class Connection:
             )
         if failed is not None and failed.error is not None:
             raise failed.error.with_traceback(None)
+
+    def finish(self) -> None:
+        """Have other workers not wait for this one any more, and return at once; ``close`` waits for their end."""
+        with self._lock:
+            if self._state == "open":
+                self._state = "closing"
+                self._submit(self._client.finish())
+                self._events.put(lambda: None)  # all others may have finished before, so that nothing wakes the thread
+
+    def has_ended(self, timeout_s: float | None = None) -> bool:
+        """Return whether all ranks have closed their connections, or this one has failed; wait so long for it.
+
+        Args:
+            timeout_s: Seconds; ``None``: there is no deadline, because the loss of a rank ends the connection, too.
+        """
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def end(self) -> None:
         """End without waiting for other ranks, after an error. They cannot go on with the parameter server.

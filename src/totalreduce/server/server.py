@@ -88,7 +88,7 @@ class Server:
         return all(copy.shard.is_finished and not copy.passed for copy in self._copies.values())
 
     def has_finished(self, worker: int) -> bool:
-        """Return whether a worker has finished."""
+        """Return whether a rank is no worker, or has finished."""
         return all(copy.shard.has_finished(worker) for copy in self._copies.values())
 
     # --------------------------------------------------------------------------------------------------------- epochs

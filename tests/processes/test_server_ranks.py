@@ -1,0 +1,155 @@
+"""``totalreduce run --servers``: some ranks run the program, others only serve."""
+
+import os
+import re
+import signal
+import sys
+
+import pytest
+
+from totalreduce.launch.local import run_workers
+from totalreduce.launch.recovery import RecoveryOptions
+
+TWO_SERVERS = """
+import os
+import torch
+import totalreduce as tr
+
+group = tr.init()
+assert (group.rank, group.world_size) == (int(os.environ["RANK"]), 2) and os.environ["WORLD_SIZE"] == "2"
+rule, rate = tr.ps.Sequential(), tr.ps.SGD(0.5)
+out, pushed = torch.empty(1000), torch.arange(1000.0) + group.rank
+with tr.ps.connect(group, num_keys=1000, optimizer=rate, consistency=rule, initial=3) as one:
+    with tr.ps.connect(group, num_keys=10, width=2) as other:
+        other.push([3], torch.ones(1, 2)).wait()
+        one.push_range(0, 1000, pushed)
+        one.clock()
+        one.pull_range(0, 1000, out).wait()
+        row = torch.empty(1, 2)
+        group.barrier()
+        other.pull([3], row).wait()
+        print("other", row.tolist(), "updates", one.statistics().updates + other.statistics().updates)
+    assert torch.equal(out, 3 - 0.5 * (2 * torch.arange(1000.0) + 1))
+    own = one.statistics()
+    print("sent", own.bytes_sent > 4000, "received", own.bytes_received > 4000)
+with tr.ps.connect(group, num_keys=10, servers=[1]) as client:  # a rank that runs the program serves
+    client.push([5], torch.ones(1)).wait()
+    group.barrier()
+    print("updates", client.statistics().updates)
+try:
+    tr.ps.connect(group, num_keys=10, initial=lambda keys: keys)
+except tr.ConfigurationError as error:
+    print(error)
+group.close()
+"""
+
+NO_SERVER = """
+import torch
+import totalreduce as tr
+
+group = tr.init()
+ones = torch.ones(3)
+group.allreduce(ones).wait()
+print(ones.tolist())
+"""
+
+UNTIL_LOST = """
+import contextlib, os, time
+import torch
+import totalreduce as tr
+
+group = tr.init()
+with tr.ps.connect(group, num_keys=1000, replicas={replicas}) as client:
+    for step in client.steps(200):
+        client.push_range(0, 1000, torch.ones(1000)).wait()
+        if step == 20:
+            print("under way")
+        time.sleep(0.02)
+    client.meet()
+    out = torch.empty(1000)
+    client.pull_range(0, 1000, out).wait()
+    print("values", out.min().item(), out.max().item())
+group.close()
+"""
+
+#: In the loop of rank 0: end the process of rank 2, which has its rank in its environment.
+KILL_RANK_2 = """
+            job = f"TOTALREDUCE_JOB_ID={os.environ['TOTALREDUCE_JOB_ID']}".encode()
+            for process in filter(str.isdecimal, os.listdir("/proc") if group.rank == 0 else ()):
+                with contextlib.suppress(OSError), open(f"/proc/{process}/environ", "rb") as file:
+                    variables = file.read().split(bytes(1))
+                    if job in variables and b"RANK=2" in variables:
+                        os.kill(int(process), 9)
+""".strip()
+
+
+def run(tmp_path, program, *, num_servers=2, **options):
+    path = tmp_path / "train.py"
+    path.write_text(program)
+    return run_workers(
+        [sys.executable, str(path)],
+        num_workers=2,
+        num_servers=num_servers,
+        output="capture",
+        timeout_s=100,
+        **options,
+    )
+
+
+def ends(result):
+    return [worker.exit_code for worker in result.workers]
+
+
+def test_workers_push_to_servers_that_run_no_program(warm_python, tmp_path):
+    result = run(tmp_path, TWO_SERVERS)
+    assert (result.exit_code, ends(result)) == (0, [0, 0, 0, 0]), [each.last_errors for each in result.workers]
+    for rank in (0, 1):
+        first, second, third, refusal = result.output[rank].splitlines()
+        assert first == "other [[2.0, 2.0]] updates 0"
+        assert second == "sent True received True"
+        assert third == f"updates {2 * rank}"
+        assert refusal.startswith("initial is a function, which cannot be sent to ranks that only serve (--servers)")
+    assert result.output[2:] == ["", ""]
+
+
+def test_servers_end_with_a_program_that_does_not_connect(warm_python, tmp_path):
+    result = run(tmp_path, NO_SERVER)
+    assert (result.exit_code, ends(result)) == (0, [0, 0, 0, 0])
+    assert result.output == ["[2.0, 2.0, 2.0]\n"] * 2 + ["", ""]
+
+
+@pytest.mark.slow
+def test_servers_are_ended_after_a_program_that_makes_no_group(warm_python, tmp_path):
+    result = run(tmp_path, "print('done')")
+    assert result.exit_code == 0
+    assert ends(result) == [0, 0, 128 + signal.SIGTERM, 128 + signal.SIGTERM]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_loss", ["shrink", "replace"])
+def test_the_loss_of_a_server_loses_no_push(warm_python, tmp_path, on_loss):
+    """Each worker pushes 200 times; a server that is killed meanwhile is replaced, or its replica serves."""
+    events = []
+
+    def on_event(event):
+        events.append(event)
+        if event["event"] == "epoch" and event["epoch"] == 1:
+            [victim] = [each["pid"] for each in events if each["event"] == "started" and each["rank"] == 3]
+            os.kill(victim, signal.SIGKILL)
+
+    options = RecoveryOptions(on_loss=on_loss, on_event=on_event)
+    result = run(tmp_path, UNTIL_LOST.format(replicas=2), num_servers=3, recovery=options)
+    assert result.exit_code == 0, [each.last_errors for each in result.workers]
+    for rank in (0, 1):
+        assert result.output[rank].splitlines()[-1] == "values 400.0 400.0"
+    assert [each["rank"] for each in events if each["event"] == "ended" and each["exit_code"] == 137] == [3]
+    assert max(each["epoch"] for each in events if each["event"] == "epoch") >= 2
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_server_ends_a_job_without_recovery(warm_python, tmp_path):
+    program = UNTIL_LOST.format(replicas=1).replace('print("under way")', KILL_RANK_2)
+    result = run(tmp_path, program)
+    assert result.exit_code == 128 + signal.SIGKILL, result.errors
+    assert (result.first_failure.rank, result.first_failure.signal) == (2, "SIGKILL")
+    assert re.search("PeerLost: rank 2 is lost", result.errors[0])
