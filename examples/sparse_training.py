@@ -178,7 +178,8 @@ def make_method(options: argparse.Namespace, method: Method, task: Task) -> Any:
     if method.name in STRATEGIES:
         return STRATEGIES[method.name](**settings)
     if method.name in TOPK:
-        warmup = task.density_warmup if options.density_warmup is None else options.density_warmup
+        kind = OPTIMIZERS[options.optimizer or task.optimizer]
+        warmup = kind.density_warmup if options.density_warmup is None else options.density_warmup
         settings = {"density": options.density, "warmup_steps": round(warmup * options.steps), **settings}
     return METHODS[method.name](**settings)
 
