@@ -11,6 +11,7 @@ from totalreduce.bench.launching import BenchmarkFailedError, Setting
 from totalreduce.foundation.errors import ConfigurationError
 
 
+@pytest.mark.slow
 def test_a_script_is_timed_on_both_back_ends(tmp_path, warm_python):
     out = tmp_path / "out.json"
     tiny = ("--", "--width", "4", "--batch", "2", "--examples", "32")

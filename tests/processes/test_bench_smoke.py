@@ -61,6 +61,7 @@ def test_allreduce_reports_every_size_and_peer(tmp_path, warm_python):
     assert document["environment"]["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 def test_every_collective_is_timed_and_checked_by_every_schedule_and_peer(tmp_path, warm_python):
     pytest.importorskip("mpi4py", reason="the MPI side needs mpi4py")
     out = tmp_path / "out.json"
@@ -175,6 +176,7 @@ def test_step_sends_a_part_beside_the_whole(tmp_path, warm_python):
     assert all(0 <= rank["hidden_share"] <= 1 for rank in document["raw"])
 
 
+@pytest.mark.slow
 def test_step_trains_the_same_model_as_ddp(tmp_path, warm_python):
     out = tmp_path / "out.json"
     run(
@@ -322,6 +324,7 @@ def test_a_collectives_share_is_that_of_a_hosts_link(tmp_path):
         assert figure["share_of_rate"] < figure["share_of_tcp"]
 
 
+@pytest.mark.slow
 @pytest.mark.hosts
 def test_shares_of_a_shaped_link_are_below_one(tmp_path):
     try:

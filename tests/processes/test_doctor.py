@@ -68,6 +68,7 @@ def test_what_makes_no_sense_is_refused(monkeypatch, tmp_path):
     assert "job of several ranks already" in complaint("-n", "3")
 
 
+@pytest.mark.slow
 def test_workers_that_cannot_be_examined_end_it():
     found = run("-n", 1, "--transport", "torch", exit_code=2)
     assert "rank 0: transport 'torch' works with torch.distributed" in found.output

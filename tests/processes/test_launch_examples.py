@@ -69,6 +69,7 @@ def assert_agreed_training(output, errors, num_ranks=4):
 # Slurm
 
 
+@pytest.mark.slow
 def test_sbatch_trains_on_two_nodes(slurm, tmp_path, warm_python):
     log = tmp_path / "job.log"
     shape = ["-N", 2, "--ntasks-per-node", 2, "--output", log]

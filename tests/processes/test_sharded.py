@@ -193,6 +193,7 @@ def run_example(lost: int | None) -> tuple[str, list[str]]:
     return "\n".join(result.output), events
 
 
+@pytest.mark.slow
 def test_the_example_ends_with_the_loss_of_an_undisturbed_run() -> None:
     """A rank is killed while the job begins."""
     (plain, _), (disturbed, events) = run_example(None), run_example(1)

@@ -208,7 +208,7 @@ def lossy_course(seed: int) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("seeds", [range(16), pytest.param(range(16, 1016), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 1008), marks=pytest.mark.slow)], ids=len)
 def test_losses_lose_no_push_and_apply_none_twice(seeds: range) -> None:
     losses = sum(run_with_losses(**lossy_course(seed)).losses for seed in seeds)
     assert losses > len(seeds)
@@ -239,8 +239,8 @@ def test_a_loss_at_every_event(rule: Consistency, replaces: bool, every: int) ->
             run_with_losses(crashes={event: (seat,)}, **course)
 
 
-@pytest.mark.parametrize("replaces", [True, False])
-@pytest.mark.parametrize("rule", [Sequential(), Bounded(1)], ids=str)
+@pytest.mark.parametrize("replaces", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", [Sequential(), pytest.param(Bounded(1), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("every", [101, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_second_loss_at_every_step_while_the_next_epoch_begins(rule: Consistency, replaces: bool, every: int) -> None:
     """Three copies of each shard, so that two losses at a time are survived."""
