@@ -111,7 +111,7 @@ class World:
         return Table(self.layout, shard, width=self.num_workers, dtype=self.spec.dtype, optimizer=optimizer)
 
     def make_shard(self, seat: int) -> Callable[[int], Shard]:
-        def make(number: int) -> Shard:
+        def make(number: int, _begins: bool = True) -> Shard:
             shard = Shard(seat, self.table_of(number, self.optimizer), self.spec, self.rule, self.num_workers)
             for plant in self.plants:
                 plant(shard)
@@ -274,6 +274,7 @@ class World:
     def program(self, worker: int, is_rerun: bool) -> Iterator[Call | float]:
         """A worker: yields calls that it waits for, and times that it takes to compute."""
         client = self.clients[worker]
+        client.begin_steps()
         slow = 4.0 if worker == self.num_workers - 1 else 1.0
         for step in range(min(client.clock, self.steps), self.steps):
             random = Random(f"{self.seed}, worker {worker}, step {step}")

@@ -10,10 +10,10 @@ import pytest
 
 from totalreduce.foundation.errors import ProtocolError, RecoveryError
 from totalreduce.server.client import Client
-from totalreduce.server.clocks import Bounded, Consistency, Eventual, Sequential
+from totalreduce.server.clocks import FINISHED, Bounded, Consistency, Eventual, Sequential
 from totalreduce.server.handover import Plan, Standing
 from totalreduce.server.layout import Layout
-from totalreduce.server.messages import Form, Header, Kind, Message, Spec
+from totalreduce.server.messages import Form, Header, Kind, Message, Spec, mark_of
 from totalreduce.server.optimizers import Adam
 from totalreduce.server.placement import chains_of
 from totalreduce.server.server import Server
@@ -270,3 +270,43 @@ def test_pulls_wait_for_the_worker_and_meetings_for_all() -> None:
     chain.send(1)
     chain.deliver(100)
     assert meeting.is_done
+
+
+def test_a_worker_that_is_run_again_pushes_before_its_steps_what_counts_already() -> None:
+    """The mark is that of the first step, in which the lost process has pushed it; the step's own pushes begin anew."""
+    first, again = (Client(0, LAYOUT, SPEC, {0: 0}) for _ in range(2))
+    ones = np.ones(100, np.float32)
+    marks = {}
+    for name, client, clock in (("first", first, 0), ("again", again, 2)):
+        client.begin_epoch({0: 0}, clock)
+        client.on_range(Kind.PUSH, 0, 100, ones, None)
+        client.begin_steps()
+        client.on_range(Kind.PUSH, 0, 100, ones, None)
+        marks[name] = [message.header.mark for _, message in client.outgoing()]
+    assert marks == {"first": [mark_of(0, 0), mark_of(0, 1)], "again": [mark_of(0, 0), mark_of(2, 0)]}
+
+
+def test_a_process_in_place_of_a_worker_that_had_finished_changes_nothing() -> None:
+    chain = Chain(Bounded(0))
+    worker = chain.clients[0]
+    chain.servers[0].shards[0].settle([FINISHED, 0])
+    worker.begin_epoch({0: 0}, FINISHED)
+    out, ones = np.full(100, 7, np.float32), np.ones(100, np.float32)
+    assert worker.on_range(Kind.PUSH, 0, 100, ones, None).is_done
+    assert worker.advance().is_done
+    calls = [worker.on_range(Kind.PUSH_PULL, 0, 100, ones, out), worker.meet(), worker.finish()]
+    chain.send(0)
+    chain.deliver(100)
+    assert all(call.is_done for call in calls)
+    assert not out.any()
+
+
+def test_the_bytes_under_way_are_limited_for_each_server_and_not_for_each_shard() -> None:
+    spec = Spec(16_000_000, 1, np.dtype(np.float32))
+    client = Client(0, Layout(spec.num_keys, range(8)), spec, dict.fromkeys(range(8), 0))
+    client.on_range(Kind.PULL, 0, spec.num_keys, None, np.empty(spec.num_keys, np.float32))
+    sent = client.outgoing()
+    # 64 MB in all are asked for, in requests of at most 4 MiB: 16 MiB for the server, and one request of each shard.
+    assert 8 <= len(sent) <= 4 + 8
+    assert sum(len(lane.unsent) for lane in client._lanes.values()) >= 4
+    assert {message.header.shard for _, message in sent} == set(range(8))

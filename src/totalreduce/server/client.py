@@ -34,7 +34,7 @@ from totalreduce.server.shard import read_waiting
 
 __all__ = ["Call", "Client"]
 
-#: The bytes of values that a worker's unanswered requests to one server push or pull. One request may have more.
+#: The bytes of values that a worker's unanswered requests to one server push or pull; each shard may have one request.
 _UNANSWERED_BYTES_MAX: Final = 16 * 1024 * 1024
 
 
@@ -145,6 +145,7 @@ class Client:
         self.is_worker = bool(servers)
         self._steps_are_atomic = steps_are_atomic
         self._next = self._pushes = 0  # the number of the next request; of pushes to shards in this step
+        self._is_in_steps = False
         self._again: list[tuple[int, Message]] = []
         #: Calls that servers have refused. At most ``WINDOW`` of those whose errors the program was not told are kept.
         self._failed: list[Call] = []
@@ -202,8 +203,25 @@ class Client:
 
     def advance(self) -> Call:
         """End a step: the clock advances by one. The call is done when all servers know it."""
+        if self._has_finished:
+            return Call(self.clock)
+        self.begin_steps()
         self.clock, self._pushes = self.clock + 1, 0
         return self._call(Kind.CLOCK, ((shard, None) for shard in self._lanes), None, None, None)
+
+    def begin_steps(self) -> None:
+        """Note that the program comes to its steps: to the one where the worker was lost that this one replaces.
+
+        What it has pushed before was pushed by that worker, too, before its first step.
+        """
+        if not self._is_in_steps:
+            self._is_in_steps = True
+            self._pushes = self._pushes if self.clock == 0 else 0
+
+    @property
+    def _has_finished(self) -> bool:
+        """Whether this worker takes the place of one that had finished: it may pull, and changes nothing."""
+        return self.clock == FINISHED
 
     def meet(self) -> Call:
         """Wait for all workers: the call is done when their clocks are not below this one's."""
@@ -222,6 +240,10 @@ class Client:
         out: Array | None,
     ) -> Call:
         call = Call(self.clock, self._next)
+        if self._has_finished and kind.pushes:
+            if not kind.pulls:
+                return call
+            kind, values = Kind.PULL, None
         for shard, places in pieces:
             num_bytes = 0 if places is None else places.count * self._spec.width * self._spec.dtype.itemsize
             request = _Request(call, kind, self._next, self._mark(kind), num_bytes, places, keys, values, out)
@@ -239,7 +261,7 @@ class Client:
         if not kind.pushes:
             return -1
         self._pushes += 1
-        return mark_of(self.clock, self._pushes - 1)
+        return mark_of(self.clock if self._is_in_steps else 0, self._pushes - 1)
 
     def _rows(self, name: str, array: Array | None, count: int) -> Array | None:
         """Check an array of the caller; return it with shape (n, width)."""
@@ -261,14 +283,18 @@ class Client:
     def outgoing(self) -> list[tuple[int, Message]]:
         """Return the servers and requests that are to be sent now."""
         messages, self._again = self._again, []
+        under_way: Counter[int] = Counter()  # by server
+        for lane in self._lanes.values():
+            under_way[lane.server] += lane.unanswered_bytes
         for shard, lane in self._lanes.items():
             while lane.unsent and len(lane.unanswered) < WINDOW:
                 request = lane.unsent[0]
-                if lane.unanswered and lane.unanswered_bytes + request.num_bytes > _UNANSWERED_BYTES_MAX:
+                if lane.unanswered and under_way[lane.server] + request.num_bytes > _UNANSWERED_BYTES_MAX:
                     break
+                under_way[lane.server] += request.num_bytes
                 is_end = request.kind in (Kind.CLOCK, Kind.FINISH)
                 if is_end and self._steps_are_atomic and self._awaits_before(request.call):
-                    break
+                    break  # it has no bytes
                 lane.unsent.popleft()
                 messages.append((lane.server, self._send(shard, lane, request)))
         return messages

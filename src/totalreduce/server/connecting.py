@@ -192,8 +192,8 @@ class _Parts:
         self.server = Server(rank)
         _load_kernels(self.spec, setup.optimizer)  # now, because a group that is formed must not be left alone for long
 
-    def make_shard(self, shard: int) -> Shard:
-        """Return a shard as it is when the table begins. Raises ``ConfigurationError``."""
+    def make_shard(self, shard: int, begins: bool = True) -> Shard:
+        """Return a shard as it is when the table begins; else with zeros. Raises ``ConfigurationError``."""
         setup, spec = self._setup, self.spec
         try:
             table = Table(
@@ -201,7 +201,7 @@ class _Parts:
                 width=spec.width,
                 dtype=spec.dtype,
                 optimizer=setup.optimizer,
-                initial=setup.initial,
+                initial=setup.initial if begins else 0.0,
             )
         except ConfigurationError:
             raise

@@ -162,6 +162,7 @@ class Connection:
         messenger = Messenger(
             *(place.group, place.seats, self._name, self._spec),
             incoming_max=self._incoming_max,
+            is_renewed=self._renewal is not None,
             post=partial(self._post, self._renewals),
             handle=self._handle,
             room_for=self._room_for,
@@ -170,6 +171,8 @@ class Connection:
         )
         try:
             messenger.open()
+            # From here on no message comes before its receiver has opened the channel.
+            place.group.control.barrier()
         except PeerLost as error:
             if self._renewal is None:
                 raise
@@ -250,6 +253,8 @@ class Connection:
         A worker that takes the place of a lost one goes on where that one was.
         """
         count = checks.integer("count", count)
+        with self._lock:
+            self._client.begin_steps()
         while (step := self._client.clock) < count:
             yield step
             self.clock()
@@ -300,14 +305,15 @@ class Connection:
         self.finish()
         self._thread.join(timeout_s)
         with self._lock:
-            error, late, failed = self._error, sorted(self._messenger.talking), self._client.unreported()
+            is_late, late = self._thread.is_alive(), sorted(self._messenger.talking)
+            error, failed = self._error, self._client.unreported()
         self.end()
         if error is not None:
             raise error.with_traceback(None)
-        if late:
-            raise DeadlineExceededError(
-                f"rank(s) {late} have not closed their connections to the parameter server within {timeout_s:g} s"
-            )
+        if is_late:
+            who = f"rank(s) {late} have" if late else "a lost rank has not come back, and"
+            what = "not closed their connections" if late else "has not closed its connection"
+            raise DeadlineExceededError(f"{who} {what} to the parameter server within {timeout_s:g} s")
         if failed is not None and failed.error is not None:
             raise failed.error.with_traceback(None)
 
@@ -496,11 +502,12 @@ class Connection:
 
     def _fail(self, error: TotalReduceError) -> None:
         """After the loss of a rank go on in the next group, if ranks can be replaced; else end. In the thread."""
-        if self._renewal is None or not isinstance(error, PeerLost) or self._state == "ended":
+        is_of_group = isinstance(error, PeerLost | DeadlineExceededError | GroupClosed)
+        if self._renewal is None or not is_of_group or self._state == "ended":
             self._end(error)
             return
         try:
-            self._renew(error)
+            self._renew(error if isinstance(error, PeerLost) else str(error))
         except TotalReduceError as failure:
             self._end(failure)
 
@@ -514,16 +521,17 @@ class Connection:
         with contextlib.suppress(TotalReduceError):
             self._messenger.close()
         place = self._renewal.renew(reason)
+        if place is None:
+            if self._state == "open" or not self._client.is_idle:
+                raise ended_early()
+            self._state = "ended"
+            return
+        messenger = self._meet(place)
         with self._lock:
-            if place is None:
-                if self._state == "open" or not self._client.is_idle:
-                    raise ended_early()
-                self._state = "ended"
-                return
             if self._state == "silent":
                 self._state = "closing"
             self._client.begin_epoch(place.servers, place.clock_of(self._rank))
-            self._messenger = self._meet(place)
+            self._messenger = messenger
             self._is_between = False
             self._flush()
         self._end_if_all_is_done()

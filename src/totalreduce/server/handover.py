@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, final
 
-from totalreduce.foundation.errors import RecoveryError
+from totalreduce.foundation.errors import ProtocolError, RecoveryError
 from totalreduce.server.messages import Message, Spec
 from totalreduce.server.server import Server
 from totalreduce.server.shard import Shard
@@ -60,8 +60,15 @@ class Standing:
 
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> Self:
-        """Return the standing that another process has described."""
-        return cls(**value)
+        """Return the standing that another process has described.
+
+        Raises:
+            ProtocolError: The value is none.
+        """
+        try:
+            return cls(**value)
+        except TypeError as error:
+            raise ProtocolError(f"a member describes its shards in another way: {error}") from error
 
 
 @final
@@ -158,14 +165,16 @@ class Holdings:
         has_state: Whether this process was ready in some epoch.
     """
 
-    def __init__(self, member: tuple[int, int], server: Server, spec: Spec, make_shard: Callable[[int], Shard]) -> None:
+    def __init__(
+        self, member: tuple[int, int], server: Server, spec: Spec, make_shard: Callable[[int, bool], Shard]
+    ) -> None:
         """Begin without shards.
 
         Args:
             member: The seat and the incarnation of this process.
             server: Serves them; it has none yet.
             spec: Of the table.
-            make_shard: Makes a shard as it is when the job begins.
+            make_shard: Makes a shard, with the values with which the job begins, or with zeros.
         """
         self.server, self.has_state = server, False
         self._seat, self._spec, self._make_shard = member[0], spec, make_shard
@@ -200,7 +209,7 @@ class Holdings:
         self._standing = replace(self._standing, epoch=epoch, base=plan.base, is_ready=False, members=members)
         self._plan = plan
         if plan.base == 0:
-            self._held = {s: _Held(self._make_shard(s)) for s, chain in chains.items() if self._seat in chain}
+            self._held = {s: _Held(self._make_shard(s, True)) for s, chain in chains.items() if self._seat in chain}
         return plan
 
     def unconfirmed(self, shard: int) -> list[Any]:
@@ -219,8 +228,9 @@ class Holdings:
         """
         held = self._held[shard]
         for worker, header, keys, values in changes:
-            held.shard.replicate(worker, Message(self._spec.decode(header), keys, values))
-        held.caught_up += changes
+            message = Message(self._spec.decode(header), keys, values)
+            if held.shard.replicate(worker, message) is not None:
+                held.caught_up.append((worker, header, keys, values))
 
     def clocks(self) -> list[list[int]]:
         """Return the clocks of the workers in each shard that this process has."""
@@ -232,6 +242,8 @@ class Holdings:
         Args:
             clocks: What ``clocks`` has returned on all members.
         """
+        if not clocks or len({len(each) for each in clocks}) > 1:
+            raise ProtocolError("the members have clocks of different numbers of workers")
         latest = tuple(max(each) for each in zip(*clocks, strict=True))
         for held in self._held.values():
             held.shard.settle(latest)
@@ -247,7 +259,7 @@ class Holdings:
         Raises:
             ProtocolError: Values have another shape or type than those of this table.
         """
-        self._held[shard] = _Held(self._make_shard(shard))
+        self._held[shard] = _Held(self._make_shard(shard, False))
         self._held[shard].shard.load_state(state)
 
     def get_ready(self) -> None:

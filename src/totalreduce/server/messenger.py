@@ -91,6 +91,7 @@ class Messenger:
         spec: Spec,
         *,
         incoming_max: int,
+        is_renewed: bool,
         post: Callable[[Callable[[], None]], object],
         handle: Callable[[int, Message], None],
         room_for: Callable[[int, Header], Array | None],
@@ -105,6 +106,7 @@ class Messenger:
             name: A name that no other parameter server of the job has.
             spec: Of the table.
             incoming_max: The largest number of messages of one rank of which a part has not come.
+            is_renewed: Whether another group follows if a rank leaves before all have said goodbye.
             post: Has a function called soon, by the thread. May be called under the engine's lock.
             handle: Handles a complete message of a rank.
             room_for: Returns memory for large values that will come; ``None``: there is none.
@@ -112,7 +114,7 @@ class Messenger:
             fail: Is told that a rank is lost.
         """
         self._group, self._spec, self._runner = group, spec, group.operations.runner
-        self._incoming_max = incoming_max
+        self._incoming_max, self._is_renewed = incoming_max, is_renewed
         self._post, self._handle, self._room_for = post, handle, room_for
         self._may_leave, self._fail = may_leave, fail
         self._number = operation_id(f"parameter server {group.operations.scope!r} {name!r}")
@@ -221,7 +223,8 @@ class Messenger:
 
     def _departed(self, peer: int, reason: str) -> None:
         """A rank has closed its group, and everything that it has sent was handled."""
-        if self._seats[peer] in self.talking:
+        # With ``is_renewed`` the leaver may go on in another group, although this rank needs nothing of it any more.
+        if self._seats[peer] in self.talking or (self._is_renewed and self.talking):
             where = "before its connection to the parameter server"
             self._fail(PeerLost(peer, f"it has closed its group {where}; {reason}"))
 

@@ -160,7 +160,7 @@ class Server:
                 f"rank {self.rank} in its chain"
             )
         change = copy.shard.replicate(header.origin, message)
-        if copy.behind is not None:
+        if copy.behind is not None and change is not None:
             return [(copy.behind, self._pass_on(copy, header.origin, change))]
         return [(source, _confirmation(header))]
 

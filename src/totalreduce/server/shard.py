@@ -174,8 +174,8 @@ class Shard:
         stream.queue.append(request)
         return self._run(worker)
 
-    def replicate(self, worker: int, message: Message) -> Request:
-        """Carry out a request of a worker that the head of the chain has carried out; return it.
+    def replicate(self, worker: int, message: Message) -> Request | None:
+        """Carry out a request of a worker that the head of the chain has carried out; ``None``: it was already.
 
         Raises:
             ProtocolError: No correct head passes this on.
@@ -185,8 +185,7 @@ class Shard:
             raise ProtocolError(
                 f"a request of worker {worker} of {len(self._streams)} that was passed on cannot be carried out"
             )
-        self._carry_out(worker, request)
-        return request
+        return self._carry_out(worker, request).change
 
     def settle(self, clocks: Sequence[int]) -> None:
         """End the steps of workers that another shard knows to have ended.
@@ -294,6 +293,8 @@ class Shard:
             return None
         ranges = slice(None) if request.rows is None else request.rows.ranges
         clock, slowest = self.clocks.of(worker), self.clocks.slowest(ranges)
+        if clock == FINISHED:  # a process that has taken the place of a worker which had finished
+            return None
         if slowest >= clock if meets else self._rule.admits(clock, slowest):
             stream.told = None
             return None
