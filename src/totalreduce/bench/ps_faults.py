@@ -41,6 +41,8 @@ _KINDS: Final = ("server", "worker", "both")
 _HUNG_S = 120.0
 #: A pull that waits for the recovery begins at most so long after the fault.
 _NOTICED_S = 2.0
+#: A pull that takes longer has waited.
+_SLOW_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,12 @@ class PsFaultsFigure:
         injected: The number of faults.
         wrong_values: The number of values that workers have pulled and that a lost or doubled push explains; of all
             kinds together.
-        resumed_p50_s: Median time from the fault until all workers that were not killed have ended a pull.
+        resumed_p50_s: Median time from the fault until all workers that were not killed have ended the first pull that
+            it has disturbed.
         resumed_max_s: The longest time.
+        settled_p50_s: Median time until they have ended the longest pull, which may be one that waits until the new
+            process has joined.
+        settled_max_s: The longest time.
     """
 
     kind: str
@@ -96,6 +102,8 @@ class PsFaultsFigure:
     wrong_values: int
     resumed_p50_s: float
     resumed_max_s: float
+    settled_p50_s: float
+    settled_max_s: float
 
 
 @benchmark(
@@ -122,6 +130,7 @@ def bench_ps_faults(setting: Setting, parameters: PsFaultsParameters) -> Report:
         ("killed", lambda f: f.kind),
         ("times", lambda f: str(f.injected)),
         ("pull resumes p50, max", lambda f: f"{f.resumed_p50_s:.2f}, {f.resumed_max_s:.2f} s"),
+        ("new process is in p50, max", lambda f: f"{f.settled_p50_s:.2f}, {f.settled_max_s:.2f} s"),
     ]
     wrong = f"{figures[-1].wrong_values} pulled values that a lost or doubled push explains"
     note = f"{raw['steps']} steps of workers; {wrong}."
@@ -223,13 +232,13 @@ def measure_ps_faults(
         raise BenchmarkFailedError(f"{len(finals)} of {num_workers} workers have come to the end")
     wrong = sum(final["wrong"] for final in finals)
     logs = [list(_lines(each)) for each in sorted(folder.glob("blocks-*.jsonl"))]
-    resumed = [(fault.kind, _resumed(fault.at, logs)) for fault in killer.faults]
+    resumed = [(fault.kind, *_resumed(fault.at, logs)) for fault in killer.faults]
     figures = []
     for kind in (*_KINDS, "all"):
-        times = [seconds for each, seconds in resumed if kind in (each, "all")]
-        figures.append(
-            PsFaultsFigure(kind, len(times), wrong, median(times) if times else 0.0, max(times) if times else 0.0)
-        )
+        own = [(first, longest) for each, first, longest in resumed if kind in (each, "all")] or [(0.0, 0.0)]
+        firsts, longest = zip(*own, strict=True)
+        count = sum(kind in (each, "all") for each, *_ in resumed)
+        figures.append(PsFaultsFigure(kind, count, wrong, median(firsts), max(firsts), median(longest), max(longest)))
     steps = sum(final["steps"] for final in finals)
     return figures, {"faults": to_document(killer.faults), "resumed": resumed, "steps": steps}
 
@@ -241,17 +250,18 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def _resumed(at: float, logs: list[list[dict[str, Any]]]) -> float:
-    """Return the time from a fault until every process that was not killed has ended a pull that was disturbed.
+def _resumed(at: float, logs: list[list[dict[str, Any]]]) -> tuple[float, float]:
+    """Return when, after a fault, all processes that were not killed have ended their first and their longest slow pull.
 
-    A pull is disturbed if it began before the loss was noticed and was the longest one of its process.
+    A pull is disturbed if it began at most ``_NOTICED_S`` after the fault, and is slow.
     """
-    longest = 0.0
+    first = longest = 0.0
     for log in logs:
         if not log or not log[0]["begin"] < at < log[-1]["pulled"]:
             continue  # it was not there yet, or was killed
         around = [line for line in log if line["pulled"] > at and line["begin"] < at + _NOTICED_S]
-        if around:
-            slowest = max(around, key=lambda line: line["pulled"] - line["begin"])
-            longest = max(longest, slowest["pulled"] - at)
-    return longest
+        slow = [line for line in around if line["pulled"] - line["begin"] > _SLOW_S]
+        if slow:
+            first = max(first, slow[0]["pulled"] - at)
+            longest = max(longest, max(slow, key=lambda line: line["pulled"] - line["begin"])["pulled"] - at)
+    return first, longest
