@@ -251,7 +251,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _resumed(at: float, logs: list[list[dict[str, Any]]]) -> tuple[float, float]:
-    """Return when, after a fault, all processes that were not killed have ended their first and their longest slow pull.
+    """Return when, after a fault, all processes that were not killed have ended their first and longest slow pulls.
 
     A pull is disturbed if it began at most ``_NOTICED_S`` after the fault, and is slow.
     """
