@@ -184,7 +184,9 @@ class Zygote:
     def on_stub(self, listener):
         """A stub wants the process that it stands for."""
         connection, _ = listener.accept()
-        data, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 200)
+        data, descriptors = b"", []
+        with contextlib.suppress(ConnectionError):
+            data, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 200)
         if not data:  # it was killed meanwhile
             connection.close()
             return True
@@ -193,7 +195,8 @@ class Zygote:
         if not pid:
             connection.close()
             return True
-        connection.send(struct.pack("i", pid))
+        with contextlib.suppress(ConnectionError):  # if it was killed since, the end of the connection says so
+            connection.send(struct.pack("i", pid))
         process = os.pidfd_open(pid)
         self.stubs[connection] = process, pid
         self.selector.register(process, selectors.EVENT_READ, lambda _: self.on_end(connection))
