@@ -254,9 +254,8 @@ class Operations:
         if operands is None:
             return Handle()
         handle = Handle(operands.finish, self.claim(operands, patience_s))
-        if operands.copies_in:
-            with handle:
-                operands.prepare()
+        with handle:
+            operands.prepare()
         return handle
 
     def _check_open(self) -> None:

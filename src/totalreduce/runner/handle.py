@@ -64,8 +64,7 @@ class Handle:
         self.error = error
         self.done = True
         self._gate.release()
-        if self._callbacks:  # a callback that is added from now on is called by the thread that adds it
-            call_all(self._callbacks)
+        call_all(self._callbacks)
 
     def __enter__(self) -> Self:
         """Begin to submit the operation."""
