@@ -47,7 +47,11 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         if not source.endswith(".md"):
             text = f"# {source}\n\n```yaml\n{text}```\n"
         files.append(File.generated(config, page, content=text))
-    examples = sorted(path for path in (ROOT / "examples").iterdir() if path.is_dir() or path.suffix in _LANGUAGES)
+    examples = sorted(
+        path
+        for path in (ROOT / "examples").iterdir()
+        if (path / "pyproject.toml").exists() or path.suffix in _LANGUAGES  # and no __pycache__
+    )
     for path in examples:
         files.append(File.generated(config, _page_of_example(path.name), content=_example(path)))
     files.append(File.generated(config, "examples/index.md", content=_list_of_examples(examples)))
