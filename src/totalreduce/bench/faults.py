@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import sys
@@ -19,7 +18,7 @@ from totalreduce.bench.faults_injector import HUNG_S, Injected, Injector, Schedu
 from totalreduce.bench.faults_job import RunningJob
 from totalreduce.bench.faults_kinds import KINDS, FaultPlan
 from totalreduce.bench.faults_peers import PeerFaults
-from totalreduce.bench.faults_records import FaultsConfig, Final
+from totalreduce.bench.faults_records import FaultsConfig, Final, read_lines
 from totalreduce.bench.faults_summary import FaultsFigure, KindFigure, summarise
 from totalreduce.bench.faults_torchft import TorchftFaults
 from totalreduce.bench.faults_torchrun import TorchrunFaults
@@ -352,10 +351,5 @@ def _undisturbed(setting: Setting, parameters: FaultsParameters, version: int) -
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of all processes; the last line of a killed process may be cut off."""
-    found = []
-    for path in sorted(folder.glob("blocks-*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return found
+    """Return the lines of all processes."""
+    return [line for path in sorted(folder.glob("blocks-*.jsonl")) for line in read_lines(path)]

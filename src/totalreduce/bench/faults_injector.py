@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol, final
 
 from totalreduce.bench.faults_job import RunningJob
-from totalreduce.bench.faults_kinds import KINDS, Fault, FaultPlan
+from totalreduce.bench.faults_kinds import Fault, FaultPlan
 from totalreduce.bench.faults_records import end_job_after
 from totalreduce.bench.report import print_progress
 
@@ -131,7 +131,7 @@ class Injector:
 
     def _cause(self, kind: str) -> bool:
         """Cause a fault; return whether it was possible."""
-        at = KINDS[kind].cause(self.job, self._chance)
+        at = self._plan.cause(kind, self.job, self._chance)
         if at is not None:
             self.faults.append(Fault(kind, at))
         return at is not None

@@ -9,7 +9,7 @@ import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -173,12 +173,17 @@ class FaultPlan:
     """Which faults come, in which order: ``kill,stop`` by turns, or ``kill=500,stop=100`` in random order.
 
     Attributes:
-        kinds: The different kinds.
+        kinds: The names of the different kinds.
         counts: By kind the number of faults; ``None``: the kinds come by turns.
     """
 
-    def __init__(self, text: str) -> None:
-        """Read the option ``--kinds``.
+    def __init__(self, text: str, known: Mapping[str, FaultKind] = KINDS, option: str = "--kinds") -> None:
+        """Read the value of an option.
+
+        Args:
+            text: The value.
+            known: The kinds that there are.
+            option: The name of the option, for errors.
 
         Raises:
             ConfigurationError: A kind is not known, or some have counts and others have none.
@@ -186,15 +191,15 @@ class FaultPlan:
         counts: dict[str, int | None] = {}
         for word in filter(None, (word.strip() for word in text.split(","))):
             name, equals, count = word.partition("=")
-            if name not in KINDS or (equals and not (count.isdecimal() and int(count) > 0)):
+            if name not in known or (equals and not (count.isdecimal() and int(count) > 0)):
                 raise ConfigurationError(
-                    f"--kinds takes {', '.join(KINDS)}, or counts as kill=500,stop=100, not {text!r}"
+                    f"{option} takes {', '.join(known)}, or counts as {_example_of(known)}, not {text!r}"
                 )
             counts[name] = int(count) if equals else None
         given = [count for count in counts.values() if count is not None]
         if not counts or 0 < len(given) < len(counts):
-            raise ConfigurationError(f"--kinds: either each kind has a count, or none, not {text!r}")
-        self.kinds = list(counts)
+            raise ConfigurationError(f"{option}: either each kind has a count, or none, not {text!r}")
+        self.kinds, self._known = list(counts), known
         self.counts = {name: count for name, count in counts.items() if count is not None} or None
 
     def sequence(self, num_faults: int | None, chance: random.Random) -> Iterator[str]:
@@ -212,6 +217,15 @@ class FaultPlan:
             chance.shuffle(row)
             yield from row
 
+    def cause(self, kind: str, job: RunningJob, chance: random.Random) -> float | None:
+        """Cause a fault of a kind; as ``FaultKind.cause``."""
+        return self._known[kind].cause(job, chance)
+
     def total(self, num_faults: int) -> int:
         """Return the number of faults; ``num_faults`` if there are no counts."""
         return num_faults if self.counts is None else sum(self.counts.values())
+
+
+def _example_of(known: Mapping[str, FaultKind]) -> str:
+    first, second, *_ = known
+    return f"{first}=500,{second}=100"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SAMPLES", "FaultsConfig", "Final", "end_job_after", "last_block", "read_stop"]
+__all__ = ["SAMPLES", "FaultsConfig", "Final", "end_job_after", "last_block", "read_lines", "read_stop"]
 
 #: The number of samples of an epoch.
 SAMPLES = 1000
@@ -70,6 +71,15 @@ def last_block(path: Path) -> dict[str, Any] | None:
         lines = file.read().split(b"\n")[1:-1]  # the first one and the last one may be incomplete
     done: list[dict[str, Any]] = [json.loads(line) for line in lines if b'"done"' in line]
     return done[-1] if done else None
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a worker's log; the last line of a killed process may be cut off."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def end_job_after(folder: Path, version: int) -> None:

@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import random
 import signal
 import sys
 import tempfile
-import threading
-import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Final, final
+from typing import Annotated, Any, final
 
 import typer
 
 from totalreduce.bench.command import benchmark
+from totalreduce.bench.faults_injector import Injector, Schedule
 from totalreduce.bench.faults_job import RunningJob
-from totalreduce.bench.faults_kinds import Fault
-from totalreduce.bench.faults_records import end_job_after
+from totalreduce.bench.faults_kinds import FaultKind, FaultPlan
+from totalreduce.bench.faults_records import read_lines
 from totalreduce.bench.launching import BenchmarkFailedError, Setting, require_success
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.ps_faults_records import PsFaultsConfig
 from totalreduce.bench.records import to_document
-from totalreduce.bench.report import Report, Table, print_progress
+from totalreduce.bench.report import Report, Table
 from totalreduce.foundation import checks, environment
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.local import run_workers
 from totalreduce.launch.recovery import RecoveryOptions
 
 __all__ = ["PsFaultsFigure", "PsFaultsParameters", "bench_ps_faults", "measure_ps_faults"]
 
-_KINDS: Final = ("server", "worker", "both")
-#: If no step ends for so long, the job hangs.
-_HUNG_S = 120.0
 #: A pull that waits for the recovery begins at most so long after the fault.
 _NOTICED_S = 2.0
 #: A pull that takes longer has waited.
@@ -67,17 +61,36 @@ class PsFaultsParameters:
         """Refuse values that cannot work."""
         checks.one_of("--on-loss", self.on_loss, ("replace", "shrink"))
         checks.one_of("--rule", self.rule, ("sequential", "bounded", "eventual"))
-        self.counts()
+        self.plan([], [])
 
-    def counts(self) -> dict[str, int]:
-        """Return the number of kills of each kind."""
-        found: dict[str, int] = {}
-        for word in self.kills.split(","):
-            kind, _, count = word.strip().partition("=")
-            if kind not in _KINDS or not count.isdecimal():
-                raise ConfigurationError(f"--kills is counts such as server=100,worker=100,both=20, not {self.kills!r}")
-            found[kind] = int(count)
-        return found
+    def plan(self, workers: Sequence[int], servers: Sequence[int]) -> FaultPlan:
+        """Return what is killed, among these ranks."""
+        only_workers = [rank for rank in workers if rank not in servers] or workers
+        kinds = {
+            "server": _Kill("a server", servers),
+            "worker": _Kill("a worker", only_workers),
+            "both": _Kill("one of each", servers, only_workers),
+        }
+        plan = FaultPlan(self.kills, kinds, "--kills")
+        if plan.counts is None:
+            raise ConfigurationError(f"--kills is counts such as server=100,worker=100,both=20, not {self.kills!r}")
+        return plan
+
+
+@final
+class _Kill(FaultKind):
+    """SIGKILL of one rank of each list at the same time."""
+
+    def __init__(self, description: str, *choices: Sequence[int]) -> None:
+        self.help, self._choices = description, choices
+
+    def cause(self, job: RunningJob, chance: random.Random) -> float | None:
+        first, *others = [chance.choice(ranks) for ranks in self._choices]
+        at = job.send(first, signal.SIGKILL)
+        if at is not None:
+            for rank in others:
+                job.send(rank, signal.SIGKILL)
+        return at
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,53 +155,6 @@ def bench_ps_faults(setting: Setting, parameters: PsFaultsParameters) -> Report:
     return Report([Table(title, columns, figures, note)], document, describe_machine(), figures, raw)
 
 
-@final
-class _Killer:
-    """Kills processes, in a thread beside the launcher; each time when all have recovered from the last time."""
-
-    def __init__(self, job: RunningJob, parameters: PsFaultsParameters, num_workers: int, folder: Path) -> None:
-        self.faults: list[Fault] = []
-        self.error: BaseException | None = None
-        self._job, self._parameters, self._folder = job, parameters, folder
-        self._chance = random.Random(parameters.seed)
-        self._workers = list(range(num_workers))
-        self._servers = list(range(job.num_ranks - parameters.servers, job.num_ranks))
-
-    def run(self) -> None:
-        """Kill all that shall be killed, and have the job end."""
-        try:
-            order = list(Counter(self._parameters.counts()).elements())
-            self._chance.shuffle(order)
-            told_at = time.monotonic()
-            for kind in order:
-                if not self._wait():
-                    return
-                time.sleep(self._chance.uniform(0.0, 2 * self._parameters.interval))
-                self._kill(kind)
-                if time.monotonic() > told_at + 10.0:
-                    told_at = time.monotonic()
-                    print_progress(f"kills: {len(self.faults)} of {len(order)}, {self._job.version()} steps")
-            if self._wait():
-                end_job_after(self._folder, self._job.version())
-        except BaseException as error:
-            self.error = error
-            os.kill(os.getpid(), signal.SIGTERM)  # the launcher ends the run
-
-    def _wait(self) -> bool:
-        return self._job.wait_until_complete(_HUNG_S)
-
-    def _kill(self, kind: str) -> None:
-        seats = []
-        if kind != "worker":
-            seats.append(self._chance.choice(self._servers))
-        if kind != "server":
-            others = [seat for seat in self._workers if seat not in self._servers] or self._workers
-            seats.append(self._chance.choice(others))
-        times = [self._job.send(seat, signal.SIGKILL) for seat in seats]
-        if times[0] is not None:
-            self.faults.append(Fault(kind, times[0]))
-
-
 def measure_ps_faults(
     setting: Setting, parameters: PsFaultsParameters, num_workers: int, folder: Path
 ) -> tuple[list[PsFaultsFigure], dict[str, Any]]:
@@ -209,9 +175,9 @@ def measure_ps_faults(
     path = folder / "config.json"
     path.write_text(json.dumps(asdict(config)))
     job = RunningJob(folder, setting.ranks)
-    killer = _Killer(job, parameters, num_workers, folder)
-    thread = threading.Thread(target=killer.run, name="kills", daemon=True)
-    thread.start()
+    plan = parameters.plan(range(num_workers), range(setting.ranks - parameters.servers, setting.ranks))
+    injector = Injector(job, plan, Schedule(parameters.interval, 0, seed=parameters.seed), folder)
+    injector.start()
     outcome = run_workers(
         [sys.executable, "-m", "totalreduce.bench.ps_faults_worker", str(path)],
         num_workers=setting.ranks,
@@ -219,35 +185,29 @@ def measure_ps_faults(
         output="capture",
         recovery=RecoveryOptions(
             on_loss="shrink" if parameters.on_loss == "shrink" else "replace",
-            restarts=4 * sum(parameters.counts().values()) + 10,
+            restarts=4 * plan.total(0) + 10,
             spares=parameters.spares,
             on_event=job.on_event,
         ),
     )
-    if killer.error is not None:
-        raise BenchmarkFailedError(f"the job did not go on after {len(killer.faults)} kills: {killer.error!r}")
+    if injector.hung or injector.error is not None:
+        why = f": {describe_error(injector.error)}" if injector.error is not None else ""
+        raise BenchmarkFailedError(f"the job did not go on after {len(injector.faults)} kills{why}")
     require_success(outcome, "the job under faults")
     finals = [json.loads(each.read_text()) for each in sorted(folder.glob("final-*.json"))]
     if len(finals) != num_workers:
         raise BenchmarkFailedError(f"{len(finals)} of {num_workers} workers have come to the end")
     wrong = sum(final["wrong"] for final in finals)
-    logs = [list(_lines(each)) for each in sorted(folder.glob("blocks-*.jsonl"))]
-    resumed = [(fault.kind, *_resumed(fault.at, logs)) for fault in killer.faults]
+    logs = [read_lines(each) for each in sorted(folder.glob("blocks-*.jsonl"))]
+    resumed = [(fault.kind, *_resumed(fault.at, logs)) for fault in injector.faults]
     figures = []
-    for kind in (*_KINDS, "all"):
+    for kind in (*plan.kinds, "all"):
         own = [(first, longest) for each, first, longest in resumed if kind in (each, "all")] or [(0.0, 0.0)]
         firsts, longest = zip(*own, strict=True)
         count = sum(kind in (each, "all") for each, *_ in resumed)
         figures.append(PsFaultsFigure(kind, count, wrong, median(firsts), max(firsts), median(longest), max(longest)))
     steps = sum(final["steps"] for final in finals)
-    return figures, {"faults": to_document(killer.faults), "resumed": resumed, "steps": steps}
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log; the last line of a killed process may be cut off."""
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
+    return figures, {"faults": to_document(injector.faults), "resumed": resumed, "steps": steps}
 
 
 def _resumed(at: float, logs: list[list[dict[str, Any]]]) -> tuple[float, float]:
