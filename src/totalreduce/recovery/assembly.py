@@ -23,7 +23,7 @@ from totalreduce.recovery.accusation import Accusation
 from totalreduce.recovery.launcher_store import PREFIX, LauncherStore, StoreLost
 from totalreduce.recovery.membership import Decision, Membership, Policy, Report, number_in, reading
 
-__all__ = ["BEGUN", "ENDED", "FINISHED", "WAITING", "Assembly", "accusation_key", "decision_key"]
+__all__ = ["BEGUN", "ENDED", "FINISHED", "NEWCOMERS_S", "WAITING", "Assembly", "accusation_key", "decision_key"]
 
 #: A JSON object: by seat the last incarnation that has ended. The keeper writes it.
 ENDED = f"{PREFIX}/ended"
@@ -31,6 +31,8 @@ ENDED = f"{PREFIX}/ended"
 BEGUN = f"{PREFIX}/begun"
 #: Changes when a process has waited for others for a while: the launcher then looks whether one is stopped.
 WAITING = f"{PREFIX}/waiting"
+#: How often a group looks for processes that want to join, in seconds (``Assembly.has_newcomers``).
+NEWCOMERS_S = 0.25
 #: How long a process waits before it says so, and how often.
 _WAITING_S = 2.0
 #: Set when all ranks have come to the end of the job.

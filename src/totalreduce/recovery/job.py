@@ -24,7 +24,7 @@ from typing import Any, Self, final
 
 from totalreduce.foundation import checks, environment
 from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
-from totalreduce.recovery.assembly import Assembly
+from totalreduce.recovery.assembly import NEWCOMERS_S, Assembly
 from totalreduce.recovery.dealing import NO_BATCH, needed
 from totalreduce.recovery.forming import (
     begin_from_disk,
@@ -50,8 +50,6 @@ __all__ = ["Change", "Job", "recoverable"]
 
 _log = logging.getLogger("totalreduce")
 
-#: How often rank 0 looks for processes that want to join.
-_NEWCOMERS_S = 0.25
 #: How long the end of a group may take whose members are lost.
 _CLOSE_S = 1.0
 _NO_COLLECTIVES = (
@@ -588,7 +586,7 @@ class Job:
             return wish
         if sampler is not None and not sampler.has_samples_for(assembly.policy.num_seats, self._kind.num_parts):
             return wish
-        return Wish.MEMBERS if assembly.has_newcomers(_NEWCOMERS_S) else wish
+        return Wish.MEMBERS if assembly.has_newcomers(NEWCOMERS_S) else wish
 
     # ------------------------------------------------------------------------------------------------------ memberships
 

@@ -21,7 +21,7 @@ from totalreduce.foundation.errors import ConfigurationError, PeerLost
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.launch.rendezvous import StoreRank
-from totalreduce.recovery.assembly import Assembly
+from totalreduce.recovery.assembly import NEWCOMERS_S, Assembly
 from totalreduce.recovery.forming import (
     end_too_late,
     ended_early,
@@ -36,9 +36,6 @@ from totalreduce.recovery.wishes import Wish
 __all__ = ["Membership", "Part", "Run", "Runs", "latest_version"]
 
 _log = logging.getLogger("totalreduce")
-
-#: How often rank 0 looks for processes that want to join.
-_NEWCOMERS_S = 0.25
 
 
 class Membership(Protocol):
@@ -124,7 +121,7 @@ class Run(ABC):
         """Return the largest wish of all ranks; rank 0 wishes for the members that wait. Collective."""
         assembly = self._assembly
         if assembly is not None and self.takes_newcomers and self.group.rank == 0:
-            wish = max(wish, Wish.MEMBERS if assembly.has_newcomers(_NEWCOMERS_S) else Wish.NOTHING)
+            wish = max(wish, Wish.MEMBERS if assembly.has_newcomers(NEWCOMERS_S) else Wish.NOTHING)
         largest = torch.tensor([int(wish)])
         self.group.control.allreduce(largest, name="recovery/wish", op=ReduceOp.MAX).wait()
         return Wish(int(largest))

@@ -294,7 +294,7 @@ class Client:
                 under_way[lane.server] += request.num_bytes
                 is_end = request.kind in (Kind.CLOCK, Kind.FINISH)
                 if is_end and self._steps_are_atomic and self._awaits_before(request.call):
-                    break  # it has no bytes
+                    break
                 lane.unsent.popleft()
                 messages.append((lane.server, self._send(shard, lane, request)))
         return messages

@@ -298,9 +298,7 @@ class Connection:
             TotalReduceError: The connection has failed before. A call has raised the same error, if there was one.
         """
         timeout_s = self._timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s)
-        if not self._home.is_here:
-            return
-        if self._is_over:
+        if not self._home.is_here or self._is_over:
             return
         self.finish()
         self._thread.join(timeout_s)
@@ -517,7 +515,6 @@ class Connection:
         with self._lock:
             self._is_between = True
             self._renewals += 1  # nothing of the last group is handled any more
-            self._num_bytes += self._messenger.num_bytes
         with contextlib.suppress(TotalReduceError):
             self._messenger.close()
         place = self._renewal.renew(reason)
@@ -531,6 +528,7 @@ class Connection:
             if self._state == "silent":
                 self._state = "closing"
             self._client.begin_epoch(place.servers, place.clock_of(self._rank))
+            self._num_bytes += self._messenger.num_bytes
             self._messenger = messenger
             self._is_between = False
             self._flush()

@@ -14,7 +14,7 @@ from typing import Any, final
 
 from totalreduce.foundation.errors import PeerLost
 from totalreduce.groups.group import Group
-from totalreduce.recovery.assembly import Assembly
+from totalreduce.recovery.assembly import NEWCOMERS_S, Assembly
 from totalreduce.recovery.forming import end_too_late, enter_next_epoch, form_group, report_loss, send_value
 from totalreduce.recovery.membership import Decision
 from totalreduce.server.handover import Handover, Holdings, Standing
@@ -26,8 +26,6 @@ _log = logging.getLogger("totalreduce")
 
 #: How long the end of a group may take whose members are lost.
 _CLOSE_S = 1.0
-#: How often a process looks for others that want to join.
-_NEWCOMERS_S = 0.25
 
 
 @final
@@ -83,7 +81,7 @@ class Renewal:
     @property
     def patience_s(self) -> float | None:
         """After how many seconds ``has_newcomers`` is to be called again; ``None``: never."""
-        return _NEWCOMERS_S if self._assembly.policy.on_loss == "shrink" else None
+        return NEWCOMERS_S if self._assembly.policy.on_loss == "shrink" else None
 
     def has_newcomers(self) -> bool:
         """Return whether processes wait to join, and this is the one that looks for them. It looks now and then."""

@@ -80,7 +80,7 @@ class Server:
     @property
     def version(self) -> int:
         """The number of pushes that were applied to shards of which this rank is the head."""
-        return sum(shard.table.version for shard in self._headed())
+        return sum(copy.shard.table.version for copy in self._copies.values() if copy.before is None)
 
     @property
     def is_finished(self) -> bool:
@@ -187,9 +187,6 @@ class Server:
         if passed is None:
             raise ProtocolError(f"rank {source} confirms a change that was not passed on to it")
         return passed.replies if copy.before is None else [(copy.before, _confirmation(header))]
-
-    def _headed(self) -> list[Shard]:
-        return [copy.shard for copy in self._copies.values() if copy.before is None]
 
 
 def _confirmation(header: Header) -> Message:

@@ -228,16 +228,14 @@ class Shard:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with what ``state`` has returned on another server. The arrays are used, and not copied."""
+        """Begin with what ``state`` has returned on another server. The arrays are used, and not copied."""
         self.table.load(state["values"], state["states"], state["version"])
         self.clocks = RangeClocks(len(self.table.ranges), len(self._streams), state["clocks"])
         self._applied, self._step = list(state["applied"]), state["step"]
         self._kept = [(worker, Rows(*rows), values) for worker, *rows, values in state["kept"]]
         for worker, stream in enumerate(self._streams):
-            stream.refused.clear()
             stream.refused.extend(state["refused"][worker])
             stream.kept_bytes = sum(_kept_bytes(rows, values) for who, rows, values in self._kept if who == worker)
-        self.begin_epoch()
 
     def _find(self, message: Message) -> Request | None:
         """Find the keys of a request; ``None``: the list is not known."""
