@@ -33,7 +33,7 @@ class Host:
         order,
         *,
         lanes=1,
-        mode=exchange.PIECES,
+        whole=False,
         entry=0,
         stage=0,
         shared=False,
@@ -50,7 +50,7 @@ class Host:
         block[exchange.KIND] = exchange.FLOAT32 if itemsize == 4 else exchange.FLOAT64
         block[exchange.ITEMSIZE] = itemsize
         block[exchange.REDUCTION], block[exchange.DIVISOR] = exchange.SUM, divisor
-        block[exchange.COUNT], block[exchange.LANES], block[exchange.MODE] = tensor.size, lanes, mode
+        block[exchange.COUNT], block[exchange.LANES], block[exchange.IS_WHOLE] = tensor.size, lanes, whole
         block[exchange.PIECE] = piece
         block[exchange.LANE_ROUNDS] = max(1, -(-part // piece))
         block[exchange.ROUNDS] = block[exchange.LANE_ROUNDS] * lanes
@@ -62,7 +62,7 @@ class Host:
         memory = self.memories[rank].ctypes.data
         block[exchange.ENTRY] = memory + BOARD.entry(5 + entry)
         block[exchange.SOURCE] = ARENA if shared else 0
-        block[exchange.STAGE] = 0 if shared or mode == exchange.IN_ENTRY else BOARD.stage(stage)
+        block[exchange.STAGE] = 0 if shared else BOARD.stage(stage)
         for part, ranks_in_order in enumerate(order):
             at = exchange.ORDER + part * ranks
             block[at : at + ranks] = ranks_in_order
@@ -119,10 +119,11 @@ def _cuts(indices, parts):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8])
-@pytest.mark.parametrize("where", ["in the entry", "in the stage", "pieces", "shared", "mixed"])
+@pytest.mark.parametrize("where", ["small", "whole", "pieces", "shared", "mixed"])
 def test_the_sum_is_that_of_the_order(ranks, where, dtype):
-    mode = {"in the entry": exchange.IN_ENTRY, "in the stage": exchange.IN_STAGE}.get(where, exchange.PIECES)
-    count, lanes = {exchange.IN_ENTRY: (1001, 2), exchange.IN_STAGE: (30_001, 2)}.get(mode, (300_003, 3))
+    count, lanes = {"small": (1001, 2), "whole": (30_001, 2)}.get(where, (300_003, 3))
+    whole = where in ("small", "whole")
+    stages = BOARD.classes(count * np.dtype(dtype).itemsize if whole else None)[0]
     random = np.random.default_rng(ranks)
     host, blocks, tensors, keep = Host(ranks, count * 8), [], [], []
     for rank in range(ranks):
@@ -136,9 +137,9 @@ def test_the_sum_is_that_of_the_order(ranks, where, dtype):
             tensor,
             chains(ranks),
             lanes=lanes,
-            mode=mode,
+            whole=whole,
             entry=rank % 4,
-            stage=rank,
+            stage=stages.first + rank % (stages.stop - stages.first),
             shared=shared,
             divisor=ranks,
         )

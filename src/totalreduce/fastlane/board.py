@@ -1,33 +1,74 @@
 """The layout of a rank's board, which is equal for all ranks of a host.
 
-A board has three parts: the entries in which the rank announces operations, the tensors of small operations, one for
-each entry, and the stages of larger ones. A stage has two halves for whole tensors, which the operations of a name use
-in turn, or two sets of pieces, one piece for each rank, and two pieces of results (see ``kernels.exchange``).
+A board has two parts: the entries in which the rank announces operations, and the stages, into which it copies what the
+other ranks read of a tensor that does not lie in shared memory. There are stages of several lengths, so that many small
+tensors have one at the same time. A stage has two halves for whole tensors, which the operations of a name use in turn,
+or two sets of pieces, one piece for each rank, and two pieces of results (see ``kernels.exchange``).
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from totalreduce.kernels import exchange
 from totalreduce.kernels.arrays import Array
 
-__all__ = ["BOARD_BYTES", "ENTRIES", "INLINE_BYTES", "STAGES", "BoardLayout"]
+__all__ = ["BOARD_BYTES", "CLASS_OF_STAGE", "ENTRIES", "STAGE_CLASSES", "BoardLayout", "StageClass"]
 
-#: The number of operations that a rank can announce at a time.
-ENTRIES = 128
-#: Tensors up to this length lie in their entry.
-INLINE_BYTES = 16 * 1024
+#: The number of entries. A name that comes again keeps two of them, so a model may have half as many tensors.
+ENTRIES: Final = 1024
+#: Tensors up to this length are exchanged as a whole, whatever the number of ranks.
+_SMALL_BYTES_MAX: Final = 16 * 1024
 #: Tensors are exchanged as a whole if those of all ranks together are at most so long. Every rank reads all of them,
 #: but waits once instead of three times for each piece. Measured: 28 instead of 20 µs with 2 ranks and 64 KiB.
-_WHOLE_BYTES_MAX = 512 * 1024
-#: The number of larger tensors, in usual memory, that can be exchanged at a time.
-STAGES = 12
-_STAGE_BYTES = 1024 * 1024
+_WHOLE_BYTES_MAX: Final = 512 * 1024
+#: The same for two ranks, of which each would read half of them by pieces, and copy the other half twice. Measured: 83
+#: instead of 114 µs with 1 MiB of usual memory, 71 instead of 93 µs in shared memory.
+_WHOLE_BYTES_MAX_OF_TWO: Final = 2048 * 1024
 #: A piece is at most so long: it stays in the second-level cache between the steps of a round.
-_PIECE_BYTES_MAX = 128 * 1024
-_LINE = 64
-BOARD_BYTES = ENTRIES * (exchange.ENTRY_BYTES + INLINE_BYTES) + STAGES * _STAGE_BYTES
+_PIECE_BYTES_MAX: Final = 128 * 1024
+_LINE: Final = 64
+
+
+class StageClass(NamedTuple):
+    """Stages of one length.
+
+    Attributes:
+        stage_bytes: The length of a stage.
+        first: The number of the first one.
+        stop: The number after that of the last one.
+        at: The offset of the first one from the beginning of the stages.
+    """
+
+    stage_bytes: int
+    first: int
+    stop: int
+    at: int
+
+
+def _classes(*stages: tuple[int, int]) -> tuple[StageClass, ...]:
+    """Return the classes for pairs of a length and a number of stages, which lie one after the other."""
+    firsts = itertools.accumulate((count for _, count in stages), initial=0)
+    offsets = itertools.accumulate((length * count for length, count in stages), initial=0)
+    return tuple(
+        StageClass(length, first, first + count, at)
+        for (length, count), first, at in zip(stages, firsts, offsets, strict=False)
+    )
+
+
+_KIB: Final = 1024
+#: From the shortest to the longest. Tensors that are exchanged in pieces need one of the last class.
+STAGE_CLASSES: Final = _classes(
+    (2 * _KIB, 512), (8 * _KIB, 256), (32 * _KIB, 64), (128 * _KIB, 16), (512 * _KIB, 6), (2048 * _KIB, 6)
+)
+#: The class of every stage.
+CLASS_OF_STAGE: Final = [each for each in STAGE_CLASSES for _ in range(each.first, each.stop)]
+_LARGEST: Final = STAGE_CLASSES[-1].stage_bytes
+BOARD_BYTES: Final = ENTRIES * exchange.ENTRY_BYTES + sum(
+    (each.stop - each.first) * each.stage_bytes for each in STAGE_CLASSES
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +82,9 @@ class BoardLayout:
     board_at: int
 
     @property
-    def inline_at(self) -> int:
-        """Where the tensors in the entries begin."""
-        return self.board_at + ENTRIES * exchange.ENTRY_BYTES
-
-    @property
     def stages_at(self) -> int:
         """Where the stages begin."""
-        return self.inline_at + ENTRIES * INLINE_BYTES
+        return self.board_at + ENTRIES * exchange.ENTRY_BYTES
 
     @property
     def end(self) -> int:
@@ -61,29 +97,39 @@ class BoardLayout:
 
     def stage(self, number: int) -> int:
         """Return the offset of a stage."""
-        return self.stages_at + number * _STAGE_BYTES
+        return self.halves(number)[0]
 
-    def second_half(self, number: int) -> int:
-        """Return the offset of the second half of a stage."""
-        return self.stage(number) + _STAGE_BYTES // 2
+    def halves(self, number: int) -> tuple[int, int]:
+        """Return the offsets of the two halves of a stage."""
+        kind = CLASS_OF_STAGE[number]
+        at = self.stages_at + kind.at + (number - kind.first) * kind.stage_bytes
+        return at, at + kind.stage_bytes // 2
 
     @staticmethod
-    def mode(num_bytes: int, ranks: int) -> int:
-        """Return how tensors of this length are exchanged by so many ranks (``exchange.MODE``)."""
-        if num_bytes <= INLINE_BYTES:
-            return exchange.IN_ENTRY
-        return exchange.IN_STAGE if num_bytes * ranks <= _WHOLE_BYTES_MAX else exchange.PIECES
+    def classes(whole_bytes: int | None) -> tuple[StageClass, ...]:
+        """Return the classes of the stages for a tensor, the shortest first.
+
+        ``whole_bytes``: the length of a tensor that is exchanged as a whole; ``None``: it is exchanged in pieces.
+        """
+        if whole_bytes is None:
+            return STAGE_CLASSES[-1:]
+        return tuple(each for each in STAGE_CLASSES if 2 * whole_bytes <= each.stage_bytes)
+
+    @staticmethod
+    def is_whole(num_bytes: int, ranks: int) -> bool:
+        """Return whether so many ranks exchange tensors of this length as a whole (``exchange.IS_WHOLE``)."""
+        together_max = _WHOLE_BYTES_MAX_OF_TWO if ranks == 2 else _WHOLE_BYTES_MAX
+        return num_bytes <= _SMALL_BYTES_MAX or num_bytes * ranks <= together_max
 
     @staticmethod
     def piece_bytes(ranks: int) -> int:
         """Return the length of a piece of an operation of so many ranks: two sets and two results fill a stage."""
-        return min(_PIECE_BYTES_MAX, _STAGE_BYTES // (2 * (ranks + 1)) // _LINE * _LINE)
+        return min(_PIECE_BYTES_MAX, _LARGEST // (2 * (ranks + 1)) // _LINE * _LINE)
 
     def fill(self, block: Array, ranks: int) -> None:
         """Write the offsets into the block of an operation."""
         piece_bytes = self.piece_bytes(ranks)
-        block[exchange.ENTRIES] = ENTRIES
-        block[exchange.BOARD_AT], block[exchange.INLINE_AT] = self.board_at, self.inline_at
+        block[exchange.ENTRIES], block[exchange.BOARD_AT] = ENTRIES, self.board_at
         block[exchange.STAGES_AT], block[exchange.STAGES_END] = self.stages_at, self.end
-        block[exchange.INLINE_BYTES], block[exchange.STAGE_BYTES] = INLINE_BYTES, _STAGE_BYTES
+        block[exchange.STAGE_BYTES] = _LARGEST
         block[exchange.PIECE_BYTES], block[exchange.RESULTS_AT] = piece_bytes, 2 * ranks * piece_bytes

@@ -19,7 +19,8 @@ from totalreduce.engine.layout import OperationLayout
 from totalreduce.engine.names import is_later
 from totalreduce.engine.operation import Operation
 from totalreduce.engine.signatures import ENDS_EARLY
-from totalreduce.fastlane.board import BOARD_BYTES, ENTRIES, STAGES, BoardLayout
+from totalreduce.fastlane.board import BOARD_BYTES, ENTRIES, BoardLayout
+from totalreduce.fastlane.stages import Stages
 from totalreduce.foundation.types import DType, OpKind, ReduceOp
 from totalreduce.kernels import exchange
 from totalreduce.schedules.actions import Chunking
@@ -68,13 +69,14 @@ class _Plan:
 
     Attributes:
         block: These words.
-        mode: How the operation is exchanged (``exchange.MODE``).
+        is_whole: Whether the operation is exchanged as a whole, and not in pieces.
         ranks: The ranks of the operation.
         peers: For every rank the index of its first word.
         has_blocks: Whether the operation has a buffer for each rank.
         publishes: Whether the other ranks read anything of this rank.
         bytes_sent: The bytes that the other ranks read of this rank's memory.
         bytes_received: The bytes that this rank reads of theirs.
+        stage_classes: The classes of which an operation may have a stage.
     """
 
     __slots__ = (
@@ -86,10 +88,11 @@ class _Plan:
         "bytes_received",
         "bytes_sent",
         "has_blocks",
-        "mode",
+        "is_whole",
         "peers",
         "publishes",
         "ranks",
+        "stage_classes",
     )
 
     def __init__(self, layout: OperationLayout, rank: int, boards: Boards, board: BoardLayout) -> None:
@@ -100,15 +103,17 @@ class _Plan:
         if signature.kind is OpKind.BROADCAST:
             blocks = tuple(count if index == signature.root else 0 for index in range(size))
         adds = self._adds = signature.kind not in _GATHERINGS
-        self.publishes = adds or blocks[me] > 0
+        published = (count if adds else blocks[me]) * itemsize
+        self.publishes = published > 0
         gathers = signature.kind is not OpKind.REDUCE_SCATTER
         # A reduce-scatter's blocks lie one after the other where other ranks read them; a gathering's lie alone.
         offsets = list(itertools.accumulate(blocks[:-1], initial=0)) if adds else [0] * size
         self._offsets = [offset * itemsize for offset in offsets]
         num_lanes = 1 if blocks else layout.num_lanes
         largest_part = max(blocks) if blocks else _divide_up(_divide_up(count, num_lanes), size)
-        self.mode = board.mode((count if adds else largest_part) * itemsize, size)
-        is_whole = self.mode != exchange.PIECES
+        self.is_whole = board.is_whole((count if adds else largest_part) * itemsize, size)
+        is_whole = self.is_whole
+        self.stage_classes = board.classes(published if is_whole else None)
         piece = board.piece_bytes(size) // itemsize
         lane_rounds = 1 if is_whole else max(1, _divide_up(largest_part, piece))
         self._sums = np.empty(exchange.COUNTED * max(itemsize, DType.FLOAT32.itemsize), np.uint8)
@@ -120,7 +125,7 @@ class _Plan:
         block[exchange.REDUCTION] = _REDUCTIONS.get(signature.reduction, exchange.SUM)
         block[exchange.DIVISOR] = size if signature.reduction is ReduceOp.AVG else 1
         block[exchange.COUNT], block[exchange.LANES] = count, num_lanes
-        block[exchange.MODE], block[exchange.PIECE] = self.mode, piece
+        block[exchange.IS_WHOLE], block[exchange.PIECE] = is_whole, piece
         block[exchange.LANE_ROUNDS] = lane_rounds
         block[exchange.ROUNDS] = lane_rounds * (1 if is_whole else num_lanes)
         block[exchange.SUMS] = self._sums.ctypes.data
@@ -159,7 +164,7 @@ class _Plan:
     def place(self, buffers: _Buffers, boards: Boards) -> _Place:
         """Return where the buffers of an operation are."""
         addresses = [_address_of(buffer) for buffer in buffers]
-        source = self._source(buffers, boards) if self.mode == exchange.PIECES and self.publishes else 0
+        source = self._source(buffers, boards) if self.publishes and not self.is_whole else 0
         return (0, source, addresses) if self.has_blocks else (addresses[0], source, ())
 
     def _source(self, buffers: _Buffers, boards: Boards) -> int:
@@ -176,7 +181,7 @@ class _Plan:
 
     def needs_stage(self, source: int) -> bool:
         """Return whether an operation needs a stage whose tensor is at ``source``."""
-        return self.mode != exchange.IN_ENTRY and source == 0 and self.publishes
+        return source == 0 and self.publishes
 
     def write(self, words: memoryview, place: _Place) -> None:
         """Write where the buffers of an operation are into its block."""
@@ -194,7 +199,7 @@ class Carriage:
     Attributes:
         lane: The lane.
         operation: The operation.
-        block: Its words (see ``kernels.exchange``); ``address`` is their address.
+        words: The words of its block (see ``kernels.exchange``); ``address`` is their address.
         buffers: The bytes of its tensors; empty after its end.
         given_back: Whether messages carry the operation out after all, or it has failed before all ranks announced it.
         number: The number of its entry.
@@ -202,12 +207,12 @@ class Carriage:
         other: The number of the entry that the next operation of the name uses, if that was found.
         iteration: The number in its entry by which the other ranks know it.
         stage: The number of its stage; ``None`` if it needs none.
+        other_half: The offset of the half of its stage that the next operation of the name uses, if that is whole.
         ended: Whether it has ended here. Its entry and stage may still be read.
     """
 
     __slots__ = (
         "address",
-        "block",
         "buffers",
         "ended",
         "given_back",
@@ -216,21 +221,22 @@ class Carriage:
         "number",
         "operation",
         "other",
+        "other_half",
         "plan",
         "ranks",
         "stage",
         "words",
     )
 
-    def __init__(
-        self, lane: FastLane, operation: Operation, plan: _Plan, buffers: _Buffers, number: int, stage: int | None
-    ) -> None:
+    def __init__(self, lane: FastLane, operation: Operation, plan: _Plan, buffers: _Buffers, number: int) -> None:
         self.lane, self.operation, self.plan, self.buffers = lane, operation, plan, buffers
-        self.block = plan.block.copy()
-        self.address: int = self.block.ctypes.data
-        self.words = memoryview(self.block.data)
+        block = bytearray(plan.block)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(block))
+        self.words = memoryview(block).cast("q")
         self.words[exchange.SELF] = self.address
-        self.number, self.stage, self.ended, self.given_back = number, stage, False, False
+        self.number, self.ended, self.given_back = number, False, False
+        self.stage: int | None = None
+        self.other_half = 0
         self.ranks = plan.ranks
         self.other: int | None = None
         self.iteration = operation.key[1] + 1  # 0 stands for an entry without an operation
@@ -272,6 +278,11 @@ class Carriage:
         return bool(self.lane.exchange(exchange.IS_READ, self.address, 0, 0))
 
     @property
+    def is_over(self) -> bool:
+        """Whether it has ended and no rank reads its entries and its stage any more."""
+        return self.ended and self.is_read
+
+    @property
     def culprit(self) -> int:
         """The rank whose announcement is a violation."""
         return self.ranks[self.words[exchange.CULPRIT]]
@@ -303,9 +314,9 @@ class FastLane:
         assert boards.board_bytes >= BOARD_BYTES
         self._rank, self.boards = rank, boards
         self._board = BoardLayout(boards.board_at)
-        self._memory = _address_of_memory(boards.memories()[rank])
+        self._entries_at = _address_of_memory(boards.memories()[rank]) + self._board.entry(0)
         self._entries: list[Carriage | None] = [None] * ENTRIES
-        self._stages: list[Carriage | None] = [None] * STAGES
+        self._stages = Stages()
         self._spins = _SPINS if (os.cpu_count() or 1) >= world_size else 0
         self.carried: dict[Operation, Carriage] = {}
         self._code = exchange.load()  # the function is in its memory
@@ -325,16 +336,16 @@ class FastLane:
             return None
         place, stage = plan.place(buffers, self.boards), None
         if plan.needs_stage(place[1]):
-            stage = self._free_stage()
+            stage = self._free_stage(plan)
             if stage is None:
                 return None
-        carriage = Carriage(self, operation, plan, buffers, number, stage)
+        carriage = Carriage(self, operation, plan, buffers, number)
         words = carriage.words
         key = operation.key[0]
         words[exchange.KEY] = key - (1 << 64) if key >> 63 else key
         words[exchange.ITERATION] = carriage.iteration
         words[exchange.HOME] = _home(operation.key)
-        words[exchange.ENTRY] = self._memory + self._board.entry(number)
+        words[exchange.ENTRY] = self._entries_at + number * exchange.ENTRY_BYTES
         plan.write(words, place)
         if stage is not None:
             self._use_stage(carriage, stage)
@@ -392,29 +403,29 @@ class FastLane:
             and user.ranks == carriage.ranks
             and is_later(user.iteration, iteration)
             and user.has_begun
-            for user in self._entries
+            for user in map(self._entries.__getitem__, _numbers(carriage.operation.key))
         )
 
     def place_of_next(self, carriage: Carriage, buffers: _Buffers) -> _Place | None:
         """Return where the buffers of the next operation of a name are; ``None`` if that cannot use the carriage."""
-        number, stage, words = carriage.other, carriage.stage, carriage.words
-        if not carriage.ended or number is None or self._entries[number] is not carriage:
+        plan, stage = carriage.plan, carriage.stage
+        if not carriage.ended:
             return None
-        is_whole = words[exchange.MODE] != exchange.PIECES
-        if (carriage.given_back or not (is_whole or stage is None)) and not carriage.is_read:
+        if (carriage.given_back or not (plan.is_whole or stage is None)) and not carriage.is_read:
             return None
-        if stage is not None and self._stages[stage] is not carriage:  # another operation has it now
-            stage = self._free_stage()
+        if not self._has_other(carriage):
+            return None
+        if stage is not None and not self._stages.has(carriage):  # another operation has it now
+            stage = self._free_stage(plan)
             if stage is None:
                 return None
             self._use_stage(carriage, stage)
-        plan = carriage.plan
         if not plan.has_blocks:
             address = _address_of(buffers[0])
-            if is_whole or words[exchange.TENSOR] == address:
-                return address, words[exchange.SOURCE], ()
+            if plan.is_whole or carriage.words[exchange.TENSOR] == address:
+                return address, carriage.words[exchange.SOURCE], ()
         place = plan.place(buffers, self.boards)
-        return place if is_whole or plan.needs_stage(place[1]) == (stage is not None) else None
+        return place if plan.is_whole or plan.needs_stage(place[1]) == (stage is not None) else None
 
     def repeat(self, carriage: Carriage, key: tuple[int, int], buffers: _Buffers, place: _Place) -> None:
         """Use a carriage for the next operation of its name, which ``restart`` announces.
@@ -424,23 +435,25 @@ class FastLane:
         """
         assert carriage.other is not None
         words = carriage.words
-        carriage.plan.write(words, place)
+        if place[2]:
+            carriage.plan.write(words, place)
+        else:
+            words[exchange.TENSOR], words[exchange.SOURCE], _ = place
         carriage.ended = carriage.given_back = False
         words[exchange.ANNOUNCED] = words[exchange.FOUND] = 0  # the last operation's, until ``restart``
         carriage.buffers, carriage.iteration = buffers, key[1] + 1
         carriage.number, carriage.other = carriage.other, carriage.number
-        if words[exchange.MODE] == exchange.IN_STAGE and carriage.stage is not None:
-            first, second = self._board.stage(carriage.stage), self._board.second_half(carriage.stage)
-            words[exchange.STAGE] = second if words[exchange.STAGE] == first else first
+        if carriage.plan.is_whole:  # if it has no stage, both are 0
+            words[exchange.STAGE], carriage.other_half = carriage.other_half, words[exchange.STAGE]
 
     # ---------------------------------------------------------------------------------- the thread that moves messages
 
     def restart(self, carriage: Carriage) -> int:
         """As ``announce``, for a carriage of ``repeat``. This thread waits for the end of a small operation."""
         words, _buffers = carriage.words, carriage.buffers  # another thread may end the operation meanwhile
-        words[exchange.SPINS] = self._spins if words[exchange.MODE] != exchange.PIECES else 0
+        words[exchange.SPINS] = self._spins if carriage.plan.is_whole else 0
         words[exchange.YIELD_NS] = words[exchange.TURNS] = 0
-        entry = self._memory + self._board.entry(carriage.number)
+        entry = self._entries_at + carriage.number * exchange.ENTRY_BYTES
         status = self.exchange(exchange.RESTART, carriage.address, carriage.iteration, entry)
         if words[exchange.WAKE]:
             self._wake(carriage)
@@ -529,38 +542,35 @@ class FastLane:
 
     def _free_entry(self, key: tuple[int, int], besides: Carriage | None = None) -> int | None:
         """Return an entry in which an operation may be announced, but none of ``besides``."""
-        numbers = [(_home(key) + probe) % ENTRIES for probe in range(exchange.PROBES)]
+        if self._entries[_home(key)] is None:
+            return _home(key)
+        numbers = _numbers(key)
         for number in numbers:
             if self._entries[number] is None:
                 return number
         for number in numbers:
             user = self._entries[number]
-            if user is not None and user is not besides and user.ended and user.is_read:
-                self._release(user)
+            if user is not None and user is not besides and user.is_over:
+                self._stages.release(user)
                 return number
         return None
 
-    def keep_two(self, carriage: Carriage) -> None:
-        """Find a second entry for the operations of a name, which use the two in turn (see ``repeat``)."""
-        if carriage.other is None:
-            other = self._free_entry(carriage.operation.key, besides=carriage)
-            if other is not None:
-                carriage.other, self._entries[other] = other, carriage
+    def _has_other(self, carriage: Carriage) -> bool:
+        """Return whether a name has a second entry: the one that it has used in turn, or another one."""
+        if carriage.other is not None and self._entries[carriage.other] is carriage:
+            return True
+        other = self._free_entry(carriage.operation.key, besides=carriage)
+        if other is None:
+            return False
+        carriage.other, self._entries[other] = other, carriage
+        return True
 
-    def _free_stage(self) -> int | None:
-        for number, user in enumerate(self._stages):
-            if user is None or (user.ended and user.is_read):
-                self._stages[number] = None
-                return number
-        return None
+    def _free_stage(self, plan: _Plan) -> int | None:
+        return self._stages.find(plan.stage_classes)
 
     def _use_stage(self, carriage: Carriage, number: int) -> None:
-        self._stages[number], carriage.stage = carriage, number
-        carriage.words[exchange.STAGE] = self._board.stage(number)
-
-    def _release(self, user: Carriage | None) -> None:
-        if user is not None and user.stage is not None and self._stages[user.stage] is user:
-            self._stages[user.stage] = None
+        self._stages.take(number, carriage)
+        carriage.words[exchange.STAGE], carriage.other_half = self._board.halves(number)
 
 
 def _divide_up(count: int, parts: int) -> int:
@@ -570,6 +580,12 @@ def _divide_up(count: int, parts: int) -> int:
 def _home(key: tuple[int, int]) -> int:
     """Return the first entry in which an operation may be announced: its meeting place, equal on all ranks."""
     return key[0] % ENTRIES
+
+
+def _numbers(key: tuple[int, int]) -> list[int]:
+    """Return the entries in which an operation may be announced."""
+    home = _home(key)
+    return [(home + probe) % ENTRIES for probe in range(exchange.PROBES)]
 
 
 def _address_of(body: memoryview | None) -> int:

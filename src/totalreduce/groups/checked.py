@@ -6,8 +6,9 @@ the rank that made it and not a mismatch on other ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -37,14 +38,15 @@ __all__ = [
     "scatter",
 ]
 
+#: To make a signature takes longer than to find one, and operations come again.
+_SIGNATURES_MAX = 1024
 #: The result of ``Work.wait`` for bytes. Made once, because every exchange of a sparse step waits for bytes.
 _NO_TENSOR = torch.empty(0)
 #: World-size many tensors, or one contiguous tensor that holds them one after the other.
 Blocks = torch.Tensor | Sequence[torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedOperation:
+class CheckedOperation(NamedTuple):
     """An operation that can be submitted to the engine.
 
     Attributes:
@@ -72,8 +74,19 @@ def reduction_signature(
     kind: OpKind, tensor: torch.Tensor, name: str, *, op: ReduceOp, root: int = 0, algorithm: str = Algorithm.AUTO
 ) -> Signature:
     """Check the tensor of an allreduce or a reduce, and return the operation's signature."""
-    dtype = dtypes.dtype_of(tensor, name)
-    return Signature(kind, dtype, _checked_op(op, dtype, name), root, tuple(tensor.shape), algorithm=algorithm)
+    dtype, shape = dtypes.dtype_of(tensor, name), tensor.shape
+    known = _known_signature(kind, dtype, op, root, shape, algorithm) if type(op) is ReduceOp else None
+    return known or Signature(kind, dtype, _checked_op(op, dtype, name), root, tuple(shape), algorithm=algorithm)
+
+
+@functools.lru_cache(_SIGNATURES_MAX)
+def _known_signature(
+    kind: OpKind, dtype: DType, op: ReduceOp, root: int, shape: torch.Size, algorithm: str
+) -> Signature | None:
+    """Return the signature of a reduction, made once for all operations; ``None`` if it is not defined."""
+    if op is ReduceOp.NONE or not supports(dtype, op):
+        return None
+    return Signature(kind, dtype, op, root, tuple(shape), algorithm=algorithm)
 
 
 def in_place(

@@ -254,8 +254,9 @@ class Operations:
         if operands is None:
             return Handle()
         handle = Handle(operands.finish, self.claim(operands, patience_s))
-        with handle:
-            operands.prepare()
+        if operands.copies_in:
+            with handle:
+                operands.prepare()
         return handle
 
     def _check_open(self) -> None:

@@ -9,8 +9,8 @@ of a part computes it. In one that does not, the part is the owner's own block. 
 rank gets all parts; otherwise it gets its own part only. So an allreduce adds and gathers, a reduce-scatter adds, an
 allgather gathers, and a broadcast is an allgather in which only the root's part has elements. Two ways follow:
 
-* Small tensors are copied as a whole, into the entry or into a stage. Every rank computes all parts that it gets by
-  itself, and needs nothing else of the others.
+* Small tensors are copied into a stage as a whole. Every rank computes all parts that it gets by itself, and needs
+  nothing else of the others.
 * Larger tensors are exchanged in *pieces*, in rounds. In a round every rank makes one piece of every part of a lane
   readable (it *stages* it, unless the tensor lies in shared memory), *reduces* its own part's piece of all ranks, and
   *copies* the results of the other ranks. An operation that does not add stages nothing: in place of a sum, a rank
@@ -49,15 +49,13 @@ __all__ = [
     "HAS_ENDED",
     "INT32",
     "INT64",
-    "IN_ENTRY",
-    "IN_STAGE",
     "IS_READ",
+    "IS_WHOLE",
     "LOOK",
     "MAX",
     "MIN",
     "PEER_WORDS",
     "PENDING",
-    "PIECES",
     "PRODUCT",
     "RESTART",
     "SUM",
@@ -76,8 +74,8 @@ RANKS, ME = 0, 1
 REDUCTION, DIVISOR = 2, 3
 #: Elements of all parts together, and lanes.
 COUNT, LANES = 4, 5
-#: Where the other ranks read the tensor: ``PIECES``, ``IN_ENTRY`` or ``IN_STAGE``.
-MODE = 6
+#: Whether a rank copies its tensor into its stage as a whole when it announces it, or exchanges it in pieces (1 or 0).
+IS_WHOLE = 6
 #: Elements of a piece, rounds of one lane, rounds of all lanes.
 PIECE, LANE_ROUNDS, ROUNDS = 7, 8, 9
 #: The address of the tensor (0: ``PART_AT`` are addresses), and of memory for ``COUNTED`` sums.
@@ -88,30 +86,30 @@ KEY, ITERATION, SIGNATURE = 12, 13, 14
 HOME, ENTRIES = 15, 16
 #: This rank's entry; where what the others read is in its memory file (0: not there); where its stage is in its file.
 ENTRY, SOURCE, STAGE = 17, 18, 19
-#: The offset in every memory file: of the board, of the tensors in the entries, of the stages, and of their end.
-BOARD_AT, INLINE_AT, STAGES_AT, STAGES_END = 20, 21, 22, 23
-#: The longest tensor in an entry, the length of a stage, the offset of the results in a stage, the length of a piece.
-INLINE_BYTES, STAGE_BYTES, RESULTS_AT, PIECE_BYTES = 24, 25, 26, 27
+#: The offset in every memory file: of the board, of the stages, and of their end.
+BOARD_AT, STAGES_AT, STAGES_END = 20, 21, 22
+#: The length of a stage for pieces, the offset of the results in it, the length of a piece.
+STAGE_BYTES, RESULTS_AT, PIECE_BYTES = 23, 24, 25
 #: How often to look again, with a pause, before returning without progress; without ``SPINS``: for how many nanoseconds
 #: to look again and let other processes have the core.
-SPINS, YIELD_NS = 28, 29
+SPINS, YIELD_NS = 26, 27
 #: Progress of this rank: announced; peers found; rounds staged, reduced and copied.
-ANNOUNCED, FOUND, STAGED, REDUCED, COPIED = 30, 31, 32, 33, 34
+ANNOUNCED, FOUND, STAGED, REDUCED, COPIED = 28, 29, 30, 31, 32
 #: What ``advance`` returns besides its status: a bit for every peer that is to be woken; the peer of a violation.
-WAKE, CULPRIT = 35, 36
+WAKE, CULPRIT = 33, 34
 #: What ``advance`` has seen of the peers' boards when it found nothing to do.
-SEEN = 37
+SEEN = 35
 #: The number of times that ``advance`` moves pieces before it returns, so that more urgent operations get their turn.
-TURNS = 38
+TURNS = 36
 #: The element type, and the length of an element.
-KIND, ITEMSIZE = 39, 40
+KIND, ITEMSIZE = 37, 38
 #: The address of the block, and the words into which the C library writes the time, in seconds and nanoseconds.
-SELF, SECONDS, NANOSECONDS = 41, 42, 43
+SELF, SECONDS, NANOSECONDS = 39, 40, 41
 #: Whether the operation adds contributions, whether every rank gets all parts, and whether parts are cut (0 or 1).
-ADDS, GATHERS, IS_CUT = 44, 45, 46
+ADDS, GATHERS, IS_CUT = 42, 43, 44
 #: The address of this rank's part of the result, if that is not in the tensor; otherwise 0.
-RESULT = 47
-HEAD_WORDS = 48
+RESULT = 45
+HEAD_WORDS = 46
 #: Per peer, after the order: the address and the length of its memory, the address of its sleep word, its entry's
 #: address (0: not found yet), where its tensor is (0: staged) and its stage.
 MEMORY, LENGTH, SLEEP, PEER_ENTRY, PEER_SOURCE, PEER_STAGE = 0, 1, 2, 3, 4, 5
@@ -141,8 +139,6 @@ PENDING, DONE, CONFLICT, VIOLATION = 0, 1, 2, 3
 SUM, MIN, MAX, PRODUCT = 1, 3, 4, 5
 #: Element types. Sums of bfloat16 are float32, and are rounded once. Of floats there are no minima and maxima.
 FLOAT32, FLOAT64, INT32, INT64, BFLOAT16 = 0, 1, 2, 3, 4
-#: Modes: a tensor is exchanged in pieces, or its rank copies it into its entry or its stage when it announces it.
-PIECES, IN_ENTRY, IN_STAGE = 0, 1, 2
 
 # -------------------------------------------------------------------------------------------------------- the function
 

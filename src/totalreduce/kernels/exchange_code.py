@@ -58,12 +58,10 @@ from totalreduce.kernels.exchange import (
     HAS_ENDED,
     HEAD_WORDS,
     HOME,
-    IN_ENTRY,
-    INLINE_AT,
-    INLINE_BYTES,
     INT32,
     IS_CUT,
     IS_READ,
+    IS_WHOLE,
     ITEMSIZE,
     ITERATION,
     KEY,
@@ -76,7 +74,6 @@ from totalreduce.kernels.exchange import (
     ME,
     MEMORY,
     MIN,
-    MODE,
     NANOSECONDS,
     NUM_ARGUMENTS,
     ORDER,
@@ -90,7 +87,6 @@ from totalreduce.kernels.exchange import (
     PENDING,
     PIECE,
     PIECE_BYTES,
-    PIECES,
     PROBES,
     RANKS,
     REDUCED,
@@ -208,8 +204,8 @@ def _look(block: Words) -> Any:
             if load(entry + E_SIGNATURE) != block[SIGNATURE]:
                 return CONFLICT
             source, stage = load(entry + E_SOURCE), load(entry + E_STAGE)
-            is_in_pieces = block[MODE] == PIECES
-            if block[MODE] == IN_ENTRY or _readable(block, peer) == 0:
+            is_in_pieces = block[IS_WHOLE] == 0
+            if _readable(block, peer) == 0:
                 valid = True
             elif is_in_pieces and source != 0:
                 # Divided and not multiplied: no number of a peer may overflow.
@@ -273,8 +269,8 @@ def _announce(block: Words) -> None:
     store(entry + E_SOURCE, block[SOURCE])
     store(entry + E_STAGE, block[STAGE])
     store(entry + E_KEY, block[KEY])
-    if block[MODE] != PIECES:
-        _publish(block, _whole(block, block[_peer(block, block[ME]) + MEMORY], entry, block[STAGE]))
+    if block[IS_WHOLE] != 0:
+        _publish(block, block[_peer(block, block[ME]) + MEMORY] + block[STAGE])
     store(entry + E_ITERATION, block[ITERATION])
     block[ANNOUNCED] = 1
     _wake(block)
@@ -296,23 +292,14 @@ def _publish(block: Words, target: Any) -> None:
 
 
 @_compiled
-def _whole(block: Words, memory: Any, entry: Any, stage: Any) -> Any:
-    """Return the address of a rank's whole tensor, in its entry or in its stage."""
-    if block[MODE] != IN_ENTRY:
-        return int64(memory + stage)
-    number = (entry - memory - block[BOARD_AT]) // ENTRY_BYTES
-    return int64(memory + block[INLINE_AT] + number * block[INLINE_BYTES])
-
-
-@_compiled
 def _contribution(block: Words, peer: Any, part: Any, start: Any, turn: Any) -> Any:
     """Return the address of a peer's elements from ``start`` on, which lie in a piece of ``part`` in round ``turn``."""
     at = _peer(block, peer)
     if peer == block[ME]:
         return _own(block, part, start)
     memory, shift = block[at + MEMORY], (block[_peer(block, part) + PART_OFFSET] + start) * block[ITEMSIZE]
-    if block[MODE] != PIECES:
-        return int64(_whole(block, memory, block[at + PEER_ENTRY], block[at + PEER_STAGE]) + shift)
+    if block[IS_WHOLE] != 0:
+        return int64(memory + block[at + PEER_STAGE] + shift)
     if block[at + PEER_SOURCE] != 0:
         return int64(memory + block[at + PEER_SOURCE] + shift)
     piece = turn % 2 * block[RANKS] + part
@@ -575,7 +562,7 @@ def _advance(block: Words) -> Any:
                 return status
             moved = block[FOUND] > found
         if block[FOUND] == ranks - 1:
-            if block[MODE] != PIECES:
+            if block[IS_WHOLE] != 0:
                 if block[COPIED] != block[ROUNDS]:  # else it was done when this function was called last
                     _compute_all(block)
                     block[COPIED] = block[ROUNDS]

@@ -108,9 +108,7 @@ class EngineEndpoint:
 
     def learn(self, submission: Submission, operation: Operation) -> None:
         """Keep what the next operation of a name can use. Called under the lock."""
-        carriage = self._known.learn(submission, operation)
-        if carriage is not None and self.lane is not None:
-            self.lane.keep_two(carriage)
+        self._known.learn(submission, operation)
 
     def begin(self, submission: Submission, carriage: Carriage, handle: Handle) -> bool | None:
         """Begin an operation in the fast lane; end it if that takes no longer than to let the engine know.

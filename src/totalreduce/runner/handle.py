@@ -64,7 +64,8 @@ class Handle:
         self.error = error
         self.done = True
         self._gate.release()
-        call_all(self._callbacks)
+        if self._callbacks:  # a callback that is added from now on is called by the thread that adds it
+            call_all(self._callbacks)
 
     def __enter__(self) -> Self:
         """Begin to submit the operation."""

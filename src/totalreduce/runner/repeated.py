@@ -15,8 +15,9 @@ from totalreduce.fastlane.lane import Carriage
 
 __all__ = ["Begun", "KnownCarriages"]
 
-#: Names whose carriages are kept. The fast lane has entries for half as many operations.
-_NAMES_MAX = 256
+#: Names whose carriages are kept. A carriage has some two KiB. The fast lane has two entries for half of them; the
+#: others take entries that are free at the moment.
+_NAMES_MAX = 1024
 
 
 class Begun(NamedTuple):
@@ -51,15 +52,13 @@ class KnownCarriages:
             return None
         return carriage if submission.ranks is None or submission.ranks == carriage.ranks else None
 
-    def learn(self, submission: Submission, operation: Operation) -> Carriage | None:
-        """Keep the carriage of a submitted operation; return it if there was one of its name before."""
+    def learn(self, submission: Submission, operation: Operation) -> None:
+        """Keep the carriage of a submitted operation."""
         name, carriage = submission.name, operation.carriage
         if name is None or submission.repeats or not isinstance(carriage, Carriage):
-            return None
+            return
         key = (submission.scope, name)
-        is_known = key in self._carriages
         self._carriages[key] = carriage
         self._carriages.move_to_end(key)
         if len(self._carriages) > _NAMES_MAX:
             self._carriages.popitem(last=False)
-        return carriage if is_known else None

@@ -89,9 +89,8 @@ class Runner:
     def submit(self, submission: Submission, handle: Handle) -> None:
         """Submit an operation, which ``handle`` stands for from now on; return at once.
 
-        Raises what ``Engine.submit`` does. Then the handle has not changed.
+        Raises what ``Engine.submit`` does. Then the handle has not changed. The caller has called ``home.check()``.
         """
-        self.home.check()
         if self.refusal:
             raise ConfigurationError(self.refusal)
         carriage = self._endpoint.known_carriage(submission)

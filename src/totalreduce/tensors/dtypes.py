@@ -48,7 +48,7 @@ def moved_dtype_of(tensor: torch.Tensor, name: str) -> DType:
 
 
 def _check_memory(tensor: torch.Tensor, name: str) -> None:
-    if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+    if isinstance(tensor, torch.Tensor) and not tensor.is_cpu:
         raise UnsupportedError(
             f"tensor {name!r} is on {tensor.device}; this transport moves CPU memory. Copy it with .cpu() first"
         )

@@ -100,15 +100,15 @@ class Operands:
         Raises:
             UnsupportedError: The tensor has no memory; or it is to take a result, and its elements share memory.
         """
-        plain = tensor.detach()
         if is_plain(tensor):
-            view = self._bytes(plain)
-            if len(view):
-                start = plain.data_ptr()
-                (self.writes if writes else self.reads).append(Span(start, start + len(view)))
+            view, start = self._bytes(tensor), tensor.data_ptr()
+            num_bytes = len(view)
+            if num_bytes:
+                (self.writes if writes else self.reads).append(Span(start, start + num_bytes))
                 if writes:
-                    self._results.append((tensor, start, len(view)))
+                    self._results.append((tensor, start, num_bytes))
             return view
+        plain = tensor.detach()
         if writes:
             self._check_place(plain)
         dense = torch.empty(plain.shape, dtype=plain.dtype)
@@ -175,6 +175,11 @@ class Operands:
     def in_flight(self) -> list[Span]:
         """All memory that is read or written while the operation is in flight."""
         return [*self.writes, *self.reads, *self.inputs]
+
+    @property
+    def copies_in(self) -> bool:
+        """Whether ``prepare`` copies anything."""
+        return bool(self._copies_in)
 
     @property
     def copies_back(self) -> bool:

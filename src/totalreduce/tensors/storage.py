@@ -49,10 +49,11 @@ def _mark_offset() -> int | None:
 class _Holds:
     """The number of holds of a storage, whose attribute it is, so that all groups of a process share it."""
 
-    __slots__ = ("count", "lock", "pid", "was_resizable")
+    __slots__ = ("count", "lock", "mark", "pid", "was_resizable")
 
-    def __init__(self) -> None:
-        self.count, self.was_resizable, self.pid = 0, False, os.getpid()
+    def __init__(self, mark: ctypes.c_bool) -> None:
+        """``mark``: the mark in torch's object, which says whether the storage is resizable."""
+        self.mark, self.count, self.was_resizable, self.pid = mark, 0, False, os.getpid()
         self.lock = threading.RLock()  # the garbage collector may release a hold at any time
 
 
@@ -60,35 +61,36 @@ class _Holds:
 class StorageHold:
     """Keeps a storage alive as long as the hold exists, and prevents resizing it until ``release``."""
 
-    __slots__ = ("_marked", "_storage")
+    __slots__ = ("_holds", "_storage")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._storage, self._marked = storage, False
-        offset = _mark_offset()
-        if offset is None:
-            return
+        self._storage = storage
+        self._holds: _Holds | None = None
         holds: _Holds | None = storage.__dict__.get(_ATTRIBUTE)
-        if holds is None:  # another thread may add one at the same time
-            holds = storage.__dict__.setdefault(_ATTRIBUTE, _Holds())
+        if holds is None:
+            offset = _mark_offset()
+            if offset is None:
+                return
+            mark = ctypes.c_bool.from_address(storage._cdata + offset)
+            holds = storage.__dict__.setdefault(_ATTRIBUTE, _Holds(mark))  # another thread may add one at the same time
         with holds.lock:
-            self._marked = True
+            self._holds = holds
             holds.count += 1
             if holds.count == 1:
                 holds.was_resizable = storage.resizable()
-                ctypes.c_bool.from_address(storage._cdata + offset).value = False
+                holds.mark.value = False
 
     def release(self) -> None:
         """Allow resizing the storage, if there is no other hold. A second call does nothing."""
-        offset = _mark_offset()
-        if not self._marked or offset is None:
-            return
-        holds: _Holds = self._storage.__dict__[_ATTRIBUTE]
-        if holds.pid != os.getpid():  # a forked child: the lock may be held by a thread that is not here
+        holds = self._holds
+        if holds is None or holds.pid != os.getpid():  # in a forked child a thread that is not there may hold the lock
             return
         with holds.lock:
-            self._marked = False
+            if self._holds is None:  # another thread was faster
+                return
+            self._holds = None
             holds.count -= 1
             if holds.count == 0:
-                ctypes.c_bool.from_address(self._storage._cdata + offset).value = holds.was_resizable
+                holds.mark.value = holds.was_resizable
 
     __del__ = release

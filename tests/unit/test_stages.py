@@ -1,0 +1,87 @@
+"""Which operation has which stage of a board, and where the stages lie."""
+
+from itertools import pairwise
+
+import pytest
+
+from totalreduce.fastlane.board import STAGE_CLASSES, BoardLayout
+from totalreduce.fastlane.stages import Stages
+
+BOARD = BoardLayout(4096)
+SMALLEST, LARGEST = STAGE_CLASSES[0], STAGE_CLASSES[-1]
+
+
+class User:
+    def __init__(self, *, is_over=True):
+        self.stage, self.is_over, self.asked = None, is_over, 0
+
+    @property
+    def is_over(self):
+        self.asked += 1
+        return self._is_over
+
+    @is_over.setter
+    def is_over(self, value):
+        self._is_over = value
+
+
+def give(stages, user, classes):
+    number = stages.find(classes)
+    if number is not None:
+        stages.take(number, user)
+    return number
+
+
+def test_the_stages_follow_each_other_and_end_with_the_board() -> None:
+    places = [BOARD.halves(number) for number in range(LARGEST.stop)]
+    assert places[0][0] == BOARD.stages_at
+    for (first, second), (following, _) in pairwise(places):
+        assert following - second == second - first > 0
+        assert first % 64 == second % 64 == 0
+    first, second = places[-1]
+    assert second + (second - first) == BOARD.end
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "half"), [(0, 1024), (1024, 1024), (1025, 4096), (16384, 16384), (1 << 20, 1 << 20)]
+)
+def test_a_tensor_has_the_shortest_stage_of_which_it_fills_a_half(num_bytes: int, half: int) -> None:
+    assert BOARD.classes(num_bytes)[0].stage_bytes == 2 * half
+    assert BOARD.classes(num_bytes)[-1] is LARGEST
+    assert BOARD.classes(None) == (LARGEST,)
+
+
+def test_every_stage_is_given_once_and_a_longer_one_if_the_short_ones_are_in_use() -> None:
+    stages, users = Stages(), [User(is_over=False) for _ in range(LARGEST.stop + 1)]
+    numbers = [give(stages, user, STAGE_CLASSES) for user in users]
+    assert sorted(numbers[:-1]) == list(range(LARGEST.stop))
+    assert numbers[: SMALLEST.stop] == list(range(SMALLEST.stop))
+    assert numbers[-1] is None
+    assert all(stages.has(user) for user in users[:-1])
+    assert not stages.has(users[-1])
+
+
+def test_a_stage_whose_operation_is_over_serves_another_one() -> None:
+    stages = Stages()
+    users = [User(is_over=index == 3) for index in range(LARGEST.stop - LARGEST.first)]
+    for user in users:
+        give(stages, user, (LARGEST,))
+    new = User(is_over=False)
+    assert give(stages, new, (LARGEST,)) == users[3].stage == LARGEST.first + 3
+    assert stages.has(new)
+    assert [stages.has(user) for user in users] == [index != 3 for index in range(len(users))]
+    stages.release(users[3])  # which has none any more
+    assert stages.has(new)
+    stages.release(new)
+    assert stages.find((LARGEST,)) == LARGEST.first + 3
+
+
+def test_a_search_asks_few_users_and_goes_on_where_the_last_one_ended() -> None:
+    stages, users = Stages(), [User(is_over=False) for _ in range(SMALLEST.stop)]
+    for user in users:
+        give(stages, user, (SMALLEST,))
+    assert stages.find((SMALLEST,)) is None
+    asked = [user.asked for user in users]
+    assert 0 < sum(asked) <= 16
+    assert stages.find((SMALLEST,)) is None
+    assert max(user.asked for user in users) == 1
