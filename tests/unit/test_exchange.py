@@ -149,3 +149,20 @@ def test_the_sum_is_that_of_the_order(ranks, where, dtype):
     right = expected([values for _, values in tensors], lanes, ranks)
     for tensor, _ in tensors:
         assert np.array_equal(tensor, right)
+
+
+def test_an_entry_names_its_operation_in_one_word():
+    """A rank that reads two words may find one of each of two operations that have the entry one after the other."""
+    host, tensor, code = Host(2, 0), np.zeros(4, np.float32), exchange.load()
+    block, _sums = host.block(0, tensor, chains(2), whole=True)
+    block[exchange.SELF] = block.ctypes.data
+    entry = host.memories[0][BOARD.entry(5) :][: exchange.ENTRY_BYTES].view(np.int64)
+    seen = []
+    for key, iteration in [(KEY, 7), (KEY + 1, 7), (KEY, 8), (KEY + 1, 8), (-KEY, 1 << 40)]:
+        block[exchange.KEY] = key
+        code.function(exchange.RESTART, block.ctypes.data, iteration, block[exchange.ENTRY])
+        seen.append(entry.copy())
+    for one, other in itertools.combinations(seen, 2):
+        assert np.flatnonzero(one != other).tolist() == [exchange.E_OPERATION // 8]
+    code.function(exchange.WITHDRAW, block.ctypes.data, 0, 0)
+    assert entry[exchange.E_OPERATION // 8] == 0

@@ -122,7 +122,13 @@ ORDER = HEAD_WORDS
 
 # ------------------------------------------------------------------------------------------------- words of an entry
 
-E_SIGNATURE, E_SOURCE, E_STAGE, E_KEY, E_ITERATION = 0, 8, 16, 24, 32
+E_SIGNATURE, E_SOURCE, E_STAGE = 0, 8, 16
+#: The key and the iteration of the operation as one number; 0 if the entry announces none. With two words, a rank could
+#: read one of them before and the other one after the entry was given to another operation. Then it would find the key
+#: of the one with the iteration of the other, and read a stage that is being written.
+E_OPERATION = 24
+#: The factor of the iteration in that number. It is odd.
+ITERATION_FACTOR = -0x61C8864680B583EB
 #: Each counter has a cache line of its own.
 E_STAGED, E_REDUCED, E_COPIED = 64, 128, 192
 ENTRY_BYTES = 256

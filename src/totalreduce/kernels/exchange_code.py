@@ -40,8 +40,7 @@ from totalreduce.kernels.exchange import (
     DIVISOR,
     DONE,
     E_COPIED,
-    E_ITERATION,
-    E_KEY,
+    E_OPERATION,
     E_REDUCED,
     E_SIGNATURE,
     E_SOURCE,
@@ -64,6 +63,7 @@ from totalreduce.kernels.exchange import (
     IS_WHOLE,
     ITEMSIZE,
     ITERATION,
+    ITERATION_FACTOR,
     KEY,
     KIND,
     LANE_ROUNDS,
@@ -175,13 +175,23 @@ def _readable(block: Words, peer: Any) -> Any:
 
 
 @_compiled
+def _operation(block: Words) -> Any:
+    """Return the number by which the operation is announced: one number for its key and its iteration, never 0.
+
+    Operations of one key have different numbers, because the factor is odd. Keys are hashes of 64 bits.
+    """
+    number = block[KEY] ^ (block[ITERATION] * ITERATION_FACTOR)
+    return number if number != 0 else int64(1)
+
+
+@_compiled
 def _is_there(block: Words, entry: Any) -> Any:
     """Return whether an entry announces the operation.
 
     If an entry that was found does so no more, its rank uses it for a later operation, so all ranks have ended this
     one. (A rank that takes an announcement back knows that one rank was missing, so no rank has begun.)
     """
-    return load(entry + E_ITERATION) == block[ITERATION] and load(entry + E_KEY) == block[KEY]
+    return load(entry + E_OPERATION) == _operation(block)
 
 
 @_compiled
@@ -261,17 +271,16 @@ def _wake(block: Words) -> None:
 @_compiled
 def _announce(block: Words) -> None:
     entry = block[ENTRY]
-    store(entry + E_ITERATION, 0)
+    store(entry + E_OPERATION, 0)
     store(entry + E_STAGED, 0)
     store(entry + E_REDUCED, 0)
     store(entry + E_COPIED, 0)
     store(entry + E_SIGNATURE, block[SIGNATURE])
     store(entry + E_SOURCE, block[SOURCE])
     store(entry + E_STAGE, block[STAGE])
-    store(entry + E_KEY, block[KEY])
     if block[IS_WHOLE] != 0:
         _publish(block, block[_peer(block, block[ME]) + MEMORY] + block[STAGE])
-    store(entry + E_ITERATION, block[ITERATION])
+    store(entry + E_OPERATION, _operation(block))
     block[ANNOUNCED] = 1
     _wake(block)
 
@@ -533,7 +542,7 @@ def _has_ended(block: Words, peer: Any) -> Any:
 def _withdraw(block: Words) -> None:
     """As ``exchange.WITHDRAW`` says."""
     if block[ANNOUNCED] != 0:
-        store(block[ENTRY] + E_ITERATION, 0)
+        store(block[ENTRY] + E_OPERATION, 0)
 
 
 @_compiled
