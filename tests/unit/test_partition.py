@@ -33,6 +33,16 @@ def test_lanes(chunk_bytes: int, lanes: int) -> None:
     assert lane_count(chunk_bytes, segment_bytes=512, segment_bytes_min=128, lanes_min=4) == lanes
 
 
+@pytest.mark.parametrize(
+    ("chunk_bytes", "lanes"), [(512, 2), (1024, 2), (1025, 3), (2048, 4), (2049, 4), (4096, 4), (4097, 5), (8192, 8)]
+)
+def test_very_large_chunks_have_longer_segments(chunk_bytes: int, lanes: int) -> None:
+    longer = lane_count(chunk_bytes, segment_bytes=512, segment_bytes_min=128, lanes_min=2, longest_bytes=1024)
+    assert longer == lanes
+    plain = lane_count(chunk_bytes, segment_bytes=512, segment_bytes_min=128, lanes_min=2)
+    assert plain == max(2, -(-chunk_bytes // 512))
+
+
 configs = st.builds(
     EngineConfig,
     segment_bytes=st.sampled_from([64, 256, 1024]),

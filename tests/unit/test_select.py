@@ -200,18 +200,19 @@ def test_other_links_are_used_for_the_next_operations() -> None:
     assert after in (Algorithm.RING, Algorithm.HALVING_DOUBLING)
 
 
-@pytest.mark.parametrize(("bytes_per_s", "factor"), [(4e7, 1), (6.7e7, 2), (2.7e8, 4)])
+@pytest.mark.parametrize(("bytes_per_s", "factor", "largest"), [(4e7, 1, 1), (6.7e7, 2, 4), (2.7e8, 4, 4)])
 @pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 0, 1)])
 def test_segments_are_longer_on_fast_links_between_ranks_that_share_no_memory(
-    hosts: tuple[int, ...], bytes_per_s: float, factor: int
+    hosts: tuple[int, ...], bytes_per_s: float, factor: int, largest: int
 ) -> None:
+    """``largest``: how much longer segments of chunks of more than four segments are."""
     rack = Rack(3)
     rack.engines = [Engine(rank, 3, rack.config, hosts=hosts) for rank in range(3)]
 
-    def lengths(name: str) -> set[int]:
-        operations = [rack.submit(rank, name, [1.0] * 480) for rank in range(3)]
+    def lengths(name: str, count: int = 192) -> set[int]:
+        operations = [rack.submit(rank, name, [1.0] * count) for rank in range(3)]
         rack.run()
-        assert all(values_of(operation) == [3.0] * 480 for operation in operations)
+        assert all(values_of(operation) == [3.0] * count for operation in operations)
         layouts = [operation.layout for operation in operations]
         lanes = [layout.regions(lane) for layout in layouts for lane in range(layout.num_lanes)]
         return {region.body_bytes for lane in lanes for region in lane if region is not None}
@@ -220,6 +221,7 @@ def test_segments_are_longer_on_fast_links_between_ranks_that_share_no_memory(
     for engine in rack.engines:
         engine.planner.use_links(LinkModel(bytes_per_s=bytes_per_s))
     assert lengths("after") == ({64 * factor} if hosts == (0, 1, 2) else {64})
+    assert lengths("large", 480) == ({64 * largest} if hosts == (0, 1, 2) else {64})
     for engine in rack.engines:
         engine.planner.use_links(LinkModel(bytes_per_s=4e7))
-    assert lengths("again") == {64}
+    assert lengths("again") == lengths("large again", 480) == {64}

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import select
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from slow_road import SlowRoad
 from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.header import Frame, Header
 from totalreduce.transports import tcp
+from totalreduce.transports.connection import BEAT, UnsentLimit
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.tcp import TcpTransport, listen
 
@@ -203,7 +205,7 @@ def test_nothing_follows_a_message_in_which_ctrl_c_struck(ranks, monkeypatch):
     first.post(Message(0, 0))
     turn(ranks, lambda: second.inbox == [0])
     settle(ranks)
-    first.post(Message(1, 8 << 20))
+    first.post(Message(1, 64 << 20))
     first.transport.progress()
     (connection,) = (c for c in first.transport._connections.values() if c.outgoing.is_half_way)
 
@@ -438,6 +440,87 @@ def test_the_end_of_the_only_connection_is_noticed_at_once(ranks):
     connection.sock.shutdown(socket.SHUT_RDWR)
     turn([second], lambda: second.lost)
     assert time.monotonic() - begin < CONFIG.heartbeat_s / 2
+
+
+@pytest.fixture
+def idle():
+    """Two ranks with one connection, on which nothing but heartbeats comes."""
+    doors = [listen("127.0.0.1") for _ in range(2)]
+    addresses = [door.getsockname()[:2] for door in doors]
+    identity = JobIdentity(bytes(16), "test", 0)
+    made = [Rank(TcpTransport(rank, addresses, door, identity, FAST)) for rank, door in enumerate(doors)]
+    made[0].post(Message(0, 10))
+    turn(made, lambda: made[1].inbox == [0])
+    settle(made)
+    yield made
+    for rank in made:
+        rank.transport.close(0.0)
+
+
+def test_heartbeats_wake_nobody(idle):
+    speaking, listening = idle
+    listening.transport.wait(0.0)  # whatever came before
+    listening.transport.progress()
+    begin = speaking.transport.counters.heartbeats_sent
+    while speaking.transport.counters.heartbeats_sent < begin + 4:
+        look(speaking, 0.02)
+    assert listening.transport._poller.epoll.poll(0.05) == []
+    [connection] = listening.transport._connections.values()
+    unread = connection.sock.recv(100, socket.MSG_PEEK)
+    assert set(unread) == set(BEAT)
+    assert len(unread) >= 4
+    speaking.post(Message(1, 0))
+    turn([speaking], lambda: speaking.sent == [0, 1])
+    assert listening.transport._poller.epoll.poll(5.0) != [], "a message wakes its receiver in any case"
+    turn(idle, lambda: listening.inbox == [0, 1])
+
+
+def test_ranks_that_only_send_heartbeats_are_not_lost(idle):
+    until = time.monotonic() + 2 * FAST.silence_s
+    while time.monotonic() < until:
+        for rank in idle:
+            look(rank, 0.02)
+    assert [rank.lost for rank in idle] == [[], []]
+    [connection] = idle[1].transport._connections.values()
+    assert connection.sock.recv(1, socket.MSG_PEEK) == BEAT, "they were not read"
+
+
+def test_a_rank_whose_heartbeats_end_is_lost(idle):
+    living, other = idle
+    begin = time.monotonic()
+    turn([other], lambda: other.lost)
+    assert other.lost[0].startswith("silent for")
+    assert 0.5 * FAST.silence_s < time.monotonic() - begin < 2 * FAST.silence_s
+    assert living.lost == []
+
+
+def test_a_long_message_goes_into_the_socket_as_a_whole():
+    """And the socket asks for the next message only when no more than the limit has not left."""
+    limit_bytes, message = 32 * 1024, bytes(200_000)
+    with socket.socket() as door, socket.socket() as sending:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 * 1024)
+        door.bind(("127.0.0.1", 0))
+        door.listen()
+        sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 200 * 1024)  # the kernel doubles it
+        sending.connect(door.getsockname())
+        receiving, _ = door.accept()
+        sending.setblocking(False)
+        limit = UnsentLimit(sending, limit_bytes)
+        assert limit.is_long([b"header", message])
+        assert not limit.is_long([b"header", bytes(limit_bytes)])
+        with receiving, select.epoll() as epoll:
+            epoll.register(sending, select.EPOLLOUT | select.EPOLLET)
+            assert len(epoll.poll(0)) == 1
+            assert limit.send([message[:5], message[5:]]) == (len(message), False)
+            assert epoll.poll(0) == []
+            left = len(message)
+            while left > len(message) // 2:
+                left -= len(receiving.recv(4096))
+            assert epoll.poll(0) == []
+            while not epoll.poll(0.01):
+                left -= len(receiving.recv(4096))
+            assert left > 0
+            assert sending.send(b"the next message") == 16
 
 
 @pytest.fixture

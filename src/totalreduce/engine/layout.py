@@ -115,9 +115,19 @@ class OperationLayout:
     )
 
     def __init__(
-        self, signature: Signature, program: Program, ranks: tuple[int, ...], sizes: Sequence[int], config: EngineConfig
+        self,
+        signature: Signature,
+        program: Program,
+        ranks: tuple[int, ...],
+        sizes: Sequence[int],
+        config: EngineConfig,
+        *,
+        longest_bytes: int = 0,
     ) -> None:
-        """Cut the buffers into lanes."""
+        """Cut the buffers into lanes.
+
+        ``longest_bytes``: how long segments of very large chunks may be, if longer than ``config.segment_bytes``.
+        """
         self.signature, self.program, self.ranks, self.sizes = signature, program, ranks, list(sizes)
         self.carried_by: Any = None
         dtype = self.dtype = signature.dtype
@@ -128,7 +138,7 @@ class OperationLayout:
         self.num_bytes = sum(sizes)
         self._cut = program.chunking is Chunking.CUT
         counts = [size // self.itemsize for size in sizes]
-        self._chunk_lanes = self._count_lanes(counts, config)
+        self._chunk_lanes = self._count_lanes(counts, config, longest_bytes)
         self.num_lanes = max(self._chunk_lanes)
         self.uneven = min(self._chunk_lanes) != self.num_lanes
         self._regions: dict[int, list[Region | None]] = {}
@@ -212,7 +222,7 @@ class OperationLayout:
         after = chunk + span
         return first + chunk * size + min(chunk, larger), first + after * size + min(after, larger)
 
-    def _count_lanes(self, counts: Sequence[int], config: EngineConfig) -> list[int]:
+    def _count_lanes(self, counts: Sequence[int], config: EngineConfig, longest_bytes: int) -> list[int]:
         """Return the number of lanes of each buffer; the sender and the receiver of a block compute the same number."""
         program, width = self.program, self.partial_dtype.itemsize
 
@@ -220,6 +230,7 @@ class OperationLayout:
             return lane_count(
                 chunk_bytes,
                 segment_bytes=config.segment_bytes,
+                longest_bytes=longest_bytes,
                 segment_bytes_min=config.segment_bytes_min,
                 lanes_min=config.lanes_min,
             )

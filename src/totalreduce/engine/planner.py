@@ -31,6 +31,10 @@ _LAYOUTS_MAX = 512
 #: on 4 hosts at 5 Gbit/s, 1 MiB: 106 ms, 2 MiB: 100. With 2 MiB at 1 Gbit/s, or with lanes of at least 512 KiB, the
 #: replayed step of the gpt trace takes 336 ms instead of 305, because what is urgent there is large, too.
 _LONGER = ((250e6, 4), (62.5e6, 2))
+#: On the same links, how much longer the segments of very large chunks are (2 MiB). At 1 Gbit/s one holds the wire as
+#: long as two others would, which only an operation that is as large does (64 MiB on 8 hosts). Measured with that:
+#: processor time per rank 117 ms with segments of 1 MiB, 99 ms with 2 MiB.
+_LONGEST = 4
 
 
 class Planner:
@@ -41,7 +45,7 @@ class Planner:
             its default ones (``use_links``).
     """
 
-    __slots__ = ("_config", "_everybody", "_given_config", "_layouts", "_names", "_rank", "selector")
+    __slots__ = ("_config", "_everybody", "_given_config", "_layouts", "_longest_bytes", "_names", "_rank", "selector")
 
     def __init__(
         self, rank: int, hosts: Sequence[int], names: NameTable, config: EngineConfig, *, shared_memory: bool
@@ -53,6 +57,7 @@ class Planner:
         """
         self._rank, self._names = rank, names
         self._config = self._given_config = config
+        self._longest_bytes = config.segment_bytes
         self._everybody = tuple(range(len(hosts)))
         self._layouts: BoundedTable[_LayoutKey, OperationLayout] = BoundedTable(_LAYOUTS_MAX)
         self.selector = Selector(LinkModel(), tuple(hosts), config.schedules, shared_memory)
@@ -77,6 +82,7 @@ class Planner:
         length, for which the memory was cut.
         """
         old, config = self.selector, self._given_config
+        self._longest_bytes = config.segment_bytes
         self.selector = Selector(links, old.hosts, old.overrides, old.shared_memory)
         factor = next((factor for bytes_per_s, factor in _LONGER if links.bytes_per_s >= bytes_per_s), 1)
         if factor > 1 and len(set(old.hosts)) == len(old.hosts):
@@ -85,6 +91,7 @@ class Planner:
                 segment_bytes=factor * config.segment_bytes,
                 segment_bytes_min=factor * config.segment_bytes_min,
             )
+            self._longest_bytes = _LONGEST * self._given_config.segment_bytes
         self._config = config
         self._layouts = BoundedTable(_LAYOUTS_MAX)
         for record in self._names:
@@ -98,7 +105,9 @@ class Planner:
         layout = self._layouts.get(key)
         if layout is None:
             program = self._program(spec, signature.kind, root, ranks)
-            layout = self._layouts[key] = OperationLayout(signature, program, ranks, sizes, self._config)
+            layout = self._layouts[key] = OperationLayout(
+                signature, program, ranks, sizes, self._config, longest_bytes=self._longest_bytes
+            )
         return layout
 
     def _spec(self, signature: Signature, ranks: tuple[int, ...]) -> ScheduleSpec:

@@ -53,7 +53,7 @@ __all__ = [
 
 HEADER_BYTES = 64
 MAGIC = 0x5452
-VERSION = 2
+VERSION = 3
 
 _LAYOUT = struct.Struct("<HBBIQIIHBBI24siI")
 _SIGNATURE = struct.Struct("<BBBBIIIQ")
@@ -71,7 +71,7 @@ class Frame(enum.IntEnum):
     LOST = 5  # "this rank is lost"
     STATUS_REQUEST = 6  # "have you submitted this operation?"
     STATUS_REPLY = 7
-    HEARTBEAT = 8
+    HEARTBEAT = 8  # of transports that poll; over TCP a heartbeat is one byte (``transports.connection.BEAT``)
     GOODBYE = 9  # "I close the group in good order"
     DESCRIBE = 10  # "this operation id is called so, and this is what I submit under it"
     REQUEST = 11  # "I hold messages of this operation: say when you have submitted it"

@@ -11,6 +11,8 @@ __all__ = ["PIECE_BYTES_MIN", "balanced_range", "lane_count", "pipeline_pieces"]
 
 #: The smallest piece of a pipeline: below this size a message costs more than its bytes.
 PIECE_BYTES_MIN = 64 * 1024
+#: So many lanes keep sending, receiving and adding going at the same time; more of them only cost processor time.
+_MANY_LANES = 4
 
 
 def balanced_range(total: int, parts: int, index: int) -> tuple[int, int]:
@@ -24,14 +26,19 @@ def balanced_range(total: int, parts: int, index: int) -> tuple[int, int]:
     return start, start + size + (1 if index < larger else 0)
 
 
-def lane_count(chunk_bytes: int, *, segment_bytes: int, segment_bytes_min: int, lanes_min: int) -> int:
+def lane_count(
+    chunk_bytes: int, *, segment_bytes: int, segment_bytes_min: int, lanes_min: int, longest_bytes: int = 0
+) -> int:
     """Return the number of lanes into which a chunk is cut.
 
-    Large chunks are cut so that no segment exceeds ``segment_bytes`` (the quantum of preemption). Smaller chunks are
-    still cut into ``lanes_min`` lanes while segments stay above ``segment_bytes_min``, because a single lane leaves
-    the wire idle while the receiver adds.
+    Large chunks are cut so that no segment exceeds ``segment_bytes`` (the quantum of preemption), or, where a chunk
+    has more than ``_MANY_LANES`` of these, ``longest_bytes``, if that is more. Smaller chunks are still cut into
+    ``lanes_min`` lanes while segments stay above ``segment_bytes_min``, because a single lane leaves the wire idle
+    while the receiver adds.
     """
     by_quantum = -(-chunk_bytes // segment_bytes)
+    if longest_bytes > segment_bytes:
+        by_quantum = max(min(by_quantum, _MANY_LANES), -(-chunk_bytes // longest_bytes))
     by_pipelining = min(lanes_min, chunk_bytes // segment_bytes_min)
     return max(1, by_quantum, by_pipelining)
 

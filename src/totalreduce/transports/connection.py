@@ -1,7 +1,10 @@
 """One TCP connection: handshake first, then messages in both directions. Non-blocking; edge-triggered readiness.
 
 Large bodies are received straight into their destination. Headers and small bodies come through a staging buffer, so
-that a small message costs one system call and not two.
+that a small message costs one system call and not two. A large message goes into the socket as a whole.
+
+A heartbeat is a single byte between two messages. The receiver is woken for a header and not for so few bytes: it asks
+the kernel when something last arrived (``Connection.listen_for_beats``).
 """
 
 from __future__ import annotations
@@ -9,20 +12,31 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
 import socket
+import struct
 import sys
 import termios
 from collections.abc import Callable, Sequence
 from typing import final
 
-from totalreduce.foundation.errors import AuthenticationError, ProtocolError
+from totalreduce.foundation.errors import AuthenticationError
 from totalreduce.foundation.header import HEADER_BYTES, Frame, Header
 from totalreduce.transports.base import Delivery, Endpoint, Outgoing
 from totalreduce.transports.handshake import Acceptor, Connector
 from totalreduce.transports.liveness import Pulse
 from totalreduce.transports.tls import HIDDEN_BYTES_MAX, TlsChannel
 
-__all__ = ["Connection"]
+__all__ = ["BEAT", "TCP_INFO", "Connection", "UnsentLimit"]
+
+#: A heartbeat. No header begins with this byte.
+BEAT = b"+"
+_BEAT = BEAT[0]
+#: Of ``struct tcp_info``: eight bytes of flags, fifteen 32-bit numbers, of which one is ``tcpi_last_data_recv``, in
+#: milliseconds, and ``tcpi_rtt``, in microseconds.
+TCP_INFO = struct.Struct("52xI12xI")
+_TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+_NO_LIMIT = 1 << 30
 
 _STAGING_BYTES = 8 * 1024
 #: How much may be received in one go before other work gets its turn.
@@ -37,6 +51,47 @@ _TLS_ALERT = b"\x15\x03"
 
 
 @final
+class UnsentLimit:
+    """The limit for the bytes that wait in a socket, which decides when the socket takes the next message.
+
+    A message that is much longer goes into the socket as a whole. Nothing may overtake its end in any case, and a
+    socket that takes it in parts wakes this process for each of them. The next message waits until the limit is kept
+    again, and is chosen then.
+    """
+
+    def __init__(self, sock: socket.socket, num_bytes: int) -> None:
+        """Set the limit (``TCP_NOTSENT_LOWAT``); the kernel asks for more bytes when half of it is left."""
+        self._sock, self._num_bytes = sock, num_bytes
+        self._long_bytes = num_bytes + num_bytes // 2
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLOUT)
+        self._set(num_bytes)
+
+    def is_long(self, views: Sequence[memoryview | bytes]) -> bool:
+        """Return whether so many bytes go into the socket without the limit."""
+        return sum(map(len, views)) > self._long_bytes
+
+    def send(self, views: Sequence[memoryview | bytes]) -> tuple[int, bool]:
+        """Send without the limit; return how many bytes were taken, and whether the socket takes more with it.
+
+        If not, the epoll object will report when it does.
+
+        Raises:
+            OSError: As for ``socket.sendmsg``.
+        """
+        self._set(_NO_LIMIT)
+        try:
+            sent = self._sock.sendmsg(views)
+        finally:
+            self._set(self._num_bytes)
+        return sent, bool(self._poll.poll(0))  # the kernel reports an end of waiting only to those that have asked
+
+    def _set(self, num_bytes: int) -> None:
+        with contextlib.suppress(OSError):  # not known to every kernel, and only an optimisation
+            self._sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, num_bytes)
+
+
+@final
 class _SendingHalf:
     """The sending half of a connection.
 
@@ -44,9 +99,24 @@ class _SendingHalf:
         writable: Whether the socket may take bytes.
     """
 
-    def __init__(self, send: Callable[[Sequence[memoryview | bytes]], int], pulse: Pulse, *, counts_tell: bool) -> None:
-        """``counts_tell``: ``send`` sends fewer bytes than it was given only where the socket is full."""
+    def __init__(
+        self,
+        send: Callable[[Sequence[memoryview | bytes]], int],
+        pulse: Pulse,
+        limit: UnsentLimit | None,
+        *,
+        counts_tell: bool,
+    ) -> None:
+        """Begin as a socket that takes no bytes.
+
+        Args:
+            send: Sends bytes; returns how many.
+            pulse: When something last left.
+            limit: Lets long messages into the socket as a whole; ``None``: in parts.
+            counts_tell: ``send`` sends fewer bytes than it was given only where the socket is full.
+        """
         self.writable = False  # until the epoll object says so
+        self._limit = limit
         self._send, self._pulse, self._counts_tell = send, pulse, counts_tell
         self._raw = b""
         self._messages: list[Outgoing] = []
@@ -101,15 +171,19 @@ class _SendingHalf:
             OSError: The connection ended.
         """
         if self._views:
+            has_room = True
             try:
-                sent = self._send(self._views)
+                if self._limit is not None and self._limit.is_long(self._views):
+                    sent, has_room = self._limit.send(self._views)
+                else:
+                    sent = self._send(self._views)
             except BlockingIOError:
                 self.writable = False
                 return False
             self._pulse.spoke_at = now
             self._consume(sent)
-            if self._views:
-                self.writable = not self._counts_tell  # the epoll object says when there is room again
+            # Otherwise the epoll object says when there is room again.
+            self.writable = has_room and not (self._views and self._counts_tell)
         return not self._views
 
     def _load(self, peer: int, endpoint: Endpoint, *, bulk: bool) -> bool:
@@ -164,6 +238,11 @@ class _ReceivingHalf:
         self._received = 0
         self._wake_bytes = 1
 
+    @property
+    def is_mid_body(self) -> bool:
+        """Whether a part of a body has been read."""
+        return self._delivery is not None
+
     def read_to_the_end(self) -> None:
         """Note that the stream ends, or has an error: reading goes on until it comes to that."""
         self.readable = self._is_ending = True
@@ -205,7 +284,7 @@ class _ReceivingHalf:
             if self._delivery is not None:
                 count = self._read_body(endpoint)
                 self.moved_at = now
-            elif self._end - self._begin >= HEADER_BYTES:
+            elif self._skip_beats() >= HEADER_BYTES:
                 if not self._read_header(peer, endpoint, now, is_last):
                     break  # no scratch memory at the moment, or a GOODBYE that must wait
                 count = HEADER_BYTES
@@ -219,27 +298,31 @@ class _ReceivingHalf:
         if not self.readable:
             self._set_low_water_mark()
 
+    def _skip_beats(self) -> int:
+        """Skip heartbeats before a header; return how many bytes of a message are in the staging buffer."""
+        while self._begin < self._end and self._staging[self._begin] == _BEAT:
+            self._begin += 1
+        return self._end - self._begin
+
     def _set_low_water_mark(self) -> None:
-        """Tell the kernel how much of a large body must have arrived before it reports the socket as readable.
+        """Tell the kernel how much of a header or of a large body must arrive before it reports the socket as readable.
 
         Without this a body of 512 KiB at 1 Gbit/s wakes this process eight times, and several ranks on few cores have
-        no time for that.
+        no time for that; and every rank would be woken for every heartbeat.
         """
         delivery = self._delivery
-        left = len(delivery.view) - self._received if delivery is not None else 0
-        left -= self._hidden_bytes  # the TLS library may hold these already, and then they never come to the socket
-        wanted = min(left, _WAKE_BYTES) if left > _WAKE_BYTES_MIN else 1
+        if delivery is None:
+            wanted = max(1, HEADER_BYTES - (self._end - self._begin) - self._hidden_bytes)
+        else:
+            # The TLS library may hold some bytes already, and then they never come to the socket.
+            left = len(delivery.view) - self._received - self._hidden_bytes
+            wanted = min(left, _WAKE_BYTES) if left > _WAKE_BYTES_MIN else 1
         if wanted != self._wake_bytes:
             self._wake_bytes = wanted
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def _read_header(self, peer: int, endpoint: Endpoint, now: float, is_last: Callable[[int], bool]) -> bool:
         header = Header.unpack(self._staging[self._begin : self._begin + HEADER_BYTES])
-        if header.frame is Frame.HEARTBEAT:
-            if header.body_bytes:
-                raise ProtocolError("a heartbeat with a body")
-            self._begin += HEADER_BYTES
-            return True
         if header.frame is Frame.DATA and not endpoint.may_receive():
             return False
         if header.frame is Frame.GOODBYE:
@@ -316,9 +399,18 @@ class Connection:
     """
 
     def __init__(
-        self, sock: socket.socket, handshake: Connector | Acceptor, channel: TlsChannel | None, now: float
+        self,
+        sock: socket.socket,
+        handshake: Connector | Acceptor,
+        channel: TlsChannel | None,
+        now: float,
+        *,
+        notsent_lowat_bytes: int,
     ) -> None:
-        """Take over a non-blocking socket, and the TLS channel over it if there is one."""
+        """Take over a non-blocking socket, and the TLS channel over it if there is one.
+
+        ``notsent_lowat_bytes``: see ``TcpConfig``.
+        """
         self.sock = sock
         self.opened_here = self.connecting = isinstance(handshake, Connector)
         self.peer = handshake.peer
@@ -326,7 +418,8 @@ class Connection:
         self.opened_at = now
         self.pulse = Pulse(now)
         send = sock.sendmsg if channel is None else channel.send
-        self.outgoing = _SendingHalf(send, self.pulse, counts_tell=channel is None)
+        limit = UnsentLimit(sock, notsent_lowat_bytes)
+        self.outgoing = _SendingHalf(send, self.pulse, limit if channel is None else None, counts_tell=channel is None)
         self.incoming = _ReceivingHalf(sock, channel, self.pulse, now)
         self._handshake: Connector | Acceptor | None = handshake
         self._channel = channel
@@ -397,6 +490,13 @@ class Connection:
         self.shutdown()
         self.refused = True
         return True
+
+    def listen_for_beats(self, now: float) -> None:
+        """Note in ``pulse`` when something last arrived, read or not: heartbeats wake nobody."""
+        with contextlib.suppress(OSError):  # reading will come to the same error
+            information = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
+            since_s = TCP_INFO.unpack(information)[0] / 1e3
+            self.pulse.heard_at = max(self.pulse.heard_at, now - since_s)
 
     # ------------------------------------------------------------------------------------------------------- the end
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from typing import final
 from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.errors import AuthenticationError
 from totalreduce.foundation.os_errors import is_out_of_descriptors
-from totalreduce.transports.connection import Connection
+from totalreduce.transports.connection import TCP_INFO, Connection
 from totalreduce.transports.handshake import Acceptor, Connector, JobIdentity
 from totalreduce.transports.listener import DescriptorShortage, Listener
 from totalreduce.transports.liveness import Liveness
@@ -27,9 +25,6 @@ __all__ = ["PeerConnections"]
 
 _log = logging.getLogger(__name__)
 
-_TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
-#: Eight bytes of flags, fifteen 32-bit numbers, then ``tcpi_rtt`` in microseconds.
-_TCP_INFO_RTT = struct.Struct("68xI")
 #: Round trips shorter than this are a local network (or one host).
 _NEAR_S = 0.005
 #: So many refused attempts mean that the peer is gone: it listens before its address is known.
@@ -215,13 +210,12 @@ class PeerConnections:
 
     def _add(self, sock: socket.socket, handshake: Connector | Acceptor, other: str) -> Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with contextlib.suppress(OSError):  # not known to every kernel, and only an optimisation
-            sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, self._config.notsent_lowat_bytes)
         channel = None
         if self._credentials is not None:
             accepting = isinstance(handshake, Acceptor)
             channel = TlsChannel(sock, self._credentials, other=other, accepting=accepting)
-        connection = Connection(sock, handshake, channel, time.monotonic())
+        lowat_bytes = self._config.notsent_lowat_bytes
+        connection = Connection(sock, handshake, channel, time.monotonic(), notsent_lowat_bytes=lowat_bytes)
         self.open[sock.fileno()] = connection
         self.listener.epoll.register(sock.fileno(), _EVENTS)
         return connection
@@ -300,5 +294,5 @@ class PeerConnections:
 
 def _round_trip_s(sock: socket.socket) -> float:
     """Return the kernel's estimate of the round-trip time, from ``struct tcp_info``."""
-    information = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_RTT.size)
-    return float(_TCP_INFO_RTT.unpack(information)[0]) / 1e6
+    information = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
+    return float(TCP_INFO.unpack(information)[1]) / 1e6

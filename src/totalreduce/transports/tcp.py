@@ -5,8 +5,9 @@
 * Messages of large operations (``OperationLayout.is_bulk``) have a connection of their own, so that a small message
   never waits until a large one has left, only for what the network card queues.
 * ``TCP_NOTSENT_LOWAT`` keeps the data that cannot be overtaken small; each message is chosen at the last moment.
-* Heartbeats go both ways on every connection, so a stopped process and a cut link show as silence. A crash shows at
-  once, as the end of the connection. Time in which this rank itself did not look does not count as silence.
+* Heartbeats go both ways on every connection, so a stopped process and a cut link show as silence. They wake no
+  process: every rank asks its kernel when something last arrived. A crash shows at once, as the end of the connection.
+  Time in which this rank itself did not look does not count as silence.
 * No connection is trusted before the handshake; strangers are refused, counted and otherwise ignored.
 * With ``Tls`` every connection is encrypted, and that handshake begins only after certificates were accepted.
 """
@@ -25,9 +26,8 @@ from typing import final
 
 from totalreduce.foundation.config import TcpConfig, Tls
 from totalreduce.foundation.errors import ProtocolError
-from totalreduce.foundation.header import Frame, Header
 from totalreduce.transports.base import Endpoint, Transport, TransportCounters
-from totalreduce.transports.connection import Connection
+from totalreduce.transports.connection import BEAT, Connection
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.listener import Listener
 from totalreduce.transports.liveness import Liveness
@@ -146,7 +146,6 @@ class TcpTransport(Transport):
         self._unblocked: list[Connection] = []
         #: Held by a thread that changes connections: in ``progress``, and in ``wait`` where it writes on.
         self._changing = threading.Lock()
-        self._heartbeat = Header(Frame.HEARTBEAT, identity.epoch).pack()
 
     @property
     def ranks_per_host(self) -> int:
@@ -342,20 +341,22 @@ class TcpTransport(Transport):
         pulse = connection.pulse
         if connection.incoming.holds_farewell:
             return  # the peer sends no heartbeats any more, and its other connection is watched
+        if pulse.silence_s(now) > self._config.heartbeat_s:
+            connection.listen_for_beats(now)
         reason = self._liveness.verdict(pulse, now)
         if reason is not None and not connection.incoming.readable:
             self._peers.drop(connection)
             self._peers.gone.add(connection.peer)
             endpoint.peer_lost(connection.peer, reason)
             return
-        if pulse.silence_s(now) > 2 * self._config.heartbeat_s:
-            # A part of a body may have arrived unreported, below the low-water mark of the socket. After the verdict
-            # above, not before: by the next time reading has found something, or found that there is nothing.
+        if connection.incoming.is_mid_body and now - connection.incoming.moved_at > 2 * self._config.heartbeat_s:
+            # A part of the body may have arrived unreported, below the low-water mark of the socket, and whether
+            # anything arrives here can decide whether the peer is lost (``_verdict_at``).
             connection.incoming.readable = True
         if not connection.outgoing.busy and self._liveness.is_beat_due(pulse, now):
             self.counters.heartbeats_sent += 1
             try:
-                connection.outgoing.send_raw(self._heartbeat)
+                connection.outgoing.send_raw(BEAT)
             except OSError:
                 connection.incoming.read_to_the_end()  # which will report the error
 
