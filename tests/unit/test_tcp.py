@@ -200,7 +200,10 @@ def test_a_message_that_is_half_way_out_goes_on_while_its_rank_waits(ranks):
 
 
 def test_nothing_follows_a_message_in_which_ctrl_c_struck(ranks, monkeypatch):
-    """The bytes that were sent last may not have been counted, and would be sent twice."""
+    """The bytes that were sent last may not have been counted, and would be sent twice.
+
+    The kernel sometimes takes the rest of the long message in the call in which it strikes.
+    """
     first, second = ranks
     first.post(Message(0, 0))
     turn(ranks, lambda: second.inbox == [0])
@@ -213,12 +216,13 @@ def test_nothing_follows_a_message_in_which_ctrl_c_struck(ranks, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(connection.outgoing, "_consume", struck)
+    first.post(Message(2, 10))
     reading = threading.Thread(target=turn, args=([second], lambda: second.lost))
     reading.start()
     with pytest.raises(KeyboardInterrupt):
         only_wait(first)
     reading.join()
-    assert second.inbox == [0]
+    assert second.inbox in ([0], [0, 1])
     assert "ended" in second.lost[0]
 
 
