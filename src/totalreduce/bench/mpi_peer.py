@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
-from totalreduce.kernels.arrays import Array
+if TYPE_CHECKING:  # this package need not be where the MPI's Python looks
+    from totalreduce.kernels.arrays import Array
 
 _PATIENCE_S = 300.0
 #: As in ``values.py``: element i of a contribution is (i mod P + 1) times a factor.
