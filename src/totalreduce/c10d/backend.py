@@ -16,6 +16,7 @@ from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.groups.group import Group
 from totalreduce.launch.bootstrap import init
 from totalreduce.launch.rendezvous import StoreRank
+from totalreduce.pytorch.hooks import StepCounter
 
 __all__ = ["create", "forming"]
 
@@ -69,6 +70,8 @@ def create(options: Any, backend_options: Any, caller: Mapping[str, Any]) -> Pro
         if isinstance(error, ConfigurationError):
             raise
         raise as_torch_error(error) from error
+    if group.operations.parent is None:
+        group.at_close(StepCounter(group.meter.end_step).remove)
     devices = _devices(caller)
     others, close_others = _others(options, ranks, {d: b for d, b in devices.items() if b != BACKEND_NAME}, caller)
     return ProcessGroupTotalReduce(

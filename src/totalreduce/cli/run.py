@@ -17,12 +17,14 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from totalreduce.foundation.environment import current
+from totalreduce.foundation.environment import LIVE, current
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.hosts import Host, parse_hosts
+from totalreduce.launch.live import LiveJob
 from totalreduce.launch.local import EmulateOptions, HostOptions, RecoveryOptions, RunResult, run_workers
 from totalreduce.launch.placement import launcher_address, read_host_file, ssh_command
 from totalreduce.launch.workers import default_num_threads, describe_ranks
+from totalreduce.observe.job import describe_event
 
 __all__ = ["run"]
 
@@ -225,6 +227,7 @@ def run(
             )
         elif any(value is not None for value in (restarts, min_ranks, max_ranks, spares, events)):
             raise ConfigurationError("--restarts, --min-ranks, --max-ranks, --spares and --events go with --on-loss")
+        live = None if current().get(LIVE) == "0" else stack.enter_context(LiveJob())
         result = run_workers(
             argv,
             num_workers=num_workers,
@@ -235,6 +238,7 @@ def run(
             grace_s=grace,
             timeout_s=timeout,
             recovery=recovery,
+            live=live,
         )
     if json_file is not None:
         json_file.write_text(json.dumps({"command": argv, **result.as_dict()}, indent=2) + "\n")
@@ -247,47 +251,11 @@ def run(
 
 
 def _show_event(event: dict[str, Any], *, file: TextIO | None) -> None:
-    """Write an event of recovery to the file, and one line of it to the terminal."""
+    """Write an event of recovery to the file, and what a user should know of it to the terminal."""
     if file is not None:
         file.write(json.dumps(event) + "\n")
-    kind, rank = event["event"], event.get("rank")
-    if kind == "ended" and event["exit_code"]:
-        end = f"was killed by {event['signal']}" if event["signal"] else f"failed with exit code {event['exit_code']}"
-        _note(f"rank {rank} {end}")
-    elif kind == "started" and event["incarnation"]:
-        how = "is replaced by a spare process" if event["was_spare"] else "is started again"
-        _note(f"rank {rank} {how} ({event['restarts_left']} restarts left)")
-    elif kind == "start failed":
-        what = "a spare process" if rank is None else f"rank {rank}"
-        _note(f"{what} cannot be started on {event['host']}: {event['error']}")
-    elif kind == "spare ended":
-        _note(f"a spare process ended with exit code {event['exit_code']} before it had a seat: no more are started")
-        for line in event["last_errors"]:
-            _note(f"  {line}")
-    elif kind == "suspected":
-        why = "is stopped" if event["by"] is None else f"is silent, says rank {event['by']}"
-        _note(f"rank {rank} {why}: it is killed")
-    elif kind == "keeper" and event["starts"]:
-        _note("the process that serves the store of the ranks was lost, and is started again")
-    elif kind == "values refused":
-        _note(f"the store of the ranks was given {event['count']} values that no rank writes: they are ignored")
-    elif kind == "host added":
-        _note(f"host {event['host']} is listed with {event['slots']} slots")
-    elif kind == "host removed":
-        _note(f"host {event['host']} is listed with {event['slots'] or 'no'} slots: workers without a slot are ended")
-    elif kind == "host blacklisted":
-        why = (
-            "workers fail there" if event["is_reached"] else "no worker can be started there, or the connection is lost"
-        )
-        _note(f"host {event['host']} gets no workers for {event['seconds']:g} s: {why}")
-        for line in event["last_errors"]:
-            _note(f"  {line}")
-    elif kind == "host back":
-        _note(f"host {event['host']} is tried again")
-    elif kind == "hosts refused":
-        _note(f"the hosts stay as they are: {event['error']}")
-    elif kind == "epoch" and event["epoch"] > 1:
-        _note(f"{len(event['members'])} ranks go on from version {event['version']} (epoch {event['epoch']})")
+    for sentence in describe_event(event):
+        _note(sentence)
 
 
 def _warn_of_late_options(script: str, arguments: list[str]) -> None:

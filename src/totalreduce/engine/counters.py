@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 __all__ = ["Counters"]
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the group was made; bytes are those of all headers and bodies, of control frames too."""
+    """Totals since the group was made; bytes are those of all headers and bodies, of control frames too.
+
+    ``sent_to`` and ``received_from`` have the bytes of messages by peer; the fast lane sends none.
+    """
 
     operations: int = 0
     payload_bytes: int = 0
@@ -28,3 +32,5 @@ class Counters:
     reduce_s: float = 0.0
     active_s: float = 0.0
     waited_s: float = 0.0
+    sent_to: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    received_from: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))

@@ -400,6 +400,7 @@ class Engine:
         """Record that the transport no longer needs the memory of a message."""
         num_bytes = len(message.body) if message.body is not None else 0
         self.counters.bytes_sent += HEADER_BYTES + num_bytes
+        self.counters.sent_to[message.peer] += HEADER_BYTES + num_bytes
         queued = message.queued
         if queued is None:
             return
@@ -472,6 +473,7 @@ class Engine:
         self.reception.arriving.discard(delivery)
         header, peer = delivery.header, delivery.peer
         self.counters.bytes_received += HEADER_BYTES + header.body_bytes
+        self.counters.received_from[peer] += HEADER_BYTES + header.body_bytes
         if header.epoch != self.outbox.epoch:
             return
         if header.frame is not Frame.DATA:

@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ __all__ = [
     "read_job_key",
     "read_settings",
     "read_world",
+    "runtime_folders",
     "words_to_complete",
 ]
 
@@ -45,6 +47,8 @@ class Settings:
         compute: Whether additions have their own thread: ``auto``, ``thread`` or ``inline``.
         links: The cost of messages: ``auto``, ``measure``, ``off``, or a file with the numbers (``groups.probe``).
         log_level: ``debug``, ``info``, ``warning`` or ``error``.
+        log_format: ``text`` or ``json``.
+        live: The folder into which ranks write their figures; ``None``: no figures are written.
         fast_lane: Whether ranks of one host exchange tensors without messages.
         tls: Certificate, key and authority of the TCP transport.
         on_loss: What happens when a rank is lost: ``replace`` or ``shrink``. ``None``: the job ends.
@@ -64,6 +68,8 @@ class Settings:
     compute: str | None = None
     links: str | None = None
     log_level: str | None = None
+    log_format: str | None = None
+    live: Path | None = None
     fast_lane: bool | None = None
     tls: Tls | None = None
     on_loss: str | None = None
@@ -107,6 +113,14 @@ def _address_and_port(name: str, text: str) -> tuple[str, int]:
     return address, int(port)
 
 
+def _live_folder(name: str, text: str) -> Path | None:
+    if text == "0":
+        return None
+    if not Path(text).is_absolute():
+        raise ConfigurationError(f"{name}={text!r} is neither 0 nor the absolute path of a folder")
+    return Path(text)
+
+
 def _whole_number(minimum: int) -> Callable[[str, str], int]:
     def parse(name: str, text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
@@ -120,6 +134,8 @@ def _whole_number(minimum: int) -> Callable[[str, str], int]:
 SPARE = "TOTALREDUCE_SPARE"
 #: The variable that names the processes of one worker on another host, so that all of them can be ended.
 REMOTE_WORKER = "TOTALREDUCE_REMOTE_WORKER"
+#: The variable with the folder into which the ranks of a job write their figures.
+LIVE = "TOTALREDUCE_LIVE"
 #: By variable: the field of ``Settings``, and the function that reads its value.
 _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "TOTALREDUCE_TIMEOUT_S": ("timeout_s", _seconds),
@@ -130,6 +146,8 @@ _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "TOTALREDUCE_COMPUTE": ("compute", _one_of(*_COMPUTE_MODES)),
     "TOTALREDUCE_LINKS": ("links", lambda _, text: text),
     "TOTALREDUCE_LOG": ("log_level", _one_of(*_LOG_LEVELS)),
+    "TOTALREDUCE_LOG_FORMAT": ("log_format", _one_of("text", "json")),
+    LIVE: ("live", _live_folder),
     "TOTALREDUCE_FAST_LANE": ("fast_lane", _switch),
     "TOTALREDUCE_ON_LOSS": ("on_loss", _one_of("replace", "shrink")),
     "TOTALREDUCE_KEEPER": ("keeper", _address_and_port),
@@ -209,6 +227,13 @@ def cache_folder() -> Path | None:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "totalreduce"
     except RuntimeError:
         return None
+
+
+def runtime_folders() -> list[Path]:
+    """Return the places where this user may keep files of running processes, the best one first."""
+    given, own = os.environ.get("XDG_RUNTIME_DIR"), f"totalreduce-{os.getuid()}"
+    folders = [Path("/dev/shm") / own, Path(tempfile.gettempdir()) / own]  # noqa: S108  (`Board` checks the owner)
+    return [Path(given) / "totalreduce", *folders] if given else folders
 
 
 def is_debugging(env: Mapping[str, str] | None = None) -> bool:

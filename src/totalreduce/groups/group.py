@@ -23,9 +23,11 @@ from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.groups.operations import Operations
 from totalreduce.groups.plan import Plan, TensorSpec
 from totalreduce.groups.statistics import Statistics, snapshot
+from totalreduce.groups.steps import StepReport, report_every
 from totalreduce.native.collectives import NativeCollectives
 from totalreduce.native.coordinator import Coordinator
 from totalreduce.native.planned import PlannedReductions
+from totalreduce.runner.meter import Meter
 from totalreduce.runner.runner import Runner
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
@@ -194,6 +196,7 @@ class Group(Collectives):
         Callbacks of ``on_quiesce`` stay registered. Subgroups and coordinators of this group stay closed.
         """
         Collectives.__init__(self, other.operations)
+        other.meter.go_on(self.meter)
         self._runner, self._control, self._coordinators = other._runner, None, 0
         self._at_close, self._finalizer = other._at_close, other._finalizer
         self._backend = other._backend
@@ -314,6 +317,34 @@ class Group(Collectives):
     def statistics(self) -> Statistics:
         """Return numbers of operations and messages since the group was made."""
         return snapshot(self._runner)
+
+    @property
+    def meter(self) -> Meter:
+        """What is counted of the training's steps. All groups of one ``init`` share it."""
+        return self._runner.meter
+
+    def end_step(self) -> None:
+        """Note that a step of the training has ended, for ``on_report`` and the live view.
+
+        Training loops that call collectives themselves call this. ``DistributedOptimizer``, and torch optimizers beside
+        the back end of ``torch.distributed``, count their steps by themselves.
+        """
+        self.meter.end_step()
+
+    def on_report(self, callback: Callable[[StepReport], None], *, every: int = 10) -> Callable[[], None]:
+        """Have ``callback(report)`` called after every so many steps, in the thread that trains.
+
+        Args:
+            callback: Gets the means over these steps on this rank. An exception in it is raised from the step.
+            every: The number of steps.
+
+        Returns:
+            A function that undoes this.
+
+        Raises:
+            ConfigurationError: ``every`` is not a positive integer.
+        """
+        return report_every(lambda: self._runner, every, callback)
 
     # -------------------------------------------------------------------------------------------------------- ending
 

@@ -33,6 +33,7 @@ from totalreduce.launch.transports import TRANSPORTS, JoinRequest, connect
 from totalreduce.native import tuning
 from totalreduce.native.collectives import NativeCollectives
 from totalreduce.observe import Timeline, rank_path
+from totalreduce.observe.publisher import publish
 from totalreduce.runner.runner import ComputeMode, Runner
 from totalreduce.transports.inproc import InprocNetwork
 
@@ -181,6 +182,10 @@ def init(
     group = Group(Runner(core, link, compute=mode), name)
     if recorder is not None:
         group.at_close(recorder.close)
+    if settings.live is not None:
+        seat = environment.read_world().rank
+        publisher = publish(group.operations.runner, settings.live, seat, settings.incarnation)
+        group.at_close(functools.partial(publisher.leave, group.operations.runner))
     _meet(group, engine_config.timeout_s, None if store is None else store.interruption)
     probe.apply(group, policy)
     if collectives == "native" or (collectives == "auto" and spec.prefers_library):

@@ -14,6 +14,7 @@ One thread waits for output, ends of workers and signals at once:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import secrets
@@ -23,15 +24,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from totalreduce.foundation import checks
-from totalreduce.foundation.environment import current
+from totalreduce.foundation.environment import LIVE, current
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.emulate import EmulatedHost, EmulatedNetwork, EmulateOptions
 from totalreduce.launch.ending import Escalation, find_first_failure
 from totalreduce.launch.guard import Guard
 from totalreduce.launch.hosts import Host, HostPool
+from totalreduce.launch.live import LiveJob
 from totalreduce.launch.output import Output, Relay, open_relay
 from totalreduce.launch.placement import HostOptions, HostsFile, Placement, is_this_host, launcher_address
 from totalreduce.launch.recovery import Keeper, RecoveryOptions, Restarts, event, worker_variables
@@ -75,6 +77,7 @@ def run_workers(
     linger_s: float = LINGER_S,
     timeout_s: float | None = None,
     recovery: RecoveryOptions | None = None,
+    live: LiveJob | None = None,
 ) -> RunResult:
     """Run ``num_workers`` copies of a command as the ranks of one job, and return when all have ended.
 
@@ -96,6 +99,7 @@ def run_workers(
         linger_s: Time from the first failure to SIGTERM for the other workers.
         timeout_s: Time after which the run is stopped.
         recovery: What happens when a worker fails; by default the run ends.
+        live: The folder for the live view; by default the ranks write no figures.
 
     Raises:
         ConfigurationError: The command cannot be started, the emulated network cannot be made, or the hosts have too
@@ -105,6 +109,8 @@ def run_workers(
     num_ranks = num_seats = num_workers + num_servers
     if recovery is not None:
         recovery.check(num_workers)
+        if live is not None:
+            recovery = dataclasses.replace(recovery, on_event=_to_all(recovery.on_event, live.note))
         num_seats = recovery.num_seats(num_workers) + num_servers
         if num_servers and (recovery.spares or num_seats > num_ranks):
             raise ConfigurationError("--spares and --max-ranks are for jobs without --servers")
@@ -137,6 +143,9 @@ def run_workers(
         common = common_environment(
             base, num_seats - num_servers, master_address=master, job_id=job_id, num_servers=num_servers
         )
+        if live is not None:
+            common[LIVE] = str(live.board.path)
+            live.begin(job_id, argv, num_ranks)
         guard.watch_job(job_id)
         kept: _Recovery | None = None
         if recovery is not None:
@@ -152,7 +161,7 @@ def run_workers(
         placement = Placement(
             pool, argv, common, num_local=num_local, serving=serving, options=hosts, emulated=emulated
         )
-        supervisor = _Supervisor(open_relay(output, num_seats), Escalation(linger_s, grace_s), placement, kept)
+        supervisor = _Supervisor(open_relay(output, num_seats), Escalation(linger_s, grace_s), placement, kept, live)
         with _signals_to(supervisor):
             try:
                 supervisor.start(num_ranks)
@@ -161,6 +170,16 @@ def run_workers(
                 supervisor.finish()
         guard.forget_job(job_id)
         return supervisor.result()
+
+
+def _to_all(*callbacks: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    """Return a function that calls all callbacks with an event."""
+
+    def call(event: dict[str, Any]) -> None:
+        for callback in callbacks:
+            callback(event)
+
+    return call
 
 
 def _pool(
@@ -201,9 +220,16 @@ class _Recovery(NamedTuple):
 class _Supervisor:
     """Watches the workers of one run."""
 
-    def __init__(self, relay: Relay, escalation: Escalation, placement: Placement, recovery: _Recovery | None) -> None:
+    def __init__(
+        self,
+        relay: Relay,
+        escalation: Escalation,
+        placement: Placement,
+        recovery: _Recovery | None,
+        live: LiveJob | None,
+    ) -> None:
         self._relay, self._escalation = relay, escalation
-        self._placement, self._recovery = placement, recovery
+        self._placement, self._recovery, self._live = placement, recovery, live
         self._selector = selectors.DefaultSelector()
         if recovery is not None:
             self._follow_new(recovery, recovery.keeper)
@@ -264,7 +290,10 @@ class _Supervisor:
         """Start the worker of a rank, or give the seat to a spare of its host."""
         placement, recovery = self._placement, self._recovery
         if recovery is None:
-            return self._watched(placement.start(rank, None, self._relay.targets[rank]))
+            worker = self._watched(placement.start(rank, None, self._relay.targets[rank]))
+            if self._live is not None:
+                self._live.note(event("started", rank=rank, incarnation=0, pid=worker.process.pid, host=worker.host))
+            return worker
         recovery.restarts.started(rank, now)
         incarnation, place = recovery.restarts.incarnations[rank], placement.pool.place_of(rank)
         spare = None if place is None else recovery.spares.take(place.host)
@@ -320,6 +349,8 @@ class _Supervisor:
                 self._follow_hosts(self._recovery, now)
                 self._restart(self._recovery, now)
             self._start_waiting(now)
+            if self._live is not None:
+                self._live.write()
             for number in self._take_signals():
                 self._interrupted_by = self._interrupted_by or number
                 self._escalation.interrupted(number, now)
@@ -409,6 +440,10 @@ class _Supervisor:
             self._read_rest(worker)
             if worker.exit_descriptor is not None:
                 self._selector.unregister(worker.exit_descriptor)
+        if self._live is not None and self._recovery is None:
+            for end in [worker.result(()) for worker in ended]:
+                details = {"exit_code": end.exit_code, "signal": end.signal}
+                self._live.note(event("ended", rank=end.rank, **details, host=end.host))
         failed = [worker for worker in ended if worker.failed]
         if self._recovery is not None and not self._escalation.stopping:
             failed = [worker for worker in ended if self._ends_run(self._recovery, worker, now)]

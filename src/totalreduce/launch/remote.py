@@ -13,6 +13,8 @@ ends there), ``{"end_if_stopped": true}``, and ``{}``, which says that the launc
 
 The worker's output and exit code are passed on; the exit code is 128 plus the number of a signal that has ended it. A
 worker that itself exits with 255, which is ssh's code for a lost connection, has exit code 1.
+The figures of the worker, which it writes into a folder on its host, come between its standard error as a zero byte, a
+word and a line of JSON; the launcher writes them into the folder of the job.
 When the standard input ends (the connection is lost, or the launcher has ended), or nothing comes for a minute, all
 processes of the worker are killed.
 """
@@ -35,16 +37,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from totalreduce.foundation.environment import REMOTE_WORKER, current
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.environment import LIVE, REMOTE_WORKER, current
+from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.guard import kill_processes
+from totalreduce.launch.live import LiveJob
 from totalreduce.launch.workers import Worker, default_num_threads, signal_name
+from totalreduce.observe.board import Board
+from totalreduce.observe.figures import DOCUMENT_BYTES_MAX, RankFigures
 
 __all__ = ["RemoteWorker"]
 
 #: What the program writes to standard error when the worker has been started. No text contains the first byte.
 _STARTED = b"\0totalreduce: started\n"
+#: What it writes there before a line with the worker's figures. Both begin with the same byte.
+_FIGURES = b"\0totalreduce: figures "
 #: How long it may take until the worker has been started, or until the program gets its order.
 _START_S = 60.0
 #: How often the launcher says that it is still there, and the silence after which the program ends its worker.
@@ -117,7 +124,9 @@ class RemoteWorker(Worker):
             "mark": secrets.token_hex(8),
         }
         self._is_started = False
-        self._unread = b""  #: The begin of what may be the word that the worker was started.
+        self._unread = b""  #: The begin of what may be a word of the program.
+        live = environment.get(LIVE, "0")
+        self._board = None if live == "0" else Board(Path(live))
         #: Lines that the remote shell has not taken yet. A signal handler may append one while ``_flush`` writes.
         self._unsent: deque[bytes] = deque()
         self._is_flushing = False
@@ -158,18 +167,38 @@ class RemoteWorker(Worker):
         return False
 
     def shown(self, data: bytes, *, is_error: bool) -> bytes:
-        """Return the bytes without the word of the program that it has started the worker."""
-        if self._is_started or not is_error:
+        """Return the bytes without what the program itself has written between them."""
+        if not is_error:
             return data
-        data = self._unread + data
-        before, first, after = data.partition(_STARTED[:1])
-        word = first + after
-        if not first or not word.startswith(_STARTED[: len(word)]):
-            self._unread = b""
-            return data
-        self._is_started = len(word) >= len(_STARTED)
-        self._unread = b"" if self._is_started else word
-        return before + word[len(_STARTED) :]
+        shown, rest, self._unread = b"", self._unread + data, b""
+        while rest:
+            before, zero, after = rest.partition(_STARTED[:1])
+            shown, word = shown + before, zero + after
+            taken = self._word_of_program(word)
+            if taken is None:
+                self._unread = word
+                break
+            shown, rest = (shown, word[taken:]) if taken else (shown + zero, after)
+        return shown
+
+    def _word_of_program(self, word: bytes) -> int | None:
+        """Act on a word of the program with which bytes begin; return its length, 0 if there is none.
+
+        Returns ``None`` if the rest of the word has not come yet.
+        """
+        if not self._is_started and word.startswith(_STARTED[: len(word)]):
+            self._is_started = len(word) >= len(_STARTED)
+            return len(_STARTED) if self._is_started else None
+        if not word or not word.startswith(_FIGURES[: len(word)]):
+            return 0
+        line, end, _ = word[len(_FIGURES) :].partition(b"\n")
+        if not end:
+            return None if len(line) <= DOCUMENT_BYTES_MAX else 0
+        if self._board is not None:
+            # The folder is gone if the run ends, and a word that is no document is a word of the worker.
+            with contextlib.suppress(OSError, ProtocolError):
+                self._board.write_figures(RankFigures.decode(line).seat, line)
+        return len(_FIGURES) + len(line) + 1
 
     def give(self, line: bytes) -> None:
         """Write a line to the worker's standard input, and close that."""
@@ -258,8 +287,32 @@ class _Launcher:
         self._heard_at = time.monotonic()
 
 
-def _attend(worker: Worker, launcher: _Launcher) -> int:
-    """Do what the launcher says, and pass output on, until the worker has ended; return its exit code.
+@final
+class _NewFigures:
+    """Finds the figures that the worker writes into a folder of this host."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._seen: tuple[str, int] | None = None
+        self._look_at = 0.0
+
+    def take(self, now: float) -> bytes:
+        """Return the word with the figures that were written since the last call; nothing if none were."""
+        if now < self._look_at:
+            return b""
+        self._look_at = now + _TICK_S
+        for path in self._board.figure_files():
+            with contextlib.suppress(OSError):
+                seen = (path.name, path.stat().st_mtime_ns)
+                document = path.read_bytes()
+                if seen != self._seen and len(document) <= DOCUMENT_BYTES_MAX and b"\n" not in document:
+                    self._seen = seen
+                    return _FIGURES + document + b"\n"
+        return b""
+
+
+def _attend(worker: Worker, launcher: _Launcher, figures: _NewFigures | None) -> int:
+    """Do what the launcher says, and pass output and figures on, until the worker has ended; return its exit code.
 
     Raises:
         EOFError, BrokenPipeError: The launcher is gone.
@@ -285,6 +338,8 @@ def _attend(worker: Worker, launcher: _Launcher) -> int:
             if not data:
                 del pipes[pipe]
         now = time.monotonic()
+        if figures is not None and not unsent[2]:  # if the launcher does not read, figures are left out
+            unsent[2] = figures.take(now)
         if worker.poll(now):
             leave_at = now + _DRAIN_S
             worker.send(signal.SIGKILL)  # the rest of its process group
@@ -318,6 +373,12 @@ def main() -> int:
         return _CONNECTION_LOST
     environment = {**current(), **order["environment"], REMOTE_WORKER: order["mark"]}
     environment.setdefault("OMP_NUM_THREADS", str(default_num_threads(order["num_local"])))
+    live = None
+    if environment.get(LIVE, "0") != "0":  # the launcher's folder, which is on another host
+        with contextlib.suppress(ConfigurationError):
+            live = LiveJob()
+            live.begin(environment["TOTALREDUCE_JOB_ID"], order["command"], 1)
+        environment[LIVE] = "0" if live is None else str(live.board.path)
     try:
         os.chdir(order["folder"])
         worker = Worker(
@@ -330,13 +391,15 @@ def main() -> int:
     ended_well = False
     try:
         os.write(2, _STARTED)
-        code = _attend(worker, launcher)
+        code = _attend(worker, launcher, None if live is None else _NewFigures(live.board))
         ended_well = True
         return code
     except (EOFError, BrokenPipeError):
         return _CONNECTION_LOST
     finally:
         worker.finish(time.monotonic())
+        if live is not None:
+            live.board.remove()
         if not ended_well:
             kill_processes(REMOTE_WORKER, order["mark"])
 

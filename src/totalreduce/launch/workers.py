@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
-from totalreduce.foundation.environment import REMOTE_WORKER, SPARE
+from totalreduce.foundation.environment import LIVE, REMOTE_WORKER, SPARE
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.hosts import Place
@@ -308,7 +308,7 @@ def common_environment(
     """
     foreign = ("TORCHELASTIC_", "TOTALREDUCE_LOCAL_", "TOTALREDUCE_MASTER_")
     exact = {"TOTALREDUCE_RANK", "TOTALREDUCE_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_NAME", SPARE, REMOTE_WORKER}
-    exact |= {"TOTALREDUCE_SERVERS"}
+    exact |= {"TOTALREDUCE_SERVERS", LIVE}
     exact |= set(RECOVERY_VARIABLES)
     common = {name: text for name, text in base.items() if not name.startswith(foreign) and name not in exact}
     if "TOTALREDUCE_JOB_KEY" not in common and "TOTALREDUCE_JOB_KEY_FILE" not in common:

@@ -6,16 +6,17 @@ Tried with torch 2.11 to 2.13. When a new version of torch breaks one of these f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import torch
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
+from totalreduce.runner.meter import Figure
 from totalreduce.tensors.compilation import never_compiled
 
-__all__ = ["HookHandles", "WeakHook", "has_step_hooks", "has_weak_hook", "in_backward"]
+__all__ = ["HookHandles", "StepCounter", "WeakFigures", "WeakHook", "has_step_hooks", "has_weak_hook", "in_backward"]
 
 
 @never_compiled
@@ -55,6 +56,21 @@ class WeakHook:
 
 
 @final
+class WeakFigures:
+    """Returns the figures of a bound method as long as its object lives; afterwards none."""
+
+    __slots__ = ("_method",)
+
+    def __init__(self, method: Callable[[], Mapping[str, Figure]]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self) -> Mapping[str, Figure]:
+        """Return the figures."""
+        method = self._method()
+        return {} if method is None else method()
+
+
+@final
 class HookHandles:
     """Registered hooks. They are removed by ``remove``, or when this object is collected."""
 
@@ -81,6 +97,32 @@ class HookHandles:
         _remove(self._handles)
 
 
+@final
+@never_compiled
+class StepCounter:
+    """Has ``counted()`` called after each step of a torch optimizer of this process, until ``remove`` is called.
+
+    If a program has several optimizers, the steps of the first one that steps are counted, as long as it lives.
+    ``DistributedOptimizer`` does not take it for a hook that needs the updates at once (``has_step_hooks``).
+
+    Args:
+        counted: A bound method, whose object this keeps alive.
+    """
+
+    def __init__(self, counted: Callable[[], None]) -> None:
+        self._counted = counted
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self.remove = _torch_optimizer.register_optimizer_step_post_hook(self).remove
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Count a step of an optimizer."""
+        first = None if self._optimizer is None else self._optimizer()
+        if first is None:
+            self._optimizer = weakref.ref(optimizer)
+        if first is None or first is optimizer:
+            self._counted()
+
+
 def _remove(handles: list[RemovableHandle]) -> None:
     while handles:
         handles.pop().remove()
@@ -94,11 +136,12 @@ def has_weak_hook(parameter: torch.nn.Parameter) -> bool:
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer calls hooks before or after its ``step()``."""
+    after_all = _torch_optimizer._global_optimizer_post_hooks.values()
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or _torch_optimizer._global_optimizer_pre_hooks
-        or _torch_optimizer._global_optimizer_post_hooks
+        or any(not isinstance(hook, StepCounter) for hook in after_all)
     )
 
 

@@ -8,6 +8,7 @@ that the strategy has named: the same one on all ranks, however fast each of the
 from __future__ import annotations
 
 import copy
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +65,7 @@ class LocalSteps:
     Attributes:
         strategy: Its settings.
         is_interrupted: Whether a call of ``step`` ran out of time, and must be repeated.
+        waited_s: The seconds for which the program was blocked because results of exchanges were due.
     """
 
     is_synchronous: Literal[False] = False
@@ -101,7 +103,7 @@ class LocalSteps:
         self._waiting: deque[tuple[Pending, Job]] = deque()
         self._kept: _Kept | None = None  #: While a guarded step can be undone.
         self._steps, self._samples = 0, 0.0
-        self.is_interrupted = False
+        self.is_interrupted, self.waited_s = False, 0.0
         self._loss: Any = None  #: That of the closure of an interrupted step.
         self._end = weakref.finalize(self, self._worker.close)
 
@@ -193,7 +195,22 @@ class LocalSteps:
             self._worker.start(job)
             self._waiting.append((pending, job))
 
+    def figures(self) -> dict[str, int | float | str]:
+        """Return the strategy's name, its steps and the exchanges under way. Any thread, at any time.
+
+        ``staleness`` is the number of steps after which the result of the oldest exchange under way is applied.
+        """
+        under_way = tuple(self._waiting)
+        staleness = max(0, under_way[0][0].due - self._steps) if under_way else 0
+        return {
+            "strategy": self.strategy.name,
+            "local_steps": self._steps,
+            "exchanges_under_way": len(under_way),
+            "staleness": staleness,
+        }
+
     def _result(self, job: Job) -> Any:
+        begin = time.monotonic()
         try:
             return job.result.result(self._group.timeout_s)
         except FutureTimeoutError:
@@ -201,6 +218,8 @@ class LocalSteps:
                 f"an exchange of {self.strategy.name} has not ended within {self._group.timeout_s:g} s. Do all ranks "
                 "take the same number of steps? Repeat the call to wait on"
             ) from None
+        finally:
+            self.waited_s += time.monotonic() - begin
 
     def trains(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether the strategy trains these parameters."""

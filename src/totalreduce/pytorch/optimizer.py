@@ -37,7 +37,7 @@ from totalreduce.groups.group import Group
 from totalreduce.pytorch.compression import Compression, refuse_unfit
 from totalreduce.pytorch.deferred import DeferredUpdates
 from totalreduce.pytorch.error_feedback import ErrorFeedback
-from totalreduce.pytorch.hooks import HookHandles, WeakHook, in_backward
+from totalreduce.pytorch.hooks import HookHandles, WeakFigures, WeakHook, in_backward
 from totalreduce.pytorch.joining import ClosureLoss, ComparingPlans, EndingPlan, Joining, Unfinished
 from totalreduce.pytorch.order import ForwardOrder
 from totalreduce.pytorch.planning import ParameterSource, PlanSettings, agree_on_plan
@@ -46,6 +46,7 @@ from totalreduce.pytorch.round import GradientReducer, Phase, Round, RoundGuard
 from totalreduce.pytorch.sizes import BUCKET_BYTES, NATIVE_BUCKET_BYTES
 from totalreduce.pytorch.sparse_gradients import SparseReducer, SparseResults
 from totalreduce.pytorch.wrapper import OptimizerWrapper
+from totalreduce.runner.meter import Figure
 from totalreduce.sparse.session import Method, Report
 from totalreduce.strategies.strategy import Strategy
 
@@ -404,6 +405,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._hooks.remove()
         self._deferred.end()
         self._round.end()
+        self._group.meter.sources.pop(self._name, None)
 
     def _plan_gradients(self) -> None:
         """Agree with the other ranks on a plan, and make its reducers and hooks. Collective."""
@@ -456,6 +458,7 @@ class DistributedOptimizer(OptimizerWrapper):
         gathered = set(plan.sparse.values())
         for index, parameter in enumerate(hooked):
             self._hooks.after_gradient(parameter, WeakHook(self._on_gradient, index, parameter not in gathered))
+        group.meter.sources[name] = WeakFigures(self._figures)
         self._planned = True
 
     def _make_reducers(self) -> list[GradientReducer]:
@@ -607,7 +610,20 @@ class DistributedOptimizer(OptimizerWrapper):
         self._round.end_step()
         if self._local is not None:
             self._local.stepped()
+        self._count_step()
         return result
+
+    def _count_step(self) -> None:
+        """Have the meter count the step that has ended, with the waits of which the engine does not know."""
+        reducer, local = self._compressed.reducer, self._local
+        waited_s = (reducer.rounds.waited_s if reducer is not None else 0.0) + (local.waited_s if local else 0.0)
+        self._group.meter.end_step(elsewhere_s=waited_s)
+
+    def _figures(self) -> dict[str, Figure]:
+        """Return the figures of the sparse method or the strategy for the live view. Any thread, at any time."""
+        reducer, local = self._compressed.reducer, self._local
+        figures: dict[str, Figure] = {"skipped_steps": self.skipped_steps}
+        return figures | (reducer.rounds.figures() if reducer is not None else {}) | (local.figures() if local else {})
 
     @property
     def _steps_locally(self) -> bool:
@@ -626,6 +642,7 @@ class DistributedOptimizer(OptimizerWrapper):
         else:
             guarded.step_guarded(self.guard)
         self._round.restart_passes()
+        self._count_step()
         return result
 
     @property

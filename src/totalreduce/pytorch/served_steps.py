@@ -306,6 +306,7 @@ class _Worker:
     Attributes:
         replica: The model.
         shares: By server: its parameters.
+        waited_s: The seconds for which this rank waited for its own server so far.
     """
 
     def __init__(
@@ -321,6 +322,7 @@ class _Worker:
         self._strategy, self._parameters, self._inner, self._group = strategy, list(parameters), optimizer, group
         self._versions = [0] * group.world_size  #: By server: the version of the parameters that this rank has.
         self._sent = _Sent()
+        self.waited_s = 0.0
         #: By server that has not answered the last gradient: the message that is being received.
         self._awaited: dict[int, tuple[Work, torch.Tensor]] = {}
         self._answers: dict[int, Array] = {}  #: By server that has answered: its answer, uint8.
@@ -347,7 +349,9 @@ class _Worker:
         """Wait until all servers have answered the last gradient, and take the parameters over."""
         group = self._group
         if self.shares[group.rank] and group.rank not in self._answers:
+            begin = time.monotonic()
             own = server_here.await_own_answer(group.timeout_s, self._check_servers)
+            self.waited_s += time.monotonic() - begin
             if own is None:
                 raise self._held_back(group.rank)
             self._answers[group.rank] = own
@@ -404,6 +408,13 @@ class _Worker:
         return flat
 
 
+def _observations(staleness: Counter[int], lead: int) -> dict[str, int | float]:
+    """Return the mean and the largest staleness of the gradients that were applied, and the largest lead."""
+    count = sum(staleness.values())
+    mean = sum(value * times for value, times in staleness.items()) / count if count else 0.0
+    return {"staleness": mean, "staleness_max": max(staleness, default=0), "lead": lead}
+
+
 @final
 class SynchronousSteps:
     """A strategy with servers whose settings leave no choice: all steps are those of the synchronous optimizer.
@@ -422,6 +433,15 @@ class SynchronousSteps:
         """Begin. ``optimizer``: the program's torch optimizer."""
         self.strategy, self.lead, self._optimizer = strategy, 0, optimizer
         self.staleness: Counter[int] = Counter()
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds for which a step waited for a server: 0, because there is none."""
+        return 0.0
+
+    def figures(self) -> dict[str, int | float | str]:
+        """Return the strategy's name, and what was observed. Any thread."""
+        return {"strategy": self.strategy.name, **_observations(self.staleness, self.lead)}
 
     def stepped(self) -> None:
         """Count a step."""
@@ -519,6 +539,15 @@ class ServedSteps:
         self.is_interrupted = False
         loss, self._loss = self._loss, None
         return loss
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds for which steps were blocked by the server of this rank itself."""
+        return self._worker.waited_s
+
+    def figures(self) -> dict[str, int | float | str]:
+        """Return the strategy's name, and what this rank's server has observed. Any thread."""
+        return {"strategy": self.strategy.name, **_observations(*self._server.observed())}
 
     def stepped(self) -> None:
         """Do nothing: ``step`` has done everything."""

@@ -649,6 +649,7 @@ class Job:
         if self._options.verify and not self._optimizers.have_strategy:
             compare_states(state, group)
         self._place()
+        group.meter.begin_at(state.version)
         self.epoch = decision.epoch
         at, why = self._left
         self.changes.append(Change(decision.epoch, group.world_size, version, why, at, time.time() - at))

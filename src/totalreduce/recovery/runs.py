@@ -223,6 +223,8 @@ class Runs(Generic[_AnyRun]):
             group = form_group(assembly, self._membership.form)
             part.level(group, has_state=self._has_state, epoch=decision.epoch)
             self._has_state = True
+            if not group.meter.totals.steps:
+                group.meter.begin_at(part.version)
             if group.rank == 0:
                 _log.info("epoch %d: %d ranks, version %d", decision.epoch, group.world_size, part.version)
             formed.append(group)

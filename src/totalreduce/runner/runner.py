@@ -34,6 +34,7 @@ from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededEr
 from totalreduce.foundation.forking import HomeProcess, let_go_in_children
 from totalreduce.runner.endpoint import EngineEndpoint, complete_owners
 from totalreduce.runner.handle import Handle
+from totalreduce.runner.meter import Meter
 from totalreduce.runner.turns import Turns
 from totalreduce.transports.base import Transport
 
@@ -72,6 +73,7 @@ class Runner:
         self.refusal = ""
         self._sleepers = 0  #: Threads that wait for the network, or are about to: they must be woken.
         self._next_tick = 0.0
+        self.meter = Meter()
         self._failure: BaseException | None = None
         self._deadline = 0.0  #: When the threads end after ``close``.
         engine.outbox.bulk_peers = frozenset(transport.bulk_peers)
@@ -216,7 +218,7 @@ class Runner:
         self.home.check()
         begin = time.monotonic()
         if handle in self._endpoint.unlisted and self._end_in_lane(handle, begin):
-            self.engine.counters.waited_s += time.monotonic() - begin
+            self._waited(time.monotonic() - begin)
             return
         deadline = begin + timeout_s
         # The peers are asked late enough not to disturb them, and early enough for answers before the deadline.
@@ -226,7 +228,7 @@ class Runner:
         now = time.monotonic()
         with self._lock:
             operation = handle.operation
-            self.engine.counters.waited_s += now - begin
+            self._waited(now - begin)
             if operation is not None:
                 for observer in self.engine.observers:
                     observer.waited(operation.name, operation.key[1], begin, now)
@@ -239,6 +241,10 @@ class Runner:
             else:
                 name, explanation = "a message from any rank", "no rank has sent one"
         raise DeadlineExceededError(f"rank {self.engine.rank} waited {timeout_s:g} s for {name!r}: {explanation}")
+
+    def _waited(self, seconds: float) -> None:
+        self.engine.counters.waited_s += seconds
+        self.meter.blocked(seconds)
 
     def complete(self, handles: Iterable[Handle], error: BaseException | None) -> None:
         """Complete handles of something else than the engine's operations, and wake the threads that wait for them."""

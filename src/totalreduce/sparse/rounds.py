@@ -57,6 +57,7 @@ class SparseRounds:
         sessions: The session of each bucket.
         methods: The name of each bucket's method.
         overlap: The times of the last round.
+        waited_s: The seconds for which ``finish`` was blocked so far.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class SparseRounds:
         self._jobs: list[Job | None] = [None] * len(shapes)
         self._worker = ExchangeWorker(carrier, in_order=in_order)
         self.overlap = Overlap(0.0, 0.0)
+        self.waited_s = 0.0
 
     def start(
         self,
@@ -144,12 +146,28 @@ class SparseRounds:
             else:
                 updates.append(update)
         self.overlap = Overlap.of([job.span for job in self._jobs if job is not None], called)
+        self.waited_s += time.monotonic() - called
         self._jobs = [None] * len(self._jobs)
         return updates if finite else None
 
     def reports(self) -> list[Report]:
         """Return the report on the last round, by bucket."""
         return [session.report for session in self._latest]
+
+    def figures(self) -> dict[str, int | float | str]:
+        """Return what the last round has selected and sent, of all buckets together. Any thread, at any time."""
+        reports = self.reports()
+        num_elements = sum(shape.num_elements for shape in self._shapes)
+        selected = sum(report.selected for report in reports)
+        return {
+            "method": ", ".join(sorted({report.method for report in reports if report.method})),
+            "density": selected / num_elements if num_elements else 0.0,
+            "selected": selected,
+            "applied": sum(report.applied for report in reports),
+            "elements": num_elements,
+            "sent_bytes": sum(report.sent_bytes for report in reports),
+            "imbalance": max((report.imbalance for report in reports), default=1.0),
+        }
 
     def state(self) -> list[dict[str, Any]]:
         """Return the states of the sessions, by bucket. Between rounds only."""

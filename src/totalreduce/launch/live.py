@@ -1,0 +1,65 @@
+"""The launcher's part of the live view: the folder into which ranks write their figures, and the file about the job.
+
+Ranks on this host and in emulated hosts write into the folder themselves. The figures of ranks on other hosts come with
+their output (``remote``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from totalreduce.observe.board import Board, make_board, process_start
+from totalreduce.observe.job import JobRecord
+
+__all__ = ["LiveJob"]
+
+#: The file about the job is written at most so often.
+_WRITE_S = 0.25
+
+
+@final
+class LiveJob:
+    """The folder of one run; a context manager that removes it.
+
+    Attributes:
+        board: The folder.
+    """
+
+    def __init__(self) -> None:
+        """Make the folder. Raises ``ConfigurationError`` if that is impossible."""
+        self.board: Board = make_board(f"run-{os.getpid()}")
+        self._record: JobRecord | None = None
+        self._is_written = True
+        self._write_at = 0.0
+
+    def __enter__(self) -> LiveJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.board.remove()
+
+    def begin(self, job_id: str, command: Sequence[str], num_ranks: int) -> None:
+        """Write what the job is."""
+        pid = os.getpid()
+        launcher = {"launcher_pid": pid, "launcher_started": process_start(pid), "began_at": round(time.time(), 3)}
+        self._record = JobRecord(job_id, command, num_ranks, launcher)
+        self._is_written = False
+        self.write()
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Note an event of the job, which ``write`` writes."""
+        if self._record is not None:
+            self._record.note(event)
+            self._is_written = False
+
+    def write(self) -> None:
+        """Write what has changed, unless that was done a moment ago. A full disk ends the live view, not the job."""
+        now = time.time()
+        if self._record is not None and not self._is_written and not 0 <= now - self._write_at < _WRITE_S:
+            self._is_written, self._write_at = True, now
+            with contextlib.suppress(OSError):
+                self.board.write_job(self._record.document(now))

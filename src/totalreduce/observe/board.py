@@ -1,0 +1,159 @@
+"""The folder of a running job: a file of figures from each rank, and a file of the launcher about the job.
+
+Ranks and launcher replace their own files as a whole, and readers read when they like. So no reader can make a rank
+wait, and a rank that was killed leaves its last figures. The folder lies in memory, belongs to the user, and nobody
+else can open it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from totalreduce.foundation.environment import runtime_folders
+from totalreduce.foundation.errors import ConfigurationError, ProtocolError
+from totalreduce.foundation.os_errors import describe_error
+from totalreduce.observe.figures import DOCUMENT_BYTES_MAX, RankFigures
+
+__all__ = ["Board", "RankReading", "find_boards", "make_board"]
+
+_JOB_FILE = "job.json"
+#: The launcher's file has a line for each seat and each of its last events.
+_JOB_BYTES_MAX = 4 << 20
+#: Seats of which figures are read, and jobs that are listed, at most.
+SEATS_MAX, _JOBS_MAX = 4096, 256
+
+
+class RankReading(NamedTuple):
+    """The figures of a rank, and how many seconds ago they were written, by the clock of the reader's host."""
+
+    figures: RankFigures
+    age_s: float
+
+
+@final
+class Board:
+    """The folder of one job.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write_figures(self, seat: int, document: bytes) -> None:
+        """Replace the figures of a seat. Raises ``OSError`` if that is impossible."""
+        self._replace(f"rank{seat}.json", document)
+
+    def write_job(self, document: dict[str, Any]) -> None:
+        """Replace what the launcher says about the job. Raises ``OSError`` if that is impossible."""
+        self._replace(_JOB_FILE, json.dumps(document).encode())
+
+    def read_figures(self) -> dict[int, RankReading]:
+        """Return the figures of all seats that have written some. Files that no rank writes are left out."""
+        found = {}
+        now = time.time()
+        for path in self.figure_files():
+            try:
+                with path.open("rb") as file:
+                    document, written_at = file.read(DOCUMENT_BYTES_MAX + 1), os.fstat(file.fileno()).st_mtime
+                figures = RankFigures.decode(document)
+            except (OSError, ProtocolError):
+                continue
+            if path.name == f"rank{figures.seat}.json":
+                found[figures.seat] = RankReading(figures, max(0.0, now - written_at))
+        return dict(sorted(found.items()))
+
+    def figure_files(self) -> list[Path]:
+        """Return the files of the ranks, at most ``SEATS_MAX``."""
+        return [path for path, _ in zip(self.path.glob("rank*.json"), range(SEATS_MAX), strict=False)]
+
+    def read_job(self) -> dict[str, Any]:
+        """Return what the launcher says about the job; an empty dictionary if it has said nothing yet."""
+        try:
+            with (self.path / _JOB_FILE).open("rb") as file:
+                document = json.loads(file.read(_JOB_BYTES_MAX))
+        except (OSError, ValueError):
+            return {}
+        return document if isinstance(document, dict) else {}
+
+    def is_alive(self) -> bool:
+        """Whether the launcher of the job still runs on this host."""
+        job = self.read_job()
+        return bool(job) and job.get("launcher_started") == process_start(job.get("launcher_pid"))
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _replace(self, name: str, content: bytes) -> None:
+        new = self.path / f".{name}.{os.getpid()}"
+        new.write_bytes(content)
+        new.replace(self.path / name)
+
+
+def make_board(job: str) -> Board:
+    """Make the folder of a job, and remove those of jobs whose launcher was killed.
+
+    Raises:
+        ConfigurationError: There is no place that belongs to this user alone.
+    """
+    reasons = []
+    for folder in runtime_folders():
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_own(folder):
+                reasons.append(f"{folder} is open to others, or theirs")
+                continue
+            for board in _boards_in(folder):
+                if board.read_job() and not board.is_alive():
+                    board.remove()
+            path = folder / f"{job}-{secrets.token_hex(4)}"
+            path.mkdir(mode=0o700)
+        except OSError as error:
+            reasons.append(f"{folder}: {describe_error(error)}")
+            continue
+        return Board(path)
+    raise ConfigurationError(f"no folder for the figures of the job can be made: {'; '.join(reasons)}")
+
+
+def find_boards() -> list[Board]:
+    """Return the folders of the jobs that this user's launchers run on this host, the newest first."""
+    folders = [folder for folder in runtime_folders() if folder.is_dir() and _is_own(folder)]
+    found = [board for folder in folders for board in _boards_in(folder) if board.is_alive()]
+    return sorted(found, key=lambda board: -float(board.read_job().get("began_at", 0.0)))
+
+
+def process_start(pid: object) -> int | None:
+    """Return when a process of this host was started, in ticks of the kernel; ``None`` if it has ended.
+
+    Together with its id this names a process: ids are used again.
+    """
+    try:
+        fields = Path(f"/proc/{int(str(pid))}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def _boards_in(folder: Path) -> Iterator[Board]:
+    for path, _ in zip(folder.iterdir(), range(_JOBS_MAX), strict=False):
+        if path.is_dir() and not path.is_symlink():
+            yield Board(path)
+
+
+def _is_own(folder: Path) -> bool:
+    found = folder.lstat()
+    return (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.getuid()
+        and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    )

@@ -1,0 +1,169 @@
+"""The figures of one rank at one time, as a JSON document of bounded size: what a rank writes and a reader checks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar, final
+
+from totalreduce.foundation.errors import ProtocolError
+
+__all__ = ["DOCUMENT_BYTES_MAX", "Link", "RankFigures"]
+
+#: The size of a document, at most.
+DOCUMENT_BYTES_MAX = 16 * 1024
+#: Links that a document has, at most: those with the most bytes per second.
+_LINKS_MAX = 64
+#: Sources that a document has, and figures of one source, at most.
+_SOURCES_MAX, _FIGURES_MAX = 8, 24
+#: Texts are cut to this length.
+_TEXT_MAX = 200
+
+Figure = int | float | str
+_Made = TypeVar("_Made", bound="Link | RankFigures")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """The messages between this rank and another one.
+
+    Attributes:
+        peer: The other rank.
+        sent: Bytes sent since the group was formed.
+        received: Bytes received.
+        sent_per_s: Bytes per second, since the document before.
+        received_per_s: Likewise.
+    """
+
+    peer: int
+    sent: int
+    received: int
+    sent_per_s: float
+    received_per_s: float
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFigures:
+    """The figures of one rank. Times of steps are means since the document before.
+
+    Attributes:
+        seat: The place of the process in the job, which the launcher has given it. It never changes.
+        rank: Its rank in the present group.
+        world_size: The number of ranks of the group.
+        host: The name of its host.
+        pid: The id of its process.
+        epoch: The number of the membership, 0 if members never change.
+        incarnation: How often the process of this seat was started again.
+        step: The number of steps that have ended.
+        step_s: The time of a step in seconds.
+        compute_s: The part of it in which the thread that trains was not blocked.
+        exposed_s: The other part.
+        since_step_s: The time since the last step has ended.
+        hidden_share: As in ``StepReport``.
+        bytes_sent: Bytes sent since the group was formed, in the fast lane, too.
+        bytes_received: Bytes received.
+        sent_per_s: Bytes per second.
+        received_per_s: Likewise.
+        links: By peer, of messages only: the fast lane sends none.
+        pending: The name of the operation that is in flight for the longest time; empty if none is.
+        pending_s: The time since it was submitted.
+        reason: Why it is in flight, as far as this rank knows.
+        stalls: Stall reports.
+        mismatches: Operations that ranks submitted differently.
+        refused_connections: Connections of strangers.
+        dropped_messages: Messages of failed operations or old epochs.
+        sources: By name: figures of sparse methods and strategies.
+    """
+
+    seat: int
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    epoch: int
+    incarnation: int
+    step: int
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    since_step_s: float
+    hidden_share: float
+    bytes_sent: int
+    bytes_received: int
+    sent_per_s: float
+    received_per_s: float
+    links: tuple[Link, ...] = ()
+    pending: str = ""
+    pending_s: float = 0.0
+    reason: str = ""
+    stalls: int = 0
+    mismatches: int = 0
+    refused_connections: int = 0
+    dropped_messages: int = 0
+    sources: dict[str, dict[str, Figure]] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Return the document, of at most ``DOCUMENT_BYTES_MAX`` bytes. What exceeds the bounds is left out."""
+        document = asdict(self)
+        busiest = sorted(self.links, key=lambda link: -(link.sent_per_s + link.received_per_s))[:_LINKS_MAX]
+        document["links"] = [asdict(link) for link in sorted(busiest, key=lambda link: link.peer)]
+        document["sources"] = {
+            name[:_TEXT_MAX]: {key: _short(value) for key, value in list(figures.items())[:_FIGURES_MAX]}
+            for name, figures in list(self.sources.items())[:_SOURCES_MAX]
+        }
+        text = json.dumps({key: _short(value) for key, value in document.items()}).encode()
+        if len(text) > DOCUMENT_BYTES_MAX:
+            document |= {"links": [], "sources": {}}
+            text = json.dumps({key: _short(value) for key, value in document.items()}).encode()
+        return text
+
+    @classmethod
+    def decode(cls, text: bytes) -> RankFigures:
+        """Read a document.
+
+        Raises:
+            ProtocolError: It is too long, or no rank writes such a document.
+        """
+        if len(text) > DOCUMENT_BYTES_MAX:
+            raise ProtocolError(f"figures of a rank have {len(text)} bytes, and at most {DOCUMENT_BYTES_MAX} are read")
+        try:
+            document = json.loads(text)
+            links = tuple(_checked(Link, link) for link in document.pop("links"))
+            sources = {
+                str(name): {str(key): _figure(value) for key, value in figures.items()}
+                for name, figures in document.pop("sources").items()
+            }
+            return _checked(cls, {**document, "links": links, "sources": sources})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ProtocolError(f"these are no figures of a rank: {error}") from None
+
+
+def _short(value: Any) -> Any:
+    """Return a value of the document, with a text cut and a number that JSON cannot have replaced by 0."""
+    if isinstance(value, str):
+        return value[:_TEXT_MAX]
+    return 0.0 if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _figure(value: Any) -> Figure:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError(f"a figure is a number or a text, not {type(value).__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"a figure is {value}")
+    return value
+
+
+def _checked(made: type[_Made], values: Mapping[str, Any]) -> _Made:
+    """Return an object of a data class whose fields are numbers and texts, after a check of their types."""
+    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+    for each in fields(made):
+        wanted = kinds.get(str(each.type))
+        value = values.get(each.name)
+        if wanted is not None and (isinstance(value, bool) or not isinstance(value, wanted)):
+            raise TypeError(f"{each.name} is {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{each.name} is {value}")
+    return made(**values)
