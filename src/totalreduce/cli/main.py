@@ -44,6 +44,7 @@ COMMANDS: Extensions[Any] = Extensions(
     {
         # `run` stops at the first word that is no option: what follows belongs to the script.
         "run": _Built("totalreduce.cli.run", "run", {"allow_interspersed_args": False}),
+        "top": _Built("totalreduce.cli.top", "top"),
         "demo": _Built("totalreduce.cli.demo", "demo"),
         "bench": _Built("totalreduce.bench.app", "bench_app"),
         "doctor": _Built("totalreduce.cli.doctor", "doctor"),

@@ -19,6 +19,7 @@ import typer
 
 from totalreduce.foundation.environment import LIVE, current
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.hosts import Host, parse_hosts
 from totalreduce.launch.live import LiveJob
 from totalreduce.launch.local import EmulateOptions, HostOptions, RecoveryOptions, RunResult, run_workers
@@ -164,6 +165,27 @@ def run(
         Path | None,
         typer.Option(metavar="FILE", help="Write losses and restarts as JSON lines.", rich_help_panel="Recovery"),
     ] = None,
+    dashboard: Annotated[
+        bool,
+        typer.Option(
+            "--dashboard", help="Serve a page about the job on 127.0.0.1; its address is shown.", rich_help_panel="View"
+        ),
+    ] = False,
+    dashboard_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=65535, help="Port of the page, and of /metrics.", show_default="any", rich_help_panel="View"
+        ),
+    ] = None,
+    dashboard_token: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with the token of the page, for Prometheus and bookmarks.",
+            show_default="a new one",
+            rich_help_panel="View",
+        ),
+    ] = None,
 ) -> None:
     """Start a script as several workers: on this host, on others over ssh, or in emulated hosts.
 
@@ -184,6 +206,7 @@ def run(
     totalreduce run -n 8 --on-loss replace --restarts 20 train.py
     totalreduce run -n 8 --on-loss replace --spares 1 train.py
     totalreduce run -n 8 --on-loss shrink --min-ranks 4 --max-ranks 12 --hosts-file hosts train.py
+    totalreduce run -n 4 --dashboard train.py
     """
     num_servers = servers or 0
     listed = _listed_hosts(hosts, hosts_file)
@@ -227,7 +250,9 @@ def run(
             )
         elif any(value is not None for value in (restarts, min_ranks, max_ranks, spares, events)):
             raise ConfigurationError("--restarts, --min-ranks, --max-ranks, --spares and --events go with --on-loss")
-        live = None if current().get(LIVE) == "0" else stack.enter_context(LiveJob())
+        live = _live_job(stack)
+        if dashboard or dashboard_port is not None or dashboard_token is not None:
+            _serve_dashboard(stack, live, dashboard_port or 0, dashboard_token)
         result = run_workers(
             argv,
             num_workers=num_workers,
@@ -248,6 +273,33 @@ def run(
         # The interpreter would flush into the broken pipe once more on its way out, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise typer.Exit(result.exit_code)
+
+
+def _live_job(stack: contextlib.ExitStack) -> LiveJob | None:
+    """Return the folder for the live view, which the job does without if it is unwanted or cannot be made."""
+    if current().get(LIVE) == "0":
+        return None
+    try:
+        return stack.enter_context(LiveJob())
+    except ConfigurationError as error:
+        _note(f"no live view of this job: {error}")
+        return None
+
+
+def _serve_dashboard(stack: contextlib.ExitStack, live: LiveJob | None, port: int, token_file: Path | None) -> None:
+    """Serve the page until the job has ended."""
+    if live is None:
+        raise ConfigurationError(f"--dashboard shows the figures that the ranks write, and {LIVE}=0 forbids that")
+    from totalreduce.observe.dashboard import Dashboard
+
+    token = None
+    if token_file is not None:
+        try:
+            token = token_file.read_text().strip()
+        except OSError as error:
+            raise ConfigurationError(f"the token {token_file} cannot be read: {describe_error(error)}") from error
+    page = stack.enter_context(Dashboard(live.board, port=port, token=token))
+    _note(f"the dashboard of this job: {page.url if token is None else page.url.partition('?')[0]}")
 
 
 def _show_event(event: dict[str, Any], *, file: TextIO | None) -> None:
