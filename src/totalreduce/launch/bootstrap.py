@@ -33,6 +33,7 @@ from totalreduce.launch.transports import TRANSPORTS, JoinRequest, connect
 from totalreduce.native import tuning
 from totalreduce.native.collectives import NativeCollectives
 from totalreduce.observe import Timeline, rank_path
+from totalreduce.observe.logs import JsonFormatter
 from totalreduce.observe.publisher import publish
 from totalreduce.runner.runner import ComputeMode, Runner
 from totalreduce.transports.inproc import InprocNetwork
@@ -41,7 +42,7 @@ __all__ = ["describe_settings", "init"]
 
 Collectives = Literal["auto", "engine", "native"]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 #: Version of header, control frames and handshake. The ranks compare it at the rendezvous.
 _WIRE_VERSION = 3
@@ -330,13 +331,15 @@ def _timeline(path: str | Path | None, rank: int, world_size: int) -> Timeline |
 
 def _set_up_log(settings: Settings, rank: int, world_size: int) -> None:
     """Log information on rank 0 and warnings on all ranks; an application's own logging is not changed."""
-    if not (_log.handlers or logging.getLogger().handlers):
+    library = logging.getLogger("totalreduce")  # the parent of the loggers of all areas
+    if not (library.handlers or logging.getLogger().handlers):
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("totalreduce: %(message)s"))
-        _log.addHandler(handler)
+        as_json = settings.log_format == "json"
+        handler.setFormatter(JsonFormatter(rank) if as_json else logging.Formatter("totalreduce: %(message)s"))
+        library.addHandler(handler)
         default = "info" if rank == 0 and world_size > 1 else "warning"
-        _log.setLevel((settings.log_level or default).upper())
+        library.setLevel((settings.log_level or default).upper())
     elif settings.log_level is not None:
-        _log.setLevel(settings.log_level.upper())
+        library.setLevel(settings.log_level.upper())
     for warning in settings.warnings:
         _log.warning("%s", warning)

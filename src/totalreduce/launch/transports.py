@@ -34,7 +34,7 @@ from totalreduce.transports.routed import RoutedTransport
 
 __all__ = ["TRANSPORTS", "JoinRequest", "TransportSpec", "connect", "host_numbers", "meet"]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 #: Descriptors of every rank: the store's client, a listener, an epoll object, two for waking, one connection.
 _DESCRIPTORS = 6

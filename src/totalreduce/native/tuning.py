@@ -32,7 +32,7 @@ from totalreduce.native.collectives import NativeCollectives
 
 __all__ = ["fitting", "measure", "read_settings", "write_settings"]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 _FORMAT = "totalreduce-coordination-1"
 _FILE_BYTES_MAX = 64 * 1024

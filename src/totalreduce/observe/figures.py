@@ -75,6 +75,7 @@ class RankFigures:
         mismatches: Operations that ranks submitted differently.
         refused_connections: Connections of strangers.
         dropped_messages: Messages of failed operations or old epochs.
+        is_open: Whether the group is still open. If it is not, these are the last figures before the next group.
         sources: By name: figures of sparse methods and strategies.
     """
 
@@ -103,6 +104,7 @@ class RankFigures:
     mismatches: int = 0
     refused_connections: int = 0
     dropped_messages: int = 0
+    is_open: bool = True
     sources: dict[str, dict[str, Figure]] = field(default_factory=dict)
 
     def encode(self) -> bytes:
@@ -158,11 +160,11 @@ def _figure(value: Any) -> Figure:
 
 def _checked(made: type[_Made], values: Mapping[str, Any]) -> _Made:
     """Return an object of a data class whose fields are numbers and texts, after a check of their types."""
-    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
     for each in fields(made):
         wanted = kinds.get(str(each.type))
         value = values.get(each.name)
-        if wanted is not None and (isinstance(value, bool) or not isinstance(value, wanted)):
+        if wanted is not None and (isinstance(value, bool) != (wanted == (bool,)) or not isinstance(value, wanted)):
             raise TypeError(f"{each.name} is {value!r}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{each.name} is {value}")

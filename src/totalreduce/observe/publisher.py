@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -72,7 +73,10 @@ class Publisher:
         """Publish the figures of an engine a last time. The thread ends with the last engine."""
         if not self.home.is_here:
             return
-        self._write()
+        with self._lock:
+            is_last = set(self._followed) == {runner}
+        if is_last:
+            self._write(is_open=False)
         with self._lock:
             self._followed.pop(runner, None)
             if self._followed or self._stop is None:
@@ -89,7 +93,7 @@ class Publisher:
             if stop.wait(self._interval_s):
                 return
 
-    def _write(self) -> None:
+    def _write(self, *, is_open: bool = True) -> None:
         """Write one document. If that fails, a warning says so, and nothing is written any more."""
         with self._lock:
             if self._has_failed or not self._followed:
@@ -99,7 +103,7 @@ class Publisher:
             try:
                 after = self._followed[runner] = Reading.of(runner)
                 figures = figures_of(runner, before, after, self._seat, self._incarnation)
-                self._board.write_figures(self._seat, figures.encode())
+                self._board.write_figures(self._seat, replace(figures, is_open=is_open).encode())
             except GroupClosed:
                 return
             except OSError as error:

@@ -13,9 +13,16 @@ from totalreduce.observe.view import JobView, RankRow
 
 __all__ = ["job_tables"]
 
-_STYLES = {"running": "green", "starting": "yellow", "silent": "bold red", "lost": "bold red", "ended": "dim"}
+_STYLES = {
+    "running": "green",
+    "starting": "yellow",
+    "no group": "yellow",
+    "silent": "bold red",
+    "lost": "bold red",
+    "ended": "dim",
+}
 #: The width of the bar of a step's time, in characters, and links and events that are shown.
-_BAR, _LINKS, _EVENTS = 16, 6, 8
+_BAR, _LINKS, _EVENTS = 12, 6, 8
 
 
 def job_tables(view: JobView) -> Group:
@@ -44,7 +51,7 @@ def _summary(view: JobView) -> Text:
         f"step {view.step:,}",
         f"{_seconds(view.step_s)} a step: {_seconds(view.compute_s)} computing, {_seconds(view.exposed_s)} exposed",
         f"{view.hidden_share:.0%} hidden",
-        f"{decimal(round(view.sent_per_s))}/s",
+        f"{_size(view.sent_per_s)}/s",
     ]
     return Text.assemble((view.job or "job", "bold"), "  ", (view.command, "dim"), "\n", "  ".join(facts))
 
@@ -52,12 +59,12 @@ def _summary(view: JobView) -> Text:
 def _ranks(view: JobView) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("seat", "rank", "host", "state"):
-        table.add_column(name)
-    table.add_column("step", justify="right")
-    table.add_column("time", justify="right")
-    table.add_column("computing / exposed")
-    for name in ("hidden", "sent/s", "received/s"):
-        table.add_column(name, justify="right")
+        table.add_column(name, no_wrap=True)
+    for name in ("step", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("busy/exposed", no_wrap=True)
+    for name in ("hidden", "sent/s"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("note")
     longest = max((row.step_s for row in view.ranks), default=0.0)
     for row in view.ranks:
@@ -70,8 +77,7 @@ def _ranks(view: JobView) -> Table:
             _seconds(row.step_s),
             _bar(row, longest),
             f"{row.hidden_share:.0%}",
-            decimal(round(row.sent_per_s)),
-            decimal(round(row.received_per_s)),
+            _size(row.sent_per_s),
             Text(row.note, style="yellow" if row.is_late else ""),
         )
     return table
@@ -88,8 +94,7 @@ def _links(view: JobView) -> Table:
     table.add_column("rate", justify="right")
     table.add_column("total", justify="right")
     for link in view.links[:_LINKS]:
-        rate, total = decimal(round(link.per_s)), decimal(link.total)
-        table.add_row(f"{link.sender} → {link.receiver}", f"{rate}/s", total)
+        table.add_row(f"{link.sender} → {link.receiver}", f"{_size(link.per_s)}/s", _size(link.total))
     return table
 
 
@@ -97,6 +102,10 @@ def _seconds(seconds: float) -> str:
     if seconds == 0:
         return "-"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _size(num_bytes: float) -> str:
+    return decimal(round(num_bytes)).replace(" bytes", " B")
 
 
 def _number(value: float | str) -> str:

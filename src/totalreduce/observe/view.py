@@ -30,8 +30,9 @@ class RankRow:
         seat: Its place in the job.
         rank: Its rank in the present group; ``None`` if it has written no figures, or has no rank any more.
         host: Its host.
-        state: ``starting``, ``running``, ``silent``, ``ended``, ``lost`` (it has failed), or ``left out`` (it is not a
-            member of the present group).
+        pid: The id of its process there; ``None`` if it is not known.
+        state: ``starting``, ``running``, ``silent``, ``ended``, ``lost`` (it has failed), ``no group`` (its group has
+            ended, and the next one is not formed yet), or ``left out`` (it is not a member of the present group).
         note: How it ended, or why it is late.
         is_late: Whether others wait for it.
         incarnation: How often it was started again.
@@ -48,6 +49,7 @@ class RankRow:
     seat: int
     rank: int | None
     host: str
+    pid: int | None
     state: str
     note: str = ""
     is_late: bool = False
@@ -166,14 +168,15 @@ def view_of(job: Mapping[str, Any], readings: Mapping[int, RankReading], now: fl
     rows = []
     for seat, state in states.items():
         entry, reading = seats.get(seat, {}), readings.get(seat)
-        row: dict[str, Any] = {"seat": seat, "rank": None, "host": str(entry.get("host", "")), "state": state}
+        row: dict[str, Any] = {"seat": seat, "rank": None, "pid": None, "state": state, "host": entry.get("host", "")}
         row["note"] = why.get(seat) or (str(entry.get("how", "")) if state in ("ended", "lost") else "")
         row["incarnation"] = int(entry.get("incarnation", 0))
         if reading is not None:
             figures = reading.figures
             names = ("step", "step_s", "compute_s", "exposed_s", "hidden_share", "sent_per_s", "received_per_s")
             row |= {name: getattr(figures, name) for name in names} | {"age_s": reading.age_s}
-            row["rank"] = figures.rank if state in ("running", "silent", "ended") else None
+            row["rank"] = figures.rank if state in ("running", "silent") else None
+            row["pid"] = figures.pid
             if row["host"] in ("", "localhost"):
                 row["host"] = figures.host
             if state != "running":
@@ -228,6 +231,8 @@ def _state(entry: Mapping[str, Any] | None, reading: RankReading | None, *, is_m
         return "starting"
     if not is_member:
         return "left out"
+    if not reading.figures.is_open:
+        return "no group"
     return "silent" if reading.age_s > SILENT_S else "running"
 
 

@@ -36,7 +36,7 @@ from totalreduce.tensors.compilation import never_compiled
 
 __all__ = ["CompressedReducer", "CompressedSettings"]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Compression", "refuse_unfit"]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 
 @final

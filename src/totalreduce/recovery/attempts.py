@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Attempt", "Attempts", "ShardedAttempts"]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 
 class _MembersChange(BaseException):

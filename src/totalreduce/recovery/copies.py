@@ -35,7 +35,7 @@ from totalreduce.tensors.work import Work
 
 __all__ = ["ShardCopies"]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 #: The tag of the messages between ranks.
 _TAG = 0x5EA8

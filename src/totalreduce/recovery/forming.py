@@ -51,7 +51,7 @@ __all__ = [
     "send_value",
 ]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 
 #: The number of epochs after which the memory of closed groups is given back: that takes 0.1 s.

@@ -48,7 +48,7 @@ from totalreduce.recovery.wishes import Wish, handles_signals, wish_to_end
 
 __all__ = ["Change", "Job", "recoverable"]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 #: How long the end of a group may take whose members are lost.
 _CLOSE_S = 1.0

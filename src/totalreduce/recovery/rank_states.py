@@ -28,7 +28,7 @@ from totalreduce.recovery.vote import Vote
 
 __all__ = ["RankStates"]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 
 @final

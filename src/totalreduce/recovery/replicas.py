@@ -33,7 +33,7 @@ from totalreduce.tensors.work import Work
 
 __all__ = ["Exchange", "OwnState", "Replicas", "gather_lengths", "send_row"]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 #: The tag of the messages between ranks.
 _TAG = 0x5EA7

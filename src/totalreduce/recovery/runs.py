@@ -35,7 +35,7 @@ from totalreduce.recovery.wishes import Wish
 
 __all__ = ["Membership", "Part", "Run", "Runs", "latest_version"]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 
 class Membership(Protocol):

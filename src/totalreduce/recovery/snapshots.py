@@ -40,7 +40,7 @@ from totalreduce.groups.group import Group
 
 __all__ = ["Snapshots", "share_token"]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 _SHARED = "shared"
 _PART_FILE = "part.json"

@@ -22,7 +22,7 @@ from totalreduce.server.placement import chains_of
 
 __all__ = ["Epoch", "Renewal"]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 #: How long the end of a group may take whose members are lost.
 _CLOSE_S = 1.0

@@ -20,7 +20,7 @@ from totalreduce.server.setup import Setup
 
 __all__ = ["main", "serve_group"]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 
 def main() -> None:

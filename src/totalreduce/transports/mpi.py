@@ -40,7 +40,7 @@ except (ImportError, RuntimeError) as error:  # RuntimeError: there is mpi4py, b
     ) from error
 __all__ = ["MPI", "Communicator", "MpiTransport", "join", "rank_and_size", "reason"]
 
-_log = logging.getLogger("totalreduce")
+_log = logging.getLogger(__name__)
 
 _HEAD_TAG, _BODY_TAG = 1, 2
 #: The longest description of a rank's settings.
