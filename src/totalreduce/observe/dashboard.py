@@ -40,6 +40,8 @@ _CONNECTIONS_MAX, _STREAMS_MAX = 32, 12
 _PATIENCE_S = 5.0
 #: The time between two events of a stream, and between two readings of the folder.
 _EVENT_S, _READ_S = 1.0, 0.5
+#: How often the server looks whether it is to end.
+_LOOK_S = 0.1
 #: What a page does without the connection, in milliseconds: it connects again after this time.
 _RETRY_MS = 1000
 _FILES = {
@@ -92,7 +94,9 @@ class Dashboard:
         except OSError as error:
             raise ConfigurationError(f"the dashboard cannot use port {port}: {describe_error(error)}") from error
         self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, name="totalreduce-dashboard", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_LOOK_S,), name="totalreduce-dashboard", daemon=True
+        )
 
     @property
     def url(self) -> str:

@@ -20,8 +20,8 @@ class JsonFormatter(logging.Formatter):
     """Formats a log record as one line with a JSON object.
 
     It has ``time`` (ISO 8601, UTC), ``level``, ``area`` (the part of the library, such as ``transports``), ``logger``,
-    ``message``, ``rank``, ``host`` and ``pid``; ``error`` with the traceback, if the record has one; and what the caller
-    has passed as ``extra``.
+    ``message``, ``rank``, ``host`` and ``pid``; ``error`` with the traceback, if the record has one; and what the
+    caller has passed as ``extra``.
     """
 
     def __init__(self, rank: int | None = None) -> None:

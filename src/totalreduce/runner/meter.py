@@ -47,9 +47,11 @@ class Meter:
         watchers: Are called with the totals when a step has ended, in the thread that trains.
     """
 
-    __slots__ = ("_blocked_s", "_last", "sources", "totals", "watchers")
+    __slots__ = ("_blocked_s", "_clock", "_last", "sources", "totals", "watchers")
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock`` returns seconds."""
+        self._clock = clock
         self.totals = StepTotals()
         self.sources: dict[str, Callable[[], Mapping[str, Figure]]] = {}
         self.watchers: list[Callable[[StepTotals], None]] = []
@@ -70,7 +72,7 @@ class Meter:
             elsewhere_s: How long the training has waited for other ranks in all its steps so far, in waits that
                 ``blocked`` has not noted.
         """
-        now, thread, totals = time.monotonic(), threading.get_ident(), self.totals
+        now, thread, totals = self._clock(), threading.get_ident(), self.totals
         blocked_s = self._blocked_s.get(thread, 0.0) + elsewhere_s
         timed, step_s, exposed_s = 0, 0.0, 0.0
         if self._last is not None and self._last[0] == thread:
