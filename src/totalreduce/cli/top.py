@@ -65,7 +65,7 @@ def choose_board(job: str | None) -> Board:
                 "name the folder that TOTALREDUCE_LIVE names"
             )
         return boards[0]
-    found = {str(board.read_job().get("job")): board for board in boards}
+    found = {str(board.read_job().get("job")): board for board in reversed(boards)}
     fitting = [name for name in found if name.startswith(job)]
     if len(fitting) != 1:
         running = ", ".join(found) or "none"

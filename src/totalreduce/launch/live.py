@@ -42,11 +42,11 @@ class LiveJob:
     def __exit__(self, *_: object) -> None:
         self.board.remove()
 
-    def begin(self, job_id: str, command: Sequence[str], num_ranks: int) -> None:
-        """Write what the job is."""
+    def begin(self, job_id: str, command: Sequence[str], num_ranks: int, *, is_part: bool = False) -> None:
+        """Write what the job is. ``is_part``: this is one rank of a job of a launcher on another host."""
         pid = os.getpid()
         launcher = {"launcher_pid": pid, "launcher_started": process_start(pid), "began_at": round(time.time(), 3)}
-        self._record = JobRecord(job_id, command, num_ranks, launcher)
+        self._record = JobRecord(job_id, command, num_ranks, {**launcher, "is_part": is_part})
         self._is_written = False
         self.write()
 

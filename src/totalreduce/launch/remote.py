@@ -377,7 +377,7 @@ def main() -> int:
     if environment.get(LIVE, "0") != "0":  # the launcher's folder, which is on another host
         with contextlib.suppress(ConfigurationError):
             live = LiveJob()
-            live.begin(environment["TOTALREDUCE_JOB_ID"], order["command"], 1)
+            live.begin(environment["TOTALREDUCE_JOB_ID"], order["command"], 1, is_part=True)
         environment[LIVE] = "0" if live is None else str(live.board.path)
     try:
         os.chdir(order["folder"])

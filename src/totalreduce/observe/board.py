@@ -126,10 +126,14 @@ def make_board(job: str) -> Board:
 
 
 def find_boards() -> list[Board]:
-    """Return the folders of the jobs that this user's launchers run on this host, the newest first."""
+    """Return the folders of the jobs that this user's launchers run on this host, the newest first.
+
+    Those of single ranks that a launcher on another host has started here come last.
+    """
     folders = [folder for folder in runtime_folders() if folder.is_dir() and _is_own(folder)]
     found = [board for folder in folders for board in _boards_in(folder) if board.is_alive()]
-    return sorted(found, key=lambda board: -float(board.read_job().get("began_at", 0.0)))
+    jobs = [({"is_part": False, "began_at": 0.0, **board.read_job()}, board) for board in found]
+    return [board for _, board in sorted(jobs, key=lambda pair: (pair[0]["is_part"], -pair[0]["began_at"]))]
 
 
 def process_start(pid: object) -> int | None:
