@@ -12,6 +12,7 @@ from totalreduce.bench.ddp import bench_ddp
 from totalreduce.bench.faults import bench_faults
 from totalreduce.bench.growth import bench_growth
 from totalreduce.bench.kernels import bench_kernels
+from totalreduce.bench.observe import bench_observe
 from totalreduce.bench.ps import bench_ps
 from totalreduce.bench.ps_faults import bench_ps_faults
 from totalreduce.bench.recovery import bench_recovery
@@ -51,6 +52,7 @@ for _command in (
     bench_ddp,
     bench_faults,
     bench_recovery,
+    bench_observe,
     bench_versions,
     bench_trace,
     bench_report,

@@ -38,6 +38,7 @@ class Publisher:
 
     Attributes:
         cpu_s: The processor time that its thread has taken so far, for the benchmark.
+        documents: The number of documents that its thread has written.
     """
 
     def __init__(self, folder: Path, seat: int, incarnation: int = 0, *, interval_s: float = INTERVAL_S) -> None:
@@ -56,7 +57,7 @@ class Publisher:
         self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
         self._has_failed = False
-        self.cpu_s = 0.0
+        self.cpu_s, self.documents = 0.0, 0
 
     def follow(self, runner: Runner) -> None:
         """Publish the figures of an engine from now on."""
@@ -89,7 +90,7 @@ class Publisher:
     def _run(self, stop: threading.Event) -> None:
         while True:
             self._write()
-            self.cpu_s = time.thread_time()
+            self.cpu_s, self.documents = time.thread_time(), self.documents + 1
             if stop.wait(self._interval_s):
                 return
 
