@@ -285,6 +285,22 @@ def test_a_step_in_a_block_is_compared_with_one_outside(tmp_path, warm_python):
     assert [len(samples) for row in rows for samples in (row["inside"], row["outside"])] == [8] * 4
 
 
+def test_observed_steps_are_compared_with_others(tmp_path, warm_python):
+    out = tmp_path / "out.json"
+    run(
+        *("observe", "-n", 2, "--blocks", 2, "--block-s", 0.05, "--per-second", 50, "--width", 16, "--batch", 8),
+        *("--json", out),
+    )
+    document = json.loads(out.read_text())
+    (figure,) = document["figures"]
+    assert (figure["per_second"], figure["ratio"]["num_samples"]) == (50, 2)
+    assert figure["scaled"]["median"] == pytest.approx((figure["ratio"]["median"] - 1) / 50)
+    assert 0 < figure["document_cpu_s"] < 0.1
+    assert 0 < figure["end_step_s"] < 1e-3
+    assert [len(rank["observed_s"]) for rank in document["raw"]] == [2, 2]
+    assert all(rank["documents"] >= 2 for rank in document["raw"])
+
+
 def test_faults_of_two_kinds_are_counted_and_survived(tmp_path, warm_python):
     out = tmp_path / "out.json"
     run(

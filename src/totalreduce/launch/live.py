@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -46,7 +47,8 @@ class LiveJob:
         """Write what the job is. ``is_part``: this is one rank of a job of a launcher on another host."""
         pid = os.getpid()
         launcher = {"launcher_pid": pid, "launcher_started": process_start(pid), "began_at": round(time.time(), 3)}
-        self._record = JobRecord(job_id, command, num_ranks, {**launcher, "is_part": is_part})
+        shown = ["python" if word == sys.executable else word for word in command]
+        self._record = JobRecord(job_id, shown, num_ranks, {**launcher, "is_part": is_part})
         self._is_written = False
         self.write()
 
