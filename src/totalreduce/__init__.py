@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from totalreduce.groups.group import Group
     from totalreduce.groups.plan import Plan, TensorSpec
     from totalreduce.groups.statistics import Statistics
+    from totalreduce.groups.steps import StepReport
     from totalreduce.launch.bootstrap import init
     from totalreduce.native.coordinator import Coordinator
     from totalreduce.pytorch.adasum import AdasumOptimizer, adasum_
@@ -152,6 +153,7 @@ _HOMES = {
     "StallError": "foundation.errors",
     "State": "recovery.state",
     "Statistics": "groups.statistics",
+    "StepReport": "groups.steps",
     "Strom": "strategies.strom",
     "SyncBatchNorm": "pytorch.sync_batch_norm",
     "TcpConfig": "foundation.config",
@@ -238,6 +240,7 @@ __all__ = [
     "StallError",
     "State",
     "Statistics",
+    "StepReport",
     "Strom",
     "SyncBatchNorm",
     "TcpConfig",

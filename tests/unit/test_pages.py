@@ -55,6 +55,8 @@ def test_no_block_is_left_out_for_other_reasons():
     assert sorted(reason for kind, reason in notes if kind == "not run") == [
         "it needs a GPU for each rank",
         "it needs a second machine",
+        "it needs tensorboard",
+        "it needs wandb",
         "the tests run in an environment that has the package",
     ]
 
