@@ -1,13 +1,16 @@
 """The figures of ranks, the folder of a job, and what a person is shown of both."""
 
+import asyncio
 import io
 import json
 import logging
 import os
+import time
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
@@ -372,3 +375,57 @@ def test_log_records_as_json():
         info = (type(error), error, error.__traceback__)
     record = logger.makeRecord("totalreduce", logging.ERROR, "f.py", 1, "failed", (), info)
     assert "ValueError: wrong" in json.loads(JsonFormatter().format(record))["error"]
+
+
+# ---------------------------------------------------------------------------------------------- programs of the library
+
+
+def test_steps_beside_the_back_end_of_torch_are_counted():
+    dist.init_process_group("totalreduce", store=dist.HashStore(), rank=0, world_size=1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    try:
+        group = dist.distributed_c10d._get_default_group().group
+        for _ in range(3):
+            optimizer.step()
+    finally:
+        dist.destroy_process_group()
+    optimizer.step()
+    assert group.meter.totals.steps == 3
+
+
+def test_top_as_an_application(runtime):
+    pytest.importorskip("textual", reason="textual is not installed")
+    from textual.widgets import Static
+
+    from totalreduce.cli.top_app import TopApp
+
+    async def use(app, other):
+        async with app.run_test(size=(120, 30)) as pilot:
+            shown = app.query_one("#job", Static)
+
+            def text():
+                console = Console(width=100, record=True, file=io.StringIO())
+                console.print(shown.content)
+                return console.export_text()
+
+            assert "run-1" in text()
+            await pilot.press("n")
+            assert "run-2" in text()
+            await pilot.press("p")
+            other.board.write_job({"job": "run-3"})
+            await pilot.pause(0.2)
+            assert "run-2" in text()  # paused
+            await pilot.press("p")
+            while "run-3" not in text():
+                await pilot.pause(0.05)
+            other.board.remove()
+            give_up_at = time.monotonic() + 20.0
+            while app.return_code is None and time.monotonic() < give_up_at:
+                await pilot.pause(0.05)
+        return app.return_code
+
+    with LiveJob() as one, LiveJob() as other:
+        for live, name in ((one, "run-1"), (other, "run-2")):
+            live.begin(name, ["train.py"], 1)
+        app = TopApp(one.board, 0.05)
+        assert asyncio.run(use(app, other)) == 0

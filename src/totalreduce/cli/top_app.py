@@ -53,7 +53,7 @@ class TopApp(App[None]):
         paths = [board.path for board in find_boards()]
         if paths:
             at = paths.index(self.board.path) if self.board.path in paths else -1
-            self.board = Board(paths[(at + 1) % len(paths)])
+            self.board, self._is_paused = Board(paths[(at + 1) % len(paths)]), False
             self._show()
 
     def action_pause(self) -> None:
