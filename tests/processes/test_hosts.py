@@ -21,6 +21,8 @@ from totalreduce.launch.local import run_workers
 from totalreduce.launch.placement import HostOptions, Placement
 from totalreduce.launch.remote import RemoteWorker
 from totalreduce.launch.workers import free_port
+from totalreduce.observe.board import Board
+from totalreduce.observe.figures import RankFigures
 
 
 @pytest.fixture
@@ -203,9 +205,9 @@ def test_without_launcher_and_guard_nothing_runs_on_any_host(tmp_path, kind, req
     await_end([*workers, *daemons])
 
 
-def started_worker(tmp_path, shell, text):
+def started_worker(tmp_path, shell, text, live="0"):
     command = of_script(tmp_path, text)
-    environment = {**os.environ, "RANK": "0", "TOTALREDUCE_JOB_ID": "test"}
+    environment = {**os.environ, "RANK": "0", "TOTALREDUCE_JOB_ID": "test", "TOTALREDUCE_LIVE": str(live)}
     options = {"host": "127.0.0.2", "shell": shell, "python": sys.executable, "num_local": 1}
     return RemoteWorker(0, command, environment, **options)
 
@@ -303,6 +305,31 @@ def test_the_word_that_a_worker_was_started_is_not_shown(tmp_path, shell):
     worker = started_worker(tmp_path, shell, "print('\\0', 'error', file=sys.stderr, flush=True); time.sleep(0.3)")
     assert await_end_of(worker) == b"\0 error\n"
     assert (worker.result(()).exit_code, worker.has_lost_host) == (0, False)
+
+
+def test_figures_between_the_errors_of_a_worker_are_not_shown(tmp_path, shell):
+    """A line of figures in the middle of an error; a word that is no document; one that never ends; zero bytes."""
+    folder = tmp_path / "board"
+    folder.mkdir()
+    figures = RankFigures(
+        **dict.fromkeys(("seat", "rank", "world_size", "pid", "epoch", "incarnation", "step"), 3),
+        **dict.fromkeys(("step_s", "compute_s", "exposed_s", "since_step_s", "hidden_share"), 0.5),
+        **dict.fromkeys(("bytes_sent", "bytes_received", "sent_per_s", "received_per_s"), 7),
+        host="node3",
+    ).encode()
+    parts = [b"err", b"\0totalreduce: figures ", figures, b"\nor\0\0totalreduce: figures {}\n", b"\0totalreduce: fig\n"]
+    endless = b"\0totalreduce: figures " + b"x" * 17_000
+    worker = started_worker(tmp_path, shell, "signal.pause()", live=folder)
+    worker.shown(b"\0totalreduce: started\n", is_error=True)
+    data = b"".join(parts)
+    shown = b"".join(worker.shown(data[at : at + 1], is_error=True) for at in range(len(data)))
+    shown += worker.shown(endless, is_error=True)
+    worker.finish(time.monotonic())
+    worker.process.stdout.close()
+    worker.process.stderr.close()
+    assert shown == b"error\0\0totalreduce: fig\n" + endless
+    assert [path.name for path in folder.iterdir()] == ["rank3.json"]
+    assert Board(folder).read_figures()[3].figures.host == "node3"
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1 << 20], ids=["", "nor reads its output"])

@@ -68,7 +68,7 @@ class RankFigures:
         sent_per_s: Bytes per second.
         received_per_s: Likewise.
         links: By peer, of messages only: the fast lane sends none.
-        pending: The name of the operation that is in flight for the longest time; empty if none is.
+        pending: The name of the collective that is in flight for the longest time; empty if none is.
         pending_s: The time since it was submitted.
         reason: Why it is in flight, as far as this rank knows.
         stalls: Stall reports.

@@ -18,6 +18,7 @@ from typing import final
 from totalreduce.foundation.errors import GroupClosed
 from totalreduce.foundation.forking import HomeProcess
 from totalreduce.foundation.os_errors import describe_error
+from totalreduce.foundation.types import OpKind
 from totalreduce.groups.steps import Reading, StepReport
 from totalreduce.observe.board import Board
 from totalreduce.observe.figures import Link, RankFigures
@@ -125,7 +126,9 @@ def figures_of(runner: Runner, before: Reading, after: Reading, seat: int, incar
     engine, statistics = runner.engine, after.statistics
     pending, pending_s, reason = "", 0.0, ""
     with runner.locked():
-        oldest = min(engine.table.active.values(), key=lambda each: each.submitted_at, default=None)
+        # Messages between two ranks may be awaited for long, for instance by a server, and keep nobody waiting.
+        collectives = engine.table.select(lambda each: each.signature.kind is not OpKind.SEND_RECV)
+        oldest = min(collectives, key=lambda each: each.submitted_at, default=None)
         if oldest is not None:
             pending, pending_s = oldest.name, max(0.0, after.at - oldest.submitted_at)
             reason = engine.stalls.explain(oldest, after.at)
