@@ -78,7 +78,7 @@ def _ranks(view: JobView) -> Table:
             _bar(row, longest),
             f"{row.hidden_share:.0%}",
             _size(row.sent_per_s),
-            Text(row.note, style="yellow" if row.is_late else ""),
+            Text("late", style="yellow") if row.is_late else row.note,
         )
     return table
 
