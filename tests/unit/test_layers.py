@@ -116,6 +116,19 @@ def test_files_with_threads_are_known() -> None:
     }
 
 
+def test_loggers_are_those_of_their_areas() -> None:
+    """The logger of a module is below the logger of its folder, whose level a program can set."""
+    named = {
+        (name(path), ast.unparse(node.args[0]))
+        for path in FILES
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "logging.getLogger" and node.args
+    }
+    others = {(file, argument) for file, argument in named if argument != "__name__"}
+    assert others == {("launch/bootstrap.py", "'totalreduce'")}  # the parent of all, which is set up there
+    assert len(named) > 20
+
+
 # ---------------------------------------------------------------------------------------------- the architecture page
 
 PAGE = (ROOT.parents[1] / "ARCHITECTURE.md").read_text()

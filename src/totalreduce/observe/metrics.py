@@ -11,7 +11,7 @@ from totalreduce.observe.view import JobView, RankRow
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = ["exposition", "is_available"]
+__all__ = ["exposition"]
 
 _RANK_LABELS = ("seat", "host")
 #: Of each rank: the name of a gauge, what it is, and its value.
@@ -25,15 +25,6 @@ _GAUGES: tuple[tuple[str, str, Callable[[RankRow], float]], ...] = (
     ("sent_bytes_per_second", "Bytes sent per second", lambda row: row.sent_per_s),
     ("received_bytes_per_second", "Bytes received per second", lambda row: row.received_per_s),
 )
-
-
-def is_available() -> bool:
-    """Whether the client library is installed."""
-    try:
-        import prometheus_client  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def exposition(view: JobView) -> tuple[bytes, str]:
