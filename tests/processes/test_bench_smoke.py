@@ -293,12 +293,13 @@ def test_observed_steps_are_compared_with_others(tmp_path, warm_python):
     )
     document = json.loads(out.read_text())
     (figure,) = document["figures"]
-    assert (figure["per_second"], figure["ratio"]["num_samples"]) == (50, 2)
-    assert figure["scaled"]["median"] == pytest.approx((figure["ratio"]["median"] - 1) / 50)
+    assert figure["ratio"]["num_samples"] == 2
+    assert figure["per_second"] > 0
+    assert figure["scaled"]["median"] == pytest.approx((figure["cpu_ratio"]["median"] - 1) / figure["per_second"])
     assert 0 < figure["document_cpu_s"] < 0.1
     assert 0 < figure["end_step_s"] < 1e-3
     assert [len(rank["observed_s"]) for rank in document["raw"]] == [2, 2]
-    assert all(rank["documents"] >= 2 for rank in document["raw"])
+    assert all(rank["documents_per_s"] > 0 for rank in document["raw"])
 
 
 def test_faults_of_two_kinds_are_counted_and_survived(tmp_path, warm_python):

@@ -8,7 +8,7 @@ import json
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -40,8 +40,8 @@ _LOOK_S = 0.02
 class ObserveParameters:
     """The training; the fields are options."""
 
-    blocks: Annotated[int, typer.Option(min=1, help="Blocks of observed steps, and as many of others.")] = 16
-    block_s: Annotated[float, typer.Option(min=0.01, help="Seconds of a block, about.")] = 1.0
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of observed steps, and as many of others.")] = 10
+    block_s: Annotated[float, typer.Option(min=0.01, help="Seconds of a block, about.")] = 2.0
     per_second: Annotated[float, typer.Option(min=0.1, help="Documents of each rank per second. A job writes one.")] = (
         10.0
     )
@@ -79,16 +79,20 @@ class ObserveSamples:
     Attributes:
         observed_s: Of each observed block: the mean time of a step.
         plain_s: Of each other block, in turns with the observed ones.
+        observed_cpu_s: Of each observed block: the processor time of the process in a step, mean.
+        plain_cpu_s: Of each other block.
         document_cpu_s: The processor time that one document takes.
         end_step_s: The time that counting a step takes.
-        documents: The number of documents that were written.
+        documents_per_s: The number of documents that were written in a second of observed blocks.
     """
 
     observed_s: list[float]
     plain_s: list[float]
+    observed_cpu_s: list[float]
+    plain_cpu_s: list[float]
     document_cpu_s: float
     end_step_s: float
-    documents: int
+    documents_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +102,9 @@ class ObserveFigure:
     Attributes:
         plain_s: The time of a step that nobody sees, mean of the ranks.
         ratio: The time of an observed step divided by that.
-        per_second: The documents of each rank per second in observed blocks.
-        scaled: What a step of a job, whose ranks write one document per second, takes more: a share of the step.
+        cpu_ratio: Likewise of the processor time of all threads, which other programs of the machine disturb less.
+        per_second: The documents of each rank per second in observed blocks, mean.
+        scaled: The processor time that a step of a job, whose ranks write one document per second, takes more: a share.
         document_cpu_s: The processor time of one document, mean of the ranks. So this is also the share of a core that
             one document per second takes.
         end_step_s: The time that counting a step takes.
@@ -107,6 +112,7 @@ class ObserveFigure:
 
     plain_s: Estimate
     ratio: Estimate
+    cpu_ratio: Estimate
     per_second: float
     scaled: Estimate
     document_cpu_s: float
@@ -127,20 +133,24 @@ def bench_observe(setting: Setting, parameters: ObserveParameters) -> Report:
     figures, the dashboard runs, one page reads it, and another one is connected and never reads.
     """
     samples = _run(setting, parameters)
-    figure = summarise(samples, parameters.per_second)
+    figure = summarise(samples)
     table = Table(
         f"observed steps beside others, {setting.describe()}",
         [
             ("step (95 %)", lambda f: duration(f.plain_s)),
-            ("documents/s of a rank", lambda f: f"{f.per_second:g}"),
-            ("observed / not", lambda f: f"{f.ratio.median:.4f}x \\[{f.ratio.low:.4f}, {f.ratio.high:.4f}]"),
-            ("cost at 1/s", lambda f: f"{f.scaled.median:.3%} \\[{f.scaled.low:.3%}, {f.scaled.high:.3%}]"),
+            ("documents/s of a rank", lambda f: f"{f.per_second:.1f}"),
+            ("time, observed / not", lambda f: f"{f.ratio.median:.4f}x \\[{f.ratio.low:.4f}, {f.ratio.high:.4f}]"),
+            (
+                "processor time",
+                lambda f: f"{f.cpu_ratio.median:.4f}x \\[{f.cpu_ratio.low:.4f}, {f.cpu_ratio.high:.4f}]",
+            ),
+            ("of which at 1/s", lambda f: f"{f.scaled.median:.3%} \\[{f.scaled.low:.3%}, {f.scaled.high:.3%}]"),
             ("a document", lambda f: f"{f.document_cpu_s * 1e6:.0f} µs of a core"),
             ("counting a step", lambda f: f"{f.end_step_s * 1e6:.2f} µs"),
         ],
         [figure],
-        f"{parameters.blocks} blocks of either kind, {parameters.block_s:g} s each, in turn. Cost at 1/s: the "
-        "difference divided by the number of documents per second, because a job writes one.",
+        f"{parameters.blocks} blocks of either kind, {parameters.block_s:g} s each, in turn. At 1/s: the difference of "
+        "the processor times divided by the number of documents per second, because a job writes one.",
     )
     return Report([table], {**setting.as_document(), **asdict(parameters)}, describe_machine(), [figure], samples)
 
@@ -204,15 +214,21 @@ class _Pages:
         return stack.enter_context(connection.getresponse())
 
 
-def summarise(ranks: Sequence[ObserveSamples], per_second: float) -> ObserveFigure:
+def summarise(ranks: Sequence[ObserveSamples]) -> ObserveFigure:
     """Return the figure of all ranks' samples."""
-    observed = [fmean(blocks) for blocks in zip(*(rank.observed_s for rank in ranks), strict=True)]
-    plain = [fmean(blocks) for blocks in zip(*(rank.plain_s for rank in ranks), strict=True)]
+
+    def means(samples: Callable[[ObserveSamples], list[float]]) -> list[float]:
+        return [fmean(blocks) for blocks in zip(*map(samples, ranks), strict=True)]
+
+    observed, plain = means(lambda rank: rank.observed_s), means(lambda rank: rank.plain_s)
+    observed_cpu, plain_cpu = means(lambda rank: rank.observed_cpu_s), means(lambda rank: rank.plain_cpu_s)
+    per_second = fmean(rank.documents_per_s for rank in ranks)
     return ObserveFigure(
         plain_s=estimate(plain),
         ratio=ratio_estimate(observed, plain),
+        cpu_ratio=ratio_estimate(observed_cpu, plain_cpu),
         per_second=per_second,
-        scaled=estimate([(one / other - 1) / per_second for one, other in zip(observed, plain, strict=True)]),
+        scaled=estimate([(one / other - 1) / per_second for one, other in zip(observed_cpu, plain_cpu, strict=True)]),
         document_cpu_s=fmean(rank.document_cpu_s for rank in ranks),
         end_step_s=fmean(rank.end_step_s for rank in ranks),
     )

@@ -35,18 +35,20 @@ def measure(config: ObserveConfig) -> ObserveSamples:
     optimizer = tr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model, group=group)
     inputs = torch.randn(config.batch, config.width)
 
-    def run(steps: int) -> float:
+    def run(steps: int) -> tuple[float, float]:
+        """Return the time of a step, and the processor time."""
         group.barrier()
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         for _ in range(steps):
             optimizer.zero_grad()
             model(inputs).square().mean().backward()
             optimizer.step()
-        return (time.perf_counter() - begin) / steps
+        return (time.perf_counter() - begin) / steps, (time.process_time() - cpu_begin) / steps
 
     run(_WARMUP_STEPS)
-    steps = group.broadcast_object(max(2, round(config.block_s / run(_WARMUP_STEPS))))
-    observed, plain, cpu_s, documents = [], [], 0.0, 0
+    steps = group.broadcast_object(max(2, round(config.block_s / run(_WARMUP_STEPS)[0])))
+    observed, plain = [], []
+    cpu_s, documents = 0.0, 0
     flag, runner = Path(config.folder) / OBSERVED, group.operations.runner
     for index in range(config.blocks):
         # A B, B A, A B: what one kind of block leaves to the next one cancels out.
@@ -64,7 +66,15 @@ def measure(config: ObserveConfig) -> ObserveSamples:
             if group.rank == 0:
                 flag.unlink()
     group.barrier()
-    return ObserveSamples(observed, plain, cpu_s / max(1, documents), _seconds_of_counting(), documents)
+    return ObserveSamples(
+        observed_s=[seconds for seconds, _ in observed],
+        plain_s=[seconds for seconds, _ in plain],
+        observed_cpu_s=[cpu for _, cpu in observed],
+        plain_cpu_s=[cpu for _, cpu in plain],
+        document_cpu_s=cpu_s / max(1, documents),
+        end_step_s=_seconds_of_counting(),
+        documents_per_s=documents / (steps * sum(seconds for seconds, _ in observed)),
+    )
 
 
 def _seconds_of_counting() -> float:

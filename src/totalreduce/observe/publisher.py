@@ -39,7 +39,7 @@ class Publisher:
 
     Attributes:
         cpu_s: The processor time that its thread has taken so far, for the benchmark.
-        documents: The number of documents that its thread has written.
+        documents: The number of documents that were written.
     """
 
     def __init__(self, folder: Path, seat: int, incarnation: int = 0, *, interval_s: float = INTERVAL_S) -> None:
@@ -91,7 +91,7 @@ class Publisher:
     def _run(self, stop: threading.Event) -> None:
         while True:
             self._write()
-            self.cpu_s, self.documents = time.thread_time(), self.documents + 1
+            self.cpu_s = time.thread_time()
             if stop.wait(self._interval_s):
                 return
 
@@ -106,6 +106,7 @@ class Publisher:
                 after = self._followed[runner] = Reading.of(runner)
                 figures = figures_of(runner, before, after, self._seat, self._incarnation)
                 self._board.write_figures(self._seat, replace(figures, is_open=is_open).encode())
+                self.documents += 1
             except GroupClosed:
                 return
             except OSError as error:
