@@ -22,6 +22,7 @@ from totalreduce.launch.live import LiveJob
 from totalreduce.launch.local import run_workers
 from totalreduce.launch.placement import HostOptions
 from totalreduce.launch.workers import free_port
+from totalreduce.observe import board as boards
 from totalreduce.observe.board import find_boards
 from totalreduce.observe.dashboard import Dashboard
 from totalreduce.observe.view import JobView
@@ -35,7 +36,8 @@ def own_runtime_folder(tmp_path, monkeypatch):
     """Other jobs of this user are not seen, and what a job leaves behind is."""
     folder = tmp_path / "runtime"
     folder.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))  # for launchers in processes of their own
+    monkeypatch.setattr(boards, "runtime_folders", lambda: [folder / "totalreduce"])
     yield
     assert list((folder / "totalreduce").iterdir()) == []
 
