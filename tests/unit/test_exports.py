@@ -1,6 +1,7 @@
 """What is public exists, is documented, and is imported lazily."""
 
 import importlib
+import importlib.util
 import pkgutil
 import subprocess
 import sys
@@ -11,10 +12,12 @@ import pytest
 import totalreduce
 
 TRITON = "totalreduce.kernels.device_triton"
+#: Modules that need a package which users may do without.
+OPTIONAL = {"totalreduce.cli.top_app"} if importlib.util.find_spec("textual") is None else set()
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(totalreduce.__path__, "totalreduce.")
-    if module.name not in ("totalreduce.__main__", TRITON)
+    if module.name not in ("totalreduce.__main__", TRITON, *OPTIONAL)
 )
 
 
