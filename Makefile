@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Torch would start a thread per core in every rank, and they would spin while they wait for each other.
 test check soak: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check torch-suite lint warm-kernels warm-tests triton-tests soak bench docs docs-serve interface tested-with dist clean
+.PHONY: demo test check torch-suite gpu lint warm-kernels warm-tests triton-tests soak bench docs docs-serve interface tested-with dist clean
 demo: $(STAMP)
 	$(BIN)/totalreduce demo $(ARGS)
 
@@ -38,6 +38,10 @@ check: lint
 # PyTorch's own tests of torch.distributed, at world sizes 2, 3 and 4: what gloo passes must pass.
 torch-suite: $(STAMP)
 	$(BIN)/python tests/torch_suite/run.py $(ARGS)
+
+# What one GPU can show, in eight minutes and without a network: with .venv if it is there, else with PYTHON as it is.
+gpu:
+	PYTHONPATH=src $(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) tests/gpu/run.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests examples tools

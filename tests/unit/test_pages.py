@@ -121,3 +121,11 @@ def test_every_library_that_is_tested_is_in_the_table():
     }
     assert {row[:2] for row in rows[1:]} == marked
     assert {row[2] for row in rows[1:]} == {"passed"}
+
+
+def test_one_page_says_that_nothing_was_run_on_a_gpu():
+    """So that one sentence changes when a GPU is there."""
+    words = re.compile(r"\b(not|nothing|never|no|yet)\b[^.|]{0,60}\b(on a (real )?GPU|seen a GPU)\b", re.IGNORECASE)
+    saying = [page for page in PAGES if page != "CHANGELOG.md" and words.search((ROOT / page).read_text())]
+    assert saying == ["docs/gpu.md"]
+    assert len(re.findall("been run on a GPU", (ROOT / "docs/gpu.md").read_text())) == 1

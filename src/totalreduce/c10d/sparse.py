@@ -21,7 +21,7 @@ def allreduce_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> tu
     Returns:
         The operations, and the local sum that follows them.
     """
-    own = tensor.detach().coalesce()
+    own = tensor.detach().coalesce().cpu()
     counts = torch.zeros(group.world_size, dtype=torch.int64)
     group.allgather(counts, torch.tensor([own._nnz()])).wait(timeout_s)
     indices = [torch.empty(own.sparse_dim(), int(count), dtype=torch.int64) for count in counts]

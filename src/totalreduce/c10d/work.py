@@ -178,14 +178,21 @@ class OperationWork(Work):
             torch.autograd.Variable._execution_engine.queue_callback(self.block_current_stream)
         with self._lock:
             if self._future is None:
-                # An error can only be put into a future by a callback that raises it.
-                gate: torch.futures.Future[None] = torch.futures.Future()
+                # An error can only be put into a future by a callback that raises it. Given the devices of its tensors,
+                # a future makes the streams of those that wait for it wait for the kernels of its callbacks.
+                gate: torch.futures.Future[None] = torch.futures.Future(devices=self._devices())
                 self._future = gate.then(lambda _: self._outcome())
                 if all(work.done() for work in self._works):
                     gate.set_result(None)
                 else:
                     self._complete_later(gate)
             return self._future
+
+    def _devices(self) -> list[int | str | torch.device]:
+        """Return the CUDA devices of the outputs."""
+        if self._staged is None:  # all of them are in host memory
+            return []
+        return sorted({tensor.device for tensor in _flat(self._result) if tensor.is_cuda}, key=str)
 
     def _complete_later(self, gate: Any) -> None:
         once = threading.Lock()

@@ -15,12 +15,14 @@ from torch import Tensor
 from totalreduce.kernels import device
 from totalreduce.kernels.device import Found
 
-__all__ = ["accumulate", "select"]
+__all__ = ["accumulate", "launch", "select"]
 
 _BLOCK = 4096
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Each variant of a kernel is compiled when it is first used. Bounds change in every step; if Triton made variants for
+# numbers that are divisible by 16, some later steps would wait for a compilation.
+@triton.jit(do_not_specialize=["room", "bound"])  # type: ignore[untyped-decorator]
 def _pass(source, residual, index, value, counter, n, room, scale, bound, ADDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -47,16 +49,39 @@ def select(source: Tensor, bound: int, room: int) -> Found:
 
 
 def _run(source: Tensor, residual: Tensor, scale: float, bound: int, room: int, *, adds: bool) -> Found:
-    n = source.numel()
-    room = min(room, n)
-    index = torch.empty(room, dtype=torch.int32, device=source.device)
-    value = torch.empty(room, dtype=torch.float32, device=source.device)
-    counter = torch.zeros(1, dtype=torch.int32, device=source.device)
-    if n:
-        grid = (triton.cdiv(n, _BLOCK),)
-        _pass[grid](source, residual, index, value, counter, n, room, scale, bound, ADDS=adds, BLOCK=_BLOCK)
+    room = min(room, source.numel())
+    index, value, counter = launch(source, residual, scale, bound, room, adds=adds)
     count = int(counter.item())
     if count > room:  # the lists have any of them, not the first ones
         return device.select(source, bound, room)
     ascending, order = index[:count].sort()
     return Found(ascending.long(), value[order], complete=True)
+
+
+def launch(
+    source: Tensor, residual: Tensor, scale: float, bound: int, room: int, *, adds: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queue the pass over the memory on the current stream; do not wait for it.
+
+    Args:
+        source: float32, contiguous, one-dimensional; with ``adds`` it becomes ``source * scale + residual``.
+        residual: Of the same size; read with ``adds``.
+        scale: Factor of the source.
+        bound: Bits of the smallest magnitude to list.
+        room: The length of the lists, at most the number of elements.
+        adds: Whether the residual is added.
+
+    Returns:
+        The lists of indices (int32) and values, in any order, and the number of elements that reach the bound (one
+        int32). If that is larger than ``room``, the lists have some of these elements.
+    """
+    n = source.numel()
+    index = torch.empty(room, dtype=torch.int32, device=source.device)
+    value = torch.empty(room, dtype=torch.float32, device=source.device)
+    counter = torch.zeros(1, dtype=torch.int32, device=source.device)
+    if n:
+        grid = (triton.cdiv(n, _BLOCK),)
+        # Product and sum are rounded one after the other, as on the CPU, so that the bits are the same.
+        options = {"ADDS": adds, "BLOCK": _BLOCK, "enable_fp_fusion": False}
+        _pass[grid](source, residual, index, value, counter, n, room, scale, bound, **options)
+    return index, value, counter

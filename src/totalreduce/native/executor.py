@@ -165,7 +165,8 @@ class Executor:
             batch.error = self._failure
         else:
             try:
-                self._packer.start(batch)
+                with self._packer.beside(batch):
+                    self._packer.start(batch)
             except ConfigurationError as error:
                 batch.error = error  # the library cannot do this, which is so on every rank
             except Exception as error:
@@ -176,17 +177,18 @@ class Executor:
 
     def _finish_oldest(self) -> None:
         batch = self._under_way.popleft()
-        if batch.error is None and batch.work is not None:
-            batch.error = self._wait(batch.work)
-        batch.ended = time.monotonic()
-        if self._failure is None:
-            self.carried_out += len(batch.responses)
-        if batch.error is None:
-            try:
-                batch.finish()
-                self._packer.synchronise(batch)
-            except Exception as error:
-                batch.error = error
+        with self._packer.beside(batch):
+            if batch.error is None and batch.work is not None:
+                batch.error = self._wait(batch.work)
+            batch.ended = time.monotonic()
+            if self._failure is None:
+                self.carried_out += len(batch.responses)
+            if batch.error is None:
+                try:
+                    batch.finish()
+                    self._packer.synchronise(batch)
+                except Exception as error:
+                    batch.error = error
         self._packer.release(batch)
         batch.unpacked = time.monotonic()
         self._report(batch)

@@ -42,6 +42,7 @@ class NativeOperation:
         submitted_at: Time of the submission on the engine's clock, in seconds.
         iteration: How often the name was used before.
         ready: On an accelerator: an event after which ``tensor`` has its values.
+        stream: On an accelerator: the current stream of the thread that submitted the operation.
         result: The tensor that was made for the result, if there are no ``outputs``.
         rows: Filled, at the end of an alltoall, with the number of rows that came from each rank.
         error: The error of this operation alone, where the other operations of its batch went well.
@@ -53,6 +54,7 @@ class NativeOperation:
     operands: Operands
     outputs: Sequence[torch.Tensor] | None = None
     ready: Any = None
+    stream: Any = None
     handle: Handle = field(default_factory=Handle)
     submitted_at: float = 0.0
     iteration: int = 0
@@ -64,7 +66,8 @@ class NativeOperation:
         """Make the copies that the operation needs. Called when its memory is claimed, by the thread that submits."""
         self.operands.prepare()
         if self.ready is not None:
-            self.ready.record(torch.cuda.current_stream(self.tensor.device))
+            self.stream = torch.cuda.current_stream(self.tensor.device)
+            self.ready.record(self.stream)
 
     @property
     def returned(self) -> torch.Tensor | Callable[[], torch.Tensor | None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -17,6 +18,7 @@ from totalreduce.kernels import divide
 from totalreduce.native.collectives import NativeCollectives, NativeWork
 from totalreduce.native.operation import NativeOperation
 from totalreduce.tensors.memory import is_plain
+from totalreduce.tensors.streams import SideStreams
 
 __all__ = ["Batch", "Devices", "Packer"]
 
@@ -112,24 +114,38 @@ class Packer:
         self._rank, self._natives, self._divide_by_active, self._empty = rank, natives, divide_by_active, empty
         self._buffers: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         self._devices = Devices(natives.device)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # The current device of the thread that makes the coordinator; the executor's thread has another one.
+            self._devices.note(torch.device("cuda", torch.cuda.current_device()))
+        self._streams = SideStreams()
+
+    @contextlib.contextmanager
+    def beside(self, batch: Batch) -> Iterator[None]:
+        """Run the block's kernels, and what the library queues, on the side stream of the device of a batch.
+
+        On the current stream of the executor's thread, which is the default stream, they would wait for all kernels
+        that the program has queued there, such as the rest of backward.
+        """
+        for operation in batch.mine:
+            self._devices.note(operation.tensor.device)
+        with self._streams.on(self._devices.of(batch.responses[0].request.device)):
+            yield
 
     def start(self, batch: Batch) -> None:
-        """Pack a batch and call the library: sets ``work``, ``buffer`` and ``finish`` of the batch.
+        """Pack a batch and call the library: sets ``work``, ``buffer`` and ``finish`` of the batch. In ``beside``.
 
         Raises:
             UnsupportedError: The library does not have this operation or element type, which is so on every rank.
         """
-        for operation in batch.operations:
-            if operation is not None:
-                self._devices.note(operation.tensor.device)
-                if operation.ready is not None:
-                    operation.ready.wait(torch.cuda.current_stream(operation.tensor.device))
+        for operation in batch.mine:
+            if operation.ready is not None:
+                operation.ready.wait(torch.cuda.current_stream(operation.tensor.device))
         self._pack(batch, batch.responses[0])
 
     def synchronise(self, batch: Batch) -> None:
-        """Wait until an accelerator has written the results of a batch."""
-        if batch.responses[0].request.device == "cuda":
-            torch.cuda.current_stream(self._devices.of("cuda")).synchronize()
+        """Wait until an accelerator has written the results of a batch. In ``beside``."""
+        for device in {operation.tensor.device for operation in batch.mine if operation.tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
 
     def release(self, batch: Batch) -> None:
         """Take a batch's fusion buffer back."""
@@ -327,7 +343,10 @@ class Packer:
             source: The rank from which the only part comes; ``None``: the parts come from all ranks.
         """
         if operation.outputs is None:
-            operation.result = torch.cat(list(pieces)).view(shape) if len(pieces) > 1 else pieces[0].clone().view(shape)
+            result = torch.cat(list(pieces)).view(shape) if len(pieces) > 1 else pieces[0].clone().view(shape)
+            if operation.stream is not None:  # the program will use what was allocated on the side stream
+                result.record_stream(operation.stream)
+            operation.result = result
             return
         for rank, (output, piece) in enumerate(zip(operation.outputs, pieces, strict=True)):
             if output.numel() != piece.numel():  # an error of this operation, and not of those fused with it

@@ -19,18 +19,39 @@ from totalreduce.transports.torch_group import ENDED, destroy, forming_a_group, 
 
 __all__ = ["TorchCollectives", "everybody"]
 
+#: Seconds between two looks at a collective of a GPU: at first, and at most.
+_PAUSE_S, _PAUSE_MAX_S = 2e-5, 5e-4
+
 
 @final
 class _TorchWork:
-    """A collective of torch that was started. ``finish`` completes its result."""
+    """A collective of torch that was started.
 
-    def __init__(self, what: str, rank: int, work: Any, finish: Callable[[], None] | None) -> None:
-        self._what, self._rank, self._work, self._finish = what, rank, work, finish
+    Args:
+        what: Its name.
+        rank: This rank.
+        work: torch's handle.
+        finish: Completes the result.
+        polled: Whether ``work`` must not be given a time-out. NCCL's works abort the communicator when a time-out of a
+            wait is over, so that one late rank would end the job. Without a time-out they make the current stream wait,
+            and not the caller.
+    """
+
+    def __init__(self, what: str, rank: int, work: Any, finish: Callable[[], None] | None, *, polled: bool) -> None:
+        self._what, self._rank, self._work, self._finish, self._polled = what, rank, work, finish, polled
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
 
     def wait(self, timeout_s: float) -> bool:
+        if not (self._poll(timeout_s) if self._polled else self._block(timeout_s)):
+            return False
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+    def _block(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         try:
             self._work.wait(timedelta(seconds=max(0.001, timeout_s)))
@@ -43,9 +64,20 @@ class _TorchWork:
                 self._work.wait()
             except RuntimeError as failure:
                 raise self._failed(failure) from failure
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        return True
+
+    def _poll(self, timeout_s: float) -> bool:
+        deadline, pause_s = time.monotonic() + timeout_s, _PAUSE_S
+        while not self._work.is_completed():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
         return True
 
     def _failed(self, error: RuntimeError) -> TotalReduceError:
@@ -142,7 +174,8 @@ class TorchCollectives:
             work = begin(*arguments, group=self._group, async_op=True)
         except ENDED as error:
             raise TotalReduceError(f"rank {self._rank}: torch's {what} failed: {reason(error)}") from error
-        return _TorchWork(what, self._rank, work, finish)
+        polled = any(isinstance(argument, torch.Tensor) and argument.is_cuda for argument in arguments)
+        return _TorchWork(what, self._rank, work, finish, polled=polled)
 
 
 def everybody(timeout_s: float) -> TorchCollectives:

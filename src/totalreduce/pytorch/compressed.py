@@ -29,10 +29,11 @@ from totalreduce.pytorch.error_feedback import (
 )
 from totalreduce.pytorch.round import BucketReadiness, GradientReducer
 from totalreduce.sparse.accumulator import Accumulator
-from totalreduce.sparse.device import SideStreams, accumulator_of
+from totalreduce.sparse.device import accumulator_of
 from totalreduce.sparse.rounds import SparseRounds
 from totalreduce.sparse.session import Update
 from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.streams import SideStreams
 
 __all__ = ["CompressedReducer", "CompressedSettings"]
 

@@ -23,8 +23,9 @@ from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.error_feedback import ErrorFeedback, MomentumCorrection, Residuals
 from totalreduce.sparse.actions import Action, Allreduce
 from totalreduce.sparse.common import counted
-from totalreduce.sparse.device import SideStreams, accumulator_of
+from totalreduce.sparse.device import accumulator_of
 from totalreduce.sparse.session import BucketShape, Report, Session, Update
+from totalreduce.tensors.streams import SideStreams
 
 __all__ = ["BucketLayout", "HookBucket", "HookSettings", "Memory"]
 
@@ -141,12 +142,18 @@ class HookBucket:
         self._means: list[tuple[slice, torch.Tensor]] = []
         self._sparse_means: tuple[Array, torch.Tensor] | None = None
         self.report = Report("dense", k=sum(stretch.end - stretch.begin for stretch in layout.dense))
-        self._in_place = buffer.dtype is torch.float32
         self._flats = [
             self._buffer[stretch.begin : stretch.end] if self._in_place else settings.memory.spare(stretch.parameter)
             for stretch in layout.compressed
         ]
+        kept = [settings.memory.residuals.of(stretch.parameter) for stretch in layout.compressed]
         self._accumulated = accumulator_of(self._flats, settings.streams)
+        self._residuals = accumulator_of(kept, settings.streams)  # those that are new are set to zero on this stream
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether the gradients are accumulated in DDP's buffer."""
+        return self._buffer.dtype is torch.float32
 
     def take(self, loss_scale: Callable[[], float]) -> None:
         """Take the gradients out of the buffer. ``loss_scale`` returns the factor of the loss."""
@@ -175,9 +182,7 @@ class HookBucket:
         """Multiply the gradients by ``clip``, add the residuals, and select the elements to send."""
         if self._session is None:
             return
-        kept = [self._settings.memory.residuals.of(stretch.parameter) for stretch in self._layout.compressed]
-        residuals = accumulator_of(kept, self._settings.streams)
-        self._session.accumulate(self._accumulated, residuals, clip / self._correction.scale_after(self._scale))
+        self._session.accumulate(self._accumulated, self._residuals, clip / self._correction.scale_after(self._scale))
         self.report = self._session.report
 
     def exchange(self) -> Generator[Action, Any, bool]:
@@ -250,7 +255,8 @@ class HookBucket:
             accumulated.add(indices[~used], values[~used], 1.0 / self._settings.world_size)
             indices, values = indices[used], values[used]
         if self._correction.pending:  # factor masking
-            accumulator_of(list(self._correction.pending.values()), self._settings.streams).erase(indices)
+            pending = list(self._correction.pending.values())
+            accumulator_of(pending, self._settings.streams, settled=True).erase(indices)
         means, cut_off = self._rounded(values)
         if cut_off is not None:
             accumulated.add(indices, cut_off)
@@ -263,7 +269,7 @@ class HookBucket:
         for number, (stretch, used) in enumerate(zip(self._layout.compressed, update.present, strict=True)):
             start = self._accumulated.starts()[number]
             values = update.values[start : start + stretch.end - stretch.begin]
-            part = accumulator_of(self._flats[number : number + 1], self._settings.streams)
+            part = accumulator_of(self._flats[number : number + 1], self._settings.streams, settled=True)
             if not used:
                 part.add_all(values, 1.0 / self._settings.world_size)
                 continue

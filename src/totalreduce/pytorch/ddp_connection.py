@@ -18,8 +18,8 @@ from totalreduce.foundation.forking import HomeProcess
 from totalreduce.sparse.actions import Allgather
 from totalreduce.sparse.c10d_driver import C10dDriver
 from totalreduce.sparse.candidates import Workspace
-from totalreduce.sparse.device import SideStreams
 from totalreduce.sparse.worker import ExchangeWorker
+from totalreduce.tensors.streams import SideStreams
 from totalreduce.transports.torch_group import destroy, forming_a_group
 
 __all__ = ["Connection"]

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Messages
+from totalreduce.tensors.streams import SideStreams
 from totalreduce.transports.torch_group import reason
 
 __all__ = ["C10dDriver"]
@@ -58,8 +59,8 @@ class C10dDriver:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        #: A side stream: on the stream of backward a copy would wait for all kernels that are queued there.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        #: On the stream of backward a copy would wait for all kernels that are queued there.
+        self._streams = SideStreams()
         self._failed: Exception | None = None
         self._unfinished: Any = None
 
@@ -81,7 +82,7 @@ class C10dDriver:
         If the operations fail, messages may still arrive for ``works``, which are in flight, so their memory is kept.
         """
         try:
-            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            with self._streams.on(self._device):
                 yield
         except (
             RuntimeError,

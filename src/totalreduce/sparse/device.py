@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -23,41 +24,26 @@ from totalreduce.kernels.device import DeviceKernels
 from totalreduce.kernels.selection import Kth, radix_select
 from totalreduce.sparse.accumulator import Accumulator, HostAccumulator
 from totalreduce.sparse.candidates import Candidates
+from totalreduce.tensors.streams import SideStreams
 
-__all__ = ["DeviceAccumulator", "SideStreams", "accumulator_of"]
-
-
-@final
-class SideStreams:
-    """One CUDA stream per device, on which the exchange computes and copies beside the kernels of the model."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    @contextlib.contextmanager
-    def beside(self, device: torch.device, ready: torch.cuda.Event | None = None) -> Iterator[None]:
-        """Run the block's kernels on the side stream after the event ``ready``, and wait until they have ended."""
-        if device.type != "cuda":
-            yield
-            return
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.no_grad(), torch.cuda.stream(stream):
-            if ready is not None:
-                stream.wait_event(ready)
-            yield
-        stream.synchronize()
+__all__ = ["DeviceAccumulator", "accumulator_of"]
 
 
-def accumulator_of(tensors: Sequence[Tensor], streams: SideStreams) -> Accumulator:
+def accumulator_of(tensors: Sequence[Tensor], streams: SideStreams, *, settled: bool = False) -> Accumulator:
     """Return the accumulator over float32 tensors, contiguous, one-dimensional, on any device; nothing is copied.
 
-    On a GPU it works on the side stream, after the kernels that are queued on the current stream.
+    On a GPU it works on the side stream.
+
+    Args:
+        tensors: The segments.
+        streams: The side streams.
+        settled: Whether all kernels that write to the tensors have ended. Otherwise the side stream waits for those
+            that are queued on the current stream now, so this is called by the thread that queued them. In another
+            thread it would wait for kernels that have nothing to do with the tensors, such as the rest of backward.
     """
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return HostAccumulator([tensor.numpy() for tensor in tensors])
-    return DeviceAccumulator(tensors, streams, kernels_for(tensors[0].device))
+    return DeviceAccumulator(tensors, streams, kernels_for(tensors[0].device), settled=settled)
 
 
 def kernels_for(device: torch.device) -> DeviceKernels:
@@ -73,17 +59,19 @@ def kernels_for(device: torch.device) -> DeviceKernels:
 class DeviceAccumulator(Accumulator):
     """In the memory of one or several devices."""
 
-    def __init__(self, tensors: Sequence[Tensor], streams: SideStreams, kernels: DeviceKernels) -> None:
-        """Called on the stream that writes to the tensors."""
+    def __init__(
+        self, tensors: Sequence[Tensor], streams: SideStreams, kernels: DeviceKernels, *, settled: bool = False
+    ) -> None:
+        """Called on the stream that writes to the tensors, unless they are settled; see ``accumulator_of``."""
         super().__init__([tensor.numel() for tensor in tensors])
         self._tensors, self._streams, self._kernels = list(tensors), streams, kernels
-        self._ready = {
-            device: torch.cuda.current_stream(device).record_event()
-            for device in {tensor.device for tensor in tensors if tensor.is_cuda}
-        }
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda and not settled}
+        self._ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
     def accumulate(self, residuals: Accumulator, scale: float, bound: int, found: Candidates) -> None:
         assert isinstance(residuals, DeviceAccumulator), "residuals lie where the gradients do"
+        for device, ready in residuals._ready.items():
+            self._streams.of(device).wait_event(ready)
         for (number, tensor), residual in zip(self._each(), residuals._tensors, strict=True):
             room = found.room if found.complete else 0
             self._list(number, self._kernels.accumulate(tensor, residual, scale, bound, room), found)
@@ -105,23 +93,22 @@ class DeviceAccumulator(Accumulator):
         return np.concatenate([tensor[::stride].cpu().numpy() for _, tensor in self._each()])
 
     def moments(self) -> tuple[float, float]:
-        mean = sum(float(tensor.sum(dtype=torch.float64)) for _, tensor in self._each()) / self.num_elements
+        mean = sum(self._numbers(lambda tensor: tensor.sum(dtype=torch.float64))) / self.num_elements
         return mean, max(0.0, self.norm() ** 2 / self.num_elements - mean**2)
 
     def norm(self) -> float:
-        norms = [float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for _, tensor in self._each()]
-        return math.hypot(*norms)
+        return math.hypot(*self._numbers(lambda tensor: torch.linalg.vector_norm(tensor, dtype=torch.float64)))
 
     def present(self) -> list[bool]:
-        return [bool(tensor.any()) for _, tensor in self._each()]
+        return self._numbers(torch.any)
 
     def put(self, indices: Array, values: Array, factor: float = 1.0) -> None:
-        for tensor, places, chosen in self._places(indices):
-            tensor[places] = torch.from_numpy(values[chosen] * np.float32(factor)).to(tensor.device)
+        for tensor, places, [chosen] in self._places(indices, values * np.float32(factor)):
+            tensor[places] = chosen
 
     def add(self, indices: Array, values: Array, factor: float = 1.0) -> None:
-        for tensor, places, chosen in self._places(indices):
-            tensor[places] += torch.from_numpy(values[chosen] * np.float32(factor)).to(tensor.device)
+        for tensor, places, [chosen] in self._places(indices, values * np.float32(factor)):
+            tensor[places] += chosen
 
     def keep_rest(self, indices: Array, values: Array, sent: Array, applied: Array) -> None:
         if applied.size:
@@ -155,18 +142,32 @@ class DeviceAccumulator(Accumulator):
         for number, tensor in self._each():
             tensor.copy_(copies[number])
 
+    def _runs(self) -> Iterator[list[tuple[int, Tensor]]]:
+        """Yield number and memory of the segments, device by device; the caller's work runs on the side stream."""
+        for device, run in itertools.groupby(enumerate(self._tensors), lambda each: each[1].device):
+            with self._streams.beside(device, self._ready.get(device)):
+                yield list(run)
+
     def _each(self) -> Iterator[tuple[int, Tensor]]:
         """Yield number and memory of each segment; the caller's work with it runs on the side stream."""
-        for number, tensor in enumerate(self._tensors):
-            with self._streams.beside(tensor.device, self._ready.get(tensor.device)):
-                yield number, tensor
+        for run in self._runs():
+            yield from run
 
-    def _places(self, indices: Array) -> Iterator[tuple[Tensor, Tensor, slice]]:
-        """Yield, on the side stream, memory, positions and slice of the indices for each segment that has some."""
-        for number, start, chosen in self._split(indices):
-            tensor = self._tensors[number]
-            with self._streams.beside(tensor.device, self._ready.get(tensor.device)):
-                yield tensor, torch.from_numpy(indices[chosen].astype(np.int64) - start).to(tensor.device), chosen
+    def _numbers(self, function: Callable[[Tensor], Tensor]) -> list[Any]:
+        """Return one number of each segment. They are copied to the host together."""
+        return [number for run in self._runs() for number in torch.stack([function(each) for _, each in run]).tolist()]
+
+    def _places(self, indices: Array, *arrays: Array) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
+        """Yield the memory of each segment that has some of the indices, their positions, and their part of the arrays.
+
+        The caller's work runs on the side stream. Indices and arrays are copied to a device once, not for each segment.
+        """
+        host = [torch.from_numpy(array) for array in (indices.astype(np.int64), *arrays)]
+        for device, run in itertools.groupby(self._split(indices), lambda each: self._tensors[each[0]].device):
+            with self._streams.beside(device, self._ready.get(device)):
+                places, *others = (each.to(device) for each in host)
+                for number, start, stretch in run:
+                    yield self._tensors[number], places[stretch] - start, [other[stretch] for other in others]
 
     def _list(self, number: int, listed: plain.Found, found: Candidates) -> None:
         indices = (listed.indices + self._starts[number]).cpu().numpy()

@@ -200,8 +200,8 @@ def what_is_applied_and_kept_back_adds_up():
 def everything_on_a_device():
     """Buckets are worked on as on an accelerator; there is none here, so by torch's operations in the CPU's memory."""
 
-    def accumulator_of(tensors, lane):
-        return device.DeviceAccumulator(tensors, lane, device.kernels_for(torch.device("cpu")))
+    def accumulator_of(tensors, streams, *, settled=False):
+        return device.DeviceAccumulator(tensors, streams, device.kernels_for(torch.device("cpu")), settled=settled)
 
     original, ddp_bucket.accumulator_of = ddp_bucket.accumulator_of, accumulator_of
     try:
