@@ -6,16 +6,15 @@ torchrun --nproc-per-node 2 examples/accelerate_fit.py --backend gloo
 
 import itertools
 
-import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from torch.utils.data import DataLoader
 from torch_tasks import Record, loss_of, make_task, parse_options
 
 import totalreduce  # noqa: F401  (brings the back end)
 
 options = parse_options(__doc__)
-dist.init_process_group(options.backend)  # Accelerate uses what is there; by itself it would choose gloo
-accelerator = Accelerator(cpu=True)
+accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend=options.backend)])
 
 task = make_task(options)
 loader = DataLoader(task.data, batch_size=options.batch, shuffle=True, drop_last=True)

@@ -8,12 +8,11 @@ import os
 
 import pytorch_lightning as lightning
 import torch
-from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_tasks import Record, loss_of, make_task, parse_options
 
-import totalreduce  # noqa: F401  (brings the back end)
+import totalreduce  # noqa: F401  (brings the strategy)
 
 options = parse_options(__doc__)
 task = make_task(options)
@@ -45,7 +44,7 @@ trainer = lightning.Trainer(
     accelerator="cpu",
     devices=int(os.environ["LOCAL_WORLD_SIZE"]),
     num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
-    strategy=DDPStrategy(process_group_backend=options.backend),
+    strategy="ddp" if options.backend == "gloo" else options.backend,  # "totalreduce": DDP on that back end
     max_steps=options.steps,
     max_epochs=-1,
     logger=False,

@@ -15,8 +15,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import totalreduce  # noqa: F401  (brings the back end)
 
 options = parse_options(__doc__)
-dist.init_process_group(options.backend)  # the Trainer uses what is there, so ddp_backend is not given
-
 record = Record()
 
 
@@ -49,6 +47,7 @@ with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
         folder,
         use_cpu=True,
+        ddp_backend=options.backend,
         max_steps=options.steps,
         per_device_train_batch_size=options.batch,
         dataloader_drop_last=True,

@@ -26,8 +26,7 @@ def python(code):
 def test_registered_when_torch_is_imported_afterwards():
     code = """
 import sys, totalreduce
-from totalreduce.c10d.registration import _Watch
-def watches(): return sum(isinstance(finder, _Watch) for finder in sys.meta_path)
+def watches(): return sum(getattr(finder, "name", "").startswith("torch.") for finder in sys.meta_path)
 totalreduce.c10d.registration.install()
 print("torch" in sys.modules, watches())
 import inspect, torch.distributed as dist
@@ -109,3 +108,51 @@ def test_reductions():
         assert reduction_of(dist.ReduceOp(getattr(dist.ReduceOp, name))) is ReduceOp[name]
     with pytest.raises(ValueError, match="PREMUL_SUM"):
         reduction_of(dist._make_nccl_premul_sum(0.5))
+
+
+def test_frameworks_learn_the_name_when_they_are_imported():
+    code = """
+import sys, types
+import totalreduce
+from totalreduce.c10d import frameworks
+
+class Registry(dict):
+    def register(self, name, strategy, **options):
+        self[name] = strategy, options
+
+strategies = types.ModuleType("strategies")
+strategies.StrategyRegistry, strategies.DDPStrategy = Registry(), "DDP"
+frameworks._lightning(strategies)
+frameworks._lightning(strategies)
+print(len(strategies.StrategyRegistry), strategies.StrategyRegistry["totalreduce"][1]["process_group_backend"])
+frameworks._lightning(types.ModuleType("of another version"))
+frameworks._accelerate(types.ModuleType("of another version"))
+
+class PartialState:
+    def _prepare_backend(self, cpu=False, sagemaker_dp=False, backend=None):
+        return "gloo", ("cpu", cpu, backend)
+
+state = types.SimpleNamespace(PartialState=PartialState)
+frameworks._accelerate(state)
+wrapped = PartialState._prepare_backend
+frameworks._accelerate(state)
+print(PartialState._prepare_backend is wrapped)
+print(PartialState()._prepare_backend(True, False, "totalreduce") == ("totalreduce", ("cpu", True, None)))
+print(PartialState()._prepare_backend(True, backend="mpi") == ("gloo", ("cpu", True, "mpi")))
+"""
+    assert python(code) == ["1", "totalreduce", "True", "True", "True"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["totalreduce", "the framework"])
+def test_the_names_are_known_to_lightning_and_accelerate(first):
+    lines = ["import pytorch_lightning.strategies, accelerate.state", "import totalreduce"]
+    code = """
+import pytorch_lightning, lightning_fabric.strategies
+strategy = pytorch_lightning.Trainer(strategy="totalreduce", accelerator="cpu", logger=False).strategy
+print(type(strategy).__name__, strategy.process_group_backend)
+print("totalreduce" in lightning_fabric.strategies.STRATEGY_REGISTRY)
+print(accelerate.state.PartialState._prepare_backend(None, True, False, "totalreduce")[0])
+"""
+    said = python("\n".join([*(lines[::-1] if first == "totalreduce" else lines), code]))
+    assert said == ["DDPStrategy", "totalreduce", "True", "totalreduce"]
