@@ -29,7 +29,7 @@ PAGES = {
 }
 #: By folder of the repository: the page that lists its files.
 _FOLDERS = {"examples": "examples/index.md", "docs/design": "explanation.md"}
-_LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".toml": "toml"}
+_LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".toml": "toml", ".yaml": "yaml", "": "dockerfile"}
 #: The theme fetches this script, which search needs in pages that are opened as files. The site has a copy of it.
 _SHIM = re.compile(r'"https://[^"]*/iframe-worker/shim"')
 #: What docstrings have for readers of the source: marks before examples, roles, and names of pages.
@@ -50,7 +50,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     examples = sorted(
         path
         for path in (ROOT / "examples").iterdir()
-        if (path / "pyproject.toml").exists() or path.suffix in _LANGUAGES  # and no __pycache__
+        if path.name != "__pycache__" and (path.is_dir() or path.suffix in _LANGUAGES)
     )
     for path in examples:
         files.append(File.generated(config, _page_of_example(path.name), content=_example(path)))
@@ -132,7 +132,7 @@ def _example(path: Path) -> str:
 
 
 def _list_of_examples(examples: list[Path]) -> str:
-    first = {path: path / "pyproject.toml" if path.is_dir() else path for path in examples}
+    first = {path: example_files(path)[-1] if path.is_dir() else path for path in examples}
     rows = [f"| [{path.name}]({path.name}.md) | {summary(file)} |" for path, file in first.items()]
     return "\n".join(
         [

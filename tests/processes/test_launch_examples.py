@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import manifests
 import pytest
 from fleet import FOREIGN
 from slurm_site import NODES
@@ -302,3 +303,28 @@ def test_help_is_the_head_of_the_script():
     assert code == 0
     assert output.startswith("Train under Open MPI's or MPICH's mpirun")
     assert "--hostfile hosts -n 6" in output
+
+
+# Kubernetes
+
+POD = """
+group = tr.init()
+tensor = torch.full((4,), 10.0**group.rank)
+group.allreduce(tensor).wait()
+say("result", rank=group.rank, sum=tensor[0].item())
+group.close()
+"""
+
+
+@pytest.mark.parametrize("name", [pytest.param("jobset", marks=pytest.mark.slow), "pytorchjob"])
+def test_pods_of_a_manifest_are_ranks_of_one_job(fleet, name):
+    # On one machine the address of rank 0's pod is another, and another job may use the port of the manifest.
+    pods = manifests.variables(name, KEY)
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": None}
+    by_rank = {rank: {**variables, **here} for rank, variables in enumerate(pods)}
+    workers = fleet.start(len(pods), POD, by_rank=by_rank, TOTALREDUCE_JOB_ID=f"pods-{name}-{os.getpid()}")
+    for rank, worker in enumerate(workers):
+        facts = worker.read("result", 60.0)
+        assert (facts["rank"], facts["sum"]) == (rank, 1111.0)
+        assert worker.wait() == 0
+        assert "rank 0 made a key" not in worker.errors()

@@ -6,7 +6,12 @@ An example runs unmodified: in a process of its own, as ``__main__``, with its o
 import contextlib
 import importlib.util
 import json
+import os
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -103,3 +108,24 @@ def test_slices_are_trained_like_replicas(fleet, tmp_path):
         for example in ("torch_ddp", "torch_fsdp")
     )
     assert slices["totalreduce"] == pytest.approx(replicas["totalreduce"], rel=1e-12)
+
+
+@pytest.mark.slow
+@row("Ray Train", "ray")
+def test_losses_under_ray_are_those_on_gloo(tmp_path, request):
+    pytest.importorskip("ray", reason="ray[train] is not installed")
+    losses = {}
+    short = tempfile.mkdtemp()
+    request.addfinalizer(lambda: shutil.rmtree(short))
+    for backend in ("totalreduce", "gloo"):
+        out = tmp_path / f"{backend}.json"
+        options = ["--backend", backend, "--model", "gpt", "--steps", str(STEPS), *TINY["gpt"], "--json", str(out)]
+        # Ray writes a token into the home folder, and the names of its sockets must not be long.
+        environment = {**os.environ, "HOME": str(tmp_path), "RAY_TMPDIR": short, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(EXAMPLES / "ray_fit.py"), *options]
+        done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        facts = json.loads(out.read_text())
+        assert (facts["backend"], facts["world_size"], len(facts["losses"])) == (backend, 2, STEPS)
+        losses[backend] = facts["losses"]
+    assert losses["totalreduce"] == pytest.approx(losses["gloo"], rel=1e-5)

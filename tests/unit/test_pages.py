@@ -45,7 +45,7 @@ def test_parts_of_files_are_parts_of_files():
         assert block.source in (ROOT / block.note[1]).read_text(), f"{block} is no part of {block.note[1]}"
     assert {block.note[1] for block in shown} >= {
         *(f"examples/torch_{name}.py" for name in ("ddp", "fsdp", "fsdp_recovery")),
-        *(f"examples/{name}_fit.py" for name in ("lightning", "accelerate", "transformers")),
+        *(f"examples/{name}_fit.py" for name in ("lightning", "accelerate", "ray", "transformers")),
         "examples/rabit_kmeans.py",
     }
 
