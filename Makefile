@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Torch would start a thread per core in every rank, and they would spin while they wait for each other.
 test check soak: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check torch-suite gpu lint warm-kernels warm-tests triton-tests soak bench docs docs-serve interface tested-with dist clean
+.PHONY: demo test check torch-suite gpu lint warm-kernels warm-tests triton-tests soak bench docs docs-serve interface tested-with dist release-notes clean
 demo: $(STAMP)
 	$(BIN)/totalreduce demo $(ARGS)
 
@@ -87,6 +87,10 @@ tested-with: $(STAMP)
 dist: $(STAMP)
 	$(PIP) build
 	$(BIN)/python -m build
+
+# The release notes of the newest version, from CHANGELOG.md; with ARGS=--check the files that name it are compared.
+release-notes:
+	@$(PYTHON) tools/release_notes.py $(ARGS)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("totalreduce needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'

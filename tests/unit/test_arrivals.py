@@ -6,15 +6,11 @@ import os
 import subprocess
 import sys
 import threading
-import tomllib
-from pathlib import Path
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-import totalreduce
 from totalreduce.foundation.errors import RendezvousError
-from totalreduce.foundation.version import VERSION
 from totalreduce.foundation.world import World
 from totalreduce.launch.arrivals import Arrival, find_conflict, this_process
 from totalreduce.launch.rendezvous import Meeting, Member
@@ -80,11 +76,6 @@ def test_a_process_is_itself_and_no_other():
     program = "from totalreduce.launch.arrivals import this_process; print(this_process())"
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert this_process() == this_process() != other.stdout.strip()
-
-
-def test_the_version_is_that_of_the_package():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert VERSION == totalreduce.__version__ == project["version"]
 
 
 class CountingStore:

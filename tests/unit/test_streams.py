@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from gpu import FakeCuda, cuda
 
+from gpu import FakeCuda, cuda
 from totalreduce.c10d.pinned_memory import Stager
 from totalreduce.c10d.work import OperationWork
 from totalreduce.coordination.requests import Request, Response

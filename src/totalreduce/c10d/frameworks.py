@@ -3,7 +3,7 @@
 * Lightning's ``Trainer(strategy="totalreduce")`` and Fabric's ``Fabric(strategy="totalreduce")`` are ``strategy="ddp"``
   on this back end. Lightning finds strategies in a registry, and has no entry point for those of other packages.
 * Accelerate's ``InitProcessGroupKwargs(backend="totalreduce")``, and with it ``ddp_backend="totalreduce"`` of
-  Transformers' ``TrainingArguments``, work on CPUs, too. Accelerate passes the name of any back end on for GPUs, but for
+  Transformers' ``TrainingArguments``, work on CPUs, too. For GPUs Accelerate passes the name of any back end on. For
   CPUs its method ``PartialState._prepare_backend`` returns gloo, and another name is an error.
 
 Each function takes a module of the framework. What it does not find there, in a version that it does not know, it

@@ -1,7 +1,14 @@
-"""The version of this library, the same as in ``pyproject.toml``."""
+"""The version of this library.
+
+A build writes it into ``_version.py``: the latest tag of git (``pyproject.toml`` says how). In a source tree that was
+never built or installed, it is that of no release.
+"""
 
 from __future__ import annotations
 
 __all__ = ["VERSION"]
 
-VERSION = "0.1.0"
+try:
+    from totalreduce.foundation._version import VERSION
+except ImportError:
+    VERSION = "0.1.0.dev0"
