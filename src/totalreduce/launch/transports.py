@@ -251,7 +251,7 @@ def _listen(world: World, request: JoinRequest) -> tuple[str, socket.socket]:
             f"rank {world.rank} cannot listen on {address} ({reason}): {error.strerror}; set TOTALREDUCE_ADDRESS"
         ) from error
     port = listener.getsockname()[1]
-    _log.info("rank %d of %d listens on %s:%d (%s)", world.rank, world.world_size, address, port, reason)
+    _log.debug("rank %d of %d listens on %s:%d (%s)", world.rank, world.world_size, address, port, reason)
     return address, listener
 
 
