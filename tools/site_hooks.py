@@ -7,6 +7,7 @@ in the repository and in the site.
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -50,7 +51,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     examples = sorted(
         path
         for path in (ROOT / "examples").iterdir()
-        if path.name != "__pycache__" and (path.is_dir() or path.suffix in _LANGUAGES)
+        if path.name != "__pycache__" and (path.is_dir() or path.suffix in (*_LANGUAGES, ".ipynb"))
     )
     for path in examples:
         files.append(File.generated(config, _page_of_example(path.name), content=_example(path)))
@@ -124,6 +125,11 @@ def _page_of_example(name: str) -> str:
 
 def _example(path: Path) -> str:
     blocks = [f"# {path.name}"]
+    if path.suffix == ".ipynb":
+        for cell in json.loads(path.read_text("utf-8"))["cells"]:
+            text = "".join(cell["source"])
+            blocks.append(text.removeprefix("# ") if cell["cell_type"] == "markdown" else f"````python\n{text}\n````")
+        return "\n\n".join(blocks) + "\n"
     for file in example_files(path) if path.is_dir() else [path]:
         if path.is_dir():
             blocks.append(f"## {file.relative_to(path)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -63,7 +64,9 @@ def example_files(folder: Path) -> list[Path]:
 def summary(path: Path) -> str:
     """Return the first sentence that an example says of itself, or ``""``."""
     text = path.read_text("utf-8")
-    if path.suffix == ".py":
+    if path.suffix == ".ipynb":
+        paragraph = "".join(json.loads(text)["cells"][0]["source"]).split("\n\n")[1]
+    elif path.suffix == ".py":
         paragraph = text.partition('"""')[2].partition('"""')[0].split("\n\n")[0]
     else:
         comments = re.match(r"(?:#!.*\n)?((?:#.*\n)*)", text)
