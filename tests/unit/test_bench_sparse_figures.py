@@ -13,6 +13,7 @@ from totalreduce.bench.app import bench_app
 from totalreduce.bench.gradients import GradientSource, matrix_sides
 from totalreduce.bench.launching import BenchmarkFailedError
 from totalreduce.bench.records import from_document
+from totalreduce.cli import pictures
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback
@@ -205,10 +206,10 @@ def test_ratios_of_kernels_are_taken_round_by_round():
 
 def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(monkeypatch):
     with pytest.raises(ConfigurationError, match=r"\.png.*not 'out\.txt'"):
-        plots.require_matplotlib(Path("out.txt"))
+        pictures.require_matplotlib(Path("out.txt"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigurationError, match=r"pip install 'totalreduce\[plot\]'"):
-        plots.require_matplotlib(Path("out.png"))
+        pictures.require_matplotlib(Path("out.png"))
 
 
 def test_pictures_are_drawn(tmp_path):

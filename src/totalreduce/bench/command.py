@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from totalreduce.bench.launching import BenchmarkFailedError, Setting
-from totalreduce.bench.plots import require_matplotlib
 from totalreduce.bench.report import Report
+from totalreduce.cli.pictures import require_matplotlib
 from totalreduce.cli.report import write_text
 from totalreduce.foundation.errors import ConfigurationError
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.cli.pictures import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-
-_FORMATS = (".png", ".svg", ".pdf")
-_DPI = 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +53,6 @@ class Panel:
     lines: Sequence[Line]
 
 
-def require_matplotlib(path: Path) -> None:
-    """Check before anything is measured that a picture can be drawn."""
-    if path.suffix not in _FORMATS:
-        raise ConfigurationError(f"--plot writes {', '.join(_FORMATS)}, not {path.name!r}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError("--plot needs matplotlib: pip install 'totalreduce[plot]', or leave --plot out")
-
-
 def draw_bars(path: Path, title: str, unit: str, bars: Sequence[Bar]) -> None:
     """Draw stacked bars beside each other."""
     figure, axes = _axes(title, max(6.0, 1.1 * len(bars)))
@@ -87,7 +75,7 @@ def draw_bars(path: Path, title: str, unit: str, bars: Sequence[Bar]) -> None:
     if names:
         axes.legend()
     axes.set_ylabel(unit)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_lines(path: Path, title: str, axes_names: tuple[str, str], lines: Sequence[Line]) -> None:
@@ -106,7 +94,7 @@ def draw_lines(path: Path, title: str, axes_names: tuple[str, str], lines: Seque
     axes.yaxis.set_major_formatter("{x:g}")
     _finish(axes, axes_names)
     axes.legend()
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_panels(path: Path, title: str, columns: int, panels: Sequence[Panel]) -> None:
@@ -131,7 +119,7 @@ def draw_panels(path: Path, title: str, columns: int, panels: Sequence[Panel]) -
         axes.set_title(panel.title, fontsize="medium")
         _finish(axes, panel.axes_names)
     figure.legend([handles[name] for name in names], names, loc="outside lower center")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _axes(title: str, width: float) -> tuple[Figure, Axes]:
@@ -147,10 +135,3 @@ def _finish(axes: Axes, names: tuple[str, str]) -> None:
     axes.set_xlabel(names[0])
     axes.set_ylabel(names[1])
     axes.grid(visible=True, which="major", alpha=0.3)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=_DPI)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write --plot {path}: {error.strerror}") from error

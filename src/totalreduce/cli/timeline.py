@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 
+from totalreduce.cli.pictures import require_matplotlib
 from totalreduce.cli.report import print_table, share, write_document
+from totalreduce.cli.timeline_picture import draw_step, step_of
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.observe.analysis import TimelineReport, TimeSplit, analyse
 from totalreduce.observe.merge import merged_trace, write_merged
@@ -35,6 +37,13 @@ def timeline(
         typer.Option(metavar="FILE", help="The merged timeline.", show_default=f"{_OUT} beside the first FILE"),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of a table, at most.")] = 10,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw one step into this file, as step.svg or .png.")
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--iteration", min=0, help="The step that --plot draws.", show_default="the last"),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report, every operation included.")
     ] = None,
@@ -48,7 +57,10 @@ def timeline(
     totalreduce timeline totalreduce-timeline
     totalreduce timeline run.rank*.json --out run.json --top 20
     totalreduce timeline totalreduce-timeline --json report.json
+    totalreduce timeline totalreduce-timeline --plot step.svg
     """
+    if plot is not None:
+        require_matplotlib(plot)
     paths = _rank_files(files)
     target = out or paths[0].parent / _OUT
     trace = merged_trace(paths)
@@ -59,6 +71,8 @@ def timeline(
     except OSError as error:
         raise ConfigurationError(f"cannot write --out {target}: {error.strerror}") from error
     report = analyse(trace)
+    if plot is not None:
+        draw_step(plot, step_of(trace, step))
     write_document(json_file, report.as_dict())
     _print(report, top)
     print(f"timeline: {target}\nOpen it at https://ui.perfetto.dev (Open trace file).")
