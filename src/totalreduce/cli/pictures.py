@@ -39,7 +39,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 
     metadata = {"Date": None} if path.suffix == ".svg" else None
     try:
-        with mpl.rc_context({"svg.hashsalt": "totalreduce"}):
+        with mpl.rc_context({"svg.hashsalt": "totalreduce", "svg.fonttype": "none"}):
             figure.savefig(path, dpi=_DPI, metadata=metadata)
     except OSError as error:
         raise ConfigurationError(f"cannot write --plot {path}: {error.strerror}") from error

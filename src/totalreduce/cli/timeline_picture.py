@@ -33,6 +33,8 @@ _COLOURS = {
     "the caller waits": "#d1605e",
 }
 _NAME_WIDTH = 30
+#: The tracks above those of operations.
+_FIRST = ("caller", "computation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class StepPicture:
     """What is drawn.
 
     Attributes:
-        iteration: The iteration of the operations.
+        iteration: The iteration of the operations of the step.
         length_ms: The length of the picture.
         ranks: The lanes of each rank.
     """
@@ -78,15 +80,16 @@ class _Span:
 
 
 def step_of(trace: Mapping[str, Any], iteration: int | None = None) -> StepPicture:
-    """Return the picture of the operations of one iteration, on all ranks.
+    """Return the picture of one step: from the beginning of its first operation to the end of its last one.
+
+    The operations of steps are those that came most often; what else was going on meanwhile is in the picture, too.
 
     Args:
         trace: A trace of ``merged_trace``.
-        iteration: The number of times that the operations were submitted before; ``None``: the last one that most
-            operations have.
+        iteration: The number of times that the operations of the step were submitted before; ``None``: the last one.
 
     Raises:
-        ConfigurationError: No operation has that iteration.
+        ConfigurationError: No operation of steps has that iteration.
     """
     names = {
         (event["pid"], event["tid"]): event["args"]["name"]
@@ -98,21 +101,25 @@ def step_of(trace: Mapping[str, Any], iteration: int | None = None) -> StepPictu
         for e in trace["traceEvents"]
         if e["ph"] == "X"
     ]
-    operations = [span for span in spans if span.iteration is not None]
-    chosen = _usual_iteration(operations) if iteration is None else iteration
-    mine = [span for span in operations if span.iteration == chosen]
-    if not mine:
-        raise ConfigurationError(f"the timelines have no operation of iteration {chosen}")
-    begin, end = min(span.begin for span in mine), max(span.end for span in mine)
+    last: dict[tuple[int, int], int] = {}
+    for span in spans:
+        if span.iteration is not None:
+            last[span.rank, span.track] = max(span.iteration, last.get((span.rank, span.track), 0))
+    final = max(last.values(), default=0)
+    chosen = final if iteration is None else iteration
+    of_step = [span for span in spans if span.iteration == chosen and last[span.rank, span.track] == final]
+    if not of_step:
+        raise ConfigurationError(f"the timelines have no step {chosen}: they have steps 0 to {final}")
+    begin, end = min(span.begin for span in of_step), max(span.end for span in of_step)
+    shown = [span for span in spans if span.begin < end and span.end > begin]
     lanes: dict[int, tuple[Lane, ...]] = {}
     for rank in sorted({span.rank for span in spans}):
-        longest = sorted((s for s in mine if s.rank == rank), key=lambda span: span.begin - span.end)[:_OPERATIONS_MAX]
-        tracks = [
-            track for (owner, track), name in names.items() if owner == rank and name in ("caller", "computation")
-        ]
-        tracks += [span.track for span in sorted(longest, key=lambda span: span.begin)]
+        mine = [span for span in shown if span.rank == rank and span.iteration is not None]
+        longest = sorted(mine, key=lambda span: span.begin - span.end)[:_OPERATIONS_MAX]
+        tracks = [track for name in _FIRST for (owner, track), known in names.items() if (owner, known) == (rank, name)]
+        tracks += dict.fromkeys(span.track for span in sorted(longest, key=lambda span: span.begin))
         lanes[rank] = tuple(
-            Lane(names.get((rank, track), str(track)), _bars(spans, rank, track, begin, end)) for track in tracks
+            Lane(names.get((rank, track), str(track)), _bars(shown, rank, track, begin, end)) for track in tracks
         )
     return StepPicture(chosen, (end - begin) / 1e3, lanes)
 
@@ -121,15 +128,6 @@ def _iteration(event: Mapping[str, Any]) -> int | None:
     """Return the iteration of an operation's own span; ``None`` for the parts of operations, waits and additions."""
     arguments = event.get("args", {})
     return arguments["iteration"] if "outcome" in arguments else None
-
-
-def _usual_iteration(operations: Sequence[_Span]) -> int:
-    counts: dict[int, int] = {}
-    for span in operations:
-        counts[span.iteration or 0] = counts.get(span.iteration or 0, 0) + 1
-    # Names of the start of a program come once, those of training steps in every iteration.
-    usual = sorted(counts.values())[len(counts) // 2] if counts else 0
-    return max((iteration for iteration, count in counts.items() if count >= usual), default=0)
 
 
 def _bars(spans: Sequence[_Span], rank: int, track: int, begin: int, end: int) -> tuple[Bar, ...]:
@@ -166,7 +164,7 @@ def draw_step(path: Path, picture: StepPicture) -> None:
         axes.set_title(f"rank {rank}", fontsize="small", loc="left")
         axes.grid(visible=True, axis="x", alpha=0.3)
     parts[-1, 0].set_xlim(0.0, picture.length_ms)
-    parts[-1, 0].set_xlabel(f"ms of iteration {picture.iteration}")
+    parts[-1, 0].set_xlabel(f"ms of step {picture.iteration}")
     handles = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items() if kind in used]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize="small")
     save_figure(figure, path)
