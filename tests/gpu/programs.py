@@ -255,8 +255,10 @@ def selection(here):
         raise Skipped("without a GPU Triton's kernels run only in its interpreter: set TRITON_INTERPRET=1")
     n = 20_000 if here.small else 1 << 28
     gradient, residual = torch.randn(n, device=here.device), torch.randn(n, device=here.device)
-    magnitudes = (gradient + residual)[: 1 << 22].abs()
-    bound = int(torch.quantile(magnitudes[: 1 << 20], 0.99).cpu().view(torch.int32))
+    bound, usual = (
+        int(torch.quantile(values[: 1 << 20].abs(), 0.99).cpu().view(torch.int32))  # a hundredth is selected
+        for values in (gradient[: 1 << 20] + residual[: 1 << 20], residual)
+    )
     room = n // 50
     found = device_triton.accumulate(gradient.clone(), residual, 1.0, bound, room)
     total = gradient + residual
@@ -266,8 +268,8 @@ def selection(here):
     assert torch.equal(found.values, total[places])
     target = torch.empty_like(gradient)
     # A factor of zero keeps the sums finite however often the pass is repeated.
-    one_pass = here.seconds(lambda: device_triton.launch(gradient, residual, 0.0, bound, room, adds=True))
-    whole = here.seconds(lambda: device_triton.accumulate(gradient, residual, 0.0, bound, room))
+    one_pass = here.seconds(lambda: device_triton.launch(gradient, residual, 0.0, usual, room, adds=True))
+    whole = here.seconds(lambda: device_triton.accumulate(gradient, residual, 0.0, usual, room))
     copied = here.seconds(lambda: target.copy_(residual))
     figures = {
         "selection, GB/s": 12 * n / one_pass / 1e9,

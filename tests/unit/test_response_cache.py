@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,3 +115,16 @@ def test_what_is_not_remembered() -> None:
 @given(st.integers(0, 2**200))
 def test_bits_of(mask: int) -> None:
     assert list(bits_of(mask)) == [bit for bit in range(201) if mask >> bit & 1]
+
+
+def test_requests_are_compared_by_every_field_but_the_priority() -> None:
+    """The fields are listed by hand, so that a new one must be listed, too."""
+    usual = ask("w")
+    others = {"name": "v", "kind": OpKind.BARRIER, "dtype": "int8", "itemsize": 1, "shape": (9,), "device": "cuda"}
+    others |= {"reduction": "max", "root": 1, "prescale": 2.0, "postscale": 2.0, "splits": (1,), "batch": ("b", 1)}
+    others |= {"cached": False}
+    assert {field.name for field in fields(Request)} == {*others, "priority"}
+    for name, value in others.items():
+        assert replace(usual, **{name: value}) != usual, name
+    assert replace(usual, priority=7) == usual
+    assert hash(replace(usual, priority=7)) == hash(usual)

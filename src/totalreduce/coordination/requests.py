@@ -73,6 +73,22 @@ class Request:
     cached: bool = True
     priority: int = field(default=0, compare=False)
 
+    def __eq__(self, other: object) -> bool:
+        """Compare all fields but the priority.
+
+        As tuples, in which one object is equal to itself, even if it is NaN. From Python 3.13 on, the method that
+        ``dataclass`` makes compares field by field, where NaN differs from itself.
+        """
+        return isinstance(other, Request) and self._compared() == other._compared()
+
+    def __hash__(self) -> int:
+        return hash(self._compared())
+
+    def _compared(self) -> tuple[object, ...]:
+        scales = self.prescale, self.postscale
+        place = self.name, self.kind, self.dtype, self.itemsize, self.shape, self.device
+        return (*place, self.reduction, self.root, *scales, self.splits, self.batch, self.cached)
+
     def __post_init__(self) -> None:
         """Have all factors that are NaN be one object: then requests with them are equal and have one hash."""
         for factor in ("prescale", "postscale"):
