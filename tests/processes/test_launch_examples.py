@@ -316,7 +316,8 @@ group.close()
 """
 
 
-@pytest.mark.parametrize("name", [pytest.param("jobset", marks=pytest.mark.slow), "pytorchjob"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["jobset", "pytorchjob"])
 def test_pods_of_a_manifest_are_ranks_of_one_job(fleet, name):
     # On one machine the address of rank 0's pod is another, and another job may use the port of the manifest.
     pods = manifests.variables(name, KEY)

@@ -25,10 +25,8 @@ def start(fleet, *words):
     return lines
 
 
-SLOW = ("local-sgd", "slowmo", "easgd", "gossip")
-
-
-@pytest.mark.parametrize("strategy", ["diloco", *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["diloco", "local-sgd", "slowmo", "easgd", "gossip"])
 def test_a_stopped_job_goes_on_with_the_same_bits(fleet, tmp_path, strategy):
     options = "--strategy", strategy, "--steps", 60
     whole = start(fleet, tmp_path / "whole", *options)
