@@ -6,7 +6,7 @@ submits, and when. ``Engine.validate`` follows every event if asked for, and the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -44,6 +44,7 @@ class TimedSubmission:
         done_at_s: Virtual time of the end, set by the run.
         error: The error, set by the run.
         source: The sender of a message, set by the run.
+        on_done: Called when the operation has ended.
     """
 
     name: str
@@ -57,6 +58,7 @@ class TimedSubmission:
     done_at_s: float | None = None
     error: BaseException | None = None
     source: int | None = None
+    on_done: Callable[[], None] | None = None
 
 
 @final
@@ -106,11 +108,16 @@ class _Rank:
                 self._computing = True
                 seconds = len(computation.destination) / self._cluster.reduce_bytes_per_s
                 seconds *= self._network.random.uniform(1.0, 1.0 + self._cluster.compute_jitter)
-                self._network.after(seconds, lambda: self._computed(computation, seconds))
+                hosts = self._network.hosts
+                if hosts is None:
+                    self._network.after(seconds, lambda: self._computed(computation, seconds))
+                else:  # the thread that moves messages adds
+                    hosts.move(self._rank, seconds, lambda: self._computed(computation, seconds))
 
     def _computed(self, computation: Computation, seconds: float) -> None:
         self._computing = False
-        carry_out(computation)
+        if self._network.carries:
+            carry_out(computation)
         self.engine.computed(computation, seconds, self._network.now)
         self.after_event()
         self._network.poke(self._rank)
@@ -125,7 +132,8 @@ class SimulatedCluster:
         validates: Whether to check an engine's invariants after each of its events.
         reduce_bytes_per_s: Speed of additions.
         compute_jitter: Additions take up to this share longer, at random.
-        hosts: Number of the host of every rank; by default each has its own. The network is the same for all.
+        hosts: Number of the host of every rank; by default each has its own. Unless the network has hosts, too, it is
+            the same for all.
         bulk_apart: Whether bulk has links of its own, as over TCP, so that other messages overtake it.
         reports: Stall reports of all ranks.
         submissions: What every rank has submitted, or will submit.
@@ -152,7 +160,17 @@ class SimulatedCluster:
     def submit(self, rank: int, submission: TimedSubmission) -> None:
         """Have ``rank`` submit an operation at its time."""
         self.submissions[rank].append(submission)
-        self.network.at(submission.at_s, lambda: self._submit(rank, submission))
+        self.network.at(submission.at_s, lambda: self.submit_now(rank, submission))
+
+    def submit_now(self, rank: int, submission: TimedSubmission) -> None:
+        """Have ``rank`` submit an operation at once. The job does not keep it: its ``on_done`` is called."""
+        endpoint = self.ranks[rank]
+        try:
+            self._hand_over(endpoint.engine, submission)
+        except TotalReduceError as error:
+            submission.done_at_s, submission.error = self.network.now, error
+        endpoint.after_event()
+        self.network.poke(rank)
 
     def completed(self, operation: Operation | AnyReceive) -> None:
         """Record the end of an operation."""
@@ -160,6 +178,8 @@ class SimulatedCluster:
         submission.done_at_s, submission.error = self.network.now, operation.error
         if isinstance(operation, Operation) and operation.signature.kind is OpKind.SEND_RECV:
             submission.source = operation.ranks[0]
+        if submission.on_done is not None:
+            submission.on_done()
 
     def run(self, *, until_s: float = 1e6, tick_s: float = 0.5, dead: Collection[int] = ()) -> None:
         """Run until every operation of every rank that is not ``dead`` has finished.
@@ -181,15 +201,6 @@ class SimulatedCluster:
                     if s.done_at_s is None and rank not in dead
                 ]
                 raise TimeoutError(f"hang: not finished after {until_s} virtual seconds: {late[:10]}")
-
-    def _submit(self, rank: int, submission: TimedSubmission) -> None:
-        endpoint = self.ranks[rank]
-        try:
-            self._hand_over(endpoint.engine, submission)
-        except TotalReduceError as error:
-            submission.done_at_s, submission.error = self.network.now, error
-        endpoint.after_event()
-        self.network.poke(rank)
 
     def _hand_over(self, engine: Engine, submission: TimedSubmission) -> None:
         s = submission

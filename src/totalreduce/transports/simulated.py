@@ -18,6 +18,7 @@ from typing import final
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES, Header
 from totalreduce.transports.base import Endpoint, Outgoing
+from totalreduce.transports.simulated_hosts import HostModel, SimulatedHosts
 
 __all__ = ["LinkModel", "SimulatedNetwork"]
 
@@ -37,13 +38,20 @@ class LinkModel:
     jitter_s: float = 0.0
 
 
+#: How many messages of a link may be under way on their source where hosts are simulated: one is on the network card,
+#: and one waits in the socket's memory.
+_DEPTH_WITH_HOSTS = 2
+#: Where bodies are not carried, shorter ones are: control frames are data of the protocol.
+_UNCARRIED_BYTES_MIN = 16 * 1024 + 1
+
+
 @dataclass(slots=True)
 class _Link:
     model: LinkModel
-    busy: bool = False
+    under_way: int = 0
     silent: bool = False
     clear_at: float = 0.0
-    inbox: deque[tuple[bytes, bytes]] = field(default_factory=deque)
+    inbox: deque[tuple[bytes, bytes | None]] = field(default_factory=deque)
 
 
 class _Links(dict[tuple[int, int], _Link]):
@@ -64,6 +72,8 @@ class SimulatedNetwork:
 
     Attributes:
         now: Virtual time in seconds.
+        hosts: The ranks' hosts; ``None``: messages take no processor time, and every link has a bandwidth of its own.
+        carries: Whether bodies are carried. If not, long ones take their time, and memory is left as it is.
         trace: (time, event, rank, peer, bytes) of all events, for comparing two runs.
     """
 
@@ -78,6 +88,8 @@ class SimulatedNetwork:
         reset_s: float = 0.01,
         one_port: bool = False,
         traced: bool = True,
+        hosts: HostModel | None = None,
+        carries: bool = True,
     ) -> None:
         """Make an idle network.
 
@@ -91,6 +103,8 @@ class SimulatedNetwork:
             one_port: Whether a rank sends one message at a time, as through one network card, instead of one on every
                 link.
             traced: Whether to keep ``trace``.
+            hosts: The hosts. With them, links have a latency only: the network cards have the bandwidth.
+            carries: As the attribute.
         """
         self.world_size, self.now = world_size, 0.0
         self.random = random.Random(seed)
@@ -99,7 +113,9 @@ class SimulatedNetwork:
         model, models = default or LinkModel(), links or {}
         #: The links of all but bulk, and those of bulk. Made at the first use: a thousand ranks have a million links.
         self._links = tuple(_Links(lambda pair: _Link(models.get(pair, model))) for _ in range(2))
-        self._one_port, self._traced = one_port, traced
+        self._one_port, self._traced, self.carries = one_port, traced, carries
+        self.hosts = None if hosts is None else SimulatedHosts(self, hosts)
+        self._depth = 1 if hosts is None else _DEPTH_WITH_HOSTS
         self._sending: set[int] = set()
         self._endpoints: dict[int, Endpoint] = {}
         #: By rank: peers whose messages, bulk or not, have arrived and were not accepted yet.
@@ -161,8 +177,10 @@ class SimulatedNetwork:
             for peer in sorted(self._endpoints[source].ready_peers(bulk=bulk)):
                 if source in self._sending and self._one_port:
                     return
-                if not self._link(source, peer, bulk=bulk).busy:
-                    self._start(source, peer, bulk=bulk)
+                while self._link(source, peer, bulk=bulk).under_way < self._depth and self._start(
+                    source, peer, bulk=bulk
+                ):
+                    pass
 
     def _link(self, source: int, target: int, *, bulk: bool) -> _Link:
         return self._links[bulk][source, target]
@@ -171,36 +189,61 @@ class SimulatedNetwork:
         for links in self._links:
             links[source, target].silent = True
 
-    def _start(self, source: int, target: int, *, bulk: bool = False) -> None:
+    def _start(self, source: int, target: int, *, bulk: bool = False) -> bool:
+        """Begin the next message on a link; returns whether there was one."""
         link = self._link(source, target, bulk=bulk)
         if source in self._crashed:
-            return
+            return False
         message = self._endpoints[source].next_message(target, bulk=bulk)
         if message is None:
-            return
-        link.busy = True
+            return False
+        link.under_way += 1
         self._sending.add(source)
         num_bytes = HEADER_BYTES + (len(message.body) if message.body is not None else 0)
-        self.after(
-            num_bytes / link.model.bytes_per_s, lambda: self._left(source, target, message, num_bytes, bulk=bulk)
-        )
+
+        def left() -> None:
+            self._left(source, target, message, num_bytes, bulk=bulk)
+
+        if self.hosts is None:
+            self.after(num_bytes / link.model.bytes_per_s, left)
+        else:
+            self.hosts.send(source, target, num_bytes, left)
+        return True
 
     def _left(self, source: int, target: int, message: Outgoing, num_bytes: int, *, bulk: bool) -> None:
         link = self._link(source, target, bulk=bulk)
-        link.busy = False
+        link.under_way -= 1
         self._sending.discard(source)
         if source in self._crashed:
             return
-        body = bytes(message.body) if message.body is not None else b""
+        body = self._carried(message)
         self._note("sent", source, target, num_bytes)
         if not link.silent:
             delay = link.model.latency_s + self.random.uniform(0.0, link.model.jitter_s)
             link.clear_at = max(link.clear_at, self.now + delay)  # a later message never overtakes
-            self.at(link.clear_at, lambda: self._arrive(source, target, message.header, body, bulk=bulk))
+            self.at(link.clear_at, lambda: self._reach(source, target, message.header, body, num_bytes, bulk=bulk))
         self._endpoints[source].message_sent(message)
         self.poke(source)
 
-    def _arrive(self, source: int, target: int, header: bytes, body: bytes, *, bulk: bool) -> None:
+    def _carried(self, message: Outgoing) -> bytes | None:
+        """Return a copy of a message's body; ``None`` if it is not carried."""
+        if message.body is None:
+            return b""
+        is_carried = self.carries or len(message.body) < _UNCARRIED_BYTES_MIN
+        return bytes(message.body) if is_carried else None
+
+    def _reach(
+        self, source: int, target: int, header: bytes, body: bytes | None, num_bytes: int, *, bulk: bool
+    ) -> None:
+        """Bring a message that has reached its host to its rank."""
+        if self.hosts is None:
+            self._arrive(source, target, header, body, bulk=bulk)
+        else:
+            self.hosts.receive(
+                source, target, num_bytes, lambda: self._arrive(source, target, header, body, bulk=bulk)
+            )
+
+    def _arrive(self, source: int, target: int, header: bytes, body: bytes | None, *, bulk: bool) -> None:
         self._link(source, target, bulk=bulk).inbox.append((header, body))
         self._unread[target].add((source, bulk))
         self._deliver(source, target, bulk=bulk)
@@ -209,10 +252,12 @@ class SimulatedNetwork:
         link, endpoint = self._link(source, target, bulk=bulk), self._endpoints[target]
         while link.inbox and target not in self._crashed and not link.silent and endpoint.may_receive():
             packed, body = link.inbox.popleft()
-            self._note("arrived", target, source, HEADER_BYTES + len(body))
             try:
-                delivery = endpoint.accept(source, Header.unpack(packed))
-                delivery.view[:] = body
+                header = Header.unpack(packed)
+                self._note("arrived", target, source, HEADER_BYTES + header.body_bytes)
+                delivery = endpoint.accept(source, header)
+                if body is not None:
+                    delivery.view[:] = body
                 endpoint.delivered(delivery)
             except ProtocolError as error:
                 self._end(target, source, f"protocol violation: {error}")

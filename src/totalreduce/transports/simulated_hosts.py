@@ -1,0 +1,226 @@
+"""The hosts of a simulated network: cores that threads share, and network cards that messages share. Virtual time.
+
+``SimulatedNetwork`` alone lets messages cost nothing but time on links. With ``SimulatedHosts`` every message also takes
+processor time of both ranks, and all messages between two hosts pass the network cards of both, one after the other.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, final
+
+__all__ = ["Clock", "HostModel", "Processor", "SimulatedHosts"]
+
+_Action = Callable[[], None]
+#: Two moments that are closer than this, in seconds, are one: sums of floating-point numbers differ in the last bits.
+_INSTANT_S = 1e-12
+
+
+class Clock(Protocol):
+    """Virtual time, and what happens later."""
+
+    now: float
+
+    def after(self, delay_s: float, action: _Action) -> None:
+        """Call ``action`` after a delay in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostModel:
+    """The hosts of a job, and what messages cost there.
+
+    Attributes:
+        host_of_rank: The number of each rank's host, from 0.
+        card_bytes_per_s: The bandwidth of a host's network card, in each direction.
+        cores: The number of cores of a host.
+        shared_cores: Whether the hosts are emulated on one machine and share its ``cores``.
+        message_s: Processor seconds that a message takes on each of its two ranks.
+        byte_s: Processor seconds that a byte of a message takes on each of its two ranks.
+        burst_bytes: The number of bytes that a card which was idle for long sends at once, as a token bucket does.
+    """
+
+    host_of_rank: Sequence[int]
+    card_bytes_per_s: float
+    cores: int = 1 << 20
+    shared_cores: bool = False
+    message_s: float = 0.0
+    byte_s: float = 0.0
+    burst_bytes: int = 0
+
+
+@final
+class Processor:
+    """Cores that running threads share evenly: with more threads than cores, all threads run equally slower."""
+
+    def __init__(self, clock: Clock, cores: int) -> None:
+        self._clock, self._cores = clock, cores
+        #: How many processor seconds a thread that ran from the beginning would have got.
+        self._served_s, self._changed_s = 0.0, 0.0
+        self._running: list[tuple[float, int, _Action]] = []
+        self._count, self._plans = 0, 0
+
+    def run(self, seconds: float, action: _Action) -> None:
+        """Call ``action`` when a thread has had so many seconds of a core."""
+        self._serve()
+        self._count += 1
+        heapq.heappush(self._running, (self._served_s + seconds, self._count, action))
+        self._plan()
+
+    @property
+    def _speed(self) -> float:
+        return min(1.0, self._cores / max(1, len(self._running)))
+
+    def _serve(self) -> None:
+        now = self._clock.now
+        self._served_s += (now - self._changed_s) * self._speed
+        self._changed_s = now
+
+    def _plan(self) -> None:
+        """Plan the next end. A plan that was made before is void."""
+        self._plans += 1
+        if self._running:
+            number, wait_s = self._plans, (self._running[0][0] - self._served_s) / self._speed
+            self._clock.after(max(0.0, wait_s), lambda: self._end(number))
+
+    def _end(self, number: int) -> None:
+        if number != self._plans:
+            return
+        self._serve()
+        ended = []
+        while self._running and self._running[0][0] <= self._served_s + _INSTANT_S:
+            ended.append(heapq.heappop(self._running)[2])
+        self._plan()
+        for action in ended:
+            action()
+
+
+@final
+class _Thread:
+    """A thread that does one thing after the other.
+
+    Attributes:
+        busy_s: The processor seconds of all that it was given.
+    """
+
+    def __init__(self, processor: Processor) -> None:
+        self._processor = processor
+        self._waiting: deque[tuple[float, _Action]] = deque()
+        self._is_busy = False
+        self.busy_s = 0.0
+
+    def run(self, seconds: float, action: _Action) -> None:
+        self.busy_s += seconds
+        self._waiting.append((seconds, action))
+        if not self._is_busy:
+            self._next()
+
+    def _next(self) -> None:
+        self._is_busy = bool(self._waiting)
+        if self._waiting:
+            seconds, action = self._waiting.popleft()
+            self._processor.run(seconds, lambda: self._ended(action))
+
+    def _ended(self, action: _Action) -> None:
+        action()
+        self._next()
+
+
+@final
+class _Card:
+    """One direction of a network card, which carries one message at a time.
+
+    Attributes:
+        busy_s: The seconds in which it has carried something.
+        num_bytes: The bytes that it has carried.
+    """
+
+    def __init__(self, clock: Clock, bytes_per_s: float, burst_bytes: int) -> None:
+        self._clock, self._bytes_per_s, self._burst_s = clock, bytes_per_s, burst_bytes / bytes_per_s
+        self._free_at = 0.0
+        self.busy_s, self.num_bytes = 0.0, 0
+
+    def carry(self, num_bytes: int, began_at: float) -> float:
+        """Return when the last byte has passed; the first one came at ``began_at`` or as soon as the card is free.
+
+        A message whose bytes come one after the other may have begun in the past.
+        """
+        seconds = num_bytes / self._bytes_per_s
+        # Tokens that were saved while the card was idle let the first bytes pass at once.
+        self._free_at = max(self._free_at, began_at - self._burst_s) + seconds
+        self.busy_s += seconds
+        self.num_bytes += num_bytes
+        return max(self._free_at, self._clock.now)
+
+
+@final
+class SimulatedHosts:
+    """The threads and network cards of all ranks.
+
+    A rank has a thread that moves messages. Other threads, such as the one that trains, use ``compute``.
+    """
+
+    def __init__(self, clock: Clock, model: HostModel) -> None:
+        self.model, self._clock = model, clock
+        num_hosts = max(model.host_of_rank) + 1
+        processors = [Processor(clock, model.cores) for _ in range(1 if model.shared_cores else num_hosts)]
+        self._processors = [processors[0 if model.shared_cores else host] for host in model.host_of_rank]
+        self._movers = [_Thread(processor) for processor in self._processors]
+        self._outgoing, self._incoming = (
+            [_Card(clock, model.card_bytes_per_s, model.burst_bytes) for _ in range(num_hosts)] for _ in range(2)
+        )
+
+    def compute(self, rank: int, seconds: float, action: _Action) -> None:
+        """Call ``action`` when a further thread of a rank has had so many seconds of a core."""
+        self._processors[rank].run(seconds, action)
+
+    def move(self, rank: int, seconds: float, action: _Action) -> None:
+        """The same in the thread that moves messages, after all that this thread was given before."""
+        self._movers[rank].run(seconds, action)
+
+    def is_local(self, source: int, target: int) -> bool:
+        """Whether two ranks are on one host."""
+        return self.model.host_of_rank[source] == self.model.host_of_rank[target]
+
+    def send(self, source: int, target: int, num_bytes: int, left: _Action) -> None:
+        """Prepare a message, and call ``left`` when its last byte has left the host, or lies in shared memory."""
+
+        def leave() -> None:
+            if self.is_local(source, target):
+                left()
+                return
+            card = self._outgoing[self.model.host_of_rank[source]]
+            self._clock.after(card.carry(num_bytes, self._clock.now) - self._clock.now, left)
+
+        self.move(source, self._seconds_of(num_bytes), leave)
+
+    def receive(self, source: int, target: int, num_bytes: int, arrived: _Action) -> None:
+        """Take a message whose last byte has reached the host, and call ``arrived`` when the rank has read it."""
+
+        def read() -> None:
+            self.move(target, self._seconds_of(num_bytes), arrived)
+
+        if self.is_local(source, target):
+            read()
+            return
+        card = self._incoming[self.model.host_of_rank[target]]
+        # Its bytes came one after the other; only where several hosts send at once do they wait here.
+        began_at = self._clock.now - num_bytes / self.model.card_bytes_per_s
+        self._clock.after(card.carry(num_bytes, began_at) - self._clock.now, read)
+
+    def moved_s(self) -> list[float]:
+        """Return the processor seconds of each rank's thread that moves messages, so far."""
+        return [thread.busy_s for thread in self._movers]
+
+    def card_s(self) -> list[float]:
+        """Return the seconds in which each host's network card was busy, in its busier direction, so far."""
+        return [max(a.busy_s, b.busy_s) for a, b in zip(self._outgoing, self._incoming, strict=True)]
+
+    def card_bytes(self) -> list[int]:
+        """Return the bytes that have left each host so far."""
+        return [card.num_bytes for card in self._outgoing]
+
+    def _seconds_of(self, num_bytes: int) -> float:
+        return self.model.message_s + num_bytes * self.model.byte_s
