@@ -239,9 +239,7 @@ class SimulatedNetwork:
         if self.hosts is None:
             self._arrive(source, target, header, body, bulk=bulk)
         else:
-            self.hosts.receive(
-                source, target, num_bytes, lambda: self._arrive(source, target, header, body, bulk=bulk)
-            )
+            self.hosts.receive(source, target, num_bytes, lambda: self._arrive(source, target, header, body, bulk=bulk))
 
     def _arrive(self, source: int, target: int, header: bytes, body: bytes | None, *, bulk: bool) -> None:
         self._link(source, target, bulk=bulk).inbox.append((header, body))

@@ -1,22 +1,25 @@
 """The hosts of a simulated network: cores that threads share, and network cards that messages share. Virtual time.
 
-``SimulatedNetwork`` alone lets messages cost nothing but time on links. With ``SimulatedHosts`` every message also takes
-processor time of both ranks, and all messages between two hosts pass the network cards of both, one after the other.
+``SimulatedNetwork`` alone lets messages cost nothing but time on links. With ``SimulatedHosts`` every message also
+takes processor time of both ranks, and all messages between two hosts pass the network cards of both, one after the
+other.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
-__all__ = ["Clock", "HostModel", "Processor", "SimulatedHosts"]
+__all__ = ["Clock", "HostModel", "Processor", "SimulatedHosts", "Thread"]
 
 _Action = Callable[[], None]
 #: Two moments that are closer than this, in seconds, are one: sums of floating-point numbers differ in the last bits.
 _INSTANT_S = 1e-12
+#: A rank has no more threads at a time: one trains, one moves messages, one selects.
+_THREADS_MAX = 3
 
 
 class Clock(Protocol):
@@ -98,20 +101,33 @@ class Processor:
 
 
 @final
-class _Thread:
+class _Idle:
+    """Cores of which there are more than threads: nobody waits."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def run(self, seconds: float, action: _Action) -> None:
+        self._clock.after(seconds, action)
+
+
+@final
+class Thread:
     """A thread that does one thing after the other.
 
     Attributes:
         busy_s: The processor seconds of all that it was given.
     """
 
-    def __init__(self, processor: Processor) -> None:
+    def __init__(self, processor: Processor | _Idle) -> None:
+        """``processor``: the cores on which it runs."""
         self._processor = processor
         self._waiting: deque[tuple[float, _Action]] = deque()
         self._is_busy = False
         self.busy_s = 0.0
 
     def run(self, seconds: float, action: _Action) -> None:
+        """Call ``action`` when the thread has had so many seconds of a core, after all that it was given before."""
         self.busy_s += seconds
         self._waiting.append((seconds, action))
         if not self._is_busy:
@@ -159,22 +175,31 @@ class _Card:
 class SimulatedHosts:
     """The threads and network cards of all ranks.
 
-    A rank has a thread that moves messages. Other threads, such as the one that trains, use ``compute``.
+    A rank has a thread that moves messages (``move``), one that trains (``compute``), and a third one (``thread``).
     """
 
     def __init__(self, clock: Clock, model: HostModel) -> None:
         self.model, self._clock = model, clock
         num_hosts = max(model.host_of_rank) + 1
-        processors = [Processor(clock, model.cores) for _ in range(1 if model.shared_cores else num_hosts)]
+        num_processors = 1 if model.shared_cores else num_hosts
+        ranks = len(model.host_of_rank) if model.shared_cores else max(Counter(model.host_of_rank).values())
+        processors = [
+            _Idle(clock) if _THREADS_MAX * ranks <= model.cores else Processor(clock, model.cores)
+            for _ in range(num_processors)
+        ]
         self._processors = [processors[0 if model.shared_cores else host] for host in model.host_of_rank]
-        self._movers = [_Thread(processor) for processor in self._processors]
+        self._movers = [Thread(processor) for processor in self._processors]
         self._outgoing, self._incoming = (
             [_Card(clock, model.card_bytes_per_s, model.burst_bytes) for _ in range(num_hosts)] for _ in range(2)
         )
 
     def compute(self, rank: int, seconds: float, action: _Action) -> None:
-        """Call ``action`` when a further thread of a rank has had so many seconds of a core."""
+        """Call ``action`` when the thread that trains on a rank has had so many seconds of a core."""
         self._processors[rank].run(seconds, action)
+
+    def thread(self, rank: int) -> Thread:
+        """Return the third thread of a rank."""
+        return Thread(self._processors[rank])
 
     def move(self, rank: int, seconds: float, action: _Action) -> None:
         """The same in the thread that moves messages, after all that this thread was given before."""
@@ -219,8 +244,8 @@ class SimulatedHosts:
         return [max(a.busy_s, b.busy_s) for a, b in zip(self._outgoing, self._incoming, strict=True)]
 
     def card_bytes(self) -> list[int]:
-        """Return the bytes that have left each host so far."""
-        return [card.num_bytes for card in self._outgoing]
+        """Return the bytes through each host's network card, in its busier direction, so far."""
+        return [max(a.num_bytes, b.num_bytes) for a, b in zip(self._outgoing, self._incoming, strict=True)]
 
     def _seconds_of(self, num_bytes: int) -> float:
         return self.model.message_s + num_bytes * self.model.byte_s
