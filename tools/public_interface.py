@@ -30,7 +30,7 @@ MODULES = (
     "totalreduce.horovod.elastic",
     "totalreduce.testing",
 )
-_OWN = ("run", "top", "demo", "bench", "doctor", "timeline", "examples")
+_OWN = ("run", "top", "demo", "bench", "plan", "doctor", "timeline", "examples")
 _EXAMPLES = re.compile(r"\[bold\]Examples\[/bold\]\n+(.*?)(?=\n\n(?:\*\*|#)|\Z)", re.DOTALL)
 
 

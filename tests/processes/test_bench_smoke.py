@@ -382,3 +382,27 @@ def test_ps_reports_sparse_and_dense_and_checks_what_is_pulled(tmp_path):
     assert "100% travelled as a digest" in found.stdout
     assert "Staleness of pulls in 6 steps of Bounded(1)" in " ".join(found.stdout.split())
     assert {int(steps) for rank in document["raw"] for steps in rank["staleness"]} <= {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.hosts
+def test_plan_compares_predicted_with_measured_steps(tmp_path):
+    """What a disturbed machine cannot change: every line is there, and its error is that of its two times."""
+    try:
+        EmulatedNetwork(1)
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+    out = tmp_path / "out.json"
+    found = run(
+        *("plan", "--models", "gpt", "--hosts", 2, "--rates", "200mbit", "--steps", 2, "--rounds", 1, "--json", out)
+    )
+    assert "error, compute as then" in found.stdout
+    figures = {figure["contestant"]: figure for figure in json.loads(out.read_text())["figures"]}
+    assert set(figures) == {"alone", "dense", "oktopk"}
+    for figure in figures.values():
+        assert figure["error"] == pytest.approx(figure["predicted_s"] / figure["measured_s"] - 1)
+    assert figures["alone"]["error_as_then"] == pytest.approx(0.0)
+    # 19 MB take 0.8 s at 200 Mbit/s, by both.
+    assert figures["dense"]["predicted_s"] > 0.7
+    assert figures["dense"]["measured_s"] > 0.7
+    assert abs(figures["dense"]["error_as_then"]) < 0.4

@@ -22,6 +22,9 @@ PURE = [
     *(path for path in (ROOT / "sparse").glob("*.py") if path.name not in SPARSE_DRIVERS),
     *(path for path in (ROOT / "server").glob("*.py") if path.name not in ("connection.py", "messenger.py")),
     ROOT / "transports" / "simulated.py",
+    ROOT / "transports" / "simulated_hosts.py",
+    ROOT / "bench" / "plan_simulation.py",
+    ROOT / "bench" / "plan_traffic.py",
     ROOT / "testing" / "simulation.py",
 ]
 IMPURE_MODULES = {"asyncio", "concurrent", "multiprocessing", "select", "selectors", "socket", "threading", "time"}

@@ -13,6 +13,7 @@ from totalreduce.bench.faults import bench_faults
 from totalreduce.bench.growth import bench_growth
 from totalreduce.bench.kernels import bench_kernels
 from totalreduce.bench.observe import bench_observe
+from totalreduce.bench.plan_check import bench_plan
 from totalreduce.bench.ps import bench_ps
 from totalreduce.bench.ps_faults import bench_ps_faults
 from totalreduce.bench.recovery import bench_recovery
@@ -47,6 +48,7 @@ for _command in (
     bench_ps,
     bench_ps_faults,
     bench_growth,
+    bench_plan,
     bench_train,
     bench_strategies,
     bench_ddp,

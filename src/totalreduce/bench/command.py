@@ -90,6 +90,11 @@ class Command:
 
     def add_to(self, app: typer.Typer) -> None:
         """Add the command to an application."""
+        text, epilog = self._help()
+        app.command(self.name, help=text, epilog=epilog)(self.function())
+
+    def function(self) -> Callable[..., None]:
+        """Return the command as a function whose parameters are the options and whose docstring is the help."""
 
         def run(**given: Any) -> None:
             self._run(given)
@@ -106,10 +111,15 @@ class Command:
             ),
         ]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__doc__ = "\n\n".join(self._help())
+        return run
+
+    def _help(self) -> tuple[str, str]:
+        """Return the text of the help and the examples below it."""
         # rich keeps every line break of a docstring, and of an epilog only double ones
         paragraphs = (self.measure.__doc__ or "").split("\n\n")
         text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-        app.command(self.name, help=text, epilog="\n\n".join(("[bold]Examples[/bold]", *self.examples)))(run)
+        return text, "\n\n".join(("[bold]Examples[/bold]", *self.examples))
 
     def _own(self) -> Iterator[inspect.Parameter]:
         """Yield the options of this command alone."""

@@ -29,7 +29,7 @@ from totalreduce.testing.simulation import SimulatedCluster, TimedSubmission
 from totalreduce.transports import simulated
 from totalreduce.transports.base import Endpoint, Lease, Outgoing
 
-__all__ = ["DenseFigure", "dense_report", "simulate_dense"]
+__all__ = ["DenseFigure", "dense_report", "no_garbage_collection", "simulate_dense"]
 
 _LINKS = LinkModel()
 
@@ -137,7 +137,7 @@ def simulate_dense(name: str, world_size: int, size: int, estimates: dict[str, f
             endpoint.seconds = 0.0
             buffer = memoryview(tensors[rank]).cast("B")
             cluster.submit(rank, TimedSubmission("dense", signature, [buffer], at_s=begin))
-        with _no_garbage_collection():
+        with no_garbage_collection():
             cluster.run()
         if not (tensors == world_size * (world_size + 1) // 2).all():
             raise ArithmeticError(f"{name}, {world_size} ranks, {size} bytes, turn {turn}: a sum is wrong")
@@ -160,7 +160,7 @@ def simulate_dense(name: str, world_size: int, size: int, estimates: dict[str, f
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """A collection looks at the objects of a thousand ranks, for seconds, in the call of one of them."""
     gc.collect()
     gc.disable()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -34,9 +36,14 @@ class _Recorder:
     def _be_ready(self, index: int) -> None:
         self.ready[index] = time.perf_counter()  # the last of the module's parameters counts
 
+    @property
+    def first(self) -> float:
+        """When the first gradient of this period was ready."""
+        return min(self.ready.values())
+
     def take(self) -> list[tuple[float, float]]:
         """Ready and needed times of every module since the first gradient; forgets them."""
-        zero = min(self.ready.values())
+        zero = self.first
         times = [(self.ready[index] - zero, self.needed[index] - zero) for index in range(len(self.owners))]
         self.ready.clear()
         self.needed.clear()
@@ -57,17 +64,38 @@ def record_trace(workload: Workload, *, num_steps: int, seed: int = 0) -> Trace:
     """
     torch.set_num_threads(1)
     model = workload.model(seed)
+    source = f"totalreduce bench trace --model {workload.name}: torch {torch.__version__}, one CPU thread, SGD"
+
+    def loss(step: int) -> torch.Tensor:
+        return loss_of(model, *workload.batch_of(seed, 0, step))
+
+    return record_model(model, loss, num_steps=num_steps, name=workload.name, source=source)
+
+
+def record_model(
+    model: nn.Module, loss_of_step: Callable[[int], torch.Tensor], *, num_steps: int, name: str, source: str
+) -> Trace:
+    """Train any model by SGD for a few steps and take every layer's median times.
+
+    Args:
+        model: The model.
+        loss_of_step: Returns the model's loss on the batch of a step, whose number it is given.
+        num_steps: Periods to record, after two that are not.
+        name: The model's name in the trace.
+        source: Where the trace comes from.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     recorder = _Recorder(model)
     periods: list[list[tuple[float, float]]] = []
-    loss = loss_of(model, *workload.batch_of(seed, 0, 0))
+    began: list[float] = []
+    loss = loss_of_step(0)
     recorder.needed.clear()
     for step in range(_WARMUP_STEPS + num_steps):
-        batch = workload.batch_of(seed, 0, step + 1)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        loss = loss_of(model, *batch)
+        loss = loss_of_step(step + 1)
+        began.append(recorder.first)
         times = recorder.take()
         if step >= _WARMUP_STEPS:
             periods.append(times)
@@ -80,6 +108,6 @@ def record_trace(workload: Workload, *, num_steps: int, seed: int = 0) -> Trace:
         for index in range(len(recorder.owners))
     ]
     layers.sort(key=lambda layer: layer.needed_s)
-    source = f"totalreduce bench trace --model {workload.name}: torch {torch.__version__}, one CPU thread, SGD"
+    step_s = round(median(later - earlier for earlier, later in pairwise(began[_WARMUP_STEPS - 1 :])), 6)
     # Through the parser, so that the written trace can be read.
-    return parse_trace(as_document(Trace(workload.name, source, tuple(layers))), workload.name)
+    return parse_trace(as_document(Trace(name, source, tuple(layers), step_s)), name)

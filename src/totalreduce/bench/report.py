@@ -107,6 +107,14 @@ def milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1000 * seconds:.3g} ms"
 
 
+def seconds(value: float | None) -> str:
+    """Return a duration as ``2.16 s``, ``1.23 ms`` or ``45 µs``; nothing for ``None``."""
+    if value is None:
+        return ""
+    unit, name = (1.0, "s") if value >= 1 else (1e-3, "ms") if value >= 1e-3 else (1e-6, "µs")
+    return f"{value / unit:.3g} {name}"
+
+
 def print_progress(text: str) -> None:
     """Tell the user on standard error how far the benchmark is."""
     print(text, file=sys.stderr, flush=True)

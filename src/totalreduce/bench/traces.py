@@ -6,13 +6,14 @@ One JSON file per model::
      "layers": [[0.21411, 0.34721, 9472], ...]}
 
 Layers stand in forward order. Times are seconds since the backward pass produced its first gradient;
-``needed_s`` is when the *next* forward pass reaches the layer, so one period is the last layer's
-``needed_s``. Pure, no torch.
+``needed_s`` is when the *next* forward pass reaches the layer, so a replayed period is the last layer's
+``needed_s``. A trace may have ``step_s``, the seconds of a whole step. Pure, no torch.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -42,16 +43,30 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The layers of a model in forward order, with where they come from."""
+    """The layers of a model in forward order, with where they come from.
+
+    Attributes:
+        model: The model's name.
+        source: Where the trace comes from.
+        layers: The layers in forward order.
+        step_s: Seconds of a whole step; 0 if the trace does not say. It is longer than ``compute_s`` by what lies
+            between the last layer's use and the next first gradient.
+    """
 
     model: str
     source: str
     layers: tuple[Layer, ...]
+    step_s: float = 0.0
 
     @property
     def compute_s(self) -> float:
         """One period without any communication: backward, whatever lies between, forward."""
         return max(layer.needed_s for layer in self.layers)
+
+    @property
+    def period_s(self) -> float:
+        """Seconds of a whole step without communication, as far as the trace says."""
+        return max(self.step_s, self.compute_s)
 
     @property
     def forward_s(self) -> float:
@@ -69,7 +84,7 @@ class Trace:
             Layer(layer.ready_s * time, layer.needed_s * time, max(1, round(layer.elements * elements)))
             for layer in self.layers
         )
-        return replace(self, layers=layers)
+        return replace(self, layers=layers, step_s=self.step_s * time)
 
 
 def compute_scale(trace: Trace, communication_s: float, ratio: float) -> float:
@@ -87,7 +102,10 @@ def parse_trace(document: Any, where: str) -> Trace:
     layers = tuple(_parse_layer(row, f"{where}, layer {index}") for index, row in enumerate(rows))
     if max(layer.ready_s for layer in layers) > min(layer.needed_s for layer in layers):
         raise ConfigurationError(f"{where}: a layer is needed before the backward pass is over")
-    return Trace(str(document.get("model", where)), str(document.get("source", "unknown")), layers)
+    step_s = document.get("step_s", 0.0)
+    if not isinstance(step_s, int | float) or not 0 <= step_s < math.inf:
+        raise ConfigurationError(f"{where}: step_s is a number of seconds, not {step_s!r}")
+    return Trace(str(document.get("model", where)), str(document.get("source", "unknown")), layers, float(step_s))
 
 
 def as_document(trace: Trace) -> dict[str, Any]:
@@ -98,6 +116,7 @@ def as_document(trace: Trace) -> dict[str, Any]:
         "order": "forward order of layers; gradients become ready from the last to the first",
         "columns": _COLUMNS,
         "unit": "seconds since the first gradient; needed_s is when the next forward pass wants the layer",
+        **({"step_s": trace.step_s} if trace.step_s else {}),
         "layers": [[layer.ready_s, layer.needed_s, layer.elements] for layer in trace.layers],
     }
 

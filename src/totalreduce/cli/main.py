@@ -47,6 +47,7 @@ COMMANDS: Extensions[Any] = Extensions(
         "top": _Built("totalreduce.cli.top", "top"),
         "demo": _Built("totalreduce.cli.demo", "demo"),
         "bench": _Built("totalreduce.bench.app", "bench_app"),
+        "plan": _Built("totalreduce.bench.plan", "plan_command"),
         "doctor": _Built("totalreduce.cli.doctor", "doctor"),
         "timeline": _Built("totalreduce.cli.timeline", "timeline"),
         "examples": _Built("totalreduce.cli.examples", "examples"),

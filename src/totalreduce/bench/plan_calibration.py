@@ -1,0 +1,208 @@
+"""The calibration of ``totalreduce plan``: what messages, bytes and selections cost on this machine's processor.
+
+What ranks exchange is measured with two processes over TCP: the processor time of both, whatever else runs beside them.
+From allreduces of three kinds follow three costs: of an operation, of a message, of a byte. The rest is arithmetic in
+this process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from totalreduce.bench.launching import Setting, run_benchmark
+from totalreduce.bench.machine import describe_machine
+from totalreduce.bench.plan_machines import Calibration
+
+__all__ = ["CalibrationParameters", "CalibrationSamples", "Cost", "measure_calibration", "solve"]
+
+_REPETITIONS = 5
+#: Large enough that no cache holds them.
+_COPIED_BYTES = 64 << 20
+_SEGMENT_BYTES = 512 * 1024
+_SELECTED_ELEMENTS = 4_000_000
+_MERGING_RANKS = 4
+_DENSITY = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationParameters:
+    """How the processes measure.
+
+    Attributes:
+        large_bytes: The size of the allreduces in which bytes count.
+        seconds: How long each kind of allreduce is repeated.
+    """
+
+    large_bytes: int = 8 << 20
+    seconds: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The costs of an average allreduce on one rank.
+
+    Attributes:
+        processor_s: Processor seconds.
+        messages: Sent, and as many received.
+        num_bytes: Sent, and as many received, headers included.
+        reduced_bytes: Added.
+    """
+
+    processor_s: float
+    messages: float
+    num_bytes: float
+    reduced_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationSamples:
+    """The costs of one rank.
+
+    Attributes:
+        small: Of an allreduce of a few bytes.
+        large: Of a large allreduce, in segments of the usual length.
+        split: Of a large allreduce in many short segments.
+        latency_s: Seconds that an empty message takes to the other rank, software included.
+    """
+
+    small: Cost
+    large: Cost
+    split: Cost
+    latency_s: float
+
+
+def measure_calibration(rate: str | None = None) -> tuple[Calibration, float]:
+    """Measure this machine, in about ten seconds; return the costs and the latency between the two ranks in seconds.
+
+    Args:
+        rate: The rate of emulated hosts, between which messages are measured: their links take processor time, too.
+            ``None``: messages go over the loopback interface.
+
+    Raises:
+        BenchmarkFailedError: A process failed.
+    """
+    setting = Setting(ranks=2, transport="tcp") if rate is None else Setting(ranks=2, hosts=2, rate=rate)
+    samples = run_benchmark("plan_worker", CalibrationParameters(), setting, CalibrationSamples).ranks
+    reduce_bytes_per_s = _SEGMENT_BYTES / _median_s(_reducing())
+    costs = [solve(sample, reduce_bytes_per_s) for sample in samples]
+    operation_s, message_s, byte_s = (fmean(column) for column in zip(*costs, strict=True))
+    select_s, merge_s = _selecting()
+    latency_s = max(sample.latency_s for sample in samples)
+    machine, where = describe_machine(), "loopback" if rate is None else f"emulated hosts at {rate}"
+    calibration = Calibration(
+        message_s=message_s,
+        byte_s=byte_s,
+        operation_s=operation_s,
+        reduce_bytes_per_s=reduce_bytes_per_s,
+        copy_bytes_per_s=_COPIED_BYTES / _median_s(_copying()),
+        select_elements_per_s=1 / select_s,
+        merge_bytes_per_s=1 / merge_s,
+        source=f"measured on {machine.processor}, {machine.cores} cores, {where}",
+    )
+    return calibration, latency_s
+
+
+def solve(sample: CalibrationSamples, reduce_bytes_per_s: float) -> tuple[float, float, float]:
+    """Return the processor seconds of an operation, and those of a message and of a byte on one of its two ranks. Pure.
+
+    A rank's processor time is that of the operation, of the messages and bytes that it sends and receives, and of the
+    additions. Two large allreduces that differ in the number of messages give the cost of a message.
+    """
+
+    def without_additions(cost: Cost) -> float:
+        return cost.processor_s - cost.reduced_bytes / reduce_bytes_per_s
+
+    large, split, small = sample.large, sample.split, sample.small
+    more = split.messages - large.messages
+    # What is below zero is noise.
+    message_s = max(0.0, (split.processor_s - large.processor_s) / (2 * more)) if more > 0 else 0.0
+    operation_s = max(0.0, small.processor_s - 2 * small.messages * message_s)
+    rest_s = without_additions(large) - operation_s - 2 * large.messages * message_s
+    return operation_s, message_s, max(0.0, rest_s / (2 * large.num_bytes))
+
+
+def _median_s(work: Callable[[], Any]) -> float:
+    """Return the median of the processor seconds that a piece of work takes in this thread.
+
+    The first time is not counted, because it makes memory and compiles.
+    """
+    work()
+    took = []
+    for _ in range(_REPETITIONS):
+        begin = time.thread_time()
+        work()
+        took.append(time.thread_time() - begin)
+    return median(took)
+
+
+def _reducing() -> Callable[[], Any]:
+    """Return the addition of a segment, from memory that no cache holds."""
+    import torch
+
+    from totalreduce.foundation.types import DType, ReduceOp
+    from totalreduce.kernels.reduction import combine
+
+    memory = torch.ones(_COPIED_BYTES, dtype=torch.uint8).numpy().data
+    arriving = torch.zeros(_SEGMENT_BYTES, dtype=torch.uint8).numpy().data
+    turn = 0
+
+    def work() -> None:
+        nonlocal turn
+        begin = turn * _SEGMENT_BYTES
+        turn = (turn + 1) % (_COPIED_BYTES // _SEGMENT_BYTES)
+        place, kind = memory[begin : begin + _SEGMENT_BYTES], DType.FLOAT32
+        combine(
+            ReduceOp.SUM,
+            *(place, arriving, place),
+            local_dtype=kind,
+            incoming_dtype=kind,
+            destination_dtype=kind,
+        )
+
+    return work
+
+
+def _copying() -> Callable[[], Any]:
+    import torch
+
+    source, target = torch.ones(_COPIED_BYTES // 4), torch.zeros(_COPIED_BYTES // 4)
+    return lambda: target.copy_(source)
+
+
+def _selecting() -> tuple[float, float]:
+    """Return the processor seconds of an element that is accumulated, and of a byte that is merged, by Ok-Topk."""
+    import numpy as np
+
+    from totalreduce.bench.methods import make_method
+    from totalreduce.bench.plan_traffic import script_of
+    from totalreduce.sparse.accumulator import HostAccumulator
+    from totalreduce.sparse.session import BucketShape
+    from totalreduce.testing.lockstep import run_exchanges
+
+    method, count = make_method("oktopk", _DENSITY), _SELECTED_ELEMENTS
+    sessions = [method.session(BucketShape(((count,),)), rank, _MERGING_RANKS) for rank in range(_MERGING_RANKS)]
+    generator = np.random.default_rng(0)
+    residuals = [np.zeros(count, np.float32) for _ in sessions]
+    select_s, merge_s = 0.0, 0.0
+    for turn in range(_REPETITIONS):
+        selected_s = []
+        for rank, session in enumerate(sessions):
+            gradient = generator.standard_normal(count, dtype=np.float32)
+            begin = time.thread_time()
+            session.accumulate(HostAccumulator([gradient]), HostAccumulator([residuals[rank]]), 1.0)
+            selected_s.append(time.thread_time() - begin)
+            residuals[rank] = gradient
+        exchanges = [session.exchange(np.ones(1, np.bool_)) for session in sessions]
+        if turn < _REPETITIONS - 1:
+            select_s, begin = median(selected_s), time.thread_time()
+            run_exchanges(exchanges)
+            merge_s = time.thread_time() - begin
+        else:  # recording would take part in the time, so it is done apart
+            script = script_of(exchanges)
+            received = sum(each.received(rank) for each in script for rank in range(_MERGING_RANKS))
+            merge_s /= max(1, received)
+    return select_s / count, merge_s

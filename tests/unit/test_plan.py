@@ -1,0 +1,268 @@
+"""``totalreduce plan``: what it predicts must follow from the engines, the sessions and the hosts."""
+
+import json
+
+import pytest
+
+from totalreduce.bench.methods import make_method
+from totalreduce.bench.plan import make_trace
+from totalreduce.bench.plan_check import compared, measured_step_s
+from totalreduce.bench.plan_machines import IDEAL, Calibration, Machines
+from totalreduce.bench.plan_prediction import Planner, with_epoch
+from totalreduce.bench.plan_script import trace_script
+from totalreduce.bench.plan_traffic import record_method, script_totals
+from totalreduce.bench.traces import Layer, Trace
+from totalreduce.foundation.errors import ConfigurationError
+
+MODEL = make_trace(2_000_000, 0.1)
+SMALL = make_trace(200_000, 0.1)
+QUICK = Machines(rate="1gbit", latency_us=20, payload_share=1.0)
+
+
+def planner(model=MODEL, machines=QUICK, calibration=IDEAL, **settings):
+    return Planner(model, machines, calibration, **settings)
+
+
+@pytest.mark.parametrize("share", [0.01, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_analysis_of_the_survey_comes_out(share):
+    """300 M parameters, 1 GB/s, ten iterations a second: 1.2 s with two ranks and 10.8 s with ten, if all send to one.
+
+    A ring sends 2 (N - 1) chunks of the N-th part of the gradient per rank, whatever N is. A ``share`` of the
+    parameters at the same share of the rate takes the same time.
+    """
+    model = make_trace(round(share * 300_000_000), 0.1)
+    machines = Machines(rate=f"{share * 8:g}gbit", latency_us=50, payload_share=1.0)
+    plan = Planner(model, machines, IDEAL, bucket_bytes=round(share * (256 << 20)), messages=1_000_000)
+    central = [plan.predict("central", ranks) for ranks in (2, 10)]
+    assert [each.exchange_s for each in central] == pytest.approx([1.2, 10.8], rel=0.005)
+    ring = [plan.predict("dense:ring", ranks) for ranks in (2, 10)]
+    assert [each.exchange_s for each in ring] == pytest.approx([1.2, 2 * 9 / 10 * 1.2], rel=0.03)
+    sent = share * 1.2e9
+    assert [each.sent_bytes for each in ring] == pytest.approx([sent, 2 * 9 / 10 * sent], rel=0.002)
+    assert all(each.limit == "rate of a link" and not each.is_extrapolated for each in (*central, *ring))
+
+
+def test_a_step_hides_what_fits_beside_backward():
+    """On a fast network only the last bucket's exchange is exposed; on a slow one, all but the backward pass."""
+    fast = planner(machines=Machines(rate="100gbit", latency_us=1, payload_share=1.0)).predict("dense:ring", 4)
+    slow = planner(machines=Machines(rate="100mbit", latency_us=1, payload_share=1.0)).predict("dense:ring", 4)
+    assert fast.step_s == pytest.approx(0.1, rel=0.02)
+    assert fast.limit == "compute"
+    on_the_wire_s = 2 * 3 / 4 * 8e6 / 12.5e6
+    assert slow.exchange_s == pytest.approx(on_the_wire_s, rel=0.06)
+    assert slow.step_s == pytest.approx(0.1 + slow.exposed_s)
+    backward_s = 2 / 3 * 0.1
+    assert 0 < slow.hidden_share < backward_s / slow.exchange_s
+
+
+def test_the_selectors_choice_is_named_and_depends_on_the_network():
+    def schedules(latency_us, ranks):
+        return planner(machines=Machines(rate="1gbit", latency_us=latency_us)).predict("dense", ranks).schedules
+
+    assert schedules(20, 4) == ("ring",)
+    assert schedules(20_000, 16) != ("ring",)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "halving_doubling"])
+def test_an_extrapolation_is_near_the_whole_simulation_and_says_what_it_is(schedule):
+    name, costs = f"dense:{schedule}", Calibration()
+    whole = planner(calibration=costs).predict(name, 16)
+    part = planner(calibration=costs, messages=300).predict(name, 16)
+    assert whole.simulated_ranks == 16
+    assert part.simulated_ranks < 16
+    assert part.is_extrapolated
+    assert part.step_s == pytest.approx(whole.step_s, rel=0.1)
+    assert part.sent_bytes == pytest.approx(whole.sent_bytes, rel=0.05)
+
+
+def test_an_extrapolated_sparse_method_keeps_the_growth_of_its_bytes():
+    """TopkA's bytes grow with the number of ranks; the sessions of fewer ranks show it."""
+    whole = planner(SMALL).predict("topka", 16)
+    part = planner(SMALL, messages=100).predict("topka", 16)
+    assert part.is_extrapolated
+    assert part.sent_bytes == pytest.approx(whole.sent_bytes, rel=0.25)
+    assert whole.sent_bytes > 4 * planner(SMALL).predict("topka", 4).sent_bytes
+
+
+def test_a_sparse_method_sends_what_its_sessions_send():
+    predicted = planner().predict("oktopk", 4)
+    script = record_method(make_method("oktopk", 0.01), 4, 2_000_000)
+    _, payload = script_totals(script)
+    assert predicted.sent_bytes == pytest.approx(payload, rel=0.1)
+    assert predicted.sent_bytes < 0.05 * planner().predict("dense", 4).sent_bytes
+
+
+def test_a_recording_with_fewer_elements_has_long_blocks_scaled_and_short_ones_not(monkeypatch):
+    from totalreduce.bench import plan_traffic
+
+    method = make_method("oktopk", 0.01)
+    whole = script_totals(record_method(method, 4, 400_000))
+    monkeypatch.setattr(plan_traffic, "_ELEMENTS_MAX", 100_000)
+    assert script_totals(record_method(method, 4, 400_000)) == pytest.approx(whole, rel=0.1)
+
+
+def test_a_strategy_exchanges_once_in_a_period():
+    often, seldom = (planner().predict(f"local_sgd:period={period}", 4) for period in (2, 8))
+    assert often.sent_bytes == pytest.approx(2 * 3 / 4 * 8e6 / 2, rel=0.01)
+    assert seldom.sent_bytes == pytest.approx(2 * 3 / 4 * 8e6 / 8, rel=0.01)
+    assert often.exposed_s == pytest.approx(4 * seldom.exposed_s, rel=0.02)
+    assert seldom.hidden_share == pytest.approx(0.0, abs=1e-6)
+
+
+def test_an_exchange_beside_training_is_hidden_and_a_codec_sends_less():
+    plain = planner().predict("diloco:period=8", 4)
+    beside = planner().predict("diloco:period=8:overlap=4", 4)
+    coded = planner().predict("diloco:period=8:codec=int8", 4)
+    assert beside.hidden_share == pytest.approx(1.0)
+    assert beside.step_s < plain.step_s
+    assert coded.sent_bytes == pytest.approx(plain.sent_bytes / 4, rel=0.1)
+
+
+def test_ranks_that_share_cores_compute_slower():
+    machines = Machines(rate="100gbit", latency_us=1, cores=2, emulated=True)
+    predicted = planner(machines=machines).predict("dense", 8)
+    assert predicted.step_s == pytest.approx(8 / 2 * MODEL.period_s, rel=0.1)
+
+
+def test_costs_of_messages_count_and_are_named_as_the_limit():
+    slow = Calibration(message_s=2e-3)
+    cheap, dear = (planner(calibration=costs).predict("dense:ring", 16) for costs in (IDEAL, slow))
+    assert dear.step_s > 1.5 * cheap.step_s
+    assert dear.limit == "CPU for messages"
+
+
+def test_latency_limits_small_gradients_on_long_links():
+    model = Trace("small", "made", (Layer(0.0, 0.001, 1000),), 0.001)
+    machines = Machines(rate="10gbit", latency_us=50_000)
+    assert planner(model=model, machines=machines).predict("dense", 4).limit == "latency"
+
+
+def test_memory_that_is_too_small_is_the_limit():
+    machines = Machines(rate="1gbit", memory_gib=0.01)
+    predicted = planner(machines=machines).predict("dense", 2)
+    assert predicted.limit == "host memory"
+    assert predicted.busy["host memory"] == pytest.approx(5 * 8e6 / (0.01 * 2**30))
+
+
+def test_an_epoch_has_a_time_and_a_cost():
+    predicted = planner(machines=Machines(rate="1gbit", ranks_per_host=2)).predict("dense", 4)
+    epoch = with_epoch(predicted, samples=1000, batch=30, cost_per_host_hour=3.0)
+    assert epoch.epoch_s == pytest.approx(9 * predicted.step_s)
+    assert epoch.epoch_cost == pytest.approx(epoch.epoch_s / 3600 * 2 * 3.0)
+    assert with_epoch(predicted, 1000, 30, 0.0).epoch_cost is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dence", "is unknown"),
+        ("dense:rong", "dense has one schedule"),
+        ("central:ring", "dense has one schedule"),
+        ("async", "cannot be predicted"),
+        ("powersgd", "cannot be predicted"),
+        ("local_sgd:period", "a setting is written as"),
+        ("local_sgd:perod=3", "perod"),
+        ("local_sgd:period=0", "period"),
+        ("local_sgd:codec=int9", "int9"),
+    ],
+)
+def test_a_contestant_that_makes_no_sense_is_refused(text, message):
+    with pytest.raises(ConfigurationError, match=message):
+        planner().predict(text, 4)
+
+
+def test_ranks_must_fill_hosts():
+    with pytest.raises(ConfigurationError, match="do not fill hosts"):
+        planner(machines=Machines(ranks_per_host=4)).predict("dense", 6)
+
+
+def test_the_command_prints_a_table_and_writes_its_figures(tmp_path, capsys):
+    from totalreduce.cli.main import main
+
+    machines, out = tmp_path / "machines.toml", tmp_path / "plan.json"
+    machines.write_text('[machines]\nrate = "10gbit"\ncost_per_host_hour = 2\n')
+    options = ["--machines", str(machines), "--rate", "1gbit", "--samples", "10k", "--json", str(out)]
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "mlp", "--ranks", "2,4", "--by", "dense,local_sgd", *options])
+    assert end.value.code == 0
+    document = json.loads(out.read_text())
+    assert document["setting"]["machines"]["rate"] == "1gbit"
+    assert [(each["contestant"], each["ranks"]) for each in document["figures"]] == [
+        *(("dense", 2), ("dense", 4)),
+        *(("local_sgd", 2), ("local_sgd", 4)),
+    ]
+    assert all(each["epoch_cost"] > 0 for each in document["figures"])
+    printed = capsys.readouterr().out
+    assert "Calibration: default" in printed
+    assert "rate of a link" in printed
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["mlp", "--parameters", "3M"],
+        ["mlp", "--ranks", "1"],
+        ["mlp", "--by", ""],
+        ["mlp", "--density", "0"],
+        ["mlp", "--script", "none.py:make"],
+        ["--script", "none.py:make"],
+        ["mlp", "--ideal", "--calibration", "x.json"],
+        ["none.json"],
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused(words, capsys):
+    from totalreduce.cli.main import main
+
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *words])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("totalreduce: ")
+
+
+SCRIPT = """
+import torch
+
+
+def make():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
+    return model, lambda: model(torch.ones(3, 8)).square().sum()
+
+
+def without_model():
+    return 1
+
+
+def without_loss():
+    return torch.nn.Linear(1, 1), lambda: 1
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.slow
+def test_a_script_is_traced(script):
+    trace = trace_script(f"{script}:make")
+    assert [layer.elements for layer in trace.layers] == [36, 10]
+    assert trace.step_s >= trace.compute_s > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("without_model", "must return a model"), ("none", "has no function"), ("without_loss", "must return a loss")],
+)
+def test_a_script_without_a_model_is_refused(script, name, message):
+    with pytest.raises(ConfigurationError, match=message):
+        trace_script(f"{script}:{name}")
+
+
+def test_a_check_compares_the_mean_of_ranks_with_the_plan():
+    figures = measured_step_s([[1.0, 2.0, 9.0], [3.0, 4.0, 9.0]])
+    assert figures == 3.0
+    figure = compared("gpt", 2, "1gbit", "dense", (3.3, 2.4), figures, 0.1)
+    assert (figure.error, figure.error_as_then) == pytest.approx((0.1, -0.2))
