@@ -88,5 +88,5 @@ def test_the_costs_of_operations_messages_and_bytes_follow_from_three_kinds_of_a
         processor_s = operation_s + 2 * messages * message_s + 2 * num_bytes * byte_s + reduced / rate
         return Cost(processor_s, messages, num_bytes, reduced)
 
-    sample = CalibrationSamples(cost(2, 0, 0), cost(8, 8e6, 4e6), cost(128, 8e6, 4e6), 1e-4)
+    sample = CalibrationSamples(cost(2, 0, 0), cost(8, 8e6, 4e6), cost(128, 8e6, 4e6), 1e-4, 1e-3)
     assert solve(sample, rate) == pytest.approx((operation_s, message_s, byte_s))

@@ -65,6 +65,21 @@ def test_emulated_hosts_share_the_cores_of_one_machine(shared, expected):
     assert took == pytest.approx([expected] * 4)
 
 
+def test_a_thread_that_wakes_up_waits_where_all_cores_are_busy():
+    network = SimulatedNetwork(1)
+    model = HostModel(host_of_rank=(0,), card_bytes_per_s=CARD, cores=1, wake_s=0.25)
+    hosts = SimulatedHosts(network, model)
+    took = ends(
+        network,
+        lambda action: hosts.move(0, 0.5, action),  # alone: at once
+        lambda action: network.at(1.0, lambda: hosts.compute(0, 1.0, action)),
+        # Half a second of one of two threads; the second one follows without waking up.
+        lambda action: network.at(1.0, lambda: hosts.move(0, 0.25, action)),
+        lambda action: network.at(1.0, lambda: hosts.move(0, 0.25, action)),
+    )
+    assert took == pytest.approx([0.5, 2.5, 1.75, 2.25])
+
+
 def test_messages_of_several_hosts_wait_for_the_card_of_their_receiver():
     network = SimulatedNetwork(3)
     hosts = SimulatedHosts(network, HostModel(host_of_rank=range(3), card_bytes_per_s=CARD))

@@ -67,12 +67,14 @@ class CalibrationSamples:
         large: Of a large allreduce, in segments of the usual length.
         split: Of a large allreduce in many short segments.
         latency_s: Seconds that an empty message takes to the other rank, software included.
+        wake_s: Seconds for which a thread that wakes up waits for a core, on average, while every core trains.
     """
 
     small: Cost
     large: Cost
     split: Cost
     latency_s: float
+    wake_s: float
 
 
 def measure_calibration(rate: str | None = None) -> tuple[Calibration, float]:
@@ -97,6 +99,7 @@ def measure_calibration(rate: str | None = None) -> tuple[Calibration, float]:
         message_s=message_s,
         byte_s=byte_s,
         operation_s=operation_s,
+        wake_s=fmean(sample.wake_s for sample in samples),
         reduce_bytes_per_s=reduce_bytes_per_s,
         copy_bytes_per_s=_COPIED_BYTES / _median_s(_copying()),
         select_elements_per_s=1 / select_s,

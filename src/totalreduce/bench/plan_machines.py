@@ -121,6 +121,7 @@ class Calibration:
         message_s: Processor seconds that a message takes on each of its two ranks.
         byte_s: Processor seconds that a byte of a message takes on each of its two ranks.
         operation_s: Processor seconds that an operation takes on each rank, whatever its size.
+        wake_s: Seconds for which a thread that wakes up waits for a core, if all cores are busy.
         reduce_bytes_per_s: Bytes of float32 that a rank adds in a second.
         copy_bytes_per_s: Bytes that a rank copies in a second, from memory to memory.
         select_elements_per_s: Elements that a rank accumulates and selects from in a second.
@@ -131,6 +132,7 @@ class Calibration:
     message_s: float = 20e-6
     byte_s: float = 0.2e-9
     operation_s: float = 300e-6
+    wake_s: float = 2e-3
     reduce_bytes_per_s: float = 8e9
     copy_bytes_per_s: float = 1e10
     select_elements_per_s: float = 1.2e9
@@ -213,6 +215,7 @@ IDEAL = Calibration(
     message_s=0.0,
     byte_s=0.0,
     operation_s=0.0,
+    wake_s=0.0,
     reduce_bytes_per_s=1e18,
     copy_bytes_per_s=1e18,
     select_elements_per_s=1e18,

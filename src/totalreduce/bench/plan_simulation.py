@@ -225,6 +225,7 @@ class _Training:
             shared_cores=machines.emulated,
             message_s=calibration.message_s * scaling.messages,
             byte_s=calibration.byte_s * scaling.num_bytes,
+            wake_s=calibration.wake_s,
         )
         local = {
             (source, target): LinkModel(latency_s=near_s)

@@ -42,6 +42,7 @@ class HostModel:
         shared_cores: Whether the hosts are emulated on one machine and share its ``cores``.
         message_s: Processor seconds that a message takes on each of its two ranks.
         byte_s: Processor seconds that a byte of a message takes on each of its two ranks.
+        wake_s: Seconds for which a thread that wakes up waits for a core, if all cores are busy.
         burst_bytes: The number of bytes that a card which was idle for long sends at once, as a token bucket does.
     """
 
@@ -51,6 +52,7 @@ class HostModel:
     shared_cores: bool = False
     message_s: float = 0.0
     byte_s: float = 0.0
+    wake_s: float = 0.0
     burst_bytes: int = 0
 
 
@@ -71,6 +73,11 @@ class Processor:
         self._count += 1
         heapq.heappush(self._running, (self._served_s + seconds, self._count, action))
         self._plan()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread runs on every core."""
+        return len(self._running) >= self._cores
 
     @property
     def _speed(self) -> float:
@@ -104,6 +111,8 @@ class Processor:
 class _Idle:
     """Cores of which there are more than threads: nobody waits."""
 
+    is_busy = False
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
@@ -119,9 +128,9 @@ class Thread:
         busy_s: The processor seconds of all that it was given.
     """
 
-    def __init__(self, processor: Processor | _Idle) -> None:
-        """``processor``: the cores on which it runs."""
-        self._processor = processor
+    def __init__(self, processor: Processor | _Idle, clock: Clock, wake_s: float) -> None:
+        """``processor``: the cores on which it runs. ``wake_s``: for how long it waits for one, if all are busy."""
+        self._processor, self._clock, self._wake_s = processor, clock, wake_s
         self._waiting: deque[tuple[float, _Action]] = deque()
         self._is_busy = False
         self.busy_s = 0.0
@@ -131,7 +140,11 @@ class Thread:
         self.busy_s += seconds
         self._waiting.append((seconds, action))
         if not self._is_busy:
-            self._next()
+            self._is_busy = True
+            if self._wake_s and self._processor.is_busy:
+                self._clock.after(self._wake_s, self._next)
+            else:
+                self._next()
 
     def _next(self) -> None:
         self._is_busy = bool(self._waiting)
@@ -188,7 +201,7 @@ class SimulatedHosts:
             for _ in range(num_processors)
         ]
         self._processors = [processors[0 if model.shared_cores else host] for host in model.host_of_rank]
-        self._movers = [Thread(processor) for processor in self._processors]
+        self._movers = [Thread(processor, clock, model.wake_s) for processor in self._processors]
         self._outgoing, self._incoming = (
             [_Card(clock, model.card_bytes_per_s, model.burst_bytes) for _ in range(num_hosts)] for _ in range(2)
         )
@@ -199,7 +212,7 @@ class SimulatedHosts:
 
     def thread(self, rank: int) -> Thread:
         """Return the third thread of a rank."""
-        return Thread(self._processors[rank])
+        return Thread(self._processors[rank], self._clock, self.model.wake_s)
 
     def move(self, rank: int, seconds: float, action: _Action) -> None:
         """The same in the thread that moves messages, after all that this thread was given before."""
