@@ -65,7 +65,7 @@ VALID = SPEC.encode(Header(Kind.PUSH, Form.RANGE, number=5, mark=7, begin=10, en
     ("data", "text"),
     [
         (VALID[:-1], "has 87 bytes where 88"),
-        (b"\3" + VALID[1:], "a message of version 3 where version 2"),
+        (b"\4" + VALID[1:], "a message of version 4 where version 3"),
         (
             replace(SPEC, table=3).encode(Header(Kind.CLOCK)),
             "about table 0x3, which has other settings than table 0x4d",

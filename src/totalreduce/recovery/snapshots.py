@@ -59,6 +59,7 @@ class Snapshots:
         folder: Where the versions are: a file system that all ranks see.
         written: The last version whose part of this process was written; 0 before that.
         failed: The number of versions that could not be written.
+        failure: Why the last one of them could not be written.
         token: Equal in the parts that belong together. ``share_token`` sets it.
         on_signal: The signals that ask for a last version.
     """
@@ -85,6 +86,7 @@ class Snapshots:
         self.keep = checks.integer("keep", keep, minimum=1)
         self.on_signal = tuple(map(_handled, on_signal if isinstance(on_signal, Iterable) else (on_signal,)))
         self.written = self.failed = 0
+        self.failure = ""
         self.token = self._written_token = ""  #: The second one is that of the version ``written``.
         self._is_asked, self._home = False, 0
         self._handlers: dict[int, Any] = {}  #: Those of before ``watch``.
@@ -355,8 +357,8 @@ class Snapshots:
             self.written, self._written_token = version, about["token"]
         except BaseException as error:  # torch's CheckpointException is no Exception
             self.failed += 1
-            reason = describe_error(_cause(error))
-            _log.warning("the snapshot of version %d in %s is not written: %s", version, self.folder, reason)
+            self.failure = describe_error(_cause(error))
+            _log.warning("the snapshot of version %d in %s is not written: %s", version, self.folder, self.failure)
             return
         if rank == 0:
             try:

@@ -3,7 +3,8 @@
 from totalreduce.server.clocks import Bounded, Consistency, Eventual, Sequential
 from totalreduce.server.connecting import connect
 from totalreduce.server.connection import Connection, ServerStatistics, Ticket
-from totalreduce.server.optimizers import FTRL, SGD, Adagrad, Adam, Momentum, Optimizer, Sum
+from totalreduce.server.optimizers import FTRL, SGD, Adagrad, Adam, Momentum, Optimizer, Replace, Sum
+from totalreduce.server.torch_rule import Torch
 
 __all__ = [
     "FTRL",
@@ -16,9 +17,11 @@ __all__ = [
     "Eventual",
     "Momentum",
     "Optimizer",
+    "Replace",
     "Sequential",
     "ServerStatistics",
     "Sum",
     "Ticket",
+    "Torch",
     "connect",
 ]

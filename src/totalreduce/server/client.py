@@ -144,7 +144,8 @@ class Client:
         self._lanes = {int(s): _Lane(servers[int(s)]) for s in np.unique(layout.owners) if servers}
         self.is_worker = bool(servers)
         self._steps_are_atomic = steps_are_atomic
-        self._next = self._pushes = 0  # the number of the next request; of pushes to shards in this step
+        self._next = self._marks = 0  # the number of the next request; of pushes and saves of shards in this step
+        self._has_pushed = False  #: In this step.
         self._is_in_steps = False
         self._again: list[tuple[int, Message]] = []
         #: Calls that servers have refused. At most ``WINDOW`` of those whose errors the program was not told are kept.
@@ -192,7 +193,7 @@ class Client:
         if not 0 <= begin <= end <= self._spec.num_keys:
             raise ConfigurationError(f"keys from {begin} to {end} are no range of {self._spec.num_keys} keys")
         values, out = self._rows("values", values, end - begin), self._rows("out", out, end - begin)
-        if values is not None and self._residual is not None:
+        if values is not None and self._residual is not None and kind is not Kind.ASSIGN:
             self._residual.check(values)
         pieces = (
             (shard, places)
@@ -201,12 +202,27 @@ class Client:
         )
         return self._call(kind, pieces, None, values, out)
 
+    def save(self, note: Array) -> Call:
+        """Have all shards be written to disk; the call is done when they are.
+
+        Args:
+            note: uint8: the description of the snapshot, which servers read.
+
+        Raises:
+            ConfigurationError: This worker has pushed something in this step.
+        """
+        if self._has_pushed:
+            raise ConfigurationError(
+                "save() belongs between two steps: call clock() behind the pushes of a step, then save()"
+            )
+        return self._call(Kind.SAVE, ((shard, None) for shard in self._lanes), None, note, None)
+
     def advance(self) -> Call:
         """End a step: the clock advances by one. The call is done when all servers know it."""
         if self._has_finished:
             return Call(self.clock)
         self.begin_steps()
-        self.clock, self._pushes = self.clock + 1, 0
+        self.clock, self._marks, self._has_pushed = self.clock + 1, 0, False
         return self._call(Kind.CLOCK, ((shard, None) for shard in self._lanes), None, None, None)
 
     def begin_steps(self) -> None:
@@ -216,7 +232,7 @@ class Client:
         """
         if not self._is_in_steps:
             self._is_in_steps = True
-            self._pushes = self._pushes if self.clock == 0 else 0
+            self._marks = self._marks if self.clock == 0 else 0
 
     @property
     def _has_finished(self) -> bool:
@@ -228,8 +244,10 @@ class Client:
         return self._call(Kind.MEET, ((shard, None) for shard in self._lanes), None, None, None)
 
     def finish(self) -> Call:
-        """End all: other workers do not wait for this one any more."""
-        return self._call(Kind.FINISH, ((shard, None) for shard in self._lanes), None, None, None)
+        """End all: other workers do not wait for this one any more. It may still pull."""
+        call = self._call(Kind.FINISH, ((shard, None) for shard in self._lanes), None, None, None)
+        self.clock = FINISHED
+        return call
 
     def _call(
         self,
@@ -258,10 +276,11 @@ class Client:
             return FINISHED
         if kind is Kind.CLOCK:
             return mark_of(self.clock, -1)
-        if not kind.pushes:
+        if not kind.pushes and kind is not Kind.SAVE:
             return -1
-        self._pushes += 1
-        return mark_of(self.clock if self._is_in_steps else 0, self._pushes - 1)
+        self._has_pushed = self._has_pushed or kind.pushes
+        self._marks += 1
+        return mark_of(self.clock if self._is_in_steps else 0, self._marks - 1)
 
     def _rows(self, name: str, array: Array | None, count: int) -> Array | None:
         """Check an array of the caller; return it with shape (n, width)."""
@@ -307,15 +326,18 @@ class Client:
                 return True
         return False
 
-    def begin_epoch(self, servers: Mapping[int, int], clock: int) -> None:
+    def begin_epoch(self, servers: Mapping[int, int], clock: int, *, is_restored: bool = False) -> None:
         """Go on with other servers, or with ones that were restored: everything that was not answered is sent again.
 
         Args:
             servers: By shard: the rank that serves it.
             clock: That of a worker with this rank, as all shards know it. A worker that has made no call goes on there.
+            is_restored: Whether the job began with a snapshot. Then what a program pushes before its first step is no
+                repetition of what it pushed when the values were new.
         """
         if self._next == 0:
             self.clock = clock
+            self._is_in_steps = self._is_in_steps or is_restored
         self._again = []
         for shard, lane in self._lanes.items():
             lane.server, lane.last, lane.waits = servers[shard], -1, -1
@@ -432,8 +454,7 @@ class Client:
         """Make the message of a request that is sent for the first time."""
         places, values, keys, clock = request.places, None, None, request.call.clock
         if request.values is not None:
-            assert places is not None
-            values = places.take(request.values).reshape(-1)
+            values = request.values if places is None else places.take(request.values).reshape(-1)
         header = Header(
             *(request.kind, Form.NOTHING, shard),
             number=request.number,
@@ -443,7 +464,7 @@ class Client:
         )
         if places is not None and request.keys is None:
             header = replace(header, form=Form.RANGE, begin=places.begin, end=places.end)
-            if values is not None and self._residual is not None:
+            if values is not None and self._residual is not None and self._spec.is_coded(header):
                 values = self._residual.encode(places, values, seed_of(request.number, self._rank))
         elif places is not None and request.keys is not None:
             keys = places.take(request.keys)
@@ -475,9 +496,9 @@ class Client:
         if call.error is None:
             call.error = error
             self._failed = [*[each for each in self._failed if not each.is_reported][: WINDOW - 1], call]
-        if self._residual is not None and request.values is not None and request.keys is None:
+        assert message is not None
+        if self._residual is not None and request.values is not None and self._spec.is_coded(message.header):
             assert request.places is not None
-            assert message is not None
             assert message.values is not None
             self._residual.take_back(request.places, request.places.take(request.values).reshape(-1), message.values)
 
@@ -494,6 +515,8 @@ class Client:
         memory = request.places.memory(request.out)
         if memory is None or memory.ctypes.data != values.ctypes.data:  # else they were received in place
             request.places.put(request.out, values.reshape(-1, self._spec.width))
+        if request.call.clock == FINISHED:
+            return
         staleness = max(0, request.call.clock - message.header.clock)
         request.call.staleness = max(request.call.staleness, staleness)
         self.staleness[staleness] += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, Final, Literal, final
 
 import numpy as np
 
@@ -58,15 +58,19 @@ class Sequential(Consistency):
     Attributes:
         buffer_bytes: A server keeps at most so many bytes of what one worker pushes in a step: values, and 8 bytes for
             each listed key. More is refused. The bound is for each worker: a server may keep as much of every worker.
+        combine: ``"each"``: each push is one update. ``"mean"``: what all workers push for a key in a step is added, in
+            the order of ranks and of their calls, and divided by the number of workers; the result is one update.
     """
 
     in_steps: ClassVar[bool] = True
 
     buffer_bytes: int = 256 * 1024 * 1024
+    combine: Literal["each", "mean"] = "each"
 
     def __post_init__(self) -> None:
         """Check the bound."""
         checks.integer_fields(self, "buffer_bytes", minimum=1)
+        checks.one_of("combine", self.combine, ("each", "mean"))
 
     @property
     def bound(self) -> int:

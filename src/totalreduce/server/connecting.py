@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import final
+from functools import partial
+from pathlib import Path
+from typing import Final, final
 
 import numpy as np
 import torch
 
 from totalreduce.codecs.codec import Codec
 from totalreduce.foundation import checks, environment
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.groups.agreement import agree_or_refuse
 from totalreduce.groups.group import Group
 from totalreduce.kernels import ahead
@@ -28,6 +30,7 @@ from totalreduce.server.messages import WINDOW, Spec
 from totalreduce.server.optimizers import Optimizer
 from totalreduce.server.placement import chains_of
 from totalreduce.server.renewal import Epoch, Renewal
+from totalreduce.server.saving import Snapshot, find_snapshot, write_shard
 from totalreduce.server.server import Server
 from totalreduce.server.setup import Setup
 from totalreduce.server.shard import Shard
@@ -37,6 +40,8 @@ __all__ = ["VALUE", "begin_in_group", "begin_in_job", "connect"]
 
 #: Under this name, the launcher's store has the setup for ranks that only serve.
 VALUE = "parameter server"
+#: The settings that a snapshot has: those on which the meaning of values and states depends.
+_SAVED_SETTINGS: Final = ("num_keys", "width", "dtype", "optimizer")
 
 
 def connect(
@@ -53,6 +58,7 @@ def connect(
     replicas: int = 1,
     codec: Codec | None = None,
     initial: Initial = 0.0,
+    restore: str | Path | None = None,
     timeout_s: float | None = None,
 ) -> Connection:
     """Begin a parameter server on the ranks of a group, and connect to it. Collective.
@@ -78,12 +84,15 @@ def connect(
         codec: Encodes what is pushed to ranges of keys, float32 only, with error feedback.
         initial: The value with which all begin; or a function from keys, int64 of shape (n,), to values of shape
             (n, width). Functions are not compared between ranks, and not sent to ranks that only serve.
+        restore: A folder in which ``Connection.save`` has written: values, the state of the optimizer and the workers'
+            clock are those of its last complete snapshot. The numbers of workers, servers and shards may be others.
         timeout_s: Deadline in seconds of waits that name none; by default the group's.
 
     Raises:
         ConfigurationError: A setting is not like that.
         PlanMismatchError: The ranks have different settings; on every rank.
-        RecoveryError: With ``--on-loss``: too few processes have come in time, or all servers of a shard are lost.
+        RecoveryError: With ``--on-loss``: too few processes have come in time, or all servers of a shard are lost. Or
+            ``restore`` has no complete snapshot, or a file of it is damaged; the error names it.
     """
     whole = group if group.with_servers is None else group.with_servers
     in_job = group.formation is not None
@@ -106,6 +115,7 @@ def connect(
             replicas=replicas,
             codec=codec,
             initial=initial,
+            restore=restore,
         )
         # All ranks are members of the groups of a job; else those that only serve are asked for if they are needed.
         is_sent = whole is not group and (in_job or max(setup.servers) >= group.world_size)
@@ -136,13 +146,14 @@ def begin_in_group(group: Group, setup: Setup, timeout_s: float) -> Connection:
     chains = chains_of(parts.shards, setup.servers, setup.servers, 1)
 
     def make_shards() -> dict[int, Shard]:
+        parts.find_snapshot()
         return {shard: parts.make_shard(shard) for shard, chain in chains.items() if group.rank in chain}
 
-    made = agree_or_refuse(group.control, name, make_shards, lambda _made: {})
+    made = agree_or_refuse(group.control, name, make_shards, lambda _made: {"the step of the snapshot": parts.clock})
     parts.server.begin_epoch(chains, made)
     own = group.control.subgroup(range(group.world_size), name=name)
     heads = {shard: chain[0] for shard, chain in chains.items()}
-    place = Epoch(own, tuple(range(group.world_size)), heads, (0,) * setup.workers)
+    place = Epoch(own, tuple(range(group.world_size)), heads, (parts.clock,) * setup.workers)
     connection = parts.connect(place, timeout_s)
     group.at_close(connection.end)
     return connection
@@ -180,6 +191,7 @@ class _Parts:
         spec: Of the table.
         shards: The numbers of the shards.
         server: Has no shards yet.
+        clock: That with which workers begin.
     """
 
     def __init__(self, rank: int, setup: Setup, name: str) -> None:
@@ -190,31 +202,56 @@ class _Parts:
         self.spec = Spec(setup.num_keys, setup.width, np.dtype(setup.dtype), setup.codec, number)
         self.shards = [int(shard) for shard in np.unique(self._layout.owners)]
         self.server = Server(rank)
+        self.clock = 0
+        self._snapshot: Snapshot | None = None
         _load_kernels(self.spec, setup.optimizer)  # now, because a group that is formed must not be left alone for long
 
+    def find_snapshot(self) -> None:
+        """Open the snapshot that is to be restored, if there is one. Raises ``RecoveryError``."""
+        folder = self._setup.restore
+        if folder is not None and self._snapshot is None:
+            self._snapshot = Snapshot(folder, find_snapshot(folder))
+            self.clock = self._snapshot.clock
+
     def make_shard(self, shard: int, begins: bool = True) -> Shard:
-        """Return a shard as it is when the table begins; else with zeros. Raises ``ConfigurationError``."""
+        """Return a shard as it is when the table begins; else with zeros.
+
+        Raises:
+            ConfigurationError: The table cannot be made.
+            RecoveryError: The snapshot cannot be read.
+        """
         setup, spec = self._setup, self.spec
+        about = {
+            **{name: value for name, value in setup.describe().items() if name in _SAVED_SETTINGS},
+            "num_shards": setup.shards,
+        }
+        clock = 0
         try:
             table = Table(
                 *(self._layout, shard),
                 width=spec.width,
                 dtype=spec.dtype,
                 optimizer=setup.optimizer,
-                initial=setup.initial if begins else 0.0,
+                initial=setup.initial if begins and setup.restore is None else 0.0,
             )
-        except ConfigurationError:
+            if begins:
+                self.find_snapshot()
+                clock = self.clock
+                if self._snapshot is not None:
+                    self._snapshot.load(table, self._layout, about)
+        except TotalReduceError:
             raise
         except Exception as error:  # of the function ``initial``, or there is too little memory
             raise ConfigurationError(f"the table of a parameter server cannot be made: {error!r}") from error
-        return Shard(self._rank, table, spec, setup.consistency, setup.workers)
+        write = partial(write_shard, about=about, place=self.shards.index(shard), count=len(self.shards))
+        return Shard(self._rank, table, spec, setup.consistency, setup.workers, clock=clock, write=write)
 
     def connect(self, place: Epoch, timeout_s: float, renewal: Renewal | None = None) -> Connection:
         """Return the connection. The arguments are those of ``Connection``."""
         setup, rank = self._setup, self._rank
         heads = place.servers if rank < setup.workers else {}
         client = Client(rank, self._layout, self.spec, heads, steps_are_atomic=renewal is not None)
-        client.begin_epoch(place.servers, place.clock_of(rank))
+        client.begin_epoch(place.servers, place.clock_of(rank), is_restored=setup.restore is not None)
         return Connection(
             *(place, self._name, client, self.server, self.spec),
             rank=rank,

@@ -15,8 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, final
+from uuid import uuid4
 
 import numpy as np
 
@@ -38,6 +40,7 @@ from totalreduce.server.client import Call, Client
 from totalreduce.server.messages import Header, Kind, Message, Spec
 from totalreduce.server.messenger import Messenger
 from totalreduce.server.renewal import Epoch, Renewal
+from totalreduce.server.saving import describe_snapshot
 from totalreduce.server.server import Server
 from totalreduce.tensors.compilation import never_compiled
 
@@ -240,6 +243,48 @@ class Connection:
     def push_pull_range(self, begin: int, end: int, values: Values, out: Values) -> Ticket:
         """Push and pull all keys from ``begin`` to ``end`` - 1."""
         return self.push_pull(slice(begin, end), values, out)
+
+    def assign(self, keys: Keys, values: Values) -> Ticket:
+        """Set the values of keys; return at once. Arguments as for ``push``.
+
+        The optimizer and the codec have no part in it, and the optimizer's state stays. Under ``Sequential`` the values
+        are set when the step ends, before what was pushed in it is applied if the rule takes means.
+        """
+        return self._start(Kind.ASSIGN, keys, values, None)
+
+    def save(self, folder: str | Path, timeout_s: float | None = None) -> None:
+        """Write a snapshot of values, optimizer state and clock. Collective among the workers, between two steps.
+
+        Each server writes its shards, as they are when all workers have called this: with all pushes of earlier calls,
+        and none of later ones. When this returns, the snapshot is complete. ``tr.ps.connect(restore=folder)`` reads the
+        last complete snapshot; the last two stay on disk.
+
+        Args:
+            folder: A file system that all ranks see. It is made if it does not exist.
+            timeout_s: Seconds; ``None``: those of the connection.
+
+        Raises:
+            ConfigurationError: This worker has pushed something since its last ``clock()``. Nothing is sent.
+            RefusedError: A shard could not be written, or workers save after different steps; on all workers. The
+                snapshot before stays.
+            SlowWorkersError: Other workers have not called this; DeadlineExceededError: a server takes longer.
+            PeerLost: A rank is lost.
+        """
+        with self._lock:
+            self._check_open()
+            ticket = self._submit(self._client.save(describe_snapshot(folder, uuid4().hex)))
+        ticket.wait(timeout_s)
+
+    @property
+    def step(self) -> int:
+        """The number of steps that this worker has ended, in this job and before the snapshot that was restored."""
+        return self._client.clock
+
+    def retire(self) -> Ticket:
+        """Have other workers not wait for this one any more. It may pull, and what it pushes is dropped."""
+        with self._lock:
+            self._check_open()
+            return self._submit(self._client.finish())
 
     def clock(self) -> Ticket:
         """End a step of this worker. The ticket is done when all servers know it; nobody needs to wait for it."""

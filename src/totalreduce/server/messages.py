@@ -34,7 +34,7 @@ __all__ = [
     "mark_of",
 ]
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 #: A request and an answer have at most so many bytes of keys, and of values.
 _PIECE_BYTES_MAX: Final = 4 * 1024 * 1024
 #: The number of requests of a worker that a server may have to answer.
@@ -61,19 +61,20 @@ class Kind(IntEnum):
     CLOCK = 4  #: The worker goes on to the next step.
     FINISH = 5  #: The worker sends no more requests.
     MEET = 6  #: The worker waits for all workers to come to its clock.
-    DONE = 8  #: The answer to any of these, with the values of a pull.
-    UNKNOWN_LIST = (
-        9  #: The server does not know this list of keys. The worker sends this request and all later ones again.
-    )
-    WAITING = 10  #: The request waits for workers, which are listed with their clocks.
-    REFUSED = 11  #: Nothing of the request was applied; a text says why.
-    GOODBYE = 12  #: The rank sends nothing more.
-    REPLICATED = 13  #: The next server of a chain, and all behind it, have carried out what was passed on.
+    ASSIGN = 7  #: Sets values, without the optimizer and without a codec.
+    SAVE = 8  #: The shard is to be written to disk, as it is when all workers have come to their requests of this kind.
+    DONE = 9  #: The answer to any of these, with the values of a pull.
+    #: The server does not know this list of keys. The worker sends this request and all later ones again.
+    UNKNOWN_LIST = 10
+    WAITING = 11  #: The request waits for workers, which are listed with their clocks.
+    REFUSED = 12  #: Nothing of the request was applied; a text says why.
+    GOODBYE = 13  #: The rank sends nothing more.
+    REPLICATED = 14  #: The next server of a chain, and all behind it, have carried out what was passed on.
 
     @property
     def pushes(self) -> bool:
-        """Whether such a request has values."""
-        return self in (Kind.PUSH, Kind.PUSH_PULL)
+        """Whether such a request has values of keys."""
+        return self in (Kind.PUSH, Kind.PUSH_PULL, Kind.ASSIGN)
 
     @property
     def pulls(self) -> bool:
@@ -83,7 +84,7 @@ class Kind(IntEnum):
     @property
     def is_request(self) -> bool:
         """Whether a worker sends it to a server."""
-        return self <= Kind.MEET
+        return self <= Kind.SAVE
 
 
 class Form(IntEnum):
@@ -237,9 +238,13 @@ class Spec:
 
     def value_dtype(self, header: Header) -> np.dtype[Any]:
         """Return the type of the values that follow a header."""
-        kind = header.kind
-        coded = kind.is_request and header.form is Form.RANGE and self.codec is not None
-        return np.dtype(np.uint8) if coded or kind > Kind.DONE else self.dtype
+        is_text = header.kind is Kind.SAVE or header.kind > Kind.DONE
+        return np.dtype(np.uint8) if is_text or self.is_coded(header) else self.dtype
+
+    def is_coded(self, header: Header) -> bool:
+        """Return whether the values of a request are a code."""
+        pushes = header.kind in (Kind.PUSH, Kind.PUSH_PULL)
+        return pushes and header.form is Form.RANGE and self.codec is not None
 
     def _check(self, header: Header) -> None:
         kind, form, begin, end, size = header.kind, header.form, header.begin, header.end, header.value_bytes
@@ -253,12 +258,12 @@ class Spec:
             expected = end * self.width * self.dtype.itemsize if kind.pushes else 0
             if size != expected:
                 raise ProtocolError(f"{size} bytes of values for {end} keys, where {expected} are expected")
-        has_values = kind.pushes or kind in (Kind.DONE, Kind.WAITING, Kind.REFUSED)
+        has_values = kind.pushes or kind in (Kind.SAVE, Kind.DONE, Kind.WAITING, Kind.REFUSED)
         if size > (self.value_bytes_max if has_values else 0) or size % self.value_dtype(header).itemsize:
             raise ProtocolError(f"{size} bytes of values in a message of kind {kind.name}")
         if (header.kind.is_request and header.number < 0) or header.clock < 0:
             raise ProtocolError(f"a request with number {header.number} and clock {header.clock}")
-        if (kind.pushes or kind in (Kind.CLOCK, Kind.FINISH)) and header.mark < 0:
+        if (kind.pushes or kind in (Kind.CLOCK, Kind.FINISH, Kind.SAVE)) and header.mark < 0:
             raise ProtocolError(f"a request of kind {kind.name} without a mark")
 
 

@@ -178,3 +178,13 @@ class FTRL(Optimizer):
 
     def update(self, values: Array, states: tuple[Array, ...], rows: Array, width: int, gradients: Array) -> None:
         updates.ftrl(values, *states, rows, width, gradients, self.alpha, self.beta, self.l1, self.l2)
+
+
+@final
+@dataclass(frozen=True)
+class Replace(Optimizer):
+    """What is pushed replaces the value: with ``Sequential(combine="mean")``, the mean of what workers have pushed."""
+
+    def update(self, values: Array, states: tuple[Array, ...], rows: Array, width: int, gradients: Array) -> None:
+        del states
+        values.reshape(-1, width)[rows if rows.size else slice(None)] = gradients.reshape(-1, width)

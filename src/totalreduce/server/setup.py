@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Final, Self, final
 
 from totalreduce.codecs.codec import Codec, check_codec
@@ -12,8 +13,9 @@ from totalreduce.codecs.codecs import CODECS
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.server.clocks import Bounded, Consistency, Eventual, Sequential
-from totalreduce.server.optimizers import FTRL, SGD, Adagrad, Adam, Momentum, Optimizer, Sum
+from totalreduce.server.optimizers import FTRL, SGD, Adagrad, Adam, Momentum, Optimizer, Replace, Sum
 from totalreduce.server.table import Initial
+from totalreduce.server.torch_rule import Torch
 
 __all__ = ["Setup"]
 
@@ -22,7 +24,9 @@ _SHARDS_MAX = 256
 #: The largest number of values of a key: a row fits into a request.
 _WIDTH_MAX = 1 << 18
 #: By name: what can be sent to ranks that only serve.
-_OPTIMIZERS: Final[Mapping[str, Any]] = {each.__name__: each for each in (Sum, SGD, Momentum, Adagrad, Adam, FTRL)}
+_OPTIMIZERS: Final[Mapping[str, Any]] = {
+    each.__name__: each for each in (Sum, SGD, Momentum, Adagrad, Adam, FTRL, Replace, Torch)
+}
 _RULES: Final[Mapping[str, Any]] = {each.__name__: each for each in (Sequential, Bounded, Eventual)}
 
 
@@ -42,6 +46,7 @@ class Setup:
     replicas: int
     codec: Codec | None
     initial: Initial
+    restore: str | None
 
     @classmethod
     def checked(cls, num_ranks: int, num_workers: int, **given: Any) -> Self:
@@ -85,6 +90,7 @@ class Setup:
             replicas=checks.integer("replicas", given["replicas"], minimum=1, maximum=len(seats)),
             codec=given["codec"],
             initial=initial if callable(initial) else checks.real_number("initial", initial),
+            restore=None if given.get("restore") is None else str(Path(given["restore"]).absolute()),
         )
 
     def describe(self) -> dict[str, Any]:

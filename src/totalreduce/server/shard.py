@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, final
 
 import numpy as np
 
-from totalreduce.foundation.errors import ProtocolError
+from totalreduce.foundation.errors import ProtocolError, TotalReduceError
 from totalreduce.kernels.arrays import Array
 from totalreduce.server.clocks import FINISHED, Consistency, RangeClocks, Sequential
+from totalreduce.server.combining import means_of
 from totalreduce.server.messages import (
     LISTS_BYTES_MAX,
     WINDOW,
@@ -24,6 +25,7 @@ from totalreduce.server.messages import (
     Spec,
     digest_of,
     list_bytes,
+    mark_of,
 )
 from totalreduce.server.table import Rows, Table
 
@@ -87,6 +89,29 @@ class Reply:
 
 
 @final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """What a worker has pushed in this step, for the end of the step.
+
+    Attributes:
+        worker: The worker.
+        rows: Of its keys.
+        values: What it has pushed.
+        assigns: Whether the values are set, without the optimizer.
+    """
+
+    worker: int
+    rows: Rows
+    values: Array
+    assigns: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """What counts of it in bytes."""
+        return int(self.values.nbytes + (0 if self.rows.listed is None else self.rows.listed.nbytes))
+
+
+@final
 @dataclass(slots=True)
 class _Stream:
     """The requests of one worker.
@@ -115,17 +140,38 @@ class Shard:
         clocks: The clocks of the workers.
     """
 
-    def __init__(self, rank: int, table: Table, spec: Spec, rule: Consistency, num_workers: int) -> None:
-        """Begin. ``rank``: that of the server; the memory of a message from a worker of this rank is the program's."""
-        self.table, self.clocks = table, RangeClocks(len(table.ranges), num_workers)
+    def __init__(
+        self,
+        rank: int,
+        table: Table,
+        spec: Spec,
+        rule: Consistency,
+        num_workers: int,
+        *,
+        clock: int = 0,
+        write: Callable[[str, int, Table], None] | None = None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            rank: That of the server. The memory of a message from a worker of this rank is the program's.
+            table: The values.
+            spec: What both ends know of the table.
+            rule: Which requests wait.
+            num_workers: The number of workers.
+            clock: That of all workers.
+            write: Writes the table of a snapshot, from its description and the workers' clock. ``None``: snapshots are
+                refused.
+        """
+        self.table, self.clocks = table, RangeClocks(len(table.ranges), num_workers, [clock] * num_workers)
+        self._write = write
         self._rank, self._spec, self._rule = rank, spec, rule
         self._streams = [_Stream() for _ in range(num_workers)]
         #: By worker: the mark of the last push that was carried out.
-        self._applied = [-1] * num_workers
+        self._applied = [mark_of(clock, -1)] * num_workers
         self._lists: Lru[Rows] = Lru(LISTS_BYTES_MAX)
-        #: What was pushed in this step, with the worker.
-        self._kept: list[tuple[int, Rows, Array]] = []
-        self._step = 0
+        self._kept: list[_Kept] = []
+        self._step = clock
 
     @property
     def all_clocks(self) -> list[int]:
@@ -222,8 +268,8 @@ class Shard:
             "refused": [list(stream.refused) for stream in self._streams],
             "step": self._step,
             "kept": [
-                (worker, rows.count, rows.begin, rows.listed, rows.ranges, values)
-                for worker, rows, values in self._kept
+                (each.worker, each.assigns, each.values, each.rows.count, each.rows.begin, each.rows.listed)
+                for each in self._kept
             ],
         }
 
@@ -232,10 +278,13 @@ class Shard:
         self.table.load(state["values"], state["states"], state["version"])
         self.clocks = RangeClocks(len(self.table.ranges), len(self._streams), state["clocks"])
         self._applied, self._step = list(state["applied"]), state["step"]
-        self._kept = [(worker, Rows(*rows), values) for worker, *rows, values in state["kept"]]
+        self._kept = [
+            _Kept(worker, Rows(count, begin, listed, np.empty(0, np.int64)), values, assigns)
+            for worker, assigns, values, count, begin, listed in state["kept"]
+        ]
         for worker, stream in enumerate(self._streams):
             stream.refused.extend(state["refused"][worker])
-            stream.kept_bytes = sum(_kept_bytes(rows, values) for who, rows, values in self._kept if who == worker)
+            stream.kept_bytes = sum(each.num_bytes for each in self._kept if each.worker == worker)
 
     def _find(self, message: Message) -> Request | None:
         """Find the keys of a request; ``None``: the list is not known."""
@@ -259,7 +308,7 @@ class Shard:
         if header.kind.pushes:
             assert rows is not None
             count, values = rows.count * spec.width, np.empty(0, spec.dtype) if values is None else values
-            if header.form is Form.RANGE and spec.codec is not None:
+            if spec.codec is not None and spec.is_coded(header):
                 coded, values = values, np.empty(count, np.float32)
                 spec.codec.decode(coded, values)
             if values.size != count:
@@ -272,20 +321,50 @@ class Shard:
         workers = deque([first])
         while workers:
             worker = workers.popleft()
-            stream, slowest = self._streams[worker], self.clocks.slowest()
+            stream, before = self._streams[worker], self.all_clocks
             while stream.queue:
                 note = self._waits(worker, stream)
                 if note is not None:
                     answers += [Reply(worker, each) for each in note]
                     break
-                answers.append(self._carry_out(worker, stream.queue.popleft()))
-            if self.clocks.slowest() != slowest:
+                if stream.queue[0].header.kind is Kind.SAVE and stream.queue[0].header.mark > self._applied[worker]:
+                    answers += self._save()
+                    workers.extend(range(len(self._streams)))
+                else:
+                    answers.append(self._carry_out(worker, stream.queue.popleft()))
+            now = self.all_clocks
+            if min(now) != min(before) or (now[worker] == FINISHED != before[worker]):
                 workers.extend(each for each, other in enumerate(self._streams) if other.queue and each != worker)
         return answers
+
+    def _save(self) -> list[Reply]:
+        """Write the shard: the first requests of all workers that have not finished ask for it. Return the answers."""
+        asking = {worker: stream.queue.popleft() for worker, stream in enumerate(self._streams) if stream.queue}
+        refusal = ""
+        clocks = {worker: self.clocks.of(worker) for worker in asking}
+        texts = {worker: _text_of(request.message.values) for worker, request in asking.items()}
+        marks = {request.header.mark for request in asking.values()}
+        if len(set(clocks.values())) > 1 or len(marks) > 1:
+            refusal = (
+                f"workers save after different steps, by worker: {clocks}, or not equally often after this one: all call "
+                "save() after the same steps"
+            )
+        elif self._write is None:
+            refusal = "this server writes no snapshots"
+        else:
+            try:
+                self._write(texts[min(texts)], min(clocks.values()), self.table)
+            except (TotalReduceError, OSError) as error:
+                refusal = str(error)
+        if refusal:
+            return [Reply(worker, self._refusal(each.header, refusal)) for worker, each in asking.items()]
+        return [self._carry_out(worker, request) for worker, request in asking.items()]
 
     def _waits(self, worker: int, stream: _Stream) -> list[Message] | None:
         """Return ``None`` if the first request of a worker does not wait; else what the worker is told."""
         request = stream.queue[0]
+        if request.header.kind is Kind.SAVE:
+            return self._waits_to_save(worker, stream)
         meets = request.header.kind is Kind.MEET
         if request.rows is None and not meets:
             return None
@@ -300,13 +379,34 @@ class Shard:
             return []
         stream.told = slowest
         bound = 0 if meets else self._rule.bound or 0
-        behind = self.clocks.below(clock - bound, ranges)[:_WAITING_MAX]
-        note = np.frombuffer(bytearray(b"".join(_WAITING.pack(*each) for each in behind)), np.uint8)
+        return [self._waiting_for(request, self.clocks.below(clock - bound, ranges))]
+
+    def _waits_to_save(self, worker: int, stream: _Stream) -> list[Message] | None:
+        """Do what ``_waits`` does for a request to save, which waits for those of all workers."""
+        request = stream.queue[0]
+        absent = [
+            (other, self.clocks.of(other))
+            for other, its in enumerate(self._streams)
+            if self.clocks.of(other) != FINISHED and not (its.queue and its.queue[0].header.kind is Kind.SAVE)
+        ]
+        if request.header.mark <= self._applied[worker] or not absent:
+            stream.told = None
+            return None
+        if stream.told == -len(absent):
+            return []
+        stream.told = -len(absent)  # no clock is negative
+        return [self._waiting_for(request, absent)]
+
+    def _waiting_for(self, request: Request, workers: list[tuple[int, int]]) -> Message:
+        """Return the message that a request waits for workers with these clocks."""
+        note = np.frombuffer(bytearray(b"".join(_WAITING.pack(*each) for each in workers[:_WAITING_MAX])), np.uint8)
         header = replace(self._answer(request.header), kind=Kind.WAITING, value_bytes=note.nbytes)
-        return [Message(header, None, note)]
+        return Message(header, None, note)
 
     def _carry_out(self, worker: int, request: Request) -> Reply:
         header, rows = request.header, request.rows
+        if header.kind is Kind.SAVE:
+            return self._note_save(worker, request)
         if header.kind is Kind.MEET:
             return Reply(worker, Message(self._answer(header, self.clocks.slowest())))
         if rows is None:
@@ -317,7 +417,7 @@ class Shard:
             refused = self._streams[worker].refused
             if header.mark > self._applied[worker]:
                 self._applied[worker], change = header.mark, request
-                if not self._push(worker, rows, request.values):
+                if not self._push(_Kept(worker, rows, request.values, header.kind is Kind.ASSIGN)):
                     refused.append(header.mark)
             if header.mark in refused:
                 limit = "the rule's buffer_bytes: raise it, or push less in a step"
@@ -329,17 +429,49 @@ class Shard:
         values = self.table.pull(rows)
         return Reply(worker, Message(replace(answer, value_bytes=values.nbytes), None, values), header.mark, change)
 
-    def _push(self, worker: int, rows: Rows, values: Array) -> bool:
+    def _push(self, pushed: _Kept) -> bool:
         """Apply or keep what a worker has pushed; return whether there is room to keep it."""
         if not isinstance(self._rule, Sequential):
-            self.table.push(rows, values)
+            self._apply(pushed)
             return True
-        stream, num_bytes = self._streams[worker], _kept_bytes(rows, values)
-        if stream.kept_bytes + num_bytes > self._rule.buffer_bytes:
+        stream = self._streams[pushed.worker]
+        if stream.kept_bytes + pushed.num_bytes > self._rule.buffer_bytes:
             return False
-        stream.kept_bytes += num_bytes
-        self._kept.append((worker, rows, values.copy() if worker == self._rank else values))
+        stream.kept_bytes += pushed.num_bytes
+        self._kept.append(replace(pushed, values=pushed.values.copy()) if pushed.worker == self._rank else pushed)
         return True
+
+    def _apply(self, pushed: _Kept) -> None:
+        if pushed.assigns:
+            self.table.assign(pushed.rows, pushed.values)
+        else:
+            self.table.push(pushed.rows, pushed.values)
+
+    def _end_step(self) -> None:
+        """Apply what was kept, in the order of ranks, and of the calls of each of them."""
+        kept, self._kept = sorted(self._kept, key=lambda each: each.worker), []
+        for stream in self._streams:
+            stream.kept_bytes = 0
+        if isinstance(self._rule, Sequential) and self._rule.combine == "mean":
+            pushed = [(each.rows, each.values) for each in kept if not each.assigns]
+            kept = [each for each in kept if each.assigns]
+            means = means_of(pushed, self._spec.width, len(self._streams))
+        else:
+            means = []
+        for each in kept:
+            self._apply(each)
+        for rows, mean in means:
+            self.table.push(rows, mean)
+
+    def _note_save(self, worker: int, request: Request) -> Reply:
+        """Note that the shard was written. From then on, no worker that was to ask for it waits for others."""
+        header, change = request.header, None
+        if header.mark > self._applied[worker]:
+            change = request
+            for other in range(len(self._streams)):
+                if other == worker or self.clocks.of(other) == self.clocks.of(worker):
+                    self._applied[other] = max(self._applied[other], header.mark)
+        return Reply(worker, Message(self._answer(header, self.clocks.slowest())), header.mark, change)
 
     def _advance(self, worker: int, request: Request) -> Reply:
         header = request.header
@@ -352,11 +484,7 @@ class Shard:
         slowest = self.clocks.slowest()
         if slowest > self._step:  # the step has ended: its pushes are applied in the order of ranks
             self._step = slowest
-            for _, rows, values in sorted(self._kept, key=lambda kept: kept[0]):
-                self.table.push(rows, values)
-            self._kept.clear()
-            for stream in self._streams:
-                stream.kept_bytes = 0
+            self._end_step()
         return Reply(worker, Message(self._answer(header, slowest)), header.mark, change)
 
     def _answer(self, header: Header, slowest: int = 0) -> Header:
@@ -367,5 +495,5 @@ class Shard:
         return Message(replace(self._answer(header), kind=Kind.REFUSED, value_bytes=note.nbytes), None, note)
 
 
-def _kept_bytes(rows: Rows, values: Array) -> int:
-    return int(values.nbytes + (0 if rows.listed is None else rows.listed.nbytes))
+def _text_of(note: Array | None) -> str:
+    return "" if note is None else note.tobytes().decode(errors="replace")

@@ -148,6 +148,12 @@ class Table:
             values, listed = values.reshape(num_rows, -1)[part].reshape(-1), _NO_LIST
         self._optimizer.update(values, states, listed, self._width, gradients)
 
+    def assign(self, rows: Rows, values: Array) -> None:
+        """Set the values of some rows, one-dimensional. The state of the optimizer stays."""
+        self.version += 1
+        part = slice(rows.begin, rows.begin + rows.count) if rows.listed is None else rows.listed
+        self.values.reshape(-1, self._width)[part] = values.reshape(-1, self._width)
+
     def pull(self, rows: Rows) -> Array:
         """Return a copy of the values of some rows, one-dimensional."""
         if rows.listed is None:

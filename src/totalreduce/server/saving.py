@@ -1,0 +1,160 @@
+"""Snapshots of a parameter server: each server writes its shards, and any number of servers reads them.
+
+A snapshot is one version of ``recovery.snapshots``, which is complete when all shards are there and belong together.
+Its version is the clock of all workers. At this clock no worker has pushed anything in its step, so the clock also says
+which pushes were applied: all of earlier steps, and none of later ones.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError, ProtocolError, RecoveryError
+from totalreduce.kernels.arrays import Array
+from totalreduce.recovery.snapshots import Snapshots
+from totalreduce.server.layout import Layout
+from totalreduce.server.table import Table
+
+__all__ = ["Snapshot", "describe_snapshot", "find_snapshot", "write_shard"]
+
+#: The number of versions that stay on disk.
+_KEEP = 2
+
+
+def describe_snapshot(folder: str | Path, token: str) -> Array:
+    """Return the description of a snapshot that is to be written, uint8, which a worker sends to servers.
+
+    Args:
+        folder: Where the versions are: a file system that all ranks see.
+        token: Equal for all shards of the snapshot, and of no other one.
+
+    Raises:
+        ConfigurationError: The name of the folder is too long.
+    """
+    text = json.dumps({"folder": str(Path(folder).absolute()), "token": token}).encode()
+    if len(text) > 1000:
+        raise ConfigurationError(f"the name of the folder is too long: {folder}")
+    return np.frombuffer(bytearray(text), np.uint8)
+
+
+def write_shard(note: str, clock: int, table: Table, about: dict[str, Any], place: int, count: int) -> None:
+    """Write a shard of a snapshot.
+
+    Args:
+        note: What ``describe_snapshot`` has returned, as a text.
+        clock: Of all workers.
+        table: The values.
+        about: The settings that the one who reads it must have, too, and the number of the shard, as JSON values.
+        place: The place of the shard among all that have keys.
+        count: Their number.
+
+    Raises:
+        RecoveryError: It could not be written.
+        ProtocolError: The description is none.
+    """
+    try:
+        described = json.loads(note)
+        folder, token = Path(described["folder"]), str(described["token"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ProtocolError(f"a worker sends no description of a snapshot: {note[:200]!r}") from error
+    if clock < 1:
+        raise RecoveryError("no worker has ended a step: call clock(), and then save()")
+    snapshots = Snapshots(folder, every=1, keep=_KEEP)
+    snapshots.token = token
+    arrays = {"values": table.values, "states": list(table.states)}
+    content = {**about, "version": table.version, **_tensors(arrays)}
+    snapshots.write_shard(clock, place, count, content)
+    snapshots.wait()
+    if snapshots.failed:
+        raise RecoveryError(f"shard {place} of the snapshot in {folder} was not written: {snapshots.failure}")
+
+
+def find_snapshot(folder: str | Path) -> int:
+    """Return the clock of the last complete snapshot in a folder.
+
+    Raises:
+        RecoveryError: There is none, or a description cannot be read.
+    """
+    clock = Snapshots(folder, every=1).latest()
+    if clock < 1:
+        raise RecoveryError(f"restore: there is no complete snapshot of a parameter server in {folder}")
+    return clock
+
+
+@final
+class Snapshot:
+    """A complete snapshot.
+
+    Attributes:
+        clock: Of all workers.
+    """
+
+    def __init__(self, folder: str | Path, clock: int) -> None:
+        """Raises ``RecoveryError`` if a file is damaged, and ``ConfigurationError`` if it is of something else."""
+        self._snapshots, self.clock = Snapshots(folder, every=1), clock
+        self._count, self._token = self._snapshots.shards_of(clock)
+        self._first = self._read(0)
+
+    def _read(self, place: int) -> dict[str, Any]:
+        found = self._snapshots.read_shard(self.clock, place, self._token)
+        if not isinstance(found, dict) or "optimizer" not in found or "num_shards" not in found:
+            raise ConfigurationError(f"what is in {self._snapshots.folder} is no snapshot of a parameter server")
+        return found
+
+    def load(self, table: Table, layout: Layout, about: dict[str, Any]) -> None:
+        """Set the values and the state of a table to those of the same keys.
+
+        Args:
+            table: Of any shard of any layout of these keys.
+            layout: The table's.
+            about: As for ``write_shard``. The number of shards, and numbers of the optimizer, may be others.
+
+        Raises:
+            ConfigurationError: The snapshot is of other keys, values or another optimizer.
+            RecoveryError: A file is damaged, or missing.
+        """
+        for name in ("num_keys", "width", "dtype"):
+            self._check(name, self._first[name], about[name])
+        for name in ("name", "kind"):
+            self._check("optimizer", self._first["optimizer"].get(name), about["optimizer"].get(name))
+        old = Layout(layout.num_keys, range(self._first["num_shards"]))
+        shards = [int(shard) for shard in np.unique(old.owners)]
+        if len(shards) != self._count or layout.num_ranges != old.num_ranges:
+            raise RecoveryError(f"the snapshot in {self._snapshots.folder} has {self._count} parts, not {len(shards)}")
+        sizes = np.diff(layout.begins)
+        mine = _rows_of(table.ranges, sizes)
+        for shard in np.unique(old.owners[table.ranges]).tolist():
+            place = shards.index(shard)
+            content = self._first if place == 0 else self._read(place)
+            theirs = _rows_of(old.ranges_of(shard), sizes)
+            for target, source in zip(
+                (table.values, *table.states), (content["values"], *content["states"]), strict=True
+            ):
+                into = target.reshape(sum(len(rows) for rows in mine.values()), -1)
+                out_of = source.numpy().reshape(sum(len(rows) for rows in theirs.values()), -1)
+                for index in mine.keys() & theirs.keys():
+                    into[mine[index].start : mine[index].stop] = out_of[theirs[index].start : theirs[index].stop]
+
+    def _check(self, name: str, found: object, expected: object) -> None:
+        if found != expected:
+            raise ConfigurationError(
+                f"the snapshot in {self._snapshots.folder} has {name} {found!r}, and this parameter server {expected!r}"
+            )
+
+
+def _rows_of(ranges: list[int], sizes: Array) -> dict[int, range]:
+    """Return the rows of each range in the table of a shard that has these ranges."""
+    ends = np.cumsum(sizes[ranges]).tolist()
+    return {index: range(end - int(sizes[index]), end) for index, end in zip(ranges, ends, strict=True)}
+
+
+def _tensors(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: [torch.from_numpy(each) for each in value] if isinstance(value, list) else torch.from_numpy(value)
+        for name, value in arrays.items()
+    }
