@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from totalreduce.recovery.snapshots import Snapshots
     from totalreduce.recovery.state import State
     from totalreduce.recovery.stream import ElasticStream
+    from totalreduce.server.dense import ParameterServer
     from totalreduce.sparse.auto import Auto
     from totalreduce.sparse.coded import Coded
     from totalreduce.sparse.dense import Dense
@@ -129,6 +130,7 @@ _HOMES = {
     "Observer": "foundation.observer",
     "OkTopk": "sparse.oktopk",
     "OneBit": "codecs.onebit",
+    "ParameterServer": "server.dense",
     "PeerLost": "foundation.errors",
     "Plain": "codecs.plain",
     "Plan": "groups.plan",
@@ -216,6 +218,7 @@ __all__ = [
     "Observer",
     "OkTopk",
     "OneBit",
+    "ParameterServer",
     "PeerLost",
     "Plain",
     "Plan",

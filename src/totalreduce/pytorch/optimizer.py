@@ -53,9 +53,10 @@ from totalreduce.strategies.strategy import Strategy
 if TYPE_CHECKING:
     from totalreduce.pytorch.local_steps import LocalSteps
     from totalreduce.pytorch.served_steps import ServedSteps, SynchronousSteps
+    from totalreduce.pytorch.stepping import OwnSteps
     from totalreduce.sparse.auto import Choice
 
-    StrategySteps = LocalSteps | ServedSteps | SynchronousSteps
+    StrategySteps = LocalSteps | ServedSteps | SynchronousSteps | OwnSteps
 
 __all__ = ["DistributedOptimizer"]
 
@@ -81,8 +82,11 @@ def _steps_of(
     """Return what carries a strategy out. Collective. ``compares``: as for ``LocalSteps``."""
     from totalreduce.pytorch.local_steps import LocalSteps
     from totalreduce.pytorch.served_steps import ServedSteps, SynchronousSteps
+    from totalreduce.pytorch.stepping import SteppingStrategy
     from totalreduce.strategies.served import ServedStrategy
 
+    if isinstance(strategy, SteppingStrategy):
+        return strategy.steps(parameters, optimizer, group, name)
     if not isinstance(strategy, ServedStrategy):
         return LocalSteps(strategy, parameters, optimizer, group, name, compares=compares)
     if strategy.is_synchronous(group.world_size):
@@ -650,7 +654,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """The steps of the strategy, with what a program may ask of them.
 
         A ``LocalSteps``; of a strategy with servers a ``ServedSteps``, or a ``SynchronousSteps`` where the settings
-        leave no choice.
+        leave no choice; of ``tr.ParameterServer`` a ``ServerSteps``.
 
         Raises:
             ConfigurationError: ``sync`` is no strategy.

@@ -31,6 +31,7 @@ from totalreduce.kernels.arrays import Array
 from totalreduce.pytorch.replica import ModelReplica, check_equal
 from totalreduce.pytorch.served_state import check_state, load_entries, numbers_of, saved, state_of
 from totalreduce.strategies.served import Answer, Push, ServedStrategy
+from totalreduce.strategies.strategy import Strategy
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
@@ -429,7 +430,7 @@ class SynchronousSteps:
     is_synchronous: Literal[True] = True
     is_interrupted = False
 
-    def __init__(self, strategy: ServedStrategy, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
         """Begin. ``optimizer``: the program's torch optimizer."""
         self.strategy, self.lead, self._optimizer = strategy, 0, optimizer
         self.staleness: Counter[int] = Counter()

@@ -346,8 +346,8 @@ class Shard:
         marks = {request.header.mark for request in asking.values()}
         if len(set(clocks.values())) > 1 or len(marks) > 1:
             refusal = (
-                f"workers save after different steps, by worker: {clocks}, or not equally often after this one: all call "
-                "save() after the same steps"
+                f"workers save after different steps, by worker: {clocks}, or not equally often after this one: all "
+                "call save() after the same steps"
             )
         elif self._write is None:
             refusal = "this server writes no snapshots"

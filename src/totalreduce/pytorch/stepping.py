@@ -1,0 +1,66 @@
+"""Strategies that bring their own steps, from floors above this one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.groups.group import Group
+from totalreduce.strategies.strategy import Replica, Strategy, StrategySession
+
+if TYPE_CHECKING:
+    from totalreduce.pytorch.served_steps import SynchronousSteps
+
+__all__ = ["OwnSteps", "SteppingStrategy"]
+
+
+class OwnSteps(ABC):
+    """The steps of a strategy on one rank.
+
+    Attributes:
+        strategy: Its settings.
+        is_interrupted: Whether a call of ``step`` ran out of time, and must be repeated.
+    """
+
+    exchanges_gradients: ClassVar[Literal[False]] = False
+    is_synchronous: ClassVar[Literal[False]] = False
+
+    strategy: Strategy
+    is_interrupted: bool
+
+    @abstractmethod
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step with this rank's gradients; return the closure's loss."""
+
+    @abstractmethod
+    def stepped(self) -> None:
+        """Count a step that was left out on this rank."""
+
+    @abstractmethod
+    def trains(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether the strategy trains these parameters."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End. Harmless when called twice."""
+
+
+class SteppingStrategy(Strategy):
+    """The settings of a strategy that makes its own steps."""
+
+    __slots__ = ()
+
+    def session(self, replica: Replica, rank: int, world_size: int) -> StrategySession:
+        """Refuse: such a strategy has no session that a driver carries out."""
+        del replica, rank, world_size
+        raise ConfigurationError(f"{self.name} makes its own steps")
+
+    @abstractmethod
+    def steps(
+        self, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer, group: Group, name: str
+    ) -> OwnSteps | SynchronousSteps:
+        """Return the steps. Collective; arguments as for ``LocalSteps``."""

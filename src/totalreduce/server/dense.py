@@ -1,0 +1,430 @@
+"""A dense model on a parameter server: ``DistributedOptimizer(sync=tr.ParameterServer(...))``.
+
+The parameters lie one behind the other in rows of the table, each from the begin of a row on. So a part of the model is
+a range of keys, and nothing but gradients and values travels. What the servers keep, and what they do with what is
+pushed, depends on who has the optimizer, and on whether steps are synchronous:
+
+* on servers: gradients are pushed, values pulled. In synchronous steps the mean of all gradients is one update;
+* on workers, in synchronous steps: gradients are pushed, their mean is pulled, and every worker updates its parameters
+  (the division of work of BytePS: Jiang et al., OSDI 2020). The servers keep nothing from one step to the next;
+* on workers, in other steps: a worker takes a step with its own gradients, and pushes the change of its parameters
+  (Ho et al., NIPS 2013).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, final
+
+import numpy as np
+import torch
+
+from totalreduce.codecs.codec import Codec, check_codec
+from totalreduce.foundation import checks
+from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.group import Group
+from totalreduce.kernels import quantisation
+from totalreduce.kernels.arrays import Array
+from totalreduce.pytorch.replica import ModelReplica, check_equal
+from totalreduce.pytorch.served_steps import SynchronousSteps
+from totalreduce.pytorch.stepping import OwnSteps, SteppingStrategy
+from totalreduce.server.clocks import Consistency, Sequential
+from totalreduce.server.connecting import connect
+from totalreduce.server.connection import Connection, ServerStatistics, Ticket
+from totalreduce.server.optimizers import Optimizer, Replace, Sum
+from totalreduce.server.torch_rule import Torch
+from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.work import Work
+
+__all__ = ["ParameterServer", "ServerSteps"]
+
+#: The number of elements of a row. With more, a parameter wastes more of its last row; with fewer, what servers keep
+#: for each row takes more memory.
+_WIDTH = 64
+_SEQUENTIAL = Sequential()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterServer(SteppingStrategy):
+    """Settings of training with a parameter server that has the model.
+
+    Attributes:
+        consistency: ``tr.ps.Sequential()``: synchronous steps. ``tr.ps.Bounded(n)``: a rank is at most n steps ahead of
+            the slowest one; 0 is synchronous. ``tr.ps.Eventual()``: no rank waits.
+        optimizer: ``"server"``: servers update the parameters, with the rule and the settings of the torch optimizer.
+            ``"worker"``: each rank runs its torch optimizer.
+        codec: Encodes what is pushed, with error feedback; float32 only. ``None``: it is sent as it is.
+        replicas: The number of servers that hold each part; see ``tr.ps.connect``.
+        servers: The ranks that have the parameters, as in ``tr.ps.connect``: by default those that only serve
+            (``totalreduce run --servers``), or all.
+        shards: The number of parts of the parameters; by default as many as servers.
+        restore: A folder in which ``local_steps.save`` has written: parameters and the state of servers are those of
+            its last snapshot.
+
+    Raises:
+        ConfigurationError: A value makes no sense.
+    """
+
+    name: ClassVar[str] = "parameter_server"
+
+    consistency: Consistency = _SEQUENTIAL
+    optimizer: Literal["server", "worker"] = "server"
+    codec: Codec | None = None
+    replicas: int = 1
+    servers: Sequence[int] | None = None
+    shards: int | None = None
+    restore: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.consistency, Consistency):
+            raise ConfigurationError(f"consistency is a rule of tr.ps, as tr.ps.Bounded(4), not {self.consistency!r}")
+        checks.one_of("optimizer", self.optimizer, ("server", "worker"))
+        check_codec(self.codec)
+        checks.integer_fields(self, "replicas", minimum=1)
+        # The ranks compare settings as JSON values.
+        object.__setattr__(self, "servers", None if self.servers is None else tuple(self.servers))
+        object.__setattr__(self, "restore", None if self.restore is None else str(self.restore))
+        if self.restore is not None and self.optimizer == "worker" and self.consistency.bound == 0:
+            raise ConfigurationError(
+                "optimizer='worker' with synchronous steps leaves nothing on servers that could be restored: load the "
+                "states of model and torch optimizer"
+            )
+
+    def recovery_obstacle(self) -> str:
+        """Return that servers have the state."""
+        return "its servers have state that no other rank has"
+
+    def steps(
+        self, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer, group: Group, name: str
+    ) -> OwnSteps | SynchronousSteps:
+        """Return the steps of this rank.
+
+        Synchronous steps without a codec, with a server on each rank, are those of the synchronous optimizer: its
+        allreduce moves as many bytes.
+        """
+        if group.formation is not None:
+            raise ConfigurationError("tr.ParameterServer does not go on after losses: start without --on-loss")
+        is_plain = self.codec is None and self.servers is None and self.restore is None
+        if self.is_synchronous(group.world_size) and is_plain and group.with_servers is None:
+            return SynchronousSteps(self, optimizer)
+        return ServerSteps(self, parameters, optimizer, group, name)
+
+    def is_synchronous(self, world_size: int) -> bool:
+        """Whether no rank may be ahead of another one."""
+        return world_size == 1 or self.consistency.bound == 0
+
+
+@final
+class _Rows:
+    """Where the parameters are in the rows of the table."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], dtype: np.dtype[Any]) -> None:
+        self.parameters, self._dtype = list(parameters), dtype
+        counts = [-(-parameter.numel() // _WIDTH) for parameter in parameters]
+        self.begins = [0, *np.cumsum(counts).tolist()]  #: The first row of each parameter, and the number of rows.
+        self.count = self.begins[-1]
+
+    def empty(self) -> Array:
+        """Return zeros for all parameters, of shape (rows, width)."""
+        return np.zeros((self.count, _WIDTH), self._dtype)
+
+    def of(self, array: Array, number: int) -> torch.Tensor:
+        """Return a parameter's part of an array that ``empty`` has made, in the shape of the parameter."""
+        parameter, begin = self.parameters[number], self.begins[number] * _WIDTH
+        part = torch.from_numpy(array.reshape(-1)[begin : begin + parameter.numel()])
+        return part.view(parameter.shape)
+
+    @torch.no_grad()
+    def read(self, array: Array) -> None:
+        """Copy all parameters into an array."""
+        for number, parameter in enumerate(self.parameters):
+            self.of(array, number).copy_(parameter)
+
+    @torch.no_grad()
+    def write(self, array: Array) -> None:
+        """Set all parameters."""
+        for number, parameter in enumerate(self.parameters):
+            parameter.copy_(self.of(array, number))
+
+    @torch.no_grad()
+    def read_gradients(self, array: Array) -> list[bool]:
+        """Copy all gradients into an array, zeros where there is none; return which parameters have one."""
+        present = []
+        for number, parameter in enumerate(self.parameters):
+            gradient, part = parameter.grad, self.of(array, number)
+            present.append(gradient is not None)
+            if gradient is None:
+                part.zero_()
+            else:
+                part.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        return present
+
+    def runs(self, present: Sequence[bool]) -> list[tuple[int, int]]:
+        """Return the ranges of rows of parameters that are present; ranges that touch are one."""
+        runs: list[tuple[int, int]] = []
+        for number, is_present in enumerate(present):
+            begin, end = self.begins[number], self.begins[number + 1]
+            if is_present and begin < end:
+                touches = bool(runs) and runs[-1][1] == begin
+                runs[-1:] = [(runs[-1][0], end)] if touches else [*runs[-1:], (begin, end)]
+        return runs
+
+
+@final
+@never_compiled
+class ServerSteps(OwnSteps):
+    """A model on a parameter server: the part of one rank.
+
+    Attributes:
+        strategy: The settings.
+        is_interrupted: Whether a call of ``step`` ran out of time, and must be repeated.
+    """
+
+    def __init__(
+        self,
+        strategy: ParameterServer,
+        parameters: Sequence[torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        group: Group,
+        name: str,
+    ) -> None:
+        """Begin. Collective; arguments as for ``LocalSteps``.
+
+        Raises:
+            ConfigurationError: The ranks do not begin with the same parameters; or a server cannot run this torch
+                optimizer, or the codec cannot encode parameters of this type.
+            RecoveryError: The snapshot cannot be restored.
+        """
+        self.strategy, self._inner, self._group, self._name = strategy, optimizer, group, name
+        self.is_interrupted = False
+        self._loss: Any = None
+        replica = ModelReplica(parameters, optimizer)
+        check_equal(replica, strategy.name, group, name)
+        self._rows = rows = _Rows(parameters, replica.dtype)
+        self._is_synchronous, self._is_coded = strategy.is_synchronous(group.world_size), strategy.codec is not None
+        on_server = strategy.optimizer == "server"
+        #: Whether servers keep the parameters. Otherwise they keep the mean gradients of the last step.
+        self._keeps_values = on_server or not self._is_synchronous
+        self._settings = _settings_of(optimizer) if on_server else None
+        self._pushed, self._pulled = rows.empty(), rows.empty()
+        self._flags = np.zeros((-(-len(rows.parameters) // _WIDTH), _WIDTH), replica.dtype)
+        self._flag_keys = np.arange(rows.count, rows.count + len(self._flags))
+        self._tickets: list[Ticket] = []
+        self._all_finished: Work | None = None
+        self._client = self._connect(strategy, on_server)
+
+    def _connect(self, strategy: ParameterServer, on_server: bool) -> Connection:
+        rows = self._rows
+        rule: Optimizer
+        if on_server:
+            rule = Torch.like(self._inner)
+        elif isinstance(self._inner, torch.optim.LBFGS | torch.optim.SparseAdam):
+            raise ConfigurationError(f"tr.ParameterServer does not support {type(self._inner).__name__}")
+        else:
+            rule = Sum() if self._keeps_values else Replace()
+        consistency = strategy.consistency
+        if self._is_synchronous:
+            room = consistency.buffer_bytes if isinstance(consistency, Sequential) else 0
+            consistency = Sequential(buffer_bytes=max(room, 2 * self._pushed.nbytes, 1), combine="mean")
+        client = connect(
+            self._group,
+            num_keys=max(1, rows.count + len(self._flags)),
+            width=_WIDTH,
+            dtype=str(self._pushed.dtype),
+            optimizer=rule,
+            consistency=consistency,
+            servers=strategy.servers,
+            shards=strategy.shards,
+            replicas=strategy.replicas,
+            codec=strategy.codec,
+            restore=strategy.restore,
+        )
+        if client.step == 0:
+            if self._group.rank == 0 and self._keeps_values:
+                rows.read(self._pushed)
+                client.assign(slice(0, rows.count), self._pushed).wait()
+            client.clock()
+            client.meet()  # the parameters are there
+        else:
+            client.pull_range(0, rows.count, self._pulled).wait()
+            rows.write(self._pulled)
+        return client
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Push what this rank has computed, and take over what the servers have; return the closure's loss.
+
+        Raises:
+            SlowWorkersError: The rule holds this rank back until others go on; they do not within the group's
+                ``timeout_s``. Repeat the call: it waits on, and pushes nothing a second time.
+            DeadlineExceededError: A server does not answer in time; likewise.
+            ConfigurationError: The settings of the torch optimizer have changed, which servers cannot follow; or a
+                gradient cannot be encoded; or ``finish`` was called. Nothing is sent.
+            RefusedError: A server has refused a push.
+            PeerLost: A rank is lost.
+        """
+        if not self.is_interrupted:
+            self._check_open()
+            if closure is not None and self._takes_gradients:
+                with torch.enable_grad():
+                    self._loss = closure()
+                closure = None
+            if self._takes_gradients:
+                self._push_gradients(self._rows.read_gradients(self._pushed))
+            else:
+                self._push_change(closure)
+        self._end_step()
+        loss, self._loss = self._loss, None
+        return loss
+
+    def stepped(self) -> None:
+        """Count a step that was left out on this rank: nothing is pushed for it. Errors as of ``step``."""
+        if not self.is_interrupted:
+            self._check_open()
+            self._pushed[:] = 0
+            if not self._keeps_values:
+                self._push_gradients([False] * len(self._rows.parameters))
+        self._end_step()
+
+    @property
+    def _takes_gradients(self) -> bool:
+        """Whether gradients are pushed, and not changes of parameters."""
+        return self._settings is not None or self._is_synchronous
+
+    def _check_open(self) -> None:
+        if self._all_finished is not None:
+            raise ConfigurationError("local_steps.finish() was called, so the servers take no more gradients")
+        if self._settings is not None and self._settings != _settings_of(self._inner):
+            raise ConfigurationError(
+                "the settings of the torch optimizer have changed, perhaps its learning rate, and servers have those "
+                "of the begin: use tr.ParameterServer(optimizer='worker')"
+            )
+
+    def _push_gradients(self, present: Sequence[bool]) -> None:
+        if not self._is_synchronous:
+            self._pushed /= self._pushed.dtype.type(self._group.world_size)
+        self._check_encodable()
+        if self._keeps_values:
+            runs = self._rows.runs(present)
+        else:  # all ranks must know of which parameters no rank has a gradient
+            runs = [(0, self._rows.count)]
+            self._flags.reshape(-1)[: len(present)] = present
+            self._tickets.append(self._client.push(self._flag_keys, self._flags))
+        for begin, end in runs:
+            self._tickets.append(self._client.push_range(begin, end, self._pushed[begin:end]))
+
+    def _push_change(self, closure: Callable[[], Any] | None) -> None:
+        """Take a step of the torch optimizer, and push a part of the change."""
+        rows = self._rows
+        before = rows.empty()
+        rows.read(before)
+        self._loss = self._inner.step() if closure is None else self._inner.step(closure)
+        rows.read(self._pushed)
+        self._pushed -= before
+        self._pushed /= self._pushed.dtype.type(self._group.world_size)
+        self._check_encodable()
+        self._tickets.append(self._client.push_range(0, rows.count, self._pushed))
+
+    def _check_encodable(self) -> None:
+        if self._is_coded and not quantisation.within_limit(self._pushed.reshape(-1)):
+            raise ConfigurationError("a gradient is not finite, or too large to encode: leave this step out")
+
+    def _end_step(self) -> None:
+        """End the step, wait for all answers, and take over what has come."""
+        client = self._client
+        if not self.is_interrupted:
+            self.is_interrupted = True
+            self._tickets += [client.clock(), client.pull_range(0, self._rows.count, self._pulled)]
+            if not self._keeps_values:
+                self._tickets.append(client.pull(self._flag_keys, self._flags))
+        while self._tickets:
+            self._tickets[0].wait()
+            self._tickets.pop(0)
+        if self._keeps_values:
+            self._rows.write(self._pulled)
+            self._inner._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn: no step was taken
+        else:
+            self._install_gradients()
+            self._inner.step()
+        self.is_interrupted = False
+
+    def _install_gradients(self) -> None:
+        flags = self._flags.reshape(-1)
+        for number, parameter in enumerate(self._rows.parameters):
+            mean = self._rows.of(self._pulled, number)
+            parameter.grad = mean.to(parameter.device, parameter.dtype, copy=True) if flags[number] else None
+
+    # ------------------------------------------------------------------------------------------------------ and beyond
+
+    def trains(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether the strategy trains these parameters."""
+        mine = self._rows.parameters
+        return len(mine) == len(parameters) and all(a is b for a, b in zip(mine, parameters, strict=True))
+
+    def finish(self) -> None:
+        """Wait until all ranks have called this, and take over the final parameters. Collective.
+
+        Ranks may have taken different numbers of steps. Afterwards all have the same parameters.
+
+        Raises:
+            PeerLost: A rank is lost.
+            DeadlineExceededError: Another rank has not called this within the group's ``timeout_s``. Repeat the call.
+            ConfigurationError: A call of ``step`` ran out of time and must be repeated first.
+        """
+        if self.is_interrupted:
+            raise ConfigurationError("the last step() was interrupted: repeat it until it returns")
+        group, client = self._group, self._client
+        if self._all_finished is None:
+            most = torch.tensor([client.step * group.world_size + group.rank])
+            client.retire()
+            self._all_finished = group.control.allreduce(most, name=f"{self._name}.finished", op=ReduceOp.MAX)
+        last = int(self._all_finished.wait()) % group.world_size
+        if self._keeps_values:
+            client.pull_range(0, self._rows.count, self._pulled).wait()
+        else:
+            self._rows.read(self._pulled)
+            group.control.broadcast(torch.from_numpy(self._pulled), root=last, name=f"{self._name}.last")
+        self._rows.write(self._pulled)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a snapshot of parameters and the servers' state, between two steps. Collective.
+
+        Errors as of ``tr.ps.Connection.save``.
+
+        Raises:
+            ConfigurationError: The servers keep nothing from step to step: save model and torch optimizer. Or a call of
+                ``step`` ran out of time.
+        """
+        if not self._keeps_values:
+            raise ConfigurationError(
+                "optimizer='worker' with synchronous steps leaves nothing on servers: save the states of model and "
+                "torch optimizer"
+            )
+        if self.is_interrupted:
+            raise ConfigurationError("the last step() was interrupted: repeat it until it returns")
+        self._client.save(folder)
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """By how many steps the slowest rank was behind when this rank's pulls were answered."""
+        return self._client.statistics().staleness
+
+    def statistics(self) -> ServerStatistics:
+        """Return numbers of this rank: bytes, staleness, waiting."""
+        return self._client.statistics()
+
+    def close(self) -> None:
+        """End the connection. After ``finish`` this waits for the other ranks; without it, they cannot go on."""
+        if self._all_finished is not None and self._all_finished.done():
+            self._client.close()
+        else:
+            self._client.end()
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

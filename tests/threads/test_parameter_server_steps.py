@@ -1,0 +1,295 @@
+"""``sync=tr.ParameterServer(...)`` on real ranks: bits, staleness, conservation, snapshots."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from optimizer_cases import OPTIMIZERS, Factory, Net, all_equal, batches, flat, loss_of, repeat_until_done
+
+import totalreduce as tr
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.errors import ConfigurationError, SlowWorkersError
+from totalreduce.groups.group import Group
+from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.testing import run_ranks
+
+ps = tr.ps
+SIZES = [1, 2, 3, 4]
+NUM_STEPS = 4
+RULES = [ps.Sequential(), ps.Bounded(0)]
+
+
+class Counting(torch.nn.Module):
+    """Parameters whose gradients are ones."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.parts = torch.nn.ParameterList([torch.zeros(size, dtype=dtype) for size in (3, 400, 70, 1, 129)])
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return sum((part.sum() for part in self.parts), torch.zeros(())) * factor
+
+
+def train(
+    group: Group, sync: object, factory: Factory = OPTIMIZERS["sgd"], steps: range = range(NUM_STEPS)
+) -> torch.Tensor:
+    """Train on this rank's part of the batches."""
+    model = Net(torch.float32)
+    optimizer = DistributedOptimizer(factory(list(model.parameters())), model, group=group, sync=sync)
+    for inputs, targets in batches(steps.stop, dtype=torch.float32)[steps.start :]:
+        optimizer.zero_grad()
+        mine = slice(group.rank, None, group.world_size)
+        loss_of(model, (inputs[mine], targets[mine])).backward()
+        optimizer.step()
+    if sync is not None:
+        optimizer.local_steps.finish()
+    optimizer.close()
+    return flat(model)
+
+
+def in_order_of_ranks(world_size: int, factory: Factory) -> torch.Tensor:
+    """The reference: one process adds the gradients of all ranks in the order of ranks."""
+    model = Net(torch.float32)
+    optimizer = factory(list(model.parameters()))
+    for inputs, targets in batches(NUM_STEPS, dtype=torch.float32):
+        totals: list[torch.Tensor] = []
+        for rank in range(world_size):
+            optimizer.zero_grad()
+            loss_of(model, (inputs[rank::world_size], targets[rank::world_size])).backward()
+            grads = [parameter.grad.clone() for parameter in model.parameters()]
+            totals = [a + b for a, b in zip(totals, grads, strict=True)] if totals else grads
+        for parameter, total in zip(model.parameters(), totals, strict=True):
+            parameter.grad = total / world_size
+        optimizer.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize("optimizer", ["server", "worker"])
+@pytest.mark.parametrize("world_size", SIZES)
+def test_synchronous_steps_without_more_are_the_synchronous_optimizer(world_size: int, optimizer: str) -> None:
+    expected = run_ranks(world_size, lambda group: train(group, None, OPTIMIZERS["adamw"]))
+    sync = tr.ParameterServer(consistency=ps.Bounded(0), optimizer=optimizer)
+    found = run_ranks(world_size, lambda group: train(group, sync, OPTIMIZERS["adamw"]))
+    assert all_equal([*found, *expected])
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize(
+    ("kind", "rule", "optimizer"),
+    [
+        ("sgd", RULES[0], "server"),
+        ("momentum", RULES[1], "server"),
+        ("adamw", RULES[0], "server"),
+        ("adamw", RULES[1], "worker"),
+        ("momentum", RULES[0], "worker"),
+    ],
+)
+def test_synchronous_steps_through_servers_have_the_bits_of_a_sum_in_the_order_of_ranks(
+    world_size: int, kind: str, rule: ps.Consistency, optimizer: str
+) -> None:
+    sync = tr.ParameterServer(consistency=rule, optimizer=optimizer, servers=[world_size - 1, 0][:world_size], shards=3)
+    found = run_ranks(world_size, lambda group: train(group, sync, OPTIMIZERS[kind]))
+    assert all_equal([*found, in_order_of_ranks(world_size, OPTIMIZERS[kind])])
+    if world_size <= 2:  # a sum of two numbers has no order
+        assert all_equal([*found, *run_ranks(world_size, lambda group: train(group, None, OPTIMIZERS[kind]))])
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("optimizer", ["server", "worker"])
+@pytest.mark.parametrize("rule", [ps.Sequential(), ps.Bounded(2), ps.Eventual()], ids=str)
+def test_every_gradient_counts_once(world_size: int, optimizer: str, rule: ps.Consistency) -> None:
+    """Ranks take different numbers of steps, and one of them is slow."""
+
+    def body(group: Group) -> tuple[torch.Tensor, int]:
+        model = Counting()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = tr.ParameterServer(consistency=rule, optimizer=optimizer, servers=[0])
+        outer = DistributedOptimizer(inner, model, group=group, sync=sync)
+        for _ in range(6 + group.rank):
+            outer.zero_grad()
+            model(-float(10**group.rank)).backward()
+            time.sleep(0.003 if group.rank == 0 else 0.0)
+            outer.step()
+        outer.local_steps.finish()
+        outer.close()
+        return flat(model), max(outer.local_steps.staleness, default=0)
+
+    total = sum((6 + rank) * 10**rank for rank in range(world_size)) / world_size
+    for parameters, staleness in run_ranks(world_size, body):
+        torch.testing.assert_close(parameters, torch.full_like(parameters, total), rtol=1e-12, atol=1e-9)
+        assert rule.bound is None or staleness <= rule.bound
+
+
+def test_a_slow_rank_holds_others_back_by_the_bound_alone() -> None:
+    def body(group: Group) -> tuple[float, dict[int, int]]:
+        model = Counting()
+        sync = tr.ParameterServer(consistency=ps.Bounded(3))
+        outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
+        begin = time.monotonic()
+        for _ in range(4):
+            outer.zero_grad()
+            model(1.0).backward()
+            time.sleep(0.3 if group.rank == 0 else 0.0)
+            outer.step()
+        seconds = time.monotonic() - begin
+        outer.local_steps.finish()
+        outer.close()
+        return seconds, dict(outer.local_steps.statistics().staleness)
+
+    (slow, _), (fast, staleness) = run_ranks(2, body)
+    assert slow >= 1.2
+    assert 0.2 < fast < 1.0  # the last step waits for the end of the first one of rank 0
+    assert max(staleness) == 3
+
+
+@pytest.mark.parametrize("rule", [ps.Sequential(), ps.Bounded(2)], ids=str)
+def test_what_codes_do_not_express_is_kept(rule: ps.Consistency) -> None:
+    """With SGD at a rate of 1, parameters and residuals together are the sum of all gradients."""
+
+    def body(group: Group) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        torch.manual_seed(group.rank)
+        model = Counting(torch.float32)
+        sync = tr.ParameterServer(consistency=rule, codec=tr.Ternary())
+        outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
+        pushed = torch.zeros(603, dtype=torch.float64)
+        for _ in range(8):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape)
+            pushed += torch.cat([parameter.grad.double() for parameter in model.parameters()])
+            outer.step()
+        steps = outer.local_steps
+        rest = steps._client._client._residual.values.astype(np.float64)
+        rest = np.concatenate([steps._rows.of(rest, number).numpy() for number in range(5)])
+        steps.finish()
+        outer.close()
+        return flat(model).double().numpy(), rest, pushed.numpy(), steps.statistics().bytes_sent
+
+    results = run_ranks(2, body)
+    factor = 1 / 2
+    rests = sum(rest for _, rest, _, _ in results)
+    expected = -factor * sum(pushed for _, _, pushed, _ in results)
+    assert np.abs(rests).max() > 0.1
+    scale = factor if rule.bound == 0 else 1.0  # the mean is taken on the server, or before the code is made
+    for parameters, *_ in results:
+        np.testing.assert_allclose(parameters - scale * rests, expected, atol=2e-5)
+
+
+def test_a_parameter_without_a_gradient_stays_as_it_is() -> None:
+    def body(group: Group, optimizer: str) -> list[float]:
+        model = Counting()
+        sync = tr.ParameterServer(optimizer=optimizer, servers=[0])
+        inner = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(8.0)
+        outer = DistributedOptimizer(inner, model, group=group, sync=sync)
+        for step in range(2):
+            for number, parameter in enumerate(model.parameters()):
+                present = number == 1 or (number == 2 and group.rank == 0) or (number == 4 and step == 0)
+                parameter.grad = torch.ones_like(parameter) if present else None
+            outer.step()
+        outer.local_steps.finish()
+        outer.close()
+        return [parameter[0].item() for parameter in model.parameters()]
+
+    for optimizer in ("server", "worker"):
+        for values in run_ranks(2, lambda group, optimizer=optimizer: body(group, optimizer)):
+            # p = p - (1 + p / 2) twice; with a mean gradient of 1/2; unchanged; once
+            assert values == [8.0, 0.5, 1.25, 8.0, 3.0]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 2), (2, 1)])
+def test_training_goes_on_from_a_snapshot_with_other_ranks(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    """The gradients do not depend on the number of ranks, so the bits are those of a run without interruption."""
+
+    def steps(group: Group, steps: range, **more: object) -> torch.Tensor:
+        model = Counting(torch.float32)
+        sync = tr.ParameterServer(servers=range(group.world_size), shards=3, **more)
+        outer = DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), model, group=group, sync=sync)
+        for step in steps:
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.full_like(parameter, (step * 7 + number) % 5 - 1.5)
+            outer.step()
+        if "restore" not in more:
+            outer.local_steps.save(tmp_path)
+        outer.local_steps.finish()
+        outer.close()
+        return flat(model)
+
+    expected = run_ranks(1, lambda group: steps(group, range(7)))
+    run_ranks(sizes[0], lambda group: steps(group, range(3)))
+    found = run_ranks(sizes[1], lambda group: steps(group, range(3, 7), restore=tmp_path))
+    assert all_equal([*found, *expected])
+
+
+def test_a_step_that_ran_out_of_time_is_repeated_and_counts_once() -> None:
+    def body(group: Group) -> torch.Tensor:
+        model = Counting()
+        sync = tr.ParameterServer(servers=[0])
+        outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
+        for step in range(2):
+            outer.zero_grad()
+            model(-1.0).backward()
+            if group.rank == 1 and step == 1:
+                time.sleep(0.7)
+            if group.rank == 0 and step == 1:
+                with pytest.raises(SlowWorkersError):
+                    outer.step()
+                with pytest.raises(ConfigurationError, match="interrupted"):
+                    model(-1.0).backward()
+                for parameter in model.parameters():
+                    parameter.grad = None
+            repeat_until_done(outer.step)
+        repeat_until_done(outer.local_steps.finish)
+        outer.close()
+        return flat(model)
+
+    for parameters in run_ranks(2, body, engine=EngineConfig(timeout_s=0.4)):
+        assert parameters.unique().tolist() == [2.0]
+
+
+def test_what_servers_cannot_do_is_refused() -> None:
+    class Own(torch.optim.SGD):
+        """Perhaps with another rule."""
+
+    def begin(group: Group, make: Factory, **settings: object) -> DistributedOptimizer:
+        model = Counting(torch.float32)
+        sync = tr.ParameterServer(servers=[0], **settings)
+        return DistributedOptimizer(make(list(model.parameters())), model, group=group, sync=sync)
+
+    def body(group: Group) -> None:
+        with pytest.raises(ConfigurationError, match="optimizers of torch.optim, and this is"):
+            begin(group, lambda parameters: Own(parameters, lr=0.1))
+        with pytest.raises(ConfigurationError, match="no torch optimizer 'LBFGS'"):
+            begin(group, lambda parameters: torch.optim.LBFGS(parameters))
+        with pytest.raises(ConfigurationError, match="does not support LBFGS"):
+            begin(group, lambda parameters: torch.optim.LBFGS(parameters), optimizer="worker")
+        groups = [{"lr": 0.1}, {"lr": 0.2}]
+        with pytest.raises(ConfigurationError, match="have different settings"):
+            begin(
+                group,
+                lambda each: torch.optim.SGD([{"params": p, **groups[i % 2]} for i, p in enumerate(each)], lr=1.0),
+            )
+        outer = begin(group, lambda parameters: torch.optim.SGD(parameters, lr=0.1), codec=tr.Int8())
+        for parameter in outer.param_groups[0]["params"]:
+            parameter.grad = torch.full_like(parameter, torch.nan)
+        with pytest.raises(ConfigurationError, match="not finite"):
+            outer.step()
+        outer.param_groups[0]["lr"] = 0.2
+        with pytest.raises(ConfigurationError, match="settings of the torch optimizer have changed"):
+            outer.step()
+        outer.param_groups[0]["lr"] = 0.1
+        outer.local_steps.finish()
+        with pytest.raises(ConfigurationError, match="finish"):
+            outer.step()
+        outer.close()
+
+    run_ranks(1, body)
+    with pytest.raises(ConfigurationError, match="leaves nothing on servers"):
+        tr.ParameterServer(optimizer="worker", restore="somewhere")
+    with pytest.raises(ConfigurationError, match="consistency is a rule"):
+        tr.ParameterServer(consistency=4)
