@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from totalreduce.sparse.shared import SharedTopk
     from totalreduce.sparse.topka import TopkA
     from totalreduce.sparse.topkdsa import TopkDSA
+    from totalreduce.strategies.async_gossip import AsyncGossip
     from totalreduce.strategies.averaging import LocalSGD, PostLocalSGD
     from totalreduce.strategies.easgd import EASGD
     from totalreduce.strategies.gossip import Gossip
@@ -95,6 +96,7 @@ __version__ = VERSION
 _HOMES = {
     "AdasumOptimizer": "pytorch.adasum",
     "Async": "strategies.served",
+    "AsyncGossip": "strategies.async_gossip",
     "Attempt": "recovery.attempts",
     "AuthenticationError": "foundation.errors",
     "Auto": "sparse.auto",
@@ -184,6 +186,7 @@ __all__ = [
     "EASGD",
     "AdasumOptimizer",
     "Async",
+    "AsyncGossip",
     "Attempt",
     "AuthenticationError",
     "Auto",

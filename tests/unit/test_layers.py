@@ -110,6 +110,7 @@ def test_files_with_threads_are_known() -> None:
         "c10d/callbacks.py",
         "horovod/joining.py",
         "pytorch/ddp_connection.py",
+        "pytorch/gossip_steps.py",
         "pytorch/served_steps.py",
         "server/connection.py",
         "sparse/worker.py",

@@ -83,8 +83,13 @@ def _steps_of(
     from totalreduce.pytorch.local_steps import LocalSteps
     from totalreduce.pytorch.served_steps import ServedSteps, SynchronousSteps
     from totalreduce.pytorch.stepping import SteppingStrategy
+    from totalreduce.strategies.async_gossip import AsyncGossip
     from totalreduce.strategies.served import ServedStrategy
 
+    if isinstance(strategy, AsyncGossip):
+        from totalreduce.pytorch.gossip_steps import GossipSteps
+
+        return GossipSteps(strategy, parameters, optimizer, group, name)
     if isinstance(strategy, SteppingStrategy):
         return strategy.steps(parameters, optimizer, group, name)
     if not isinstance(strategy, ServedStrategy):
@@ -654,7 +659,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """The steps of the strategy, with what a program may ask of them.
 
         A ``LocalSteps``; of a strategy with servers a ``ServedSteps``, or a ``SynchronousSteps`` where the settings
-        leave no choice; of ``tr.ParameterServer`` a ``ServerSteps``.
+        leave no choice; of ``tr.AsyncGossip`` a ``GossipSteps``; of ``tr.ParameterServer`` a ``ServerSteps``.
 
         Raises:
             ConfigurationError: ``sync`` is no strategy.

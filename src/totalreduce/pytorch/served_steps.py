@@ -35,7 +35,7 @@ from totalreduce.strategies.strategy import Strategy
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
-__all__ = ["ServedSteps", "SynchronousSteps", "shares_of"]
+__all__ = ["Sent", "ServedSteps", "SynchronousSteps", "shares_of"]
 
 #: Of a message to a server: clock and version. A clock of -1: the worker has finished.
 _PUSH = struct.Struct("<qq")
@@ -123,7 +123,7 @@ class _Server:
         self._session = strategy.serve(group.world_size, share.apply)
         self._lock = threading.Condition()
         self._own_answer: Array | None = None
-        self._sent = _Sent()
+        self._sent = Sent()
         self._error: BaseException | None = None
         self._unfinished = set(range(group.world_size))
         self._is_closed = False
@@ -249,7 +249,7 @@ class _Server:
 
 
 @final
-class _Sent:
+class Sent:
     """Messages that have not left yet, whose memory must stay."""
 
     def __init__(self) -> None:
@@ -322,7 +322,7 @@ class _Worker:
         self.shares = shares_of(self.replica.sizes, group.world_size)
         self._strategy, self._parameters, self._inner, self._group = strategy, list(parameters), optimizer, group
         self._versions = [0] * group.world_size  #: By server: the version of the parameters that this rank has.
-        self._sent = _Sent()
+        self._sent = Sent()
         self.waited_s = 0.0
         #: By server that has not answered the last gradient: the message that is being received.
         self._awaited: dict[int, tuple[Work, torch.Tensor]] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from totalreduce.foundation.extensions import Extensions, classes_of_settings
+from totalreduce.strategies.async_gossip import AsyncGossip
 from totalreduce.strategies.averaging import LocalSGD, PostLocalSGD
 from totalreduce.strategies.easgd import EASGD
 from totalreduce.strategies.gossip import Gossip
@@ -28,6 +29,7 @@ STRATEGIES: Extensions[_Make] = classes_of_settings(
     "totalreduce.strategies",
     (
         *(LocalSGD, PostLocalSGD, SlowMo, DiLoCo, EASGD, Gossip, Strom),
+        AsyncGossip,
         *(Async, StaleSynchronous, SoftSync, Quorum, Eager),
     ),
 )

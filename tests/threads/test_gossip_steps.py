@@ -1,0 +1,128 @@
+"""Asynchronous gossip on real ranks: the mean, paces, and the end."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from optimizer_cases import Net, all_equal, batches, flat, loss_of, repeat_until_done, shard
+
+import totalreduce as tr
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost
+from totalreduce.groups.group import Group
+from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.testing import run_ranks
+
+
+def gossip(group: Group, model: torch.nn.Module, lr: float = 0.1) -> DistributedOptimizer:
+    inner = torch.optim.SGD(model.parameters(), lr=lr)
+    return DistributedOptimizer(inner, model, group=group, sync=tr.AsyncGossip())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_mean_of_all_ranks_is_kept_while_they_take_different_numbers_of_steps(world_size: int) -> None:
+    def body(group: Group) -> tuple[torch.Tensor, torch.Tensor, int]:
+        torch.manual_seed(group.rank)
+        model = Net()
+        before, optimizer = flat(model), gossip(group, model, 1.0)
+        pushed = torch.zeros_like(before)
+        for _ in range(2):
+            for _ in range(10 + 5 * group.rank):
+                for parameter in model.parameters():
+                    parameter.grad = torch.randn_like(parameter)
+                pushed += torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+                optimizer.step()
+                time.sleep(0.001)
+            optimizer.local_steps.finish()
+        optimizer.close()
+        return flat(model) - before, pushed, optimizer.local_steps.exchanges
+
+    results = run_ranks(world_size, body)
+    assert all_equal([moved for moved, *_ in results])
+    total = sum(pushed for _, pushed, _ in results)
+    torch.testing.assert_close(results[0][0], -total / world_size, rtol=0, atol=1e-6)
+    assert all(exchanges > 0 for *_, exchanges in results) or world_size == 1
+
+
+def test_a_slow_rank_does_not_hold_the_others_up() -> None:
+    def body(group: Group) -> tuple[float, int]:
+        model = Net()
+        optimizer = gossip(group, model)
+        begin = time.monotonic()
+        for _ in range(3 if group.rank == 1 else 10):
+            time.sleep(0.3 if group.rank == 1 else 0.0)
+            optimizer.step()
+        seconds = time.monotonic() - begin
+        optimizer.local_steps.finish()
+        optimizer.close()
+        return seconds, optimizer.local_steps.exchanges
+
+    others, (slow, _), last = run_ranks(3, body)
+    assert slow >= 0.9
+    assert max(others[0], last[0]) < 0.6
+    assert min(others[1], last[1]) > 0  # the slow rank, which alone is asked, has answered in its steps
+
+
+def test_training_comes_to_a_small_loss() -> None:
+    def body(group: Group) -> tuple[float, float]:
+        model = Net()
+        optimizer = gossip(group, model)
+        [batch] = batches(1)
+        before = float(loss_of(model, batch).detach())
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss_of(model, shard(batch, group)).backward()
+            optimizer.step()
+        optimizer.local_steps.finish()
+        optimizer.close()
+        return before, float(loss_of(model, batch).detach())
+
+    for before, after in run_ranks(4, body):
+        assert after < 0.5 * before
+
+
+def test_the_end_can_be_waited_for_again() -> None:
+    def body(group: Group) -> int:
+        model, late = Net(), 0
+        optimizer = gossip(group, model)
+        optimizer.step()
+        if group.rank == 1:
+            time.sleep(0.8)
+        else:
+            with pytest.raises(DeadlineExceededError):
+                optimizer.local_steps.finish()
+            late += 1
+        repeat_until_done(optimizer.local_steps.finish)
+        optimizer.close()
+        return late
+
+    assert run_ranks(2, body, engine=EngineConfig(timeout_s=0.3)) == [1, 0]
+
+
+def test_a_lost_rank_is_an_error_of_the_others() -> None:
+    def body(group: Group) -> str:
+        optimizer = gossip(group, Net())
+        group.barrier()
+        if group.rank == 1:
+            group.close()
+            return ""
+        with pytest.raises(PeerLost) as raised:
+            for _ in range(2000):
+                optimizer.step()
+                time.sleep(0.001)
+        return str(raised.value)
+
+    assert "rank 1" in run_ranks(2, body)[0]
+
+
+def test_join_and_recovery_are_refused() -> None:
+    def body(group: Group) -> None:
+        optimizer = gossip(group, Net())
+        with pytest.raises(ConfigurationError, match="join"):
+            optimizer.join()
+        optimizer.close()
+
+    run_ranks(2, body)
+    assert "tr.Gossip" in tr.AsyncGossip().recovery_obstacle()
