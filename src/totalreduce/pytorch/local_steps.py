@@ -29,8 +29,10 @@ from totalreduce.pytorch.round import RoundGuard
 from totalreduce.sparse.actions import Exchange
 from totalreduce.sparse.group_driver import GroupDriver
 from totalreduce.sparse.worker import ExchangeWorker, Job
+from totalreduce.strategies.averaging import AveragingSession
 from totalreduce.strategies.strategy import Pending, Strategy
 from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.work import Work
 
 __all__ = ["LocalSteps"]
 
@@ -55,6 +57,19 @@ class _Kept:
     optimizer: dict[str, Any]
     steps: dict[str, Any]
     is_done: bool = False
+
+
+@dataclass(slots=True)
+class _Joining:
+    """A call of ``join``.
+
+    Attributes:
+        most: An element that is the larger, the more steps this rank has taken.
+        last: Finds the largest one of all ranks, when all have joined.
+    """
+
+    most: torch.Tensor
+    last: Work | None = None
 
 
 @final
@@ -104,6 +119,7 @@ class LocalSteps:
         self._kept: _Kept | None = None  #: While a guarded step can be undone.
         self._steps, self._samples = 0, 0.0
         self.is_interrupted, self.waited_s = False, 0.0
+        self._joining: _Joining | None = None  #: While ``join`` runs, or must be repeated.
         self._loss: Any = None  #: That of the closure of an interrupted step.
         self._end = weakref.finalize(self, self._worker.close)
 
@@ -122,6 +138,8 @@ class LocalSteps:
         Raises:
             PeerLost, DeadlineExceededError: As ``stepped``.
         """
+        if self._joining is not None:
+            raise ConfigurationError("this rank has announced that it has no more data: repeat join() until it returns")
         if not self.is_interrupted:
             self._loss = self._inner.step() if closure is None else self._inner.step(closure)
         self.stepped()
@@ -178,22 +196,29 @@ class LocalSteps:
         if not self.is_interrupted:
             self._begin()
         self.is_interrupted = True
+        self._apply_due()
+        self.is_interrupted = False
+
+    def _apply_due(self) -> None:
+        """Wait for results that are due, and apply them."""
         while self._waiting and self._waiting[0][0].due <= self._steps:
             pending, job = self._waiting[0]
             self._worker.hurry()
             result = self._result(job)
             self._session.apply(pending.channel, result)
             self._waiting.popleft()
-        self.is_interrupted = False
 
     def _begin(self) -> None:
         """Count a step, and begin the exchanges that follow it."""
         self._steps += 1
         weight, self._samples = self._samples, 0.0
         for pending in self._session.stepped(weight):
-            job = _job_of(pending)
-            self._worker.start(job)
-            self._waiting.append((pending, job))
+            self._start(pending)
+
+    def _start(self, pending: Pending) -> None:
+        job = _job_of(pending)
+        self._worker.start(job)
+        self._waiting.append((pending, job))
 
     def figures(self) -> dict[str, int | float | str]:
         """Return the strategy's name, its steps and the exchanges under way. Any thread, at any time.
@@ -220,6 +245,34 @@ class LocalSteps:
             ) from None
         finally:
             self.waited_s += time.monotonic() - begin
+
+    def join(self) -> int:
+        """Take part in averages until all ranks have called this; return the rank with the most steps. Collective.
+
+        Raises:
+            ConfigurationError: A call of ``step`` ran out of time and must be repeated.
+            PeerLost: A rank is lost.
+            DeadlineExceededError: An average takes longer than the group's ``timeout_s``. The call may be repeated.
+        """
+        self._refuse_interrupted()
+        session, group = self._session, self._group
+        assert isinstance(session, AveragingSession)
+        if self._joining is None:
+            most = torch.tensor([self._steps * group.world_size + group.rank])
+            self._joining = _Joining(most)
+        joining = self._joining
+        while joining.last is None:
+            if not self._waiting:
+                for pending in session.join():
+                    self._start(pending)
+                    self._steps = pending.due
+            self._apply_due()
+            if session.num_active == 0:
+                joining.last = group.control.allreduce(joining.most, name="strategy/joined", op=ReduceOp.MAX)
+        last = int(joining.last.wait()) % group.world_size
+        session.end_join()
+        self._joining = None
+        return last
 
     def trains(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether the strategy trains these parameters."""

@@ -728,6 +728,10 @@ class DistributedOptimizer(OptimizerWrapper):
         are updated meanwhile: broadcast both afterwards from the rank that is returned, with ``broadcast_parameters``
         and ``broadcast_optimizer_state``. After ``DeadlineExceededError`` repeat ``join()``: it goes on.
 
+        With ``sync=tr.LocalSGD(...)`` a rank that has joined takes part in the averages of parameters: in the first one
+        by the steps that it has taken since the last average, or their samples, and in later ones with a weight of 0.
+        In the end all ranks have the same parameters.
+
         Returns:
             The rank that joined last, equal on all ranks.
 
@@ -741,9 +745,13 @@ class DistributedOptimizer(OptimizerWrapper):
             PeerLost: A rank died.
         """
         self._check_usable(completes=Joining)
+        local = _guarded(self._local)
+        if local is not None and local.strategy.can_join() and self.guard is None:
+            return local.join()
         if self._local is not None and not self._local.is_synchronous:
             raise ConfigurationError(
-                f"join() does not support sync={self._local.strategy.name!r}: give all ranks the same number of steps"
+                f"join() does not support sync={self._local.strategy.name!r}"
+                f"{'' if self.guard is None else ' in tr.recoverable'}: give all ranks the same number of steps"
             )
         if isinstance(self._inner, torch.optim.LBFGS) or not self._plan.buckets:
             raise ConfigurationError(

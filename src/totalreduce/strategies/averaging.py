@@ -18,8 +18,8 @@ from totalreduce.codecs.codec import Codec, check_codec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels.arrays import Array
-from totalreduce.sparse.actions import Action, Allgather, Exchange
-from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of, plain_mean
+from totalreduce.sparse.actions import Action, Allgather, Allreduce, Exchange
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of
 
 __all__ = ["AveragingSession", "LocalSGD", "PostLocalSGD"]
 
@@ -68,6 +68,10 @@ class LocalSGD(Strategy):
         """Return the session of one rank."""
         return AveragingSession(self, replica, rank, world_size, start=0)
 
+    def can_join(self) -> bool:
+        """Whether averages of parameters are all that is exchanged."""
+        return self.period > 1
+
     def recovery_obstacle(self) -> str:
         """Return an obstacle if gradients are exchanged."""
         return "" if self.period > 1 else "LocalSGD(period=1) is the synchronous optimizer: use sync=None"
@@ -106,14 +110,21 @@ class PostLocalSGD(Strategy):
 
 @final
 class AveragingSession:
-    """The session of parameter averaging."""
+    """The session of parameter averaging.
+
+    Attributes:
+        num_active: The number of ranks that had data at the last average.
+    """
 
     def __init__(self, settings: LocalSGD, replica: Replica, rank: int, world_size: int, *, start: int) -> None:
         """``start``: the number of synchronous steps that come first."""
         self._settings, self._replica, self._start = settings, replica, start
         self._rank, self._world_size = rank, world_size
         self._steps = 0
+        #: What this rank has done since the last average: samples, or steps.
         self._weight = 0.0
+        self._has_joined = False
+        self.num_active = world_size
         self._tensors = range(len(replica.sizes))
         coded = settings.codec is not None
         #: With a codec: the last average, and what this rank has not sent of its difference to it.
@@ -132,14 +143,29 @@ class AveragingSession:
         """Begin an average if a period has ended."""
         was_synchronous, ends_period = self.exchanges_gradients(), self.begins_exchange()
         self._steps += 1
-        self._weight += weight
+        self._weight += weight if self._settings.weights == "samples" else 1.0
         if was_synchronous:
             if self._settings.codec is not None and not self.exchanges_gradients():
                 self._last = self._replica.read(self._tensors)
             self._weight = 0.0
             return []
-        if not ends_period:
-            return []
+        return self._begin_averages() if ends_period else []
+
+    def join(self) -> list[Pending]:
+        """Begin the average that ranks with data begin next: this rank has no more data.
+
+        What it has done since the last average counts in this one; in later ones it counts nothing.
+        """
+        self._has_joined = True
+        period = self._settings.period
+        self._steps = self._start + period * ((self._steps - self._start) // period + 1)
+        return self._begin_averages()
+
+    def end_join(self) -> None:
+        """Note that all ranks have joined: training may go on."""
+        self._has_joined, self.num_active = False, self._world_size
+
+    def _begin_averages(self) -> list[Pending]:
         weight, self._weight = self._weight, 0.0
         pending = [Pending(_PARAMETERS, self._steps, self._average_of_parameters(weight))]
         if self._settings.optimizer_state == "average":
@@ -149,8 +175,7 @@ class AveragingSession:
     def _average_of_parameters(self, weight: float) -> Exchange:
         values = self._replica.read(self._tensors)
         if self._settings.codec is not None:
-            values += self._rest - self._last
-            self._rest = values
+            values -= self._last
         return self._average_of(values, weight, self._settings.codec)
 
     def _average_of_state(self, weight: float) -> Exchange:
@@ -164,19 +189,33 @@ class AveragingSession:
             )
         return (yield from self._average_of(values, weight, None))
 
-    def _average_of(self, values: Array, weight: float, codec: Codec | None) -> Generator[Action, Any, Array]:
-        if self._settings.weights == "samples":
-            return plain_mean(values, weight, self._world_size)
-        return mean_of(values, codec, self._rank, self._world_size, self._steps)
+    def _average_of(
+        self, values: Array, weight: float, codec: Codec | None
+    ) -> Generator[Action, Any, tuple[Array | None, int]]:
+        """Return the average, weighted, and the number of ranks with data. No rank has done anything: no average."""
+        counts = yield Allreduce(np.array([weight, not self._has_joined], np.float64))
+        total, num_active = float(counts[0]), int(counts[1])
+        if not total:
+            return None, num_active
+        factor = weight * self._world_size / total
+        if factor != 1.0:  # ranks differ in what they have done
+            values *= values.dtype.type(factor)
+        if codec is not None:
+            values += self._rest
+            self._rest = values
+        return (yield from mean_of(values, codec, self._rank, self._world_size, self._steps)), num_active
 
     def apply(self, channel: int, result: Any) -> None:
         """Take an average over."""
+        average, self.num_active = result
+        if average is None:
+            return
         if channel == _STATE:
-            self._replica.write_state(result)
+            self._replica.write_state(average)
         elif self._settings.codec is None:
-            self._replica.write(self._tensors, result)
+            self._replica.write(self._tensors, average)
         else:
-            self._last += result
+            self._last += average
             self._replica.write(self._tensors, self._last)
 
     def state(self) -> Mapping[str, Any]:

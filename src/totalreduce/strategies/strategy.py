@@ -109,6 +109,10 @@ class Strategy(ABC):
     def session(self, replica: Replica, rank: int, world_size: int) -> StrategySession:
         """Return the session of one rank. All replicas are equal."""
 
+    def can_join(self) -> bool:
+        """Whether a rank without data may take part in the exchanges of the others (``DistributedOptimizer.join``)."""
+        return False
+
     def recovery_obstacle(self) -> str:
         """Return why ``tr.recoverable`` cannot keep the state of the sessions; an empty text if it can.
 
