@@ -138,6 +138,31 @@ def test_a_slow_rank_does_not_hold_the_others_up() -> None:
     assert max(others) < 0.6
 
 
+def test_a_collective_between_steps_ends_with_errors_that_say_what_waits() -> None:
+    """Rank 2 is some steps behind when the others, which are a quorum, come to the collective."""
+
+    def body(group: Group) -> str:
+        model = Counting()
+        optimizer = served(group, model, Quorum(n=2))
+        for number in range(4):
+            optimizer.zero_grad()
+            model(1.0).backward()
+            time.sleep(0.1 if group.rank == 2 else 0.0)
+            try:
+                optimizer.step()
+                if number == 3:
+                    group.barrier()
+            except DeadlineExceededError as error:
+                return str(error)
+        return "no error"
+
+    first, second, late = run_ranks(3, body, engine=EngineConfig(timeout_s=0.6))
+    for message in (first, second):
+        assert "never submitted by rank(s) 2" in message
+    assert "quorum holds this rank back until other ranks go on" in late
+    assert "A rank that waits in a collective between two steps does neither" in late
+
+
 def test_learning_rates_are_those_of_the_worker() -> None:
     def body(group: Group) -> torch.Tensor:
         model = Counting()
