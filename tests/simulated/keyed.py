@@ -48,6 +48,7 @@ class World:
     ``crashes``: after how many events which seats are lost.
     ``begin_crashes``: in which step of the begin of an epoch, counted in all epochs, which seat is lost.
     ``replaces``: whether the next epoch waits for a process in place of the lost one, or begins without it.
+    ``saves``: the steps at whose begin the workers save.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class World:
         crashes: dict[int, tuple[int, ...]] | None = None,
         begin_crashes: dict[int, int] | None = None,
         replaces: bool = True,
+        saves: tuple[int, ...] = (),
     ) -> None:
         self.rule, self.seed, self.random, self.steps, self.lost = rule, seed, Random(seed), steps, lost
         self.num_workers, self.fractions, self.replicas = num_workers, fractions, replicas
@@ -77,6 +79,10 @@ class World:
         self.is_safe = bool(self.crashes or self.begin_crashes)
         self.incarnations = dict.fromkeys(sorted({*range(num_workers), *servers}), 0)
         self.processes = {seat: Process(self, seat, 0) for seat in self.incarnations}
+        self.saves = saves
+        #: By step and shard: the values that were written.
+        self.saved: dict[int, dict[int, np.ndarray]] = {}
+        self.factor = num_workers if rule.describe().get("combine") == "mean" else 1
         self.plants: list[Callable[[Shard], None]] = []
         #: By worker and step: how often each key was pushed before this step.
         self.pushed = [[np.zeros(NUM_KEYS)] for _ in range(num_workers)]
@@ -112,7 +118,12 @@ class World:
 
     def make_shard(self, seat: int) -> Callable[[int], Shard]:
         def make(number: int, _begins: bool = True) -> Shard:
-            shard = Shard(seat, self.table_of(number, self.optimizer), self.spec, self.rule, self.num_workers)
+            def write(note: str, clock: int, table: Table) -> None:
+                assert note == f"step {clock}"
+                self.saved.setdefault(clock, {})[number] = table.values.copy()
+
+            table = self.table_of(number, self.optimizer)
+            shard = Shard(seat, table, self.spec, self.rule, self.num_workers, write=write)
             for plant in self.plants:
                 plant(shard)
             return shard
@@ -277,6 +288,10 @@ class World:
         client.begin_steps()
         slow = 4.0 if worker == self.num_workers - 1 else 1.0
         for step in range(min(client.clock, self.steps), self.steps):
+            if step in self.saves:
+                call = client.save(np.frombuffer(f"step {step}".encode(), np.uint8))
+                if worker % 2:  # others go on at once
+                    yield call
             random = Random(f"{self.seed}, worker {worker}, step {step}")
             out = np.full((NUM_KEYS, self.num_workers), np.nan, self.spec.dtype)
             keys = np.arange(NUM_KEYS)
@@ -337,7 +352,7 @@ class World:
             return
         if own is not None and not self.rule.in_steps and (out[:, worker] != own[keys]).any():
             self.violations.append(f"worker {worker} in step {step} does not see what it has pushed before")
-        bound = self.rule.bound
+        bound, out = self.rule.bound, out * self.factor
         for other in range(self.num_workers):
             seen, history = out[:, other], self.pushed[other]
             least = 0 if bound is None else max(0, step - bound)
@@ -414,11 +429,26 @@ class World:
 
     def wrong_sums(self) -> bool:
         """Whether a push was lost or applied twice."""
-        pushed, found = np.stack([history[-1] for history in self.pushed], axis=1), self.values()
+        pushed, found = np.stack([history[-1] for history in self.pushed], axis=1), self.values() * self.factor
         if self.spec.codec is None:
             return bool((found != pushed).any())
         found += sum(client._residual.values for client in self.clients)
         return bool((np.abs(found - pushed) > 1e-3).any())
+
+    def wrong_snapshots(self) -> list[str]:
+        """The snapshots that lack a push of an earlier step, have one of a later step, or lack a shard."""
+        wrong = []
+        for step in self.saves:
+            pushed = np.stack([history[step] for history in self.pushed], axis=1)
+            if sorted(self.saved.get(step, {})) != self.shards_of_layout:
+                wrong.append(f"step {step}, shards {sorted(self.saved.get(step, {}))}")
+                continue
+            for number, values in self.saved[step].items():
+                table = self.table_of(number, Sum())
+                keys = table.keys_at(np.arange(len(values) // self.num_workers))
+                if (values.reshape(-1, self.num_workers) * self.factor != pushed[keys]).any():
+                    wrong.append(f"step {step}, shard {number}")
+        return wrong
 
     def wrong_replicas(self) -> list[str]:
         """The shards whose copies differ from that of the head."""

@@ -39,6 +39,24 @@ def test_no_pull_is_too_stale_and_no_push_is_lost_or_applied_twice(rule: Consist
     assert staleness == rule.bound if rule.bound is not None else staleness > 2
 
 
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 103), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("rule", [*RULES, Sequential(combine="mean")], ids=str)
+def test_a_snapshot_has_all_pushes_of_earlier_steps_and_none_of_later_ones(rule: Consistency, seeds: range) -> None:
+    for seed in seeds:
+        lost = 0.15 if seed % 3 else 0.0
+        num_workers = 2 + 2 * (seed % 2)  # so that means are exact
+        world = World(rule, seed, num_workers=num_workers, servers=(0, num_workers), lost=lost, saves=(1, 3)).run()
+        assert world.violations == [], seed
+        assert not world.wrong_sums(), seed
+        assert world.wrong_snapshots() == [], seed
+
+
+def test_a_snapshot_that_waits_for_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted defects: a shard is written when the first worker asks for it."""
+    monkeypatch.setattr(Shard, "_waits_to_save", lambda *_: None)
+    assert World(Eventual(), 3, saves=(1, 3)).run().wrong_snapshots()
+
+
 @pytest.mark.parametrize("optimizer", [Sum(), Adagrad(0.1)], ids=str)
 def test_sequential_has_the_bits_of_a_synchronous_reference(optimizer: Optimizer) -> None:
     """The order of ranks, whatever the delays: and a reference that applies pushes one after the other."""
@@ -177,6 +195,7 @@ def run_with_losses(**course: object) -> World:
     assert world.violations == [], course
     assert not world.wrong_sums(), course
     assert world.wrong_replicas() == [], course
+    assert world.wrong_snapshots() == [], course
     return world
 
 
@@ -226,7 +245,21 @@ def test_sequential_steps_have_the_bits_of_a_run_without_losses() -> None:
         assert bits(disturbed) == bits(World(**{**course, "crashes": None}).run())
 
 
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 104), marks=pytest.mark.slow)], ids=len)
+def test_snapshots_are_whole_although_processes_are_lost(seeds: range) -> None:
+    for seed in seeds:
+        run_with_losses(**lossy_course(seed), saves=(1, 2))
+
+
 SMALL = {"num_workers": 2, "servers": (2, 3), "steps": 3, "replicas": 2}
+
+
+@pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_loss_at_every_event_of_a_course_with_a_snapshot_and_means(every: int) -> None:
+    course = {"rule": Sequential(combine="mean"), "seed": 3, "saves": (1,), **SMALL}
+    for event in range(1, World(**course).run().num_events + 1, every):
+        for seat in range(4):
+            run_with_losses(crashes={event: (seat,)}, **course)
 
 
 @pytest.mark.parametrize("replaces", [True, False])

@@ -321,7 +321,7 @@ class Shard:
         workers = deque([first])
         while workers:
             worker = workers.popleft()
-            stream, before = self._streams[worker], self.all_clocks
+            stream, slowest, clock = self._streams[worker], self.clocks.slowest(), self.clocks.of(worker)
             while stream.queue:
                 note = self._waits(worker, stream)
                 if note is not None:
@@ -332,8 +332,8 @@ class Shard:
                     workers.extend(range(len(self._streams)))
                 else:
                     answers.append(self._carry_out(worker, stream.queue.popleft()))
-            now = self.all_clocks
-            if min(now) != min(before) or (now[worker] == FINISHED != before[worker]):
+            has_finished = clock != FINISHED and self.clocks.of(worker) == FINISHED  # those who save wait for it
+            if self.clocks.slowest() != slowest or has_finished:
                 workers.extend(each for each, other in enumerate(self._streams) if other.queue and each != worker)
         return answers
 
