@@ -169,6 +169,8 @@ class Shard:
         self._streams = [_Stream() for _ in range(num_workers)]
         #: By worker: the mark of the last push that was carried out.
         self._applied = [mark_of(clock, -1)] * num_workers
+        #: By worker: the mark of the last request to save that has come to this server.
+        self._noted = [-1] * num_workers
         self._lists: Lru[Rows] = Lru(LISTS_BYTES_MAX)
         self._kept: list[_Kept] = []
         self._step = clock
@@ -464,10 +466,14 @@ class Shard:
             self.table.push(rows, mean)
 
     def _note_save(self, worker: int, request: Request) -> Reply:
-        """Note that the shard was written. From then on, no worker that was to ask for it waits for others."""
+        """Note that the shard was written. From then on, no worker that was to ask for it waits for others.
+
+        If the head is lost, a worker that was answered has gone on, and the others ask again: the next head must know
+        all of it. Therefore each worker's request goes through the chain, behind the first one, which says it for all.
+        """
         header, change = request.header, None
-        if header.mark > self._applied[worker]:
-            change = request
+        if header.mark > self._noted[worker]:
+            self._noted[worker], change = header.mark, request
             for other in range(len(self._streams)):
                 if other == worker or self.clocks.of(other) == self.clocks.of(worker):
                     self._applied[other] = max(self._applied[other], header.mark)
