@@ -36,6 +36,22 @@ with tr.ps.connect(group, num_keys=10, servers=[1]) as client:  # a rank that ru
     client.push([5], torch.ones(1)).wait()
     group.barrier()
     print("updates", client.statistics().updates)
+bits = []
+for sync in (None, tr.ParameterServer(optimizer="server"), tr.ParameterServer(optimizer="worker")):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 70), torch.nn.Tanh(), torch.nn.Linear(70, 1))
+    optimizer = tr.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model, group=group, sync=sync)
+    torch.manual_seed(group.rank)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(8, 7)).square().mean().backward()
+        optimizer.step()
+    if sync is not None:
+        optimizer.local_steps.finish()
+        assert optimizer.local_steps.statistics().updates == 0  # this rank serves nothing
+    optimizer.close()
+    bits.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy().tobytes())
+print("bits", len(set(bits)))
 try:
     tr.ps.connect(group, num_keys=10, initial=lambda keys: keys)
 except tr.ConfigurationError as error:
@@ -104,10 +120,11 @@ def test_workers_push_to_servers_that_run_no_program(warm_python, tmp_path):
     result = run(tmp_path, TWO_SERVERS)
     assert (result.exit_code, ends(result)) == (0, [0, 0, 0, 0]), [each.last_errors for each in result.workers]
     for rank in (0, 1):
-        first, second, third, refusal = result.output[rank].splitlines()
+        first, second, third, bits, refusal = result.output[rank].splitlines()
         assert first == "other [[2.0, 2.0]] updates 0"
         assert second == "sent True received True"
         assert third == f"updates {2 * rank}"
+        assert bits == "bits 1"  # those of the synchronous optimizer
         assert refusal.startswith("initial is a function, which cannot be sent to ranks that only serve (--servers)")
     assert result.output[2:] == ["", ""]
 
