@@ -262,7 +262,7 @@ def test_what_servers_cannot_do_is_refused() -> None:
         return DistributedOptimizer(make(list(model.parameters())), model, group=group, sync=sync)
 
     def body(group: Group) -> None:
-        with pytest.raises(ConfigurationError, match="optimizers of torch.optim, and this is"):
+        with pytest.raises(ConfigurationError, match="and this is <class"):
             begin(group, lambda parameters: Own(parameters, lr=0.1))
         with pytest.raises(ConfigurationError, match="no torch optimizer 'LBFGS'"):
             begin(group, lambda parameters: torch.optim.LBFGS(parameters))

@@ -387,8 +387,8 @@ class _Worker:
     def _held_back(self, server: int) -> DeadlineExceededError:
         return DeadlineExceededError(
             f"rank {server}, a server, did not answer within {self._group.timeout_s:g} s: {self._strategy.name} holds "
-            "this rank back until other ranks go on. Do all ranks train, or call local_steps.finish()? A rank that waits "
-            "in a collective between two steps does neither. Repeat the call to wait on"
+            "this rank back until other ranks go on. Do all ranks train, or call local_steps.finish()? A rank that "
+            "waits in a collective between two steps does neither. Repeat the call to wait on"
         )
 
     def num_elements(self, share: Sequence[int]) -> int:
