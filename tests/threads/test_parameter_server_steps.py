@@ -202,6 +202,31 @@ def test_a_parameter_without_a_gradient_stays_as_it_is() -> None:
             assert values == [8.0, 0.5, 1.25, 8.0, 3.0]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("rule", [ps.Sequential(), ps.Eventual()], ids=str)
+@pytest.mark.parametrize("optimizer", ["server", "worker"])
+def test_schedules_of_learning_rates_come_to_the_servers(optimizer: str, rule: ps.Consistency) -> None:
+    """Also a rate of 0, with which a warm-up begins."""
+
+    def body(group: Group) -> torch.Tensor:
+        model = Counting()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = tr.ParameterServer(servers=[0], optimizer=optimizer, consistency=rule)
+        outer = DistributedOptimizer(inner, model, group=group, sync=sync)
+        schedule = torch.optim.lr_scheduler.LambdaLR(outer, lambda step: step / 2)
+        for _ in range(4):
+            outer.zero_grad()
+            model(-1.0).backward()
+            outer.step()
+            schedule.step()
+        outer.local_steps.finish()
+        outer.close()
+        return flat(model)
+
+    for parameters in run_ranks(2, body):
+        assert parameters.unique().tolist() == [3.0]
+
+
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 2), (2, 1)])
 def test_training_goes_on_from_a_snapshot_with_other_ranks(tmp_path: Path, sizes: tuple[int, int]) -> None:
     """The gradients do not depend on the number of ranks, so the bits are those of a run without interruption."""
@@ -279,10 +304,10 @@ def test_what_servers_cannot_do_is_refused() -> None:
             parameter.grad = torch.full_like(parameter, torch.nan)
         with pytest.raises(ConfigurationError, match="not finite"):
             outer.step()
-        outer.param_groups[0]["lr"] = 0.2
+        outer.param_groups[0]["weight_decay"] = 0.2
         with pytest.raises(ConfigurationError, match="settings of the torch optimizer have changed"):
             outer.step()
-        outer.param_groups[0]["lr"] = 0.1
+        outer.param_groups[0]["weight_decay"] = 0
         outer.local_steps.finish()
         with pytest.raises(ConfigurationError, match="finish"):
             outer.step()

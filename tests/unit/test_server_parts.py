@@ -64,7 +64,7 @@ VALID = SPEC.encode(Header(Kind.PUSH, Form.RANGE, number=5, mark=7, begin=10, en
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (VALID[:-1], "has 87 bytes where 88"),
+        (VALID[:-1], "has 95 bytes where 96"),
         (b"\4" + VALID[1:], "a message of version 4 where version 3"),
         (
             replace(SPEC, table=3).encode(Header(Kind.CLOCK)),
@@ -82,6 +82,8 @@ VALID = SPEC.encode(Header(Kind.PUSH, Form.RANGE, number=5, mark=7, begin=10, en
             "12 bytes of values for 2 keys, where 16",
         ),
         (SPEC.encode(Header(Kind.CLOCK, number=3, clock=1)), "a request of kind CLOCK without a mark"),
+        (SPEC.encode(Header(Kind.SAVE, number=3, clock=1)), "a request of kind SAVE without a mark"),
+        (SPEC.encode(Header(Kind.CLOCK, number=3, clock=1, mark=1, lr=np.inf)), "a learning rate of inf"),
         (SPEC.encode(Header(Kind.DONE, value_bytes=1 << 30)), "1073741824 bytes of values in a message of kind DONE"),
         (SPEC.encode(Header(Kind.PULL, Form.RANGE, number=-3, begin=0, end=1)), "a request with number -3"),
     ],
@@ -98,10 +100,11 @@ def test_garbage_is_refused_and_never_asks_for_memory(data: st.DataObject) -> No
     """Random headers, half of them with some fields that are right: an error, or sizes within the bounds."""
     number = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 50)
     fields = [
-        *(2, data.draw(st.integers(0, 255) | st.integers(1, 13)), data.draw(st.integers(0, 5)), 77),
+        *(3, data.draw(st.integers(0, 255) | st.integers(1, 14)), data.draw(st.integers(0, 5)), 77),
         *(data.draw(st.integers(-2, 2)), data.draw(st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 2))),
         *(data.draw(number) for _ in range(6)),
         *(data.draw(st.integers(0, 2**64 - 1) | st.integers(0, 400)), data.draw(st.binary(min_size=16, max_size=16))),
+        data.draw(st.floats() | st.sampled_from([-1.0, 0.1])),
     ]
     try:
         header = SPEC.decode(HEADER.pack(*fields))

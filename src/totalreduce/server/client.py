@@ -17,6 +17,7 @@ from totalreduce.server.clocks import FINISHED
 from totalreduce.server.layout import Layout
 from totalreduce.server.messages import (
     LISTS_BYTES_MAX,
+    NO_RATE,
     WINDOW,
     Form,
     Header,
@@ -75,6 +76,7 @@ class _Request:
     number: int
     mark: int
     num_bytes: int  #: Of the values that it pushes or pulls.
+    lr: float | None = None
     places: Places | None = None
     keys: Array | None = None
     values: Array | None = None
@@ -144,8 +146,9 @@ class Client:
         self._lanes = {int(s): _Lane(servers[int(s)]) for s in np.unique(layout.owners) if servers}
         self.is_worker = bool(servers)
         self._steps_are_atomic = steps_are_atomic
-        self._next = self._marks = 0  # the number of the next request; of pushes and saves of shards in this step
-        self._has_pushed = False  #: In this step.
+        self._next = 0  # the number of the next request
+        #: In this step: the number of requests with a ``"mark"``, and of those that push.
+        self._made: Counter[str] = Counter()
         self._is_in_steps = False
         self._again: list[tuple[int, Message]] = []
         #: Calls that servers have refused. At most ``WINDOW`` of those whose errors the program was not told are kept.
@@ -154,7 +157,9 @@ class Client:
 
     # --------------------------------------------------------------------------------------------------------- calls
 
-    def on_keys(self, kind: Kind, keys: Array, values: Array | None, out: Array | None) -> Call:
+    def on_keys(
+        self, kind: Kind, keys: Array, values: Array | None, out: Array | None, lr: float | None = None
+    ) -> Call:
         """Push to or pull listed keys. Arrays must not change before the call is done.
 
         Args:
@@ -162,6 +167,7 @@ class Client:
             keys: Integers, one-dimensional, ascending, each once.
             values: What is pushed, of shape (n, width), or (n,) if the width is 1; contiguous.
             out: Takes what is pulled; likewise, and writable.
+            lr: The learning rate of the push; ``None``: that of the optimizer.
 
         Raises:
             ConfigurationError: The arrays are not like that. Nothing is sent.
@@ -183,9 +189,11 @@ class Client:
             for shard, positions in self._layout.split_keys(wire)
             for places in cut_positions(positions, spec.keys_max)
         )
-        return self._call(kind, pieces if keys.size else (), wire, values, out)
+        return self._call(kind, pieces if keys.size else (), wire, values, out, lr)
 
-    def on_range(self, kind: Kind, begin: int, end: int, values: Array | None, out: Array | None) -> Call:
+    def on_range(
+        self, kind: Kind, begin: int, end: int, values: Array | None, out: Array | None, lr: float | None = None
+    ) -> Call:
         """Push to or pull all keys of ``[begin, end)``; other arguments and errors as for ``on_keys``.
 
         With a codec, values that it cannot encode are a ``ConfigurationError``, too.
@@ -200,7 +208,7 @@ class Client:
             for shard, parts in self._layout.split_range(begin, end)
             for places in cut_parts(parts, begin, self._spec.keys_max)
         )
-        return self._call(kind, pieces, None, values, out)
+        return self._call(kind, pieces, None, values, out, lr)
 
     def save(self, note: Array) -> Call:
         """Have all shards be written to disk; the call is done when they are.
@@ -211,7 +219,7 @@ class Client:
         Raises:
             ConfigurationError: This worker has pushed something in this step.
         """
-        if self._has_pushed:
+        if self._made["push"]:
             raise ConfigurationError(
                 "save() belongs between two steps: call clock() behind the pushes of a step, then save()"
             )
@@ -222,7 +230,8 @@ class Client:
         if self._has_finished:
             return Call(self.clock)
         self.begin_steps()
-        self.clock, self._marks, self._has_pushed = self.clock + 1, 0, False
+        self.clock += 1
+        self._made.clear()
         return self._call(Kind.CLOCK, ((shard, None) for shard in self._lanes), None, None, None)
 
     def begin_steps(self) -> None:
@@ -232,7 +241,8 @@ class Client:
         """
         if not self._is_in_steps:
             self._is_in_steps = True
-            self._marks = self._marks if self.clock == 0 else 0
+            if self.clock > 0:
+                self._made.clear()
 
     @property
     def _has_finished(self) -> bool:
@@ -256,6 +266,7 @@ class Client:
         keys: Array | None,
         values: Array | None,
         out: Array | None,
+        lr: float | None = None,
     ) -> Call:
         call = Call(self.clock, self._next)
         if self._has_finished and kind.pushes:
@@ -264,7 +275,7 @@ class Client:
             kind, values = Kind.PULL, None
         for shard, places in pieces:
             num_bytes = 0 if places is None else places.count * self._spec.width * self._spec.dtype.itemsize
-            request = _Request(call, kind, self._next, self._mark(kind), num_bytes, places, keys, values, out)
+            request = _Request(call, kind, self._next, self._mark(kind), num_bytes, lr, places, keys, values, out)
             self._lanes[shard].unsent.append(request)
             self._next += 1
             call.pending += 1
@@ -278,9 +289,9 @@ class Client:
             return mark_of(self.clock, -1)
         if not kind.pushes and kind is not Kind.SAVE:
             return -1
-        self._has_pushed = self._has_pushed or kind.pushes
-        self._marks += 1
-        return mark_of(self.clock if self._is_in_steps else 0, self._marks - 1)
+        self._made["push"] += kind.pushes
+        self._made["mark"] += 1
+        return mark_of(self.clock if self._is_in_steps else 0, self._made["mark"] - 1)
 
     def _rows(self, name: str, array: Array | None, count: int) -> Array | None:
         """Check an array of the caller; return it with shape (n, width)."""
@@ -461,6 +472,7 @@ class Client:
             previous=lane.last,
             mark=request.mark,
             clock=clock,
+            lr=NO_RATE if request.lr is None else request.lr,
         )
         if places is not None and request.keys is None:
             header = replace(header, form=Form.RANGE, begin=places.begin, end=places.end)

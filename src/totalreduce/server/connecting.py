@@ -257,6 +257,7 @@ class _Parts:
             rank=rank,
             incoming_max=4 * WINDOW * len(self.shards) * (setup.workers if setup.replicas > 1 else 1),
             timeout_s=timeout_s,
+            check_rate=setup.optimizer.check_rate,
             renewal=renewal,
         )
 

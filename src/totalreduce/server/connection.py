@@ -128,6 +128,7 @@ class Connection:
         rank: int,
         incoming_max: int,
         timeout_s: float,
+        check_rate: Callable[[float], None],
         renewal: Renewal | None = None,
     ) -> None:
         """Connect.
@@ -141,6 +142,7 @@ class Connection:
             rank: This rank.
             incoming_max: The largest number of messages of one rank of which a part has not come.
             timeout_s: Deadline of waits that name none.
+            check_rate: Raises ``ConfigurationError`` if a push cannot have a learning rate.
             renewal: Forms the next group when a rank is lost; ``None``: a loss ends the connection.
         """
         self._rank, self._client, self._timeout_s, self._renewal = rank, client, timeout_s, renewal
@@ -149,7 +151,7 @@ class Connection:
         self._home = HomeProcess("the connection to a parameter server")
         self._lock = threading.Condition()
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waited_s, self._updates = 0.0, 0
+        self._waited_s, self._updates, self._check_rate = 0.0, 0, check_rate
         self._error: TotalReduceError | None = None
         self._is_over = False  # whether this rank has ended the connection, and knows what has failed
         self._state: Literal["open", "closing", "silent", "ended"] = "open"
@@ -202,13 +204,15 @@ class Connection:
 
     # --------------------------------------------------------------------------------------------------------- calls
 
-    def push(self, keys: Keys, values: Values) -> Ticket:
+    def push(self, keys: Keys, values: Values, *, lr: float | None = None) -> Ticket:
         """Push updates of keys to their servers; return at once.
 
         Args:
             keys: Integers, ascending, each once; or ``slice(a, b)``.
             values: Of shape (n, width), or (n,) if the width is 1, in the type of the table. A contiguous array that
                 can be written is not copied, unless it has keys of several servers.
+            lr: The learning rate of this update; ``None``: that of the optimizer. Where a rule takes the mean
+                of a step, that of the first rank counts.
 
         Raises:
             ConfigurationError: The arrays are not like that, or have values that the codec cannot encode. Nothing is
@@ -216,7 +220,7 @@ class Connection:
             PeerLost: A rank was lost.
             GroupClosed: The connection or the group was closed.
         """
-        return self._start(Kind.PUSH, keys, values, None)
+        return self._start(Kind.PUSH, keys, values, None, lr)
 
     def pull(self, keys: Keys, out: Values) -> Ticket:
         """Copy the values of keys into ``out``, which is contiguous; return at once. Arguments as for ``push``."""
@@ -232,9 +236,9 @@ class Connection:
             raise ConfigurationError("values and out of push_pull share memory")
         return self._start(Kind.PUSH_PULL, keys, values, out)
 
-    def push_range(self, begin: int, end: int, values: Values) -> Ticket:
+    def push_range(self, begin: int, end: int, values: Values, *, lr: float | None = None) -> Ticket:
         """Push updates of all keys from ``begin`` to ``end`` - 1."""
-        return self.push(slice(begin, end), values)
+        return self.push(slice(begin, end), values, lr=lr)
 
     def pull_range(self, begin: int, end: int, out: Values) -> Ticket:
         """Pull all keys from ``begin`` to ``end`` - 1."""
@@ -406,7 +410,11 @@ class Connection:
                 raise SlowWorkersError(call.clock, slow, patience_s)
         raise DeadlineExceededError(f"servers have not answered a call within {patience_s:g} s")
 
-    def _start(self, kind: Kind, keys: Keys, values: Values | None, out: Values | None) -> Ticket:
+    def _start(
+        self, kind: Kind, keys: Keys, values: Values | None, out: Values | None, lr: float | None = None
+    ) -> Ticket:
+        if lr is not None:
+            self._check_rate(lr)
         pushed = None if values is None else readable(array_of("values", values))
         pulled = None if out is None else array_of("out", out)
         with self._lock:
@@ -416,8 +424,8 @@ class Connection:
                     raise ConfigurationError(f"keys are slice(begin, end), not {keys}")
                 begin = 0 if keys.start is None else checks.integer("begin", keys.start)
                 end = checks.integer("end", keys.stop)
-                return self._submit(self._client.on_range(kind, begin, end, pushed, pulled))
-            return self._submit(self._client.on_keys(kind, readable(keys_of(keys)), pushed, pulled))
+                return self._submit(self._client.on_range(kind, begin, end, pushed, pulled, lr))
+            return self._submit(self._client.on_keys(kind, readable(keys_of(keys)), pushed, pulled, lr))
 
     def _submit(self, call: Call) -> Ticket:
         self._flush()

@@ -301,8 +301,8 @@ class ServerSteps(OwnSteps):
             raise ConfigurationError("local_steps.finish() was called, so the servers take no more gradients")
         if self._settings is not None and self._settings != _settings_of(self._inner):
             raise ConfigurationError(
-                "the settings of the torch optimizer have changed, perhaps its learning rate, and servers have those "
-                "of the begin: use tr.ParameterServer(optimizer='worker')"
+                "the settings of the torch optimizer have changed, and servers have those of the begin, except the "
+                "learning rate: use tr.ParameterServer(optimizer='worker')"
             )
 
     def _push_gradients(self, present: Sequence[bool]) -> None:
@@ -316,7 +316,11 @@ class ServerSteps(OwnSteps):
             self._flags.reshape(-1)[: len(present)] = present
             self._tickets.append(self._client.push(self._flag_keys, self._flags))
         for begin, end in runs:
-            self._tickets.append(self._client.push_range(begin, end, self._pushed[begin:end]))
+            self._tickets.append(self._client.push_range(begin, end, self._pushed[begin:end], lr=self._rate()))
+
+    def _rate(self) -> float | None:
+        """Return the learning rate for the server's optimizer."""
+        return None if self._settings is None else float(self._inner.param_groups[0]["lr"])
 
     def _push_change(self, closure: Callable[[], Any] | None) -> None:
         """Take a step of the torch optimizer, and push a part of the change."""
@@ -427,4 +431,9 @@ class ServerSteps(OwnSteps):
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    """Return the settings that may not change: all but learning rates, which are equal in all groups of parameters."""
+    rate = optimizer.param_groups[0].get("lr")
+    return [
+        {name: group[name] for name in optimizer.defaults if name != "lr" or group["lr"] != rate}
+        for group in optimizer.param_groups
+    ]

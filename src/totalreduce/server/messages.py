@@ -7,6 +7,7 @@ takes memory, and has compared them with the largest sizes that there are. Nothi
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from totalreduce.kernels.arrays import Array
 __all__ = [
     "HEADER",
     "LISTS_BYTES_MAX",
+    "NO_RATE",
     "WINDOW",
     "Form",
     "Header",
@@ -37,6 +39,8 @@ __all__ = [
 _VERSION: Final = 3
 #: A request and an answer have at most so many bytes of keys, and of values.
 _PIECE_BYTES_MAX: Final = 4 * 1024 * 1024
+#: In place of a learning rate: that of the optimizer.
+NO_RATE: Final = -1.0
 #: The number of requests of a worker that a server may have to answer.
 WINDOW: Final = 32
 #: The bytes of lists of keys that a server knows, and that a client expects it to know.
@@ -48,8 +52,8 @@ _LIST_OVERHEAD: Final = 512
 #: The longest text or list of workers in an answer, in bytes.
 _NOTE_BYTES_MAX: Final = 1024
 
-#: Version, kind, form, table, shard, origin, number, previous, mark, clock, begin, end, bytes of values, digest.
-HEADER = struct.Struct("<HBBIiiqqqqqqQ16s")
+#: Version, kind, form, table, shard, origin, number, previous, mark, clock, begin, end, bytes of values, digest, rate.
+HEADER = struct.Struct("<HBBIiiqqqqqqQ16sd")
 
 
 class Kind(IntEnum):
@@ -116,6 +120,7 @@ class Header:
         end: The end of a range, or the number of listed keys.
         value_bytes: The size of values, code, text or list of workers, in bytes.
         digest: Of the list of keys.
+        lr: The learning rate of a push; ``NO_RATE``: that of the optimizer.
     """
 
     kind: Kind
@@ -130,6 +135,7 @@ class Header:
     end: int = 0
     value_bytes: int = 0
     digest: bytes = bytes(16)
+    lr: float = NO_RATE
 
 
 @final
@@ -207,6 +213,7 @@ class Spec:
             header.end,
             header.value_bytes,
             header.digest,
+            header.lr,
         )
 
     def decode(self, data: bytes | bytearray | memoryview) -> Header:
@@ -261,6 +268,8 @@ class Spec:
         has_values = kind.pushes or kind in (Kind.SAVE, Kind.DONE, Kind.WAITING, Kind.REFUSED)
         if size > (self.value_bytes_max if has_values else 0) or size % self.value_dtype(header).itemsize:
             raise ProtocolError(f"{size} bytes of values in a message of kind {kind.name}")
+        if not (header.lr == NO_RATE or 0 <= header.lr < math.inf):
+            raise ProtocolError(f"a message with a learning rate of {header.lr}")
         if (header.kind.is_request and header.number < 0) or header.clock < 0:
             raise ProtocolError(f"a request with number {header.number} and clock {header.clock}")
         if (kind.pushes or kind in (Kind.CLOCK, Kind.FINISH, Kind.SAVE)) and header.mark < 0:

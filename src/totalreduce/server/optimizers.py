@@ -6,8 +6,8 @@ An optimizer is per key: a key that is not pushed does not change, nor does its 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
-from typing import Any, final
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Self, final
 
 import numpy as np
 
@@ -44,6 +44,16 @@ class Optimizer(ABC):
     def states(self) -> tuple[StateKind, ...]:
         """The arrays of its state."""
         return ()
+
+    def check_rate(self, lr: float) -> None:
+        """Raise ``ConfigurationError`` unless a push may have this learning rate."""
+        if all(field.name != "lr" for field in fields(self)):
+            raise ConfigurationError(f"tr.ps.{type(self).__name__} has no learning rate: push without lr=")
+        checks.real_number("lr", lr, above=0)
+
+    def at_rate(self, lr: float) -> Self:
+        """Return this optimizer with another learning rate, which was checked."""
+        return replace(self, **{"lr": lr})  # noqa: PIE804 (an optimizer without a rate has no such field)
 
     @abstractmethod
     def update(self, values: Array, states: tuple[Array, ...], rows: Array, width: int, gradients: Array) -> None:

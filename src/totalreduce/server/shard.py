@@ -16,6 +16,7 @@ from totalreduce.server.clocks import FINISHED, Consistency, RangeClocks, Sequen
 from totalreduce.server.combining import means_of
 from totalreduce.server.messages import (
     LISTS_BYTES_MAX,
+    NO_RATE,
     WINDOW,
     Form,
     Header,
@@ -98,12 +99,14 @@ class _Kept:
         rows: Of its keys.
         values: What it has pushed.
         assigns: Whether the values are set, without the optimizer.
+        lr: The learning rate, or ``NO_RATE``.
     """
 
     worker: int
     rows: Rows
     values: Array
     assigns: bool
+    lr: float
 
     @property
     def num_bytes(self) -> int:
@@ -270,7 +273,7 @@ class Shard:
             "refused": [list(stream.refused) for stream in self._streams],
             "step": self._step,
             "kept": [
-                (each.worker, each.assigns, each.values, each.rows.count, each.rows.begin, each.rows.listed)
+                (each.worker, each.assigns, each.lr, each.values, each.rows.count, each.rows.begin, each.rows.listed)
                 for each in self._kept
             ],
         }
@@ -281,8 +284,8 @@ class Shard:
         self.clocks = RangeClocks(len(self.table.ranges), len(self._streams), state["clocks"])
         self._applied, self._step = list(state["applied"]), state["step"]
         self._kept = [
-            _Kept(worker, Rows(count, begin, listed, np.empty(0, np.int64)), values, assigns)
-            for worker, assigns, values, count, begin, listed in state["kept"]
+            _Kept(worker, Rows(count, begin, listed, np.empty(0, np.int64)), values, assigns, lr)
+            for worker, assigns, lr, values, count, begin, listed in state["kept"]
         ]
         for worker, stream in enumerate(self._streams):
             stream.refused.extend(state["refused"][worker])
@@ -419,7 +422,7 @@ class Shard:
             refused = self._streams[worker].refused
             if header.mark > self._applied[worker]:
                 self._applied[worker], change = header.mark, request
-                if not self._push(_Kept(worker, rows, request.values, header.kind is Kind.ASSIGN)):
+                if not self._push(_Kept(worker, rows, request.values, header.kind is Kind.ASSIGN, header.lr)):
                     refused.append(header.mark)
             if header.mark in refused:
                 limit = "the rule's buffer_bytes: raise it, or push less in a step"
@@ -447,7 +450,7 @@ class Shard:
         if pushed.assigns:
             self.table.assign(pushed.rows, pushed.values)
         else:
-            self.table.push(pushed.rows, pushed.values)
+            self.table.push(pushed.rows, pushed.values, pushed.lr)
 
     def _end_step(self) -> None:
         """Apply what was kept, in the order of ranks, and of the calls of each of them."""
@@ -456,14 +459,15 @@ class Shard:
             stream.kept_bytes = 0
         if isinstance(self._rule, Sequential) and self._rule.combine == "mean":
             pushed = [(each.rows, each.values) for each in kept if not each.assigns]
+            lr = next((each.lr for each in kept if not each.assigns), NO_RATE)  # that of the first rank
             kept = [each for each in kept if each.assigns]
             means = means_of(pushed, self._spec.width, len(self._streams))
         else:
-            means = []
+            means, lr = [], NO_RATE
         for each in kept:
             self._apply(each)
         for rows, mean in means:
-            self.table.push(rows, mean)
+            self.table.push(rows, mean, lr)
 
     def _note_save(self, worker: int, request: Request) -> Reply:
         """Note that the shard was written. From then on, no worker that was to ask for it waits for others.

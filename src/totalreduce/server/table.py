@@ -12,6 +12,7 @@ from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.kernels import updates
 from totalreduce.kernels.arrays import Array
 from totalreduce.server.layout import Layout
+from totalreduce.server.messages import NO_RATE
 from totalreduce.server.optimizers import Optimizer
 
 __all__ = ["Initial", "Rows", "Table"]
@@ -68,6 +69,8 @@ class Table:
             ConfigurationError: The function ``initial`` returns values of another shape.
         """
         self._width, self._optimizer = width, optimizer
+        #: The learning rate of the last push, and the optimizer with this one.
+        self._at_rate: tuple[float, Optimizer] | None = None
         self.ranges, self.version = layout.ranges_of(shard), 0
         self._begins, self._ends = layout.begins[:-1][self.ranges], layout.begins[1:][self.ranges]
         #: The row of the first key of each range, and the number of rows.
@@ -136,9 +139,12 @@ class Table:
         ranges = np.searchsorted(self._offsets, rows, side="right") - 1
         return self._begins[ranges] + rows - self._offsets[ranges]
 
-    def push(self, rows: Rows, gradients: Array) -> None:
-        """Apply what was pushed for some rows, one-dimensional."""
+    def push(self, rows: Rows, gradients: Array, lr: float = NO_RATE) -> None:
+        """Apply what was pushed for some rows, one-dimensional, with this learning rate."""
         self.version += 1
+        if self._at_rate is None or self._at_rate[0] != lr:
+            self._at_rate = lr, self._optimizer if lr == NO_RATE else self._optimizer.at_rate(lr)
+        optimizer = self._at_rate[1]
         values, states, listed = self.values, self.states, rows.listed
         if listed is None:
             if not rows.count:
@@ -146,7 +152,7 @@ class Table:
             part, num_rows = slice(rows.begin, rows.begin + rows.count), len(values) // self._width
             states = tuple(state.reshape(num_rows, -1)[part].reshape(-1) for state in states)
             values, listed = values.reshape(num_rows, -1)[part].reshape(-1), _NO_LIST
-        self._optimizer.update(values, states, listed, self._width, gradients)
+        optimizer.update(values, states, listed, self._width, gradients)
 
     def assign(self, rows: Rows, values: Array) -> None:
         """Set the values of some rows, one-dimensional. The state of the optimizer stays."""

@@ -11,6 +11,7 @@ from typing import Any, Final, Self, final
 import numpy as np
 import torch
 
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels.arrays import Array
 from totalreduce.server.optimizers import Optimizer, StateKind
@@ -99,6 +100,14 @@ class Torch(Optimizer):
             raise ConfigurationError("a server needs numbers as settings of the torch optimizer, and one is a tensor")
         return cls(type(optimizer).__name__, known)
 
+    def check_rate(self, lr: float) -> None:
+        """Raise ``ConfigurationError`` unless a push may have this learning rate."""
+        checks.real_number("lr", lr, minimum=0)
+
+    def at_rate(self, lr: float) -> Self:
+        """Return this optimizer with another learning rate."""
+        return type(self)(self.kind, {**self.settings, "lr": lr})
+
     @property
     def states(self) -> tuple[StateKind, ...]:
         """How often each key was updated; then the state of the torch optimizer."""
@@ -108,7 +117,7 @@ class Torch(Optimizer):
     def update(self, values: Array, states: tuple[Array, ...], rows: Array, width: int, gradients: Array) -> None:
         """See ``Optimizer``. Keys that were updated equally often take the step together."""
         table, pushed = values.reshape(-1, width), gradients.reshape(-1, width)
-        counts = states[0] if not rows.size else states[0][rows]
+        counts = states[0][rows] if rows.size else states[0].copy()  # as they are before this update
         each = np.unique(counts)
         for count in each:
             chosen: Array | slice = slice(None) if len(each) == 1 else np.flatnonzero(counts == count)
