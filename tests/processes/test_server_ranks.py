@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import threading
 
 import pytest
 
@@ -88,6 +89,27 @@ with tr.ps.connect(group, num_keys=1000, replicas={replicas}) as client:
 group.close()
 """
 
+DENSE_UNTIL_LOST = """
+import time
+import torch
+import totalreduce as tr
+
+group = tr.init()
+model = torch.nn.Linear(8, 30, bias=False)
+with torch.no_grad():
+    model.weight.fill_(float(group.rank))  # those of rank 0 count
+sync = tr.ParameterServer(consistency=tr.ps.{rule}, replicas=2)
+optimizer = tr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
+for step in range(optimizer.local_steps.steps_taken, 150):
+    model.weight.grad = torch.full_like(model.weight, -2.0)
+    optimizer.step()
+    time.sleep(0.02)
+optimizer.local_steps.finish()
+print("values", *set(model.weight.flatten().tolist()))
+optimizer.close()
+group.close()
+"""
+
 #: In the loop of rank 0: end the process of rank 2, which has its rank in its environment.
 KILL_RANK_2 = """
             job = f"TOTALREDUCE_JOB_ID={os.environ['TOTALREDUCE_JOB_ID']}".encode()
@@ -161,6 +183,26 @@ def test_the_loss_of_a_server_loses_no_push(warm_python, tmp_path, on_loss):
         assert result.output[rank].splitlines()[-1] == "values 400.0 400.0"
     assert [each["rank"] for each in events if each["event"] == "ended" and each["exit_code"] == 137] == [3]
     assert max(each["epoch"] for each in events if each["event"] == "epoch") >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 3], ids=["worker", "server"])
+@pytest.mark.parametrize("rule", ["Sequential()", "Bounded(2)"])
+def test_a_dense_model_outlives_the_loss_of_a_rank(warm_python, tmp_path, victim, rule):
+    """Two workers take 150 steps each, and each of their gradients counts once."""
+    events = []
+
+    def on_event(event):
+        events.append(event)
+        if event["event"] == "epoch" and event["epoch"] == 1:
+            [process] = [each["pid"] for each in events if each["event"] == "started" and each["rank"] == victim]
+            threading.Timer(1.0, os.kill, (process, signal.SIGKILL)).start()
+
+    options = RecoveryOptions(on_loss="shrink", on_event=on_event)
+    result = run(tmp_path, DENSE_UNTIL_LOST.format(rule=rule), num_servers=3, recovery=options)
+    assert result.exit_code == 0, [each.last_errors for each in result.workers]
+    assert [output.splitlines()[-1] for output in result.output[:2]] == ["values 300.0"] * 2
+    assert [each["rank"] for each in events if each["event"] == "ended" and each["exit_code"] == 137] == [victim]
 
 
 @pytest.mark.slow

@@ -287,7 +287,8 @@ class DistributedOptimizer(OptimizerWrapper):
         #: ``ComparingPlans``: then only ``close()`` is possible.
         self._unfinished: Unfinished | None = None
         self.skipped_steps = 0
-        if group.formation is None or not group.operations.runner.refusal:  # else what forms it calls form_again()
+        # A group that is not formed yet: what forms it calls ``form_again``, unless it is the strategy itself.
+        if group.formation is None or not group.operations.runner.refusal or self._plans_alone:
             self._plan_gradients()
 
     # -------------------- planning
@@ -420,7 +421,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """Agree with the other ranks on a plan, and make its reducers and hooks. Collective."""
         group, name, source, settings = self._group, self._name, self._source, self._settings
         try:
-            plan = agree_on_plan(group, name, source, settings)
+            plan = agree_on_plan(group, name, source, settings, compares=not self._plans_alone)
             uncompressed = self._compressed.choose(plan.compressed)
             if self._compressed.choices:
                 plan = agree_on_plan(group, name, source, settings, uncompressed)
@@ -469,6 +470,14 @@ class DistributedOptimizer(OptimizerWrapper):
             self._hooks.after_gradient(parameter, WeakHook(self._on_gradient, index, parameter not in gathered))
         group.meter.sources[name] = WeakFigures(self._figures)
         self._planned = True
+
+    @property
+    def _plans_alone(self) -> bool:
+        """Whether the strategy forms the group, and compares what must be equal on all ranks."""
+        from totalreduce.pytorch.stepping import SteppingStrategy
+
+        is_unformed = self._group.formation is not None and bool(self._group.operations.runner.refusal)
+        return is_unformed and isinstance(self._settings.strategy, SteppingStrategy)
 
     def _make_reducers(self) -> list[GradientReducer]:
         """List the reducers, in the order in which they finish. A new kind of reducer is added here."""

@@ -209,9 +209,15 @@ class GradientPlan:
 
 
 def agree_on_plan(
-    group: Group, name: str, source: ParameterSource, settings: PlanSettings, uncompressed: Collection[str] = ()
+    group: Group,
+    name: str,
+    source: ParameterSource,
+    settings: PlanSettings,
+    uncompressed: Collection[str] = (),
+    *,
+    compares: bool = True,
 ) -> GradientPlan:
-    """Build the plan and compare it with the other ranks'. Collective.
+    """Build the plan and compare it with the other ranks'. Collective, unless ``compares`` is false.
 
     Raises:
         ConfigurationError: As ``build_plan``.
@@ -228,6 +234,8 @@ def agree_on_plan(
             any_device=group.coordinator is not None,
         )
 
+    if not compares:
+        return build()
     return agree_or_refuse(group.control, f"{name}.plan", build, lambda plan: plan.document(settings))
 
 

@@ -107,7 +107,12 @@ class ParameterServer(SteppingStrategy):
         allreduce moves as many bytes.
         """
         if group.formation is not None:
-            raise ConfigurationError("tr.ParameterServer does not go on after losses: start without --on-loss")
+            if self.optimizer == "worker" and self.is_synchronous(group.world_size):
+                raise ConfigurationError(
+                    "with --on-loss, tr.ParameterServer(optimizer='worker') needs tr.ps.Bounded(1) or more: in "
+                    "synchronous steps servers have no parameters for a worker that takes the place of a lost one"
+                )
+            return ServerSteps(self, parameters, optimizer, group, name)
         is_plain = self.codec is None and self.servers is None and self.restore is None
         if self.is_synchronous(group.world_size) and is_plain and group.with_servers is None:
             return SynchronousSteps(self, optimizer)
@@ -203,7 +208,9 @@ class ServerSteps(OwnSteps):
         self.is_interrupted = False
         self._loss: Any = None
         replica = ModelReplica(parameters, optimizer)
-        check_equal(replica, strategy.name, group, name)
+        self._in_job = group.formation is not None
+        if not self._in_job:  # otherwise each worker takes over what the servers have
+            check_equal(replica, strategy.name, group, name)
         self._rows = rows = _Rows(parameters, replica.dtype)
         self._is_synchronous, self._is_coded = strategy.is_synchronous(group.world_size), strategy.codec is not None
         on_server = strategy.optimizer == "server"
@@ -215,6 +222,7 @@ class ServerSteps(OwnSteps):
         self._flag_keys = np.arange(rows.count, rows.count + len(self._flags))
         self._tickets: list[Ticket] = []
         self._all_finished: Work | None = None
+        self._has_finished = False
         self._client = self._connect(strategy, on_server)
 
     def _connect(self, strategy: ParameterServer, on_server: bool) -> Connection:
@@ -249,7 +257,7 @@ class ServerSteps(OwnSteps):
                 client.assign(slice(0, rows.count), self._pushed).wait()
             client.clock()
             client.meet()  # the parameters are there
-        else:
+        if client.step > 1 or self._in_job:
             client.pull_range(0, rows.count, self._pulled).wait()
             rows.write(self._pulled)
         return client
@@ -297,7 +305,7 @@ class ServerSteps(OwnSteps):
         return self._settings is not None or self._is_synchronous
 
     def _check_open(self) -> None:
-        if self._all_finished is not None:
+        if self._all_finished is not None or self._has_finished:
             raise ConfigurationError("local_steps.finish() was called, so the servers take no more gradients")
         if self._settings is not None and self._settings != _settings_of(self._inner):
             raise ConfigurationError(
@@ -373,7 +381,8 @@ class ServerSteps(OwnSteps):
     def finish(self) -> None:
         """Wait until all ranks have called this, and take over the final parameters. Collective.
 
-        Ranks may have taken different numbers of steps. Afterwards all have the same parameters.
+        Ranks may have taken different numbers of steps, except with ``--on-loss``. Afterwards all have the same
+        parameters.
 
         Raises:
             PeerLost: A rank is lost.
@@ -383,6 +392,12 @@ class ServerSteps(OwnSteps):
         if self.is_interrupted:
             raise ConfigurationError("the last step() was interrupted: repeat it until it returns")
         group, client = self._group, self._client
+        if self._in_job:
+            client.meet()
+            client.pull_range(0, self._rows.count, self._pulled).wait()
+            self._rows.write(self._pulled)
+            self._has_finished = True
+            return
         if self._all_finished is None:
             most = torch.tensor([client.step * group.world_size + group.rank])
             client.retire()
@@ -394,6 +409,7 @@ class ServerSteps(OwnSteps):
             self._rows.read(self._pulled)
             group.control.broadcast(torch.from_numpy(self._pulled), root=last, name=f"{self._name}.last")
         self._rows.write(self._pulled)
+        self._has_finished = True
 
     def save(self, folder: str | Path) -> None:
         """Write a snapshot of parameters and the servers' state, between two steps. Collective.
@@ -414,6 +430,14 @@ class ServerSteps(OwnSteps):
         self._client.save(folder)
 
     @property
+    def steps_taken(self) -> int:
+        """The number of steps of this rank, with those before the snapshot that was restored.
+
+        With ``--on-loss``: also those of a lost worker in whose place this process is.
+        """
+        return self._client.step - 1
+
+    @property
     def staleness(self) -> Counter[int]:
         """By how many steps the slowest rank was behind when this rank's pulls were answered."""
         return self._client.statistics().staleness
@@ -424,7 +448,7 @@ class ServerSteps(OwnSteps):
 
     def close(self) -> None:
         """End the connection. After ``finish`` this waits for the other ranks; without it, they cannot go on."""
-        if self._all_finished is not None and self._all_finished.done():
+        if self._has_finished:
             self._client.close()
         else:
             self._client.end()
