@@ -44,8 +44,8 @@ TORCHFT = ("torchft-local_sgd", "torchft-diloco")
 TORCHFT_TIMEOUT = timedelta(minutes=10)
 MOMENTUM = 0.9
 WARMUP = 0.05
-#: Strategies with servers.
-SERVED = ("async", "stale_synchronous", "soft_sync", "quorum", "eager")
+#: Strategies with which ranks may take different numbers of steps.
+SERVED = ("async", "stale_synchronous", "soft_sync", "quorum", "eager", "async_gossip")
 #: How long a backward pass takes, in times of the forward pass.
 BACKWARD = 2
 #: Steps of a turn, if the method does the same in every step.

@@ -77,6 +77,24 @@ def test_synchronous_steps_without_more_are_the_synchronous_optimizer(world_size
     assert all_equal([*found, *expected])
 
 
+def test_synchronous_steps_without_more_have_the_same_calls() -> None:
+    def body(group: Group) -> None:
+        model = Counting()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        outer = DistributedOptimizer(inner, model, group=group, sync=tr.ParameterServer())
+        model(1.0).backward()
+        outer.step()
+        steps = outer.local_steps
+        assert (steps.steps_taken, steps.statistics().staleness) == (1, {0: 1})
+        with pytest.raises(ConfigurationError, match="no server has anything"):
+            steps.save("folder")
+        outer.close()
+        with pytest.raises(ConfigurationError, match="not op=SUM"):
+            DistributedOptimizer(inner, model, group=group, sync=tr.ParameterServer(), op=tr.ReduceOp.SUM)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize(
     ("kind", "rule", "optimizer"),

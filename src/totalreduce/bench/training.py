@@ -528,12 +528,13 @@ def _is_uneven(contestant: str) -> bool:
 
 
 def _is_served(contestant: str) -> bool:
+    from totalreduce.strategies.async_gossip import AsyncGossip
     from totalreduce.strategies.served import ServedStrategy
     from totalreduce.strategies.strategies import STRATEGIES
 
     name = _name_of(contestant)
     make = STRATEGIES[name] if name in set(STRATEGIES) else None
-    return isinstance(make, type) and issubclass(make, ServedStrategy)
+    return isinstance(make, type) and issubclass(make, ServedStrategy | AsyncGossip)
 
 
 def _means(values: Sequence[float], block: int) -> list[float]:

@@ -137,6 +137,15 @@ class GossipSteps(OwnSteps):
             return work.source
         return None
 
+    @property
+    def waited_s(self) -> float:
+        """0: steps wait for nobody."""
+        return 0.0
+
+    def figures(self) -> dict[str, int | float | str]:
+        """Return the strategy's name, and the number of averages. Any thread."""
+        return {"strategy": self.strategy.name, "exchanges": self.exchanges}
+
     def trains(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether the strategy trains these parameters."""
         return self._replica.holds(parameters)

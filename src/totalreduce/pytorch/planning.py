@@ -18,6 +18,7 @@ from totalreduce.groups.group import Group
 from totalreduce.pytorch.buckets import BucketSpec, ParameterSpec, plan_buckets
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback
 from totalreduce.pytorch.hooks import has_weak_hook
+from totalreduce.pytorch.stepping import SteppingStrategy
 from totalreduce.sparse.session import Method
 from totalreduce.strategies.strategy import Strategy
 
@@ -88,6 +89,8 @@ class PlanSettings:
             raise ConfigurationError(
                 f"sync={self.strategy.name!r} needs overlap='backward': in most of its steps no gradient is exchanged"
             )
+        if isinstance(self.strategy, SteppingStrategy) and self.op is not ReduceOp.AVG:
+            raise ConfigurationError(f"sync={self.strategy.name!r} takes the average of all ranks, and not op=SUM")
         checks.one_of("join_divisor", self.join_divisor, ("world", "active"))
 
     def document(self) -> dict[str, object]:

@@ -35,7 +35,7 @@ from totalreduce.strategies.strategy import Strategy
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
-__all__ = ["Sent", "ServedSteps", "SynchronousSteps", "shares_of"]
+__all__ = ["Sent", "ServedSteps", "SynchronousSteps", "observations", "shares_of"]
 
 #: Of a message to a server: clock and version. A clock of -1: the worker has finished.
 _PUSH = struct.Struct("<qq")
@@ -409,14 +409,13 @@ class _Worker:
         return flat
 
 
-def _observations(staleness: Counter[int], lead: int) -> dict[str, int | float]:
+def observations(staleness: Counter[int], lead: int) -> dict[str, int | float]:
     """Return the mean and the largest staleness of the gradients that were applied, and the largest lead."""
     count = sum(staleness.values())
     mean = sum(value * times for value, times in staleness.items()) / count if count else 0.0
     return {"staleness": mean, "staleness_max": max(staleness, default=0), "lead": lead}
 
 
-@final
 class SynchronousSteps:
     """A strategy with servers whose settings leave no choice: all steps are those of the synchronous optimizer.
 
@@ -442,7 +441,7 @@ class SynchronousSteps:
 
     def figures(self) -> dict[str, int | float | str]:
         """Return the strategy's name, and what was observed. Any thread."""
-        return {"strategy": self.strategy.name, **_observations(self.staleness, self.lead)}
+        return {"strategy": self.strategy.name, **observations(self.staleness, self.lead)}
 
     def stepped(self) -> None:
         """Count a step."""
@@ -548,7 +547,7 @@ class ServedSteps:
 
     def figures(self) -> dict[str, int | float | str]:
         """Return the strategy's name, and what this rank's server has observed. Any thread."""
-        return {"strategy": self.strategy.name, **_observations(*self._server.observed())}
+        return {"strategy": self.strategy.name, **observations(*self._server.observed())}
 
     def stepped(self) -> None:
         """Do nothing: ``step`` has done everything."""

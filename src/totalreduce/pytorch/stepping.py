@@ -40,6 +40,15 @@ class OwnSteps(ABC):
     def stepped(self) -> None:
         """Count a step that was left out on this rank."""
 
+    @property
+    @abstractmethod
+    def waited_s(self) -> float:
+        """The seconds for which steps were blocked by other ranks, as far as the engine does not know of it."""
+
+    @abstractmethod
+    def figures(self) -> dict[str, int | float | str]:
+        """Return the strategy's name, and what was observed. Any thread, at any time."""
+
     @abstractmethod
     def trains(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether the strategy trains these parameters."""

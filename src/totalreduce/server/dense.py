@@ -30,7 +30,7 @@ from totalreduce.groups.group import Group
 from totalreduce.kernels import quantisation
 from totalreduce.kernels.arrays import Array
 from totalreduce.pytorch.replica import ModelReplica, check_equal
-from totalreduce.pytorch.served_steps import SynchronousSteps
+from totalreduce.pytorch.served_steps import SynchronousSteps, observations
 from totalreduce.pytorch.stepping import OwnSteps, SteppingStrategy
 from totalreduce.server.clocks import Consistency, Sequential
 from totalreduce.server.connecting import connect
@@ -40,7 +40,7 @@ from totalreduce.server.torch_rule import Torch
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
-__all__ = ["ParameterServer", "ServerSteps"]
+__all__ = ["AllreduceSteps", "ParameterServer", "ServerSteps"]
 
 #: The number of elements of a row. With more, a parameter wastes more of its last row; with fewer, what servers keep
 #: for each row takes more memory.
@@ -115,12 +115,34 @@ class ParameterServer(SteppingStrategy):
             return ServerSteps(self, parameters, optimizer, group, name)
         is_plain = self.codec is None and self.servers is None and self.restore is None
         if self.is_synchronous(group.world_size) and is_plain and group.with_servers is None:
-            return SynchronousSteps(self, optimizer)
+            return AllreduceSteps(self, optimizer)
         return ServerSteps(self, parameters, optimizer, group, name)
 
     def is_synchronous(self, world_size: int) -> bool:
         """Whether no rank may be ahead of another one."""
         return world_size == 1 or self.consistency.bound == 0
+
+
+@final
+class AllreduceSteps(SynchronousSteps):
+    """Synchronous steps in which nothing speaks for servers: they are those of the synchronous optimizer."""
+
+    @property
+    def steps_taken(self) -> int:
+        """The number of steps."""
+        return self.staleness[0]
+
+    def statistics(self) -> ServerStatistics:
+        """Return the staleness; nothing was sent to servers."""
+        return ServerStatistics(0, 0, Counter(self.staleness), 0.0, 0, 0, 0, 0)
+
+    def save(self, folder: str | Path) -> None:
+        """Raise ``ConfigurationError``: servers have nothing."""
+        raise ConfigurationError(
+            f"nothing is written to {folder}: these steps are those of the synchronous optimizer, and no server has "
+            "anything. Save the states of model and torch optimizer, or name the servers: "
+            "tr.ParameterServer(servers=range(group.world_size))"
+        )
 
 
 @final
@@ -441,6 +463,16 @@ class ServerSteps(OwnSteps):
     def staleness(self) -> Counter[int]:
         """By how many steps the slowest rank was behind when this rank's pulls were answered."""
         return self._client.statistics().staleness
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds for which this rank has waited for servers."""
+        return self._client.statistics().waiting_s
+
+    def figures(self) -> dict[str, int | float | str]:
+        """Return the strategy's name, and the staleness of what was pulled. Any thread."""
+        staleness = self.staleness
+        return {"strategy": self.strategy.name, **observations(staleness, max(staleness, default=0))}
 
     def statistics(self) -> ServerStatistics:
         """Return numbers of this rank: bytes, staleness, waiting."""
