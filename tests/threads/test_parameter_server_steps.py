@@ -68,7 +68,7 @@ def in_order_of_ranks(world_size: int, factory: Factory) -> torch.Tensor:
     return flat(model)
 
 
-@pytest.mark.parametrize("optimizer", ["server", "worker"])
+@pytest.mark.parametrize("optimizer", ["server", pytest.param("worker", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", SIZES)
 def test_synchronous_steps_without_more_are_the_synchronous_optimizer(world_size: int, optimizer: str) -> None:
     expected = run_ranks(world_size, lambda group: train(group, None, OPTIMIZERS["adamw"]))
@@ -99,11 +99,11 @@ def test_synchronous_steps_without_more_have_the_same_calls() -> None:
 @pytest.mark.parametrize(
     ("kind", "rule", "optimizer"),
     [
-        ("sgd", RULES[0], "server"),
         ("momentum", RULES[1], "server"),
-        ("adamw", RULES[0], "server"),
-        ("adamw", RULES[1], "worker"),
-        ("momentum", RULES[0], "worker"),
+        ("adamw", RULES[0], "worker"),
+        pytest.param("sgd", RULES[0], "server", marks=pytest.mark.slow),
+        pytest.param("adamw", RULES[0], "server", marks=pytest.mark.slow),
+        pytest.param("momentum", RULES[1], "worker", marks=pytest.mark.slow),
     ],
 )
 def test_synchronous_steps_through_servers_have_the_bits_of_a_sum_in_the_order_of_ranks(
@@ -116,7 +116,7 @@ def test_synchronous_steps_through_servers_have_the_bits_of_a_sum_in_the_order_o
         assert all_equal([*found, *run_ranks(world_size, lambda group: train(group, None, OPTIMIZERS[kind]))])
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 @pytest.mark.parametrize("optimizer", ["server", "worker"])
 @pytest.mark.parametrize("rule", [ps.Sequential(), ps.Bounded(2), ps.Eventual()], ids=str)
 def test_every_gradient_counts_once(world_size: int, optimizer: str, rule: ps.Consistency) -> None:

@@ -45,7 +45,7 @@ def _straight(until: int) -> np.ndarray:
     return run_ranks(1, body)[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 def test_a_job_with_other_ranks_goes_on_where_the_snapshot_was_written(tmp_path: Path, world_size: int) -> None:
     """Values and state of the optimizer are those of a run without an interruption, bit by bit."""
 
