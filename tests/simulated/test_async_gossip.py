@@ -124,3 +124,13 @@ def test_an_active_rank_is_not_asked() -> None:
         passive.asked(np.ones(4))
     assert passive.stepped(np.zeros(3)) is None
     assert (active.stepped(np.zeros(3)), active.stepped(np.zeros(3))) == (1, None)  # one exchange at a time
+
+
+def test_a_passive_rank_counts_what_it_has_agreed_to_since_its_step() -> None:
+    """Two active ranks ask within one step of the passive one: the second average is that with the first one's."""
+    passive, values = GossipNode(AsyncGossip(), 1, 3, np.zeros(2)), np.zeros(2)
+    assert passive.asked(np.full(2, 8.0)).tolist() == [-4.0, -4.0]
+    assert passive.asked(np.full(2, 8.0)).tolist() == [-2.0, -2.0]
+    passive.stepped(values)
+    assert values.tolist() == [6.0, 6.0]
+    assert passive.asked(np.full(2, 8.0)).tolist() == [-1.0, -1.0]
