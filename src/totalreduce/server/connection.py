@@ -302,11 +302,19 @@ class Connection:
         A worker that takes the place of a lost one goes on where that one was.
         """
         count = checks.integer("count", count)
-        with self._lock:
-            self._client.begin_steps()
+        self.begin_steps()
         while (step := self._client.clock) < count:
             yield step
             self.clock()
+
+    def begin_steps(self) -> None:
+        """Note that the program comes to its steps, as ``steps`` does. A program with a loop of its own calls it.
+
+        Otherwise the first step of a worker that takes the place of a lost one would count as what comes before the
+        steps, which the lost worker has pushed, too, so that it is ignored.
+        """
+        with self._lock:
+            self._client.begin_steps()
 
     def meet(self, timeout_s: float | None = None) -> None:
         """Wait until all workers have ended as many steps as this one, or have finished.

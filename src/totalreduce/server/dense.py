@@ -279,6 +279,7 @@ class ServerSteps(OwnSteps):
                 client.assign(slice(0, rows.count), self._pushed).wait()
             client.clock()
             client.meet()  # the parameters are there
+        client.begin_steps()
         if client.step > 1 or self._in_job:
             client.pull_range(0, rows.count, self._pulled).wait()
             rows.write(self._pulled)
