@@ -301,12 +301,12 @@ def test_a_process_in_place_of_a_worker_that_had_finished_changes_nothing() -> N
     assert not out.any()
 
 
-def test_the_bytes_under_way_are_limited_for_each_server_and_not_for_each_shard() -> None:
+def test_the_bytes_under_way_are_limited_for_a_worker_and_not_for_each_shard() -> None:
     spec = Spec(16_000_000, 1, np.dtype(np.float32))
     client = Client(0, Layout(spec.num_keys, range(8)), spec, dict.fromkeys(range(8), 0))
     client.on_range(Kind.PULL, 0, spec.num_keys, None, np.empty(spec.num_keys, np.float32))
     sent = client.outgoing()
-    # 64 MB in all are asked for, in requests of at most 4 MiB: 16 MiB for the server, and one request of each shard.
-    assert 8 <= len(sent) <= 4 + 8
-    assert sum(len(lane.unsent) for lane in client._lanes.values()) >= 4
+    # 64 MB in all are asked for, in requests of at most 1 MiB: 6 MiB, and one request of each other shard.
+    assert len(sent) == 6 + 7
+    assert sum(len(lane.unsent) for lane in client._lanes.values()) >= 64 - 13
     assert {message.header.shard for _, message in sent} == set(range(8))

@@ -273,8 +273,8 @@ def test_large_calls_are_cut_and_few_requests_are_under_way() -> None:
     values, out = np.arange(9e6), np.zeros(9_000_000)
     push = clients[0].on_range(Kind.PUSH, 0, 9_000_000, values, None)
     sent = clients[0].outgoing()
-    assert len(sent) == 4  # 16 MiB
-    assert all(message.num_bytes <= (4 << 20) + HEADER.size for _, message in sent)
+    assert len(sent) == 6  # 6 MiB
+    assert all(message.num_bytes <= (1 << 20) + HEADER.size for _, message in sent)
     assert np.shares_memory(sent[0][1].values, values)
     for _, message in sent:
         [reply] = server.take(0, message)
@@ -306,6 +306,20 @@ def test_what_codes_do_not_express_is_pushed_later(codec: object) -> None:
     residual = clients[0]._residual.values
     np.testing.assert_allclose(residual + server.table.values.reshape(-1, 2), total, atol=1e-5)
     assert np.abs(residual).max() > 1e-3
+
+
+def test_workers_begin_with_different_servers_and_send_little_at_a_time() -> None:
+    """Otherwise all of them would fill the link of one server, and its queue would drop packets."""
+    spec, layout = Spec(16_000_000, 1, F32), Layout(16_000_000, range(4))
+    values, first = np.zeros(16_000_000, np.float32), []
+    for rank in range(5):
+        client = Client(rank, layout, spec, {shard: 4 + shard for shard in range(4)})
+        client.on_range(Kind.PUSH, 0, 16_000_000, values, None)
+        servers = [server for server, _ in client.outgoing()]
+        first.append(servers[0])
+        assert set(servers) == {4, 5, 6, 7}  # each shard has a request, so that no server waits for another one
+        assert len(servers) == 6 + 3  # MiB: as many as may be under way, and one for each of the other shards
+    assert first == [4, 5, 6, 7, 4]
 
 
 @pytest.mark.parametrize("codec", [Int8(), Topk(density=0.05)], ids=str)

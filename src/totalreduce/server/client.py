@@ -35,8 +35,10 @@ from totalreduce.server.shard import read_waiting
 
 __all__ = ["Call", "Client"]
 
-#: The bytes of values that a worker's unanswered requests to one server push or pull; each shard may have one request.
-_UNANSWERED_BYTES_MAX: Final = 16 * 1024 * 1024
+#: The bytes of values that a worker's unanswered requests push or pull, to all servers together. Each shard may have
+#: one request in any case, so that none waits for another one. Measured with 4 workers and 4 servers at 1 Gbit/s and
+#: 64 MiB pushed and pulled: 0.85 s. With 16 MiB for each server 1.47 s: the queue of a server's link drops packets.
+_UNANSWERED_BYTES_MAX: Final = 6 * 1024 * 1024
 
 
 @final
@@ -144,6 +146,9 @@ class Client:
         self.lists: Counter[str] = Counter()
         self._rank, self._layout, self._spec = rank, layout, spec
         self._lanes = {int(s): _Lane(servers[int(s)]) for s in np.unique(layout.owners) if servers}
+        #: Each worker sends to another shard first, so that not all of them fill the link of one server.
+        first, shards = rank % max(1, len(self._lanes)), list(self._lanes)
+        self._send_order = shards[first:] + shards[:first]
         self.is_worker = bool(servers)
         self._steps_are_atomic = steps_are_atomic
         self._next = 0  # the number of the next request
@@ -313,15 +318,14 @@ class Client:
     def outgoing(self) -> list[tuple[int, Message]]:
         """Return the servers and requests that are to be sent now."""
         messages, self._again = self._again, []
-        under_way: Counter[int] = Counter()  # by server
-        for lane in self._lanes.values():
-            under_way[lane.server] += lane.unanswered_bytes
-        for shard, lane in self._lanes.items():
+        under_way = sum(lane.unanswered_bytes for lane in self._lanes.values())
+        for shard in self._send_order:
+            lane = self._lanes[shard]
             while lane.unsent and len(lane.unanswered) < WINDOW:
                 request = lane.unsent[0]
-                if lane.unanswered and under_way[lane.server] + request.num_bytes > _UNANSWERED_BYTES_MAX:
+                if lane.unanswered and under_way + request.num_bytes > _UNANSWERED_BYTES_MAX:
                     break
-                under_way[lane.server] += request.num_bytes
+                under_way += request.num_bytes
                 is_end = request.kind in (Kind.CLOCK, Kind.FINISH)
                 if is_end and self._steps_are_atomic and self._awaits_before(request.call):
                     break
@@ -458,6 +462,7 @@ class Client:
         """Drop the memory that only later calls would need. There are none any more."""
         self._residual = None
         self._lanes.clear()
+        self._send_order.clear()
 
     # ------------------------------------------------------------------------------------------------------- details
 

@@ -38,7 +38,7 @@ __all__ = [
 
 _VERSION: Final = 3
 #: A request and an answer have at most so many bytes of keys, and of values.
-_PIECE_BYTES_MAX: Final = 4 * 1024 * 1024
+_PIECE_BYTES_MAX: Final = 1024 * 1024
 #: In place of a learning rate: that of the optimizer.
 NO_RATE: Final = -1.0
 #: The number of requests of a worker that a server may have to answer.

@@ -29,7 +29,7 @@ __all__ = ["Messenger"]
 #: Keys and values of so many bytes together travel in the channel. 32 such requests, which may arrive before this rank
 #: opens the channel, are well below what the engine keeps of them.
 _INLINE_BYTES_MAX: Final = 16 * 1024
-#: The bytes of large answers to one rank that have not left: four times those of a worker's unanswered requests.
+#: The bytes of large answers to one rank that have not left: ten times those of a worker's unanswered requests.
 _UNSENT_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
