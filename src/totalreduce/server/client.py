@@ -146,9 +146,6 @@ class Client:
         self.lists: Counter[str] = Counter()
         self._rank, self._layout, self._spec = rank, layout, spec
         self._lanes = {int(s): _Lane(servers[int(s)]) for s in np.unique(layout.owners) if servers}
-        #: Each worker sends to another shard first, so that not all of them fill the link of one server.
-        first, shards = rank % max(1, len(self._lanes)), list(self._lanes)
-        self._send_order = shards[first:] + shards[:first]
         self.is_worker = bool(servers)
         self._steps_are_atomic = steps_are_atomic
         self._next = 0  # the number of the next request
@@ -319,8 +316,10 @@ class Client:
         """Return the servers and requests that are to be sent now."""
         messages, self._again = self._again, []
         under_way = sum(lane.unanswered_bytes for lane in self._lanes.values())
-        for shard in self._send_order:
-            lane = self._lanes[shard]
+        # Each worker sends to another shard first, so that not all of them fill the link of one server.
+        lanes = list(self._lanes.items())
+        first = self._rank % max(1, len(lanes))
+        for shard, lane in lanes[first:] + lanes[:first]:
             while lane.unsent and len(lane.unanswered) < WINDOW:
                 request = lane.unsent[0]
                 if lane.unanswered and under_way + request.num_bytes > _UNANSWERED_BYTES_MAX:
@@ -462,7 +461,6 @@ class Client:
         """Drop the memory that only later calls would need. There are none any more."""
         self._residual = None
         self._lanes.clear()
-        self._send_order.clear()
 
     # ------------------------------------------------------------------------------------------------------- details
 
