@@ -33,8 +33,8 @@ def run(python, folder, *arguments, told=None, recovery=None):
 @pytest.mark.parametrize(
     ("loop", "on_loss"),
     [
-        pytest.param([], None, id="optimizer", marks=pytest.mark.slow),
-        pytest.param(["--ddp"], None, id="ddp"),
+        pytest.param([], None, id="optimizer"),
+        pytest.param(["--ddp"], None, id="ddp", marks=pytest.mark.slow),
         pytest.param([], "replace", id="optimizer-replace", marks=pytest.mark.slow),
         pytest.param([], "shrink", id="optimizer-shrink", marks=pytest.mark.slow),
         pytest.param(["--ddp"], "shrink", id="ddp-shrink", marks=pytest.mark.slow),

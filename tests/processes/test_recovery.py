@@ -34,7 +34,7 @@ KINDS = {
 @pytest.mark.parametrize(
     "kind",
     [
-        "adamw",
+        pytest.param("adamw", marks=pytest.mark.slow),
         pytest.param("bfloat16 with workers", marks=pytest.mark.slow),
         "oktopk",
     ],

@@ -72,6 +72,7 @@ def test_replaced_ranks_change_no_bit(tmp_path: Path, plain: Run) -> None:
 TOGETHER = ("--die", "1:5:forward:2")
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_rank_and_of_its_copy_is_an_error_that_names_it(tmp_path: Path) -> None:
     failed = run(tmp_path / "failed", 3, *TOGETHER, on_loss="replace", restarts=2)
     errors = "\n".join(failed.result.errors)
@@ -93,6 +94,7 @@ def test_neighbours_that_die_together_are_survived_with_two_copies_or_a_snapshot
     assert disk.finals == plain.finals
 
 
+@pytest.mark.slow
 def test_fewer_ranks_have_the_bits_of_a_job_that_begins_with_them(tmp_path: Path) -> None:
     snapshots = tmp_path / "snapshots"
     arguments = ("--snapshots", snapshots, "--snapshots-every", 1)

@@ -6,7 +6,9 @@ from totalreduce.testing import check_simulated
 from totalreduce.testing.conformance_cases import WORLD_SIZES
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(
+    "world_size", [size if size < 5 else pytest.param(size, marks=pytest.mark.slow) for size in WORLD_SIZES]
+)
 def test_conformance(world_size: int) -> None:
     assert check_simulated(world_sizes=(world_size,)) >= 100 * world_size
 

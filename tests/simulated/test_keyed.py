@@ -25,7 +25,7 @@ from totalreduce.server.shard import Shard
 RULES: list[Consistency] = [Sequential(), Bounded(0), Bounded(2), Eventual()]
 
 
-@pytest.mark.parametrize("lost", [0.0, 0.15])
+@pytest.mark.parametrize("lost", [pytest.param(0.0, marks=pytest.mark.slow), 0.15])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_no_pull_is_too_stale_and_no_push_is_lost_or_applied_twice(rule: Consistency, lost: float) -> None:
     digests = staleness = 0

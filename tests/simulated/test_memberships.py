@@ -65,7 +65,9 @@ def test_a_seed_has_one_course() -> None:
 
 
 @pytest.mark.parametrize("on_loss", ["replace", "shrink"])
-@pytest.mark.parametrize("size", [2, 3, 4, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_a_crash_at_every_turn_is_survived(size: int, on_loss: str) -> None:
     policy = Policy(on_loss, size, settle_s=5.0, deadline_s=1e9)
     for turn, seat in itertools.product(range(60 * size), range(size)):

@@ -209,7 +209,7 @@ class Negotiations(RuleBasedStateMachine):
 
 TestNegotiations = Negotiations.TestCase
 TestNegotiations.settings = settings(
-    max_examples=120,
+    max_examples=60,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

@@ -157,7 +157,10 @@ MALICE = [
 ]
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase",
+    [phase if phase in ("IDLE", "INVALID") else pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES],
+)
 def test_malice(phase: str) -> None:
     for world_size, target in ((2, 0), (2, 1), (3, 0), (3, 1)):
         for message in MALICE:

@@ -55,7 +55,9 @@ def test_all_methods_are_registered_under_their_names() -> None:
         assert hash(make(name)) == hash(make(name))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(
+    "world_size", [size if size not in (5, 7) else pytest.param(size, marks=pytest.mark.slow) for size in WORLD_SIZES]
+)
 @pytest.mark.parametrize("name", METHODS)
 def test_conformance(name: str, world_size: int) -> None:
     """Everything that ``check_method`` asks for, at all sizes and densities; layouts and kinds of values in turn."""

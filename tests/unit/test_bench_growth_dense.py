@@ -25,7 +25,7 @@ def simulate(name, ranks, size=4096):
     return simulate_dense(name, ranks, size, candidates(OpKind.ALLREDUCE, size, range(ranks), LinkModel()))
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MESSAGES)
 def test_messages_are_those_of_the_schedule(name, ranks):
     figure = simulate(name, ranks)
@@ -40,6 +40,7 @@ def test_the_centre_of_a_star_sends_one_message_after_the_other():
     assert figure.simulated_s < 10.5 * message_s
 
 
+@pytest.mark.slow
 def test_exactly_one_schedule_is_chosen():
     figures = [simulate(name, 4) for name in ("ring", "star", "tree", "halving_doubling")]
     assert sum(figure.chosen for figure in figures) == 1
@@ -48,7 +49,7 @@ def test_exactly_one_schedule_is_chosen():
 
 def test_the_command_prints_and_writes_them(tmp_path):
     out = tmp_path / "out.json"
-    options = ["--lockstep", "3,5", "--sizes", "1KiB,300KiB", "--schedules", "ring,tree", "--json", str(out)]
+    options = ["--lockstep", "3", "--sizes", "1KiB,300KiB", "--schedules", "ring,tree", "--json", str(out)]
     found = subprocess.run(
         [sys.executable, "-m", "totalreduce", "bench", "growth", "--dense", *options],
         capture_output=True,
@@ -59,7 +60,7 @@ def test_the_command_prints_and_writes_them(tmp_path):
     assert "dense allreduce by number of ranks" in found.stdout
     figures = json.loads(out.read_text())["figures"]
     assert [(figure["ranks"], figure["size"], figure["schedule"]) for figure in figures] == [
-        (ranks, size, name) for ranks in (3, 5) for size in (1024, 300 * 1024) for name in ("ring", "tree")
+        (3, size, name) for size in (1024, 300 * 1024) for name in ("ring", "tree")
     ]
 
 
