@@ -60,7 +60,7 @@ def readings(*ranks, age_s=0.5):
 def test_figures_come_back_as_they_were_written():
     links = (Link(peer=2, sent=5, received=6, sent_per_s=0.5, received_per_s=0.25),)
     made = figures(
-        1, links=links, pending="layer.0", pending_s=2.5, sources={"model": {"density": 0.01, "method": "x"}}
+        1, links=links, pending="x", pending_of_all=False, pending_ranks=(1, 5), sources={"model": {"density": 0.01, "method": "x"}}
     )
     assert RankFigures.decode(made.encode()) == made
 
@@ -89,6 +89,8 @@ def test_a_document_is_bounded_whatever_a_rank_has():
         {"host": 5},
         {"links": [{"peer": 1}]},
         {"links": None},
+        {"pending_ranks": [True]},
+        {"pending_of_all": 1},
         {"sources": {"model": {"density": [1]}}},
         {"sources": {"model": {"density": float("nan")}}},
         {"surplus": 1},
@@ -196,6 +198,21 @@ def test_the_rank_that_has_not_submitted_what_others_wait_for_is_late():
     assert late(*waiting, figures(2, pending="bucket 3", pending_s=5.0)) == {}
     slow_steps = [replace(each, step_s=10.0) for each in waiting]
     assert late(*slow_steps, figures(2, step_s=10.0)) == {}  # 6 s are less than three steps
+
+
+def test_ranks_without_timed_steps_are_not_compared_with_the_others():
+    no_steps = {"step": 0, "step_s": 0.0, "compute_s": 0.0, "exposed_s": 0.0}
+    servers = [figures(seat, **no_steps) for seat in (2, 3, 4)]
+    assert late(figures(0), figures(1), *servers) == {}
+    long_steps = [figures(seat, step_s=9.0, pending="bucket 3", pending_s=6.0) for seat in (0, 1)]
+    assert late(*long_steps, *servers) == {}  # 6 s are less than three steps of the ranks that have steps
+    view = view_of({}, readings(figures(0), replace(servers[0], hidden_share=1.0)), 0.0)
+    assert (view.step_s, view.hidden_share) == (0.1, 0.5)
+
+
+def test_only_ranks_that_take_part_in_an_operation_can_be_late_with_it():
+    waiting = figures(0, pending="workers", pending_s=4.0, pending_of_all=False, pending_ranks=(0, 2))
+    assert list(late(waiting, figures(1), figures(2), figures(3, step=0, step_s=0.0))) == [2]
 
 
 def test_a_rank_without_new_figures_is_late():

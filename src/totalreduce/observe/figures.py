@@ -16,6 +16,8 @@ __all__ = ["DOCUMENT_BYTES_MAX", "Link", "RankFigures"]
 DOCUMENT_BYTES_MAX = 16 * 1024
 #: Links that a document has, at most: those with the most bytes per second.
 _LINKS_MAX = 64
+#: Ranks of a subgroup's operation that a document names, at most.
+_RANKS_MAX = 256
 #: Sources that a document has, and figures of one source, at most.
 _SOURCES_MAX, _FIGURES_MAX = 8, 24
 #: Texts are cut to this length.
@@ -47,7 +49,7 @@ class Link:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFigures:
-    """The figures of one rank. Times of steps are means since the document before.
+    """The figures of one rank. Times of steps are means.
 
     Attributes:
         seat: The place of the process in the job, which the launcher has given it. It never changes.
@@ -58,7 +60,8 @@ class RankFigures:
         epoch: The number of the membership, 0 if members never change.
         incarnation: How often the process of this seat was started again.
         step: The number of steps that have ended.
-        step_s: The time of a step in seconds.
+        step_s: The time of a step in seconds; 0 until a step of this group has been timed. If no timed step has ended
+            since the document before, the times are those of that document.
         compute_s: The part of it in which the thread that trains was not blocked.
         exposed_s: The other part.
         since_step_s: The time since the last step has ended.
@@ -70,6 +73,8 @@ class RankFigures:
         links: By peer, of messages only: the fast lane sends none.
         pending: The name of the collective that is in flight for the longest time; empty if none is.
         pending_s: The time since it was submitted.
+        pending_of_all: Whether all ranks of the group take part in that collective.
+        pending_ranks: If not: the ranks that take part, the first ones if there are many.
         reason: Why it is in flight, as far as this rank knows.
         stalls: Stall reports.
         mismatches: Operations that ranks submitted differently.
@@ -99,6 +104,8 @@ class RankFigures:
     links: tuple[Link, ...] = ()
     pending: str = ""
     pending_s: float = 0.0
+    pending_of_all: bool = True
+    pending_ranks: tuple[int, ...] = ()
     reason: str = ""
     stalls: int = 0
     mismatches: int = 0
@@ -112,6 +119,7 @@ class RankFigures:
         document = asdict(self)
         busiest = sorted(self.links, key=lambda link: -(link.sent_per_s + link.received_per_s))[:_LINKS_MAX]
         document["links"] = [asdict(link) for link in sorted(busiest, key=lambda link: link.peer)]
+        document["pending_ranks"] = list(self.pending_ranks[:_RANKS_MAX])
         document["sources"] = {
             name[:_TEXT_MAX]: {key: _short(value) for key, value in list(figures.items())[:_FIGURES_MAX]}
             for name, figures in list(self.sources.items())[:_SOURCES_MAX]
@@ -134,11 +142,12 @@ class RankFigures:
         try:
             document = json.loads(text)
             links = tuple(_checked(Link, link) for link in document.pop("links"))
+            ranks = tuple(_rank(value) for value in document.pop("pending_ranks"))
             sources = {
                 str(name): {str(key): _figure(value) for key, value in figures.items()}
                 for name, figures in document.pop("sources").items()
             }
-            return _checked(cls, {**document, "links": links, "sources": sources})
+            return _checked(cls, {**document, "links": links, "pending_ranks": ranks, "sources": sources})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ProtocolError(f"these are no figures of a rank: {error}") from None
 
@@ -148,6 +157,12 @@ def _short(value: Any) -> Any:
     if isinstance(value, str):
         return value[:_TEXT_MAX]
     return 0.0 if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _rank(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"a rank is a number, not {type(value).__name__}")
+    return value
 
 
 def _figure(value: Any) -> Figure:

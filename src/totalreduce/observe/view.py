@@ -207,7 +207,7 @@ def view_of(job: Mapping[str, Any], readings: Mapping[int, RankReading], now: fl
         step_s=fmean(each.step_s for each in stepping) if stepping else 0.0,
         compute_s=fmean(each.compute_s for each in stepping) if stepping else 0.0,
         exposed_s=fmean(each.exposed_s for each in stepping) if stepping else 0.0,
-        hidden_share=fmean(each.hidden_share for each in present) if present else 1.0,
+        hidden_share=fmean(each.hidden_share for each in stepping or present) if present else 1.0,
         sent_per_s=sum(each.sent_per_s for each in present),
         late=late,
         ranks=tuple(rows),
@@ -241,7 +241,8 @@ def late_ranks(running: Mapping[int, RankReading], silent: Mapping[int, RankRead
 
     If operations of some ranks are in flight for long, the ranks that have none in flight for as long are late: they
     have not submitted what the others wait for. Otherwise all ranks step together, and the rank is late that computes
-    for longer than the others, which wait for it.
+    for longer than the others, which wait for it. Ranks without timed steps, such as those that only serve, are not
+    compared with the others.
 
     Args:
         running: The figures of ranks that run, by seat.
@@ -251,19 +252,20 @@ def late_ranks(running: Mapping[int, RankReading], silent: Mapping[int, RankRead
     figures = {seat: reading.figures for seat, reading in running.items()}
     if len(figures) < 2:
         return tuple(late)
-    step_s = median(each.step_s for each in figures.values())
+    stepping = {seat: each for seat, each in figures.items() if each.step_s > 0}
+    step_s = median(each.step_s for each in stepping.values()) if stepping else 0.0
     patience_s = max(_PENDING_S, _PENDING_STEPS * step_s)
     waiting = {seat for seat, each in figures.items() if each.pending_s > patience_s}
     if waiting:
         longest = max((figures[seat] for seat in waiting), key=lambda each: each.pending_s)
         late += [
             LateRank(seat, f"has not submitted {longest.pending!r}, in flight elsewhere for {longest.pending_s:.1f} s")
-            for seat in figures
-            if seat not in waiting
+            for seat, each in figures.items()
+            if seat not in waiting and (longest.pending_of_all or each.rank in longest.pending_ranks)
         ]
         return tuple(late)
-    typical_s = median(each.compute_s for each in figures.values())
-    for seat, each in figures.items():
+    typical_s = median(each.compute_s for each in stepping.values()) if stepping else 0.0
+    for seat, each in stepping.items():
         extra_s = each.compute_s - typical_s
         if each.compute_s > _SLOW * typical_s and extra_s > _SLOW_OF_STEP * step_s:
             late.append(LateRank(seat, f"computes for {extra_s * 1e3:.1f} ms longer than the median rank"))
