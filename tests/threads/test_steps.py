@@ -1,5 +1,6 @@
 """What is counted of training steps: where their time goes on each rank, reports, figures of sparse methods."""
 
+import threading
 import time
 
 import pytest
@@ -9,7 +10,9 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.groups.steps import Reading
+from totalreduce.observe import publisher as publishers
 from totalreduce.observe.board import Board
+from totalreduce.observe.figures import RankFigures
 from totalreduce.observe.publisher import Publisher, figures_of
 from totalreduce.pytorch.error_feedback import ErrorFeedback
 from totalreduce.pytorch.optimizer import DistributedOptimizer
@@ -27,8 +30,8 @@ SYNCS = {
 
 def train(group: Group, sync: object, pause_s: float) -> DistributedOptimizer:
     """Train a small model; rank 1 computes longer."""
-    torch.manual_seed(1)
     model = torch.nn.Linear(8, 4, bias=False)
+    torch.nn.init.constant_(model.weight, 0.1)  # ranks as threads share the generator of random numbers
     feedback = ErrorFeedback(elements_min=0)
     optimizer = DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model, group=group, sync=sync, feedback=feedback
@@ -115,6 +118,105 @@ def test_the_publisher_writes_what_is_in_flight_and_that_the_group_has_ended(tmp
     assert (found.pending, found.is_open, cpu_s > 0) == ("late", True, True)
     assert found.pending_s > 0
     assert [reading.figures.is_open for reading in board.read_figures().values()] == [False, False]
+
+
+def test_times_of_steps_stay_until_a_timed_step_ends(tmp_path):
+    """A document without the end of a timed step repeats the times; one across two groups has none."""
+
+    def rank(group: Group):
+        meter, runner, now = group.meter, group.operations.runner, [0.0]
+        meter._clock = lambda: now[0]
+        readings = [Reading.of(runner)]
+        found = []
+
+        def publish(steps: int, seconds: float) -> None:
+            for _ in range(steps):
+                now[0] += seconds
+                meter.end_step()
+            readings.append(Reading.of(runner))
+            found.append(figures_of(runner, *readings[-2:], 0, 0, previous=found[-1] if found else None))
+
+        publish(2, 9.0)  # the training of this engine may have begun in another one
+        publish(0, 0.0)
+        publish(1, 3.0)
+        publish(0, 0.0)
+        publish(2, 5.0)
+        meter.begin_at(1)
+        publish(0, 0.0)
+        publish(2, 4.0)
+        return [each.step_s for each in found]
+
+    assert run_ranks(1, rank) == [[0.0, 0.0, 3.0, 3.0, 5.0, 0.0, 4.0]]
+
+
+def test_the_figures_name_the_ranks_of_a_subgroup_that_take_part(tmp_path):
+    def rank(group: Group):
+        pair = group.subgroup([0, 2]) if group.rank != 1 else None
+        if group.rank == 0:
+            work = pair.allreduce(torch.ones(4), name="pair")
+            reading = Reading.of(group.operations.runner)
+            figures = figures_of(group.operations.runner, reading, reading, 0, 0)
+        group.barrier()
+        if group.rank == 2:
+            pair.allreduce(torch.ones(4), name="pair").wait()
+        if group.rank == 0:
+            work.wait()
+            return RankFigures.decode(figures.encode())
+        return None
+
+    figures = run_ranks(3, rank)[0]
+    assert "pair" in figures.pending
+    assert (figures.pending_of_all, figures.pending_ranks) == (False, (0, 2))
+
+
+def test_a_folder_that_does_not_answer_delays_no_thread_that_trains(tmp_path, monkeypatch):
+    monkeypatch.setattr(publishers, "_JOIN_S", 0.05)
+    answers, asked = threading.Event(), threading.Event()
+    write = Board.write_figures
+
+    def write_slowly(board, seat, document):
+        asked.set()
+        assert answers.wait(10.0)
+        write(board, seat, document)
+
+    monkeypatch.setattr(Board, "write_figures", write_slowly)
+
+    def rank(group: Group):
+        publisher = Publisher(tmp_path, 0, interval_s=0.01)
+        runner = group.operations.runner
+        publisher.follow(runner)
+        assert asked.wait(10.0)
+        begin, thread = time.monotonic(), publisher._thread
+        publisher.follow(runner)
+        publisher.leave(runner)
+        delay_s = time.monotonic() - begin
+        answers.set()
+        thread.join(10.0)
+        return delay_s
+
+    [delay_s] = run_ranks(1, rank)
+    assert delay_s < 5.0
+    assert Board(tmp_path).read_figures()[0].figures.is_open is False  # the document that was late is not the last one
+
+
+def test_a_publisher_writes_again_when_that_is_possible(tmp_path, monkeypatch):
+    monkeypatch.setattr(publishers, "_RETRY_S", 0.02)
+    board = Board(tmp_path / "later")
+
+    def rank(group: Group):
+        publisher = Publisher(board.path, 0, interval_s=0.01)
+        publisher.follow(group.operations.runner)
+        while not publisher._has_warned:
+            time.sleep(0.005)
+        board.path.mkdir(mode=0o700)
+        give_up_at = time.monotonic() + 10.0
+        while not publisher.documents and time.monotonic() < give_up_at:
+            time.sleep(0.005)
+        documents = publisher.documents
+        publisher.leave(group.operations.runner)
+        return documents
+
+    assert run_ranks(1, rank)[0] > 0
 
 
 def test_a_publisher_that_cannot_write_says_so_once(tmp_path, caplog):

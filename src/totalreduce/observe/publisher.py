@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import final
 
@@ -31,13 +31,35 @@ _log = logging.getLogger(__name__)
 
 #: The time between two documents of a rank.
 INTERVAL_S = 1.0
+#: The time after which writing is tried again if it has failed, and how long the thread's last document is awaited.
+_RETRY_S, _JOIN_S = 30.0, 1.0
+
+
+@dataclass(slots=True)
+class _Followed:
+    """What the thread knows of an engine that it follows. ``reading`` is the last one, ``figures`` those of it."""
+
+    reading: Reading
+    figures: RankFigures | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """The engines that one thread follows, and what ends it: ``stop`` is set when the last engine has left."""
+
+    followed: dict[Runner, _Followed] = field(default_factory=dict)
+    stop: threading.Event = field(default_factory=threading.Event)
 
 
 @final
 class Publisher:
     """Writes the figures of the engines that it follows: of that one whose training has taken the most steps.
 
+    Only its thread writes, and it holds no lock while it does: a folder that does not answer delays no thread that
+    trains.
+
     Attributes:
+        home: The process in which it writes.
         cpu_s: The processor time that its thread has taken so far, for the benchmark.
         documents: The number of documents that were written.
     """
@@ -53,85 +75,110 @@ class Publisher:
         """
         self._board, self._seat, self._incarnation, self._interval_s = Board(folder), seat, incarnation, interval_s
         self.home = HomeProcess("the publisher of figures")
-        self._lock = threading.Lock()
-        self._followed: dict[Runner, Reading] = {}  #: With the last reading of each.
-        self._stop: threading.Event | None = None
+        self._lock = threading.Lock()  #: For the engines of the session, and the beginning and end of its thread.
+        self._session: _Session | None = None
         self._thread: threading.Thread | None = None
-        self._has_failed = False
+        self._has_warned, self._retry_at = False, float("-inf")
         self.cpu_s, self.documents = 0.0, 0
 
     def follow(self, runner: Runner) -> None:
         """Publish the figures of an engine from now on."""
+        followed = _Followed(Reading.of(runner))
         with self._lock:
-            self._followed[runner] = Reading.of(runner)
-            if self._stop is None and not self._has_failed:
-                self._stop = threading.Event()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._stop,), name="totalreduce-figures", daemon=True
-                )
-                self._thread.start()
+            if self._session is not None:
+                self._session.followed[runner] = followed
+                return
+            self._session = _Session({runner: followed})
+            self._thread = threading.Thread(
+                target=self._run, args=(self._session,), name="totalreduce-figures", daemon=True
+            )
+            self._thread.start()
 
     def leave(self, runner: Runner) -> None:
-        """Publish the figures of an engine a last time. The thread ends with the last engine."""
+        """Publish the figures of an engine a last time. The thread ends with the last engine.
+
+        It is awaited for a second at most.
+        """
         if not self.home.is_here:
             return
         with self._lock:
-            is_last = set(self._followed) == {runner}
-        if is_last:
-            self._write(is_open=False)
-        with self._lock:
-            self._followed.pop(runner, None)
-            if self._followed or self._stop is None:
+            session, thread = self._session, self._thread
+            if session is None or runner not in session.followed:
                 return
-            stop, thread, self._stop = self._stop, self._thread, None
-        stop.set()
+            if len(session.followed) > 1:
+                del session.followed[runner]
+                return
+            self._session = self._thread = None  # the thread keeps the session, and so the engine, for the last figures
+        session.stop.set()
         if thread is not None:
-            thread.join(1.0)
+            thread.join(_JOIN_S)
 
-    def _run(self, stop: threading.Event) -> None:
-        while True:
-            self._write()
+    def _run(self, session: _Session) -> None:
+        while not session.stop.is_set():
+            self._write(session, is_open=True)
             self.cpu_s = time.thread_time()
-            if stop.wait(self._interval_s):
-                return
+            session.stop.wait(self._interval_s)
+        self._write(session, is_open=False)
+        self.cpu_s = time.thread_time()
 
-    def _write(self, *, is_open: bool = True) -> None:
-        """Write one document. If that fails, a warning says so, and nothing is written any more."""
+    def _write(self, session: _Session, *, is_open: bool) -> None:
+        """Write one document. If that fails, a warning says so once, and it is tried again after ``_RETRY_S``."""
         with self._lock:
-            if self._has_failed or not self._followed:
+            runner, followed = max(session.followed.items(), key=lambda item: item[0].meter.totals.steps)
+        try:
+            after = Reading.of(runner)
+            figures = figures_of(
+                runner, followed.reading, after, self._seat, self._incarnation, previous=followed.figures
+            )
+            followed.reading, followed.figures = after, figures
+        except GroupClosed:
+            if is_open or followed.figures is None:
                 return
-            runner = max(self._followed, key=lambda each: each.meter.totals.steps)
-            before = self._followed[runner]
-            try:
-                after = self._followed[runner] = Reading.of(runner)
-                figures = figures_of(runner, before, after, self._seat, self._incarnation)
-                self._board.write_figures(self._seat, replace(figures, is_open=is_open).encode())
-                self.documents += 1
-            except GroupClosed:
-                return
-            except OSError as error:
-                self._has_failed = True
+            figures = followed.figures
+        if is_open and time.monotonic() < self._retry_at:
+            return
+        try:
+            self._board.write_figures(self._seat, replace(figures, is_open=is_open).encode())
+            self.documents += 1
+        except OSError as error:
+            self._retry_at = time.monotonic() + _RETRY_S
+            if not self._has_warned:
+                self._has_warned = True
                 _log.warning(
-                    "the figures of seat %d cannot be written into %s: %s. The live view does without them; the job "
-                    "goes on",
+                    "the figures of seat %d cannot be written into %s: %s. The live view does without them until that "
+                    "is possible; the job goes on",
                     self._seat,
                     self._board.path,
                     describe_error(error),
                 )
 
 
-def figures_of(runner: Runner, before: Reading, after: Reading, seat: int, incarnation: int) -> RankFigures:
-    """Return the figures of the time between two readings of an engine."""
+def figures_of(
+    runner: Runner,
+    before: Reading,
+    after: Reading,
+    seat: int,
+    incarnation: int,
+    *,
+    previous: RankFigures | None = None,
+) -> RankFigures:
+    """Return the figures of the time between two readings of an engine.
+
+    The times of steps are 0 until a step has been timed after the first known one, and are those of ``previous``, the
+    figures before, if no timed step has ended since.
+    """
     report = StepReport.between(before, after)
+    step_s, compute_s, exposed_s = _step_times(before, after, report, previous)
     seconds = max(1e-3, report.seconds)
     engine, statistics = runner.engine, after.statistics
-    pending, pending_s, reason = "", 0.0, ""
+    pending, pending_s, pending_ranks, reason = "", 0.0, engine.members.everybody, ""
     with runner.locked():
         # Messages between two ranks may be awaited for long, for instance by a server, and keep nobody waiting.
         collectives = engine.table.select(lambda each: each.signature.kind is not OpKind.SEND_RECV)
         oldest = min(collectives, key=lambda each: each.submitted_at, default=None)
         if oldest is not None:
             pending, pending_s = oldest.name, max(0.0, after.at - oldest.submitted_at)
+            pending_ranks = oldest.ranks
             reason = engine.stalls.explain(oldest, after.at)
     links = [
         Link(
@@ -152,9 +199,9 @@ def figures_of(runner: Runner, before: Reading, after: Reading, seat: int, incar
         epoch=engine.outbox.epoch,
         incarnation=incarnation,
         step=report.step,
-        step_s=report.step_s,
-        compute_s=report.compute_s,
-        exposed_s=report.exposed_s,
+        step_s=step_s,
+        compute_s=compute_s,
+        exposed_s=exposed_s,
         since_step_s=after.at - after.totals.ended_at if after.totals.ended_at else 0.0,
         hidden_share=report.hidden_share,
         bytes_sent=statistics.bytes_sent,
@@ -164,6 +211,8 @@ def figures_of(runner: Runner, before: Reading, after: Reading, seat: int, incar
         links=tuple(links),
         pending=pending,
         pending_s=pending_s,
+        pending_of_all=len(pending_ranks) == engine.members.world_size,
+        pending_ranks=() if len(pending_ranks) == engine.members.world_size else pending_ranks,
         reason=reason,
         stalls=statistics.stalls,
         mismatches=statistics.mismatches,
@@ -171,6 +220,20 @@ def figures_of(runner: Runner, before: Reading, after: Reading, seat: int, incar
         dropped_messages=statistics.dropped_messages,
         sources=_figures_of_sources(runner),
     )
+
+
+def _step_times(
+    before: Reading, after: Reading, report: StepReport, previous: RankFigures | None
+) -> tuple[float, float, float]:
+    """Return the mean time of a step in seconds, and its parts: computing, and exposed waits."""
+    old, new = before.totals, after.totals
+    if old.steps == 0 or new.steps < old.steps:
+        # A new engine goes on with the totals of the one before, or with those of a saved state: the difference is that
+        # of all steps of the training, and not of the time between the readings.
+        return 0.0, 0.0, 0.0
+    if new.timed_steps > old.timed_steps:
+        return report.step_s, report.compute_s, report.exposed_s
+    return (0.0, 0.0, 0.0) if previous is None else (previous.step_s, previous.compute_s, previous.exposed_s)
 
 
 def _figures_of_sources(runner: Runner) -> dict[str, dict[str, Figure]]:
