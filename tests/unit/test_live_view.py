@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from totalreduce.foundation.environment import runtime_folders
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.groups.statistics import Statistics
 from totalreduce.groups.steps import Reading, StepReport
 from totalreduce.launch.live import LiveJob
 from totalreduce.observe import JsonFormatter, board, metrics
-from totalreduce.observe.board import Board, RankReading, find_boards, make_board
+from totalreduce.observe.board import Board, RankReading, find_boards, launcher_identity, make_board
 from totalreduce.observe.figures import DOCUMENT_BYTES_MAX, Link, RankFigures
 from totalreduce.observe.job import JobRecord
 from totalreduce.observe.table import job_tables
@@ -60,7 +61,12 @@ def readings(*ranks, age_s=0.5):
 def test_figures_come_back_as_they_were_written():
     links = (Link(peer=2, sent=5, received=6, sent_per_s=0.5, received_per_s=0.25),)
     made = figures(
-        1, links=links, pending="x", pending_of_all=False, pending_ranks=(1, 5), sources={"model": {"density": 0.01, "method": "x"}}
+        1,
+        links=links,
+        pending="x",
+        pending_of_all=False,
+        pending_ranks=(1, 5),
+        sources={"model": {"density": 0.01, "method": "x"}},
     )
     assert RankFigures.decode(made.encode()) == made
 
@@ -346,11 +352,37 @@ def test_the_folder_of_a_job(runtime):
 
 def test_folders_of_launchers_that_were_killed_are_removed(runtime):
     dead = make_board("run-1")
-    dead.write_job({"launcher_pid": os.getpid(), "launcher_started": 1, "job": "run-1"})  # the id was used again
+    dead.write_job(launcher_identity() | {"launcher_started": 1, "job": "run-1"})  # the id was used again
+    # The ids of processes in other containers, and of hosts that share the folder, mean nothing here.
+    others = [make_board("other") for _ in range(3)]
+    for other, change in zip(others, ({"boot_id": "x"}, {"pid_namespace": "pid:[1]"}, {"boot_id": ""}), strict=True):
+        other.write_job(launcher_identity() | {"launcher_started": 1} | change)
+    new, old = Board(runtime / "new"), Board(runtime / "old")
+    for empty, age_s in ((new, 3600), (old, 48 * 3600)):
+        empty.path.mkdir(mode=0o700)
+        os.utime(empty.path, (time.time() - age_s,) * 2)
     assert find_boards() == []
     made = make_board("run-2")
     assert not dead.path.exists()
-    assert made.path.exists()
+    assert not old.path.exists()
+    assert all(each.path.exists() for each in (made, new, *others))
+    made.write_job(launcher_identity() | {"pid_namespace": "pid:[1]"})  # as if a launcher elsewhere had this one's id
+    assert find_boards() == []
+
+
+def test_files_are_made_anew_and_links_are_not_followed(tmp_path):
+    target = tmp_path / "target"
+    target.write_text("kept")
+    (tmp_path / f".rank0.json.{os.getpid()}").symlink_to(target)
+    Board(tmp_path).write_figures(0, b"{}")
+    assert target.read_text() == "kept"
+    written = (tmp_path / "rank0.json").lstat()
+    assert (written.st_mode & 0o177777, written.st_size) == (0o100600, 2)
+
+
+def test_a_relative_runtime_folder_is_ignored(monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
+    assert all(folder.is_absolute() for folder in runtime_folders())
 
 
 def test_a_folder_that_others_can_open_is_not_used(runtime):

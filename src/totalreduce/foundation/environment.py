@@ -233,7 +233,8 @@ def runtime_folders() -> list[Path]:
     """Return the places where this user may keep files of running processes, the best one first."""
     given, own = os.environ.get("XDG_RUNTIME_DIR"), f"totalreduce-{os.getuid()}"
     folders = [Path("/dev/shm") / own, Path(tempfile.gettempdir()) / own]  # noqa: S108  (`Board` checks the owner)
-    return [Path(given) / "totalreduce", *folders] if given else folders
+    # The specification of XDG_RUNTIME_DIR has relative paths ignored: they would name another folder in each process.
+    return [Path(given) / "totalreduce", *folders] if given and Path(given).is_absolute() else folders
 
 
 def is_debugging(env: Mapping[str, str] | None = None) -> bool:

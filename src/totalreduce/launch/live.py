@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from totalreduce.observe.board import Board, make_board, process_start
+from totalreduce.observe.board import Board, launcher_identity, make_board
 from totalreduce.observe.job import JobRecord
 
 __all__ = ["LiveJob"]
@@ -45,8 +45,7 @@ class LiveJob:
 
     def begin(self, job_id: str, command: Sequence[str], num_ranks: int, *, is_part: bool = False) -> None:
         """Write what the job is. ``is_part``: this is one rank of a job of a launcher on another host."""
-        pid = os.getpid()
-        launcher = {"launcher_pid": pid, "launcher_started": process_start(pid), "began_at": round(time.time(), 3)}
+        launcher = {**launcher_identity(), "began_at": round(time.time(), 3)}
         shown = ["python" if word == sys.executable else word for word in command]
         self._record = JobRecord(job_id, shown, num_ranks, {**launcher, "is_part": is_part})
         self._is_written = False

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -22,13 +22,15 @@ from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.observe.figures import DOCUMENT_BYTES_MAX, RankFigures
 
-__all__ = ["Board", "RankReading", "find_boards", "make_board"]
+__all__ = ["Board", "RankReading", "find_boards", "launcher_identity", "make_board"]
 
 _JOB_FILE = "job.json"
 #: The launcher's file has a line for each seat and each of its last events.
 _JOB_BYTES_MAX = 4 << 20
 #: Seats of which figures are read, and jobs that are listed, at most.
 SEATS_MAX, _JOBS_MAX = 4096, 256
+#: A folder in which no launcher has said who it is, and nothing has changed for so long, belongs to no running job.
+_ABANDONED_S = 24 * 3600.0
 
 
 class RankReading(NamedTuple):
@@ -86,9 +88,27 @@ class Board:
         return document if isinstance(document, dict) else {}
 
     def is_alive(self) -> bool:
-        """Whether the launcher of the job still runs on this host."""
+        """Whether the launcher of the job is known to run on this host, in this process's namespace of process ids."""
         job = self.read_job()
-        return bool(job) and job.get("launcher_started") == process_start(job.get("launcher_pid"))
+        return _is_of_here(job) and job.get("launcher_started") == process_start(job.get("launcher_pid"))
+
+    def is_abandoned(self) -> bool:
+        """Whether the job is known to have no launcher any more.
+
+        That is not known of a launcher in another container or on another host that shares the folder. A folder
+        without the launcher's file is that of a launcher that was killed when it began, if it is a day old.
+        """
+        job = self.read_job()
+        if job:
+            return _is_of_here(job) and job.get("launcher_started") != process_start(job.get("launcher_pid"))
+        try:
+            return time.time() - self.path.stat().st_mtime > _ABANDONED_S
+        except OSError:
+            return False
+
+    def is_private(self) -> bool:
+        """Whether the folder belongs to this user and nobody else can open it. Raises ``OSError`` if it is missing."""
+        return _is_own(self.path)
 
     def remove(self) -> None:
         """Delete the folder."""
@@ -96,7 +116,10 @@ class Board:
 
     def _replace(self, name: str, content: bytes) -> None:
         new = self.path / f".{name}.{os.getpid()}"
-        new.write_bytes(content)
+        new.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(new, flags, 0o600), "wb") as file:
+            file.write(content)
         new.replace(self.path / name)
 
 
@@ -114,19 +137,22 @@ def make_board(job: str) -> Board:
                 reasons.append(f"{folder} is open to others, or theirs")
                 continue
             for board in _boards_in(folder):
-                if board.read_job() and not board.is_alive():
+                if board.is_abandoned():
                     board.remove()
-            path = folder / f"{job}-{secrets.token_hex(4)}"
-            path.mkdir(mode=0o700)
+            made = Board(folder / f"{job}-{secrets.token_hex(4)}")
+            made.path.mkdir(mode=0o700)
+            made.write_job(launcher_identity())
         except OSError as error:
             reasons.append(f"{folder}: {describe_error(error)}")
             continue
-        return Board(path)
+        return made
     raise ConfigurationError(f"no folder for the figures of the job can be made: {'; '.join(reasons)}")
 
 
 def find_boards() -> list[Board]:
     """Return the folders of the jobs that this user's launchers run on this host, the newest first.
+
+    Launchers in other containers are left out: this process cannot know whether they still run.
 
     Those of single ranks that a launcher on another host has started here come last.
     """
@@ -134,6 +160,15 @@ def find_boards() -> list[Board]:
     found = [board for folder in folders for board in _boards_in(folder) if board.is_alive()]
     jobs = [({"is_part": False, "began_at": 0.0, **board.read_job()}, board) for board in found]
     return [board for _, board in sorted(jobs, key=lambda pair: (pair[0]["is_part"], -pair[0]["began_at"]))]
+
+
+def launcher_identity() -> dict[str, Any]:
+    """Return the entries of the launcher's file that say which process of which host this one is.
+
+    The id of a process has a meaning only in its namespace of process ids, of which containers have their own.
+    """
+    pid = os.getpid()
+    return {"launcher_pid": pid, "launcher_started": process_start(pid), **_this_namespace()}
 
 
 def process_start(pid: object) -> int | None:
@@ -146,6 +181,20 @@ def process_start(pid: object) -> int | None:
     except (OSError, ValueError):
         return None
     return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def _this_namespace() -> dict[str, str]:
+    """Return what names this boot of this host, and the namespace of process ids; empty texts if that is unknown."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return {"boot_id": boot_id, "pid_namespace": os.readlink("/proc/self/ns/pid")}
+    except OSError:
+        return {"boot_id": "", "pid_namespace": ""}
+
+
+def _is_of_here(job: Mapping[str, Any]) -> bool:
+    """Whether the process ids in a launcher's file are those of this process's namespace."""
+    return all(value and job.get(name) == value for name, value in _this_namespace().items())
 
 
 def _boards_in(folder: Path) -> Iterator[Board]:

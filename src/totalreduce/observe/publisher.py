@@ -6,6 +6,7 @@ lies in memory. A process has at most one such thread, however many groups it fo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -114,12 +115,22 @@ class Publisher:
             thread.join(_JOIN_S)
 
     def _run(self, session: _Session) -> None:
+        self._warn_of_an_open_folder()
         while not session.stop.is_set():
             self._write(session, is_open=True)
             self.cpu_s = time.thread_time()
             session.stop.wait(self._interval_s)
         self._write(session, is_open=False)
         self.cpu_s = time.thread_time()
+
+    def _warn_of_an_open_folder(self) -> None:
+        with contextlib.suppress(OSError):  # the first document finds that, and says so
+            if not self._board.is_private():
+                _log.warning(
+                    "the folder %s of the live view does not belong to this user alone, so others may change what is "
+                    "shown: make it with mode 700",
+                    self._board.path,
+                )
 
     def _write(self, session: _Session, *, is_open: bool) -> None:
         """Write one document. If that fails, a warning says so once, and it is tried again after ``_RETRY_S``."""
