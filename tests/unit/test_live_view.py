@@ -17,8 +17,10 @@ from totalreduce.foundation.environment import runtime_folders
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.groups.statistics import Statistics
 from totalreduce.groups.steps import Reading, StepReport
+from totalreduce.launch.bootstrap import _seat, init
 from totalreduce.launch.live import LiveJob
-from totalreduce.observe import JsonFormatter, board, metrics
+from totalreduce.launch.rendezvous import StoreRank
+from totalreduce.observe import JsonFormatter, board, metrics, publisher
 from totalreduce.observe.board import Board, RankReading, find_boards, launcher_identity, make_board
 from totalreduce.observe.figures import DOCUMENT_BYTES_MAX, Link, RankFigures
 from totalreduce.observe.job import JobRecord
@@ -440,6 +442,28 @@ def test_steps_beside_the_back_end_of_torch_are_counted():
         dist.destroy_process_group()
     optimizer.step()
     assert group.meter.totals.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("variables", "seat"),
+    [
+        ({}, 0),  # torch.multiprocessing.spawn: nothing but the program knows the rank
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, 0),
+        ({"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "TOTALREDUCE_JOB_ID": "run-1"}, 5),
+    ],
+    ids=["none", "mpirun without an address", "totalreduce"],
+)
+def test_the_seat_is_that_of_the_launcher_if_it_is_totalreduce(tmp_path, monkeypatch, variables, seat):
+    """Variables of another launcher may be incomplete, which must not make init fail, and name other ranks."""
+    monkeypatch.setattr(publisher, "_publisher", None)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TOTALREDUCE_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in {**variables, "TOTALREDUCE_LIVE": str(tmp_path)}.items():
+        monkeypatch.setenv(name, text)
+    with init(store=StoreRank(dist.HashStore(), 0, 1), name="seat"):
+        pass
+    assert list(Board(tmp_path).read_figures()) == [seat]
+    assert _seat(3) == (seat or 3)
 
 
 def test_top_as_an_application(runtime):

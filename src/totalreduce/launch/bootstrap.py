@@ -184,8 +184,7 @@ def init(
     if recorder is not None:
         group.at_close(recorder.close)
     if settings.live is not None:
-        seat = environment.read_world().rank
-        publisher = publish(group.operations.runner, settings.live, seat, settings.incarnation)
+        publisher = publish(group.operations.runner, settings.live, _seat(rank), settings.incarnation)
         group.at_close(functools.partial(publisher.leave, group.operations.runner))
     _meet(group, engine_config.timeout_s, None if store is None else store.interruption)
     probe.apply(group, policy)
@@ -201,6 +200,19 @@ def init(
             group.close(1.0)
             raise
     return _for_program(group, num_servers)
+
+
+def _seat(rank: int) -> int:
+    """Return the place of this process in its job: the one that totalreduce's launcher gave it, else its rank.
+
+    A process that this launcher has started keeps its place when the members of the group, and so its rank, change.
+    Other launchers may have set no variables, or some of which ``init`` makes no use.
+    """
+    try:
+        world = environment.read_world()
+    except ConfigurationError:
+        return rank
+    return world.rank if world.launcher == "totalreduce" else rank
 
 
 def _check_servers(num_servers: int, world_size: int, name: str) -> None:
