@@ -1,7 +1,9 @@
 """The server of the page of a job: who may read, what is sent, and what a client cannot do to it."""
 
+import hmac
 import http.client
 import json
+import logging
 import socket
 import time
 
@@ -49,8 +51,9 @@ def test_nothing_is_read_without_the_token(page, path):
         {},
         {"Authorization": f"Bearer {TOKEN}x"},
         {"Authorization": f"Basic {TOKEN}"},
-        {"Cookie": f"{page.cookie}={TOKEN[:-1]}"},
-        {"Cookie": f"totalreduce-1={TOKEN}"},
+        {"Cookie": f"{page.cookie}={TOKEN}"},
+        {"Cookie": f"{page.cookie}={page.cookie_value[:-1]}"},
+        {"Cookie": f"totalreduce-1={page.cookie_value}"},
         {"Cookie": "=;;; \x01"},
         {"Authorization": "Bearer ä"},
     ):
@@ -62,13 +65,40 @@ def test_the_token_of_the_address_becomes_a_cookie(page):
     assert page.url == f"http://127.0.0.1:{page.port}/?token={TOKEN}"
     status, headers, _ = ask(page, f"/?token={TOKEN}")
     assert (status, headers["Location"]) == (303, "/")
-    assert headers["Set-Cookie"] == f"{page.cookie}={TOKEN}; Path=/; HttpOnly; SameSite=Lax"
+    value = hmac.digest(TOKEN.encode(), f"cookie:{page.port}".encode(), "sha256").hex()
+    assert headers["Set-Cookie"] == f"{page.cookie}={value}; Path=/; HttpOnly; SameSite=Lax"
     status, headers, content = ask(page, "/", {"Cookie": headers["Set-Cookie"].partition(";")[0]})
     assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
     assert b"<title>totalreduce</title>" in content
     assert "default-src 'none'" in headers["Content-Security-Policy"]
     assert ask(page, "/?token=wrong")[0] == 403
     assert ask(page, f"/state?token={TOKEN}")[0] == 403
+
+
+@pytest.mark.parametrize("others", ['a={"b": [1]}; {}', "=; ;; x y z=;{}", 'a="; {}', "{} ; b@d=é"])
+def test_malformed_cookies_of_other_servers_do_not_matter(page, others):
+    cookies = others.replace("{}", f"{page.cookie}={page.cookie_value}")
+    assert ask(page, "/state", {"Cookie": cookies.encode("latin-1")})[0] == 200
+
+
+def test_any_printable_token_logs_in(board):
+    token = 'a token; with "all" of\\it, 100 % & + #'
+    with Dashboard(board, token=token) as page:
+        path = page.url.partition(str(page.port))[2]
+        status, headers, _ = ask(page, path)
+        assert status == 303
+        assert ask(page, "/state", {"Cookie": headers["Set-Cookie"].partition(";")[0]})[0] == 200
+        assert ask(page, "/state", {"Authorization": f"Bearer {token}"})[0] == 200
+
+
+def test_tokens_are_not_logged(page, caplog):
+    caplog.set_level(logging.DEBUG, logger="totalreduce.observe")
+    ask(page, f"/?token={TOKEN}")
+    with socket.create_connection(("127.0.0.1", page.port), timeout=10) as connection:
+        connection.sendall(f"GET /?token={TOKEN} HTTP/x\r\n\r\n".encode())
+        assert b" 400 " in connection.recv(1000)
+    assert "303" in caplog.text
+    assert TOKEN not in caplog.text
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "localhost:9000", "[::1]:1", "127.9.9.9:80"])
@@ -121,6 +151,9 @@ def test_views_are_pushed_and_the_last_one_says_that_the_job_is_over(board, monk
         (first, second), connection, answer = read_events(page, 2)
         assert (first["job"], first["is_over"], second["now"] > first["now"]) == ("run-7", False, True)
         board.write_job({"job": "run-8"})
+        page.views.end()
+        board.remove()  # as the launcher does, which may be faster than the streams
+        assert page.views.view().job == "run-8"
     lines = [line for line in answer.read().split(b"\n") if line.startswith(b"data: ")]
     last = json.loads(lines[-1][6:])
     assert (last["job"], last["is_over"]) == ("run-8", True)
@@ -174,6 +207,32 @@ def test_a_request_that_does_not_come_is_not_waited_for(board, monkeypatch):
         silent.sendall(b"GET /state HT")
         assert silent.recv(100) == b""
         silent.close()
+
+
+def test_a_request_that_comes_byte_by_byte_is_not_waited_for(board, monkeypatch):
+    monkeypatch.setattr(dashboards._Handler, "timeout", 0.2)
+    with Dashboard(board, token=TOKEN) as page, socket.create_connection(("127.0.0.1", page.port)) as slow:
+        slow.settimeout(0.05)
+        slow.sendall(b"GET /state HTTP/1.1\r\nX: ")
+        give_up_at = time.monotonic() + 5.0
+        while True:
+            assert time.monotonic() < give_up_at
+            try:
+                slow.sendall(b"x")
+                assert slow.recv(100) == b""
+                break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+
+
+def test_several_requests_come_on_one_connection(page):
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=10)
+    for _ in range(2):
+        connection.request("GET", "/state", headers=BEARER)
+        assert json.loads(connection.getresponse().read())["job"] == "run-7"
+    connection.close()
 
 
 def test_mistakes_are_errors(board):

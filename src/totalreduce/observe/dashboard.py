@@ -1,19 +1,22 @@
 """The page of a running job: a small HTTP server on the loopback interface, in a thread of the launcher.
 
-Every request must have the token of the job: as a cookie, which the address that ``totalreduce run`` shows sets, or as
-a bearer token. The server answers only requests for a loopback host, so that a page of another site cannot read it by
-a name that leads here (DNS rebinding). Connections, streams and times are bounded. It reads the folder of the job, at
-most twice a second however many pages are open, and never asks a rank for anything.
+Every request must prove the token of the job: by a cookie, which the address that ``totalreduce run`` shows sets, or as
+a bearer token. The cookie holds a keyed hash and not the token, because browsers send it to all ports of the host. The
+server answers only requests for a loopback host, so that a page of another site cannot read it by a name that leads
+here (DNS rebinding). Connections, streams and times are bounded. It reads the folder of the job, at most twice a second
+however many pages are open, and never asks a rank for anything.
 """
 
 from __future__ import annotations
 
 import hmac
-import http.cookies
+import io
 import ipaddress
 import json
 import logging
+import re
 import secrets
+import socket
 import threading
 import time
 import urllib.parse
@@ -36,7 +39,7 @@ _log = logging.getLogger(__name__)
 TOKEN_CHARACTERS_MIN = 16
 #: Connections and streams of events at the same time. Further ones are refused.
 _CONNECTIONS_MAX, _STREAMS_MAX = 32, 12
-#: How long a client may take to send its request, and to take what it is sent, until its connection is closed.
+#: How long a client may take for its whole request, and to take what it is sent, until its connection is closed.
 _PATIENCE_S = 5.0
 #: The time between two events of a stream, and between two readings of the folder.
 _EVENT_S, _READ_S = 1.0, 0.5
@@ -44,6 +47,8 @@ _EVENT_S, _READ_S = 1.0, 0.5
 _LOOK_S = 0.1
 #: What a page does without the connection, in milliseconds: it connects again after this time.
 _RETRY_MS = 1000
+#: What a request says after a question mark. It may have the token, and is not logged.
+_QUERY = re.compile(r"\?.*", re.DOTALL)
 _FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -109,6 +114,11 @@ class Dashboard:
         return f"totalreduce-{self.port}"
 
     @property
+    def cookie_value(self) -> str:
+        """What the cookie must hold: HMAC-SHA256 of the port with the token, which cannot be found from it."""
+        return hmac.new(self.token.encode(), f"cookie:{self.port}".encode(), "sha256").hexdigest()
+
+    @property
     def views(self) -> _Views:
         """What the pages are shown."""
         return self._views
@@ -132,25 +142,38 @@ class _Views:
         self.board = board
         self.ending = threading.Event()
         self._lock = threading.Lock()
-        self._read_at, self._text = float("-inf"), b"{}"
+        self._read_at = float("-inf")
+        self._view, self._text = JobView(job="", command="", began_at=0.0, now=0.0), b"{}"
+        self._is_over = False
         self._streams = threading.BoundedSemaphore(_STREAMS_MAX)
 
     def view(self) -> JobView:
-        """Read the folder of the job."""
-        return JobView.read(self.board, time.time())
+        """Return the view."""
+        with self._lock:
+            self._read()
+            return self._view
 
     def text(self) -> bytes:
         """Return the view as JSON, without a line break."""
         with self._lock:
-            if time.monotonic() - self._read_at >= _READ_S or self.ending.is_set():
-                self._read_at = time.monotonic()
-                document = {**self.view().as_dict(), "is_over": self.ending.is_set()}
-                self._text = json.dumps(document, separators=(",", ":")).encode()
+            self._read()
             return self._text
 
     def end(self) -> None:
-        """Have all streams send their last event, and end."""
-        self.ending.set()
+        """Have all streams send their last event, and end. The folder of the job is not read afterwards."""
+        try:
+            with self._lock:
+                self._read(is_last=True)
+        finally:
+            self.ending.set()
+
+    def _read(self, *, is_last: bool = False) -> None:
+        """Read the folder of the job, with the lock held, unless that was done a moment ago or the job is over."""
+        if self._is_over or (time.monotonic() - self._read_at < _READ_S and not is_last):
+            return
+        self._read_at, self._is_over = time.monotonic(), is_last
+        self._view = JobView.read(self.board, time.time())
+        self._text = json.dumps({**self._view.as_dict(), "is_over": is_last}, separators=(",", ":")).encode()
 
     def open_stream(self) -> bool:
         """Return whether one more stream may be sent."""
@@ -208,6 +231,34 @@ class _Server(ThreadingHTTPServer):
 
 
 @final
+class _RequestBytes(io.RawIOBase):
+    """The bytes that come on a connection. One request must come as a whole within a time, however it is divided."""
+
+    def __init__(self, connection: socket.socket, patience_s: float) -> None:
+        self._connection, self._patience_s = connection, patience_s
+        self._give_up_at = 0.0
+
+    def begin(self) -> None:
+        """Await the next request."""
+        self._give_up_at = time.monotonic() + self._patience_s
+
+    def readable(self) -> bool:
+        """Whether it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what has come. Raises ``TimeoutError`` if the time is over."""
+        left_s = self._give_up_at - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"no whole request came within {self._patience_s} s")
+        self._connection.settimeout(left_s)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(self._patience_s)
+
+
+@final
 class _Handler(BaseHTTPRequestHandler):
     """Answers the requests of one connection."""
 
@@ -215,6 +266,18 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "totalreduce", ""
     timeout = _PATIENCE_S
+
+    def setup(self) -> None:
+        """Begin a connection."""
+        super().setup()
+        self.rfile.close()
+        self._requests = _RequestBytes(self.connection, self.timeout)
+        self.rfile = io.BufferedReader(self._requests)
+
+    def handle_one_request(self) -> None:
+        """Await a request, and answer it."""
+        self._requests.begin()
+        super().handle_one_request()
 
     def do_GET(self) -> None:
         """Answer a request."""
@@ -229,7 +292,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             # The token leaves the address of the page, so that nobody sees it there or in the history.
             self.send_response(HTTPStatus.SEE_OTHER)
-            cookie = f"{dashboard.cookie}={dashboard.token}; Path=/; HttpOnly; SameSite=Lax"
+            cookie = f"{dashboard.cookie}={dashboard.cookie_value}; Path=/; HttpOnly; SameSite=Lax"
             self._end_headers({"Location": "/", "Set-Cookie": cookie, "Content-Length": "0"})
         elif not self._may_read():
             self._refuse(HTTPStatus.FORBIDDEN, "the token of the job is missing: open the address that the job shows")
@@ -246,23 +309,24 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (the name in the base class)
-        """Log requests only if a user looks for them: the launcher's output is that of the ranks."""
-        _log.debug(format, *args)
+        """Log requests only if a user looks for them, and without queries: the token may be in one."""
+        _log.debug("%s", _QUERY.sub("?...", format % args))
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Log an answer."""
+        self.log_message("%s, %s bytes: %s", code, size, self.requestline)
 
     def _may_read(self) -> bool:
         scheme, _, credentials = self.headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_token(credentials.strip()):
             return True
-        cookies: http.cookies.SimpleCookie = http.cookies.SimpleCookie()
-        try:
-            cookies.load(self.headers.get("Cookie", ""))
-        except http.cookies.CookieError:
-            return False
-        sent = cookies.get(self.server.dashboard.cookie)
-        return sent is not None and self._is_token(sent.value)
+        # Cookies of other servers of this host come along. Some parsers drop all cookies if one of them is malformed.
+        cookies = [part.strip().partition("=") for part in self.headers.get("Cookie", "").split(";")]
+        wanted = self.server.dashboard.cookie_value
+        return any(name == self.server.dashboard.cookie and _is_equal(value, wanted) for name, _, value in cookies)
 
     def _is_token(self, text: str) -> bool:
-        return hmac.compare_digest(text.encode("utf-8", "replace"), self.server.dashboard.token.encode())
+        return _is_equal(text, self.server.dashboard.token)
 
     def _answer(self, content: bytes, kind: str) -> None:
         self.send_response(HTTPStatus.OK)
@@ -310,6 +374,11 @@ class _Handler(BaseHTTPRequestHandler):
             _log.debug("a page of the dashboard has gone or does not read")
         finally:
             views.close_stream()
+
+
+def _is_equal(text: str, secret: str) -> bool:
+    """Compare a text with a secret in a time that does not depend on the secret."""
+    return hmac.compare_digest(text.encode("utf-8", "replace"), secret.encode())
 
 
 def _is_loopback(host: str) -> bool:
