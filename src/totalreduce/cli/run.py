@@ -250,8 +250,10 @@ def run(
             )
         elif any(value is not None for value in (restarts, min_ranks, max_ranks, spares, events)):
             raise ConfigurationError("--restarts, --min-ranks, --max-ranks, --spares and --events go with --on-loss")
-        live = _live_job(stack)
+        live, missing = _live_job(stack)
         if dashboard or dashboard_port is not None or dashboard_token is not None:
+            if live is None:
+                raise ConfigurationError(f"--dashboard shows the figures that the ranks write, and {missing}")
             _serve_dashboard(stack, live, dashboard_port or 0, dashboard_token)
         result = run_workers(
             argv,
@@ -275,21 +277,19 @@ def run(
     raise typer.Exit(result.exit_code)
 
 
-def _live_job(stack: contextlib.ExitStack) -> LiveJob | None:
-    """Return the folder for the live view, which the job does without if it is unwanted or cannot be made."""
+def _live_job(stack: contextlib.ExitStack) -> tuple[LiveJob | None, str]:
+    """Return the folder for the live view, which the job does without if it is unwanted or cannot be made; or why not."""
     if current().get(LIVE) == "0":
-        return None
+        return None, f"{LIVE}=0 forbids that"
     try:
-        return stack.enter_context(LiveJob())
+        return stack.enter_context(LiveJob()), ""
     except ConfigurationError as error:
         _note(f"no live view of this job: {error}")
-        return None
+        return None, str(error)
 
 
-def _serve_dashboard(stack: contextlib.ExitStack, live: LiveJob | None, port: int, token_file: Path | None) -> None:
+def _serve_dashboard(stack: contextlib.ExitStack, live: LiveJob, port: int, token_file: Path | None) -> None:
     """Serve the page until the job has ended."""
-    if live is None:
-        raise ConfigurationError(f"--dashboard shows the figures that the ranks write, and {LIVE}=0 forbids that")
     from totalreduce.observe.dashboard import Dashboard
 
     token = None

@@ -170,35 +170,40 @@ class RemoteWorker(Worker):
         """Return the bytes without what the program itself has written between them."""
         if not is_error:
             return data
-        shown, rest, self._unread = b"", self._unread + data, b""
-        while rest:
-            before, zero, after = rest.partition(_STARTED[:1])
-            shown, word = shown + before, zero + after
-            taken = self._word_of_program(word)
+        data, self._unread = self._unread + data, b""
+        shown, begin, search = [], 0, 0
+        while (zero := data.find(_STARTED[:1], search)) >= 0:
+            taken = self._word_of_program(data, zero)
             if taken is None:
-                self._unread = word
-                break
-            shown, rest = (shown, word[taken:]) if taken else (shown + zero, after)
-        return shown
+                self._unread = data[zero:]
+                return b"".join([*shown, data[begin:zero]])
+            if taken:
+                shown.append(data[begin:zero])
+                begin = zero + taken
+            search = zero + max(1, taken)
+        return b"".join([*shown, data[begin:]])
 
-    def _word_of_program(self, word: bytes) -> int | None:
-        """Act on a word of the program with which bytes begin; return its length, 0 if there is none.
+    def _word_of_program(self, data: bytes, at: int) -> int | None:
+        """Act on a word of the program that begins at a place of the bytes; return its length, 0 if there is none.
 
         Returns ``None`` if the rest of the word has not come yet.
         """
-        if not self._is_started and word.startswith(_STARTED[: len(word)]):
-            self._is_started = len(word) >= len(_STARTED)
+        word = data[at : at + len(_STARTED)]
+        if not self._is_started and _STARTED.startswith(word):
+            self._is_started = word == _STARTED
             return len(_STARTED) if self._is_started else None
-        if not word or not word.startswith(_FIGURES[: len(word)]):
+        word, begin = data[at : at + len(_FIGURES)], at + len(_FIGURES)
+        if not _FIGURES.startswith(word):
             return 0
-        line, end, _ = word[len(_FIGURES) :].partition(b"\n")
-        if not end:
-            return None if len(line) <= DOCUMENT_BYTES_MAX else 0
+        end = data.find(b"\n", begin, begin + DOCUMENT_BYTES_MAX + 1)
+        if end < 0:
+            return None if len(data) - begin <= DOCUMENT_BYTES_MAX else 0
+        line = data[begin:end]
         if self._board is not None:
             # The folder is gone if the run ends, and a word that is no document is a word of the worker.
             with contextlib.suppress(OSError, ProtocolError):
                 self._board.write_figures(RankFigures.decode(line).seat, line)
-        return len(_FIGURES) + len(line) + 1
+        return end + 1 - at
 
     def give(self, line: bytes) -> None:
         """Write a line to the worker's standard input, and close that."""
@@ -373,12 +378,20 @@ def main() -> int:
         return _CONNECTION_LOST
     environment = {**current(), **order["environment"], REMOTE_WORKER: order["mark"]}
     environment.setdefault("OMP_NUM_THREADS", str(default_num_threads(order["num_local"])))
-    live = None
-    if environment.get(LIVE, "0") != "0":  # the launcher's folder, which is on another host
-        with contextlib.suppress(ConfigurationError):
-            live = LiveJob()
-            live.begin(environment["TOTALREDUCE_JOB_ID"], order["command"], 1, is_part=True)
-        environment[LIVE] = "0" if live is None else str(live.board.path)
+    with contextlib.ExitStack() as stack:  # removes the folder, however the worker ends
+        live = None
+        if environment.get(LIVE, "0") != "0":  # the launcher's folder, which is on another host
+            with contextlib.suppress(ConfigurationError):
+                live = stack.enter_context(LiveJob())
+                live.begin(environment["TOTALREDUCE_JOB_ID"], order["command"], 1, is_part=True)
+            environment[LIVE] = "0" if live is None else str(live.board.path)
+        return _run(order, environment, launcher, None if live is None else _NewFigures(live.board))
+
+
+def _run(
+    order: Mapping[str, Any], environment: Mapping[str, str], launcher: _Launcher, figures: _NewFigures | None
+) -> int:
+    """Run the worker of an order; return its exit code."""
     try:
         os.chdir(order["folder"])
         worker = Worker(
@@ -391,15 +404,13 @@ def main() -> int:
     ended_well = False
     try:
         os.write(2, _STARTED)
-        code = _attend(worker, launcher, None if live is None else _NewFigures(live.board))
+        code = _attend(worker, launcher, figures)
         ended_well = True
         return code
     except (EOFError, BrokenPipeError):
         return _CONNECTION_LOST
     finally:
         worker.finish(time.monotonic())
-        if live is not None:
-            live.board.remove()
         if not ended_well:
             kill_processes(REMOTE_WORKER, order["mark"])
 
