@@ -278,7 +278,7 @@ def run(
 
 
 def _live_job(stack: contextlib.ExitStack) -> tuple[LiveJob | None, str]:
-    """Return the folder for the live view, which the job does without if it is unwanted or cannot be made; or why not."""
+    """Return the folder for the live view; or ``None``, and why the job does without: unwanted, or impossible."""
     if current().get(LIVE) == "0":
         return None, f"{LIVE}=0 forbids that"
     try:

@@ -171,7 +171,8 @@ class RemoteWorker(Worker):
         if not is_error:
             return data
         data, self._unread = self._unread + data, b""
-        shown, begin, search = [], 0, 0
+        shown: list[bytes] = []
+        begin = search = 0
         while (zero := data.find(_STARTED[:1], search)) >= 0:
             taken = self._word_of_program(data, zero)
             if taken is None:
