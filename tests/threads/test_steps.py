@@ -149,6 +149,18 @@ def test_times_of_steps_stay_until_a_timed_step_ends(tmp_path):
     assert run_ranks(1, rank) == [[0.0, 0.0, 3.0, 3.0, 5.0, 0.0, 4.0]]
 
 
+def test_the_first_steps_of_a_training_have_times():
+    def rank(group: Group):
+        runner = group.operations.runner
+        before = Reading.of(runner)
+        for _ in range(3):
+            time.sleep(0.01)
+            group.end_step()
+        return figures_of(runner, before, Reading.of(runner), 0, 0).step_s
+
+    assert run_ranks(1, rank)[0] >= 0.01
+
+
 def test_the_figures_name_the_ranks_of_a_subgroup_that_take_part(tmp_path):
     def rank(group: Group):
         pair = group.subgroup([0, 2]) if group.rank != 1 else None

@@ -175,8 +175,8 @@ def figures_of(
 ) -> RankFigures:
     """Return the figures of the time between two readings of an engine.
 
-    The times of steps are 0 until a step has been timed after the first known one, and are those of ``previous``, the
-    figures before, if no timed step has ended since.
+    The times of steps are those of ``previous``, the figures before, if no timed step has ended since; and 0 if there
+    are none, or if ``before`` is a reading of another group of the training, or of a later step.
     """
     report = StepReport.between(before, after)
     step_s, compute_s, exposed_s = _step_times(before, after, report, previous)
@@ -238,9 +238,9 @@ def _step_times(
 ) -> tuple[float, float, float]:
     """Return the mean time of a step in seconds, and its parts: computing, and exposed waits."""
     old, new = before.totals, after.totals
-    if old.steps == 0 or new.steps < old.steps:
-        # A new engine goes on with the totals of the one before, or with those of a saved state: the difference is that
-        # of all steps of the training, and not of the time between the readings.
+    if new.steps < old.steps or (old.steps == 0 and new.step_s - old.step_s > report.seconds):
+        # The training goes on from a saved state, or a new engine goes on with the totals of the one before: then the
+        # first difference is that of all steps of the training, which have taken longer than the time between readings.
         return 0.0, 0.0, 0.0
     if new.timed_steps > old.timed_steps:
         return report.step_s, report.compute_s, report.exposed_s
