@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import threading
 import time
 from dataclasses import replace
 
@@ -375,7 +376,7 @@ def test_folders_of_launchers_that_were_killed_are_removed(runtime):
 def test_files_are_made_anew_and_links_are_not_followed(tmp_path):
     target = tmp_path / "target"
     target.write_text("kept")
-    (tmp_path / f".rank0.json.{os.getpid()}").symlink_to(target)
+    (tmp_path / f".rank0.json.{os.getpid()}.{threading.get_native_id()}").symlink_to(target)
     Board(tmp_path).write_figures(0, b"{}")
     assert target.read_text() == "kept"
     written = (tmp_path / "rank0.json").lstat()

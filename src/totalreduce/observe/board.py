@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -115,7 +116,7 @@ class Board:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _replace(self, name: str, content: bytes) -> None:
-        new = self.path / f".{name}.{os.getpid()}"
+        new = self.path / f".{name}.{os.getpid()}.{threading.get_native_id()}"
         new.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(new, flags, 0o600), "wb") as file:
