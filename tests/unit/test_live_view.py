@@ -396,6 +396,15 @@ def test_a_folder_that_others_can_open_is_not_used(runtime):
     assert find_boards() == []
 
 
+def test_a_rank_warns_of_a_folder_that_others_can_open(tmp_path, caplog):
+    tmp_path.chmod(0o700)
+    publisher.Publisher(tmp_path, 0)._warn_of_an_open_folder()
+    assert caplog.text == ""
+    tmp_path.chmod(0o755)
+    publisher.Publisher(tmp_path, 0)._warn_of_an_open_folder()
+    assert "does not belong to this user alone" in caplog.text
+
+
 def test_what_cannot_be_written_does_not_hurt(tmp_path):
     gone = Board(tmp_path / "gone")
     assert (gone.read_figures(), gone.read_job(), gone.is_alive()) == ({}, {}, False)
