@@ -36,7 +36,8 @@ class LocalSGD(Strategy):
         period: The number of steps between two averages. With 1 every step is synchronous.
         optimizer_state: ``"keep"``: each rank keeps the state of its optimizer. ``"average"``: it is averaged, too.
         weights: ``"equal"``, or ``"samples"``: a rank counts by the samples that it has used since the last average
-            (``optimizer.local_steps.count_samples``); not with a period of 1, in which gradients count alike.
+            (``optimizer.local_steps.count_samples``), and all count alike if none has counted any; not with a period of
+            1, in which gradients count alike.
         codec: Encodes the difference to the last average, with error feedback; not with a period of 1, in which no
             parameters are sent. ``None``: parameters are sent as they are.
 
@@ -192,11 +193,16 @@ class AveragingSession:
     def _average_of(
         self, values: Array, weight: float, codec: Codec | None
     ) -> Generator[Action, Any, tuple[Array | None, int]]:
-        """Return the average, weighted, and the number of ranks with data. No rank has done anything: no average."""
+        """Return the average, weighted, and the number of ranks with data.
+
+        If no rank has counted anything, the ranks with data count alike; without a rank with data there is no average.
+        """
         counts = yield Allreduce(np.array([weight, not self._has_joined], np.float64))
         total, num_active = float(counts[0]), int(counts[1])
         if not total:
-            return None, num_active
+            if not num_active:
+                return None, num_active
+            total, weight = float(num_active), float(not self._has_joined)
         factor = weight * self._world_size / total
         if factor != 1.0:  # ranks differ in what they have done
             values *= values.dtype.type(factor)
