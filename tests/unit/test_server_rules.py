@@ -42,9 +42,9 @@ def ones(rows: Rows, factor: float) -> np.ndarray:
     return np.full(2 * rows.count, factor)
 
 
-def total(means: list[tuple[Rows, np.ndarray]]) -> np.ndarray:
+def total(means: list[tuple[Rows, np.ndarray, float]]) -> np.ndarray:
     found = np.full((12, 2), np.nan)
-    for rows, mean in means:
+    for rows, mean, _ in means:
         part = slice(rows.begin, rows.begin + rows.count) if rows.listed is None else rows.listed
         assert np.isnan(found[part]).all()  # no row comes twice
         found[part] = mean.reshape(-1, 2)
@@ -53,15 +53,26 @@ def total(means: list[tuple[Rows, np.ndarray]]) -> np.ndarray:
 
 def test_means_of_equal_overlapping_and_listed_rows() -> None:
     everything = rows_of(0, 12)
-    [(rows, mean)] = means_of([(everything, ones(everything, each)) for each in (1.0, 2.0, 4.0)], 2, 4)
-    assert (rows.begin, rows.count, set(mean)) == (0, 12, {1.75})
-    overlapping = [(rows, ones(rows, 2.0**n)) for n, rows in enumerate([rows_of(0, 6), rows_of(4, 8), rows_of(10, 12)])]
+    [(rows, mean, lr)] = means_of([(everything, ones(everything, each), 0.5) for each in (1.0, 2.0, 4.0)], 2, 4)
+    assert (rows.begin, rows.count, set(mean), lr) == (0, 12, {1.75}, 0.5)
+    overlapping = [
+        (rows, ones(rows, 2.0**n), 0.5) for n, rows in enumerate([rows_of(0, 6), rows_of(4, 8), rows_of(10, 12)])
+    ]
     expected = [0.5, 0.5, 0.5, 0.5, 1.5, 1.5, 1, 1, np.nan, np.nan, 2, 2]
     np.testing.assert_array_equal(total(means_of(overlapping, 2, 2)), expected)
-    mixed = [*overlapping, (listed(4, 9), ones(listed(4, 9), 8.0))]
+    mixed = [*overlapping, (listed(4, 9), ones(listed(4, 9), 8.0), 0.5)]
     expected = [0.5, 0.5, 0.5, 0.5, 5.5, 1.5, 1, 1, np.nan, 4, 2, 2]
     np.testing.assert_array_equal(total(means_of(mixed, 2, 2)), expected)
     assert means_of([], 2, 2) == []
+
+
+def test_the_mean_of_a_row_has_the_learning_rate_of_its_first_push() -> None:
+    ranges = [(rows_of(0, 6), 0.1), (rows_of(6, 8), 0.01), (rows_of(4, 8), 0.5), (rows_of(9, 10), 0.1)]
+    expected = [*[0.1] * 6, 0.01, 0.01, np.nan, 0.1, np.nan, np.nan]
+    for more in ([], [(listed(0, 7), 0.7)]):  # ranges alone, and with a list
+        pushed = [(rows, ones(rows, 1.0), lr) for rows, lr in [*ranges, *more]]
+        rates = [(rows, np.full_like(mean, lr), lr) for rows, mean, lr in means_of(pushed, 2, 2)]
+        np.testing.assert_array_equal(total(rates), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -106,6 +117,25 @@ def test_a_push_may_have_a_learning_rate_of_its_own() -> None:
     for optimizer in (SGD(1.0), Torch("SGD", {"lr": 1.0})):
         with pytest.raises(ConfigurationError, match="lr"):
             optimizer.check_rate(-0.5)
+
+
+@pytest.mark.parametrize(("kind", "settings"), RULES, ids=str)
+def test_keys_that_have_seen_different_learning_rates_keep_their_own_state(
+    kind: str, settings: dict[str, object]
+) -> None:
+    optimizer = Torch(kind, settings)
+    table = Table(Layout(2, [0]), 0, width=1, dtype=np.dtype("float32"), optimizer=optimizer)
+    rows = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizers = [getattr(torch.optim, kind)([row], foreach=False, **settings) for row in rows]
+    for lr, pushed in [(0.1, rows_of(0, 1)), (0.01, rows_of(1, 2)), (0.01, rows_of(0, 2)), (0.01, listed(0, 1))]:
+        gradients = np.arange(1.0, 1 + pushed.count, dtype=np.float32)
+        table.push(pushed, gradients.copy(), lr)
+        chosen = range(pushed.begin, pushed.begin + pushed.count) if pushed.listed is None else pushed.listed.tolist()
+        for row, gradient in zip(chosen, gradients, strict=True):
+            optimizers[row].param_groups[0]["lr"] = lr
+            rows[row].grad = torch.full((1,), float(gradient))
+            optimizers[row].step()
+    assert table.values.tolist() == [row.item() for row in rows]
 
 
 def test_values_can_be_assigned_and_replaced() -> None:

@@ -458,15 +458,14 @@ class Shard:
         for stream in self._streams:
             stream.kept_bytes = 0
         if isinstance(self._rule, Sequential) and self._rule.combine == "mean":
-            pushed = [(each.rows, each.values) for each in kept if not each.assigns]
-            lr = next((each.lr for each in kept if not each.assigns), NO_RATE)  # that of the first rank
+            pushed = [(each.rows, each.values, each.lr) for each in kept if not each.assigns]
             kept = [each for each in kept if each.assigns]
             means = means_of(pushed, self._spec.width, len(self._streams))
         else:
-            means, lr = [], NO_RATE
+            means = []
         for each in kept:
             self._apply(each)
-        for rows, mean in means:
+        for rows, mean, lr in means:
             self.table.push(rows, mean, lr)
 
     def _note_save(self, worker: int, request: Request) -> Reply:

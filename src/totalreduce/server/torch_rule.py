@@ -115,12 +115,23 @@ class Torch(Optimizer):
         return StateKind(is_per_key=True), *(StateKind(is_per_key=entry.dtype is not None) for entry in entries)
 
     def update(self, values: Array, states: tuple[Array, ...], rows: Array, width: int, gradients: Array) -> None:
-        """See ``Optimizer``. Keys that were updated equally often take the step together."""
+        """See ``Optimizer``. Keys that were updated equally often take the step together, if their numbers are equal.
+
+        They can differ: the state of ASGD has numbers that depend on the learning rates of earlier pushes.
+        """
+        entries: tuple[_Entry, ...] = self._entries  # type: ignore[attr-defined]
         table, pushed = values.reshape(-1, width), gradients.reshape(-1, width)
-        counts = states[0][rows] if rows.size else states[0].copy()  # as they are before this update
-        each = np.unique(counts)
-        for count in each:
-            chosen: Array | slice = slice(None) if len(each) == 1 else np.flatnonzero(counts == count)
+        scalars = [state for state, entry in zip(states[1:], entries, strict=True) if entry.dtype is not None]
+        # As they are before this update.
+        counts, *others = (each[rows] if rows.size else each.copy() for each in (states[0], *scalars))
+        # Most of them are the count again, and rows of several columns are slow to sort.
+        numbers = np.stack([counts, *(each for each in others if not np.array_equal(each, counts))], axis=1)
+        if (numbers == numbers[:1]).all():
+            each, groups = numbers[:1], np.zeros(0, np.intp)
+        else:
+            each, groups = np.unique(numbers, axis=0, return_inverse=True)
+        for place, (count, *_) in enumerate(each):
+            chosen: Array | slice = slice(None) if len(each) == 1 else np.flatnonzero(groups.reshape(-1) == place)
             where = chosen if not rows.size else rows[chosen]
             arrays = [state.reshape(len(table), -1)[where] for state in states[1:]]
             part = table[where]
