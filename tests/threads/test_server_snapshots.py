@@ -144,6 +144,27 @@ def test_a_snapshot_of_something_else_is_refused(tmp_path: Path) -> None:
             run_ranks(1, lambda group, changed=changed: ps.connect(group, **_settings(restore=tmp_path, **changed)))
 
 
+def test_a_snapshot_of_an_optimizer_with_other_state_is_refused(tmp_path: Path) -> None:
+    def make(group: Group, kind: str, settings: dict[str, float], restore: Path | None = None) -> None:
+        with ps.connect(group, num_keys=4, optimizer=ps.Torch(kind, settings), restore=restore) as client:
+            if restore is None:
+                client.clock()
+                client.save(tmp_path / kind)
+
+    for kind, before, after, text in [
+        ("SGD", {}, {"momentum": 0.9}, r"\['count'\], and this parameter server \['count', 'momentum_buffer'\]"),
+        (
+            "RMSprop",
+            {"momentum": 0.9},
+            {"centered": True},
+            "'momentum_buffer'.* this parameter server .*'grad_avg'",
+        ),
+    ]:
+        run_ranks(1, lambda group, kind=kind, before=before: make(group, kind, {"lr": 0.1, **before}))
+        with pytest.raises(ConfigurationError, match=text):
+            run_ranks(1, lambda group, kind=kind, after=after: make(group, kind, {"lr": 0.1, **after}, tmp_path / kind))
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     def body(group: Group) -> None:
         with ps.connect(group, num_keys=10, consistency=ps.Bounded(3)) as client:

@@ -223,6 +223,7 @@ class _Parts:
         setup, spec = self._setup, self.spec
         about = {
             **{name: value for name, value in setup.describe().items() if name in _SAVED_SETTINGS},
+            "state": [kind.name for kind in setup.optimizer.states],
             "num_shards": setup.shards,
         }
         clock = 0

@@ -26,10 +26,12 @@ class StateKind:
     Attributes:
         initial: The value with which it begins.
         is_per_key: It has one element for each key, and not one for each value.
+        name: Its name in the optimizer, if the settings of the optimizer decide which arrays there are.
     """
 
     initial: float = 0.0
     is_per_key: bool = False
+    name: str = ""
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,8 @@ class Snapshot:
             self._check(name, self._first[name], about[name])
         for name in ("name", "kind"):
             self._check("optimizer", self._first["optimizer"].get(name), about["optimizer"].get(name))
+        # Settings such as momentum= decide what state an optimizer has.
+        self._check("state of the optimizer", self._first.get("state"), about.get("state"))
         old = Layout(layout.num_keys, range(self._first["num_shards"]))
         shards = [int(shard) for shard in np.unique(old.owners)]
         if len(shards) != self._count or layout.num_ranges != old.num_ranges:

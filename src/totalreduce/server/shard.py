@@ -16,7 +16,6 @@ from totalreduce.server.clocks import FINISHED, Consistency, RangeClocks, Sequen
 from totalreduce.server.combining import means_of
 from totalreduce.server.messages import (
     LISTS_BYTES_MAX,
-    NO_RATE,
     WINDOW,
     Form,
     Header,

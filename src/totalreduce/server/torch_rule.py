@@ -112,7 +112,9 @@ class Torch(Optimizer):
     def states(self) -> tuple[StateKind, ...]:
         """How often each key was updated; then the state of the torch optimizer."""
         entries: tuple[_Entry, ...] = self._entries  # type: ignore[attr-defined]
-        return StateKind(is_per_key=True), *(StateKind(is_per_key=entry.dtype is not None) for entry in entries)
+        return StateKind(is_per_key=True, name="count"), *(
+            StateKind(is_per_key=entry.dtype is not None, name=entry.name) for entry in entries
+        )
 
     def update(self, values: Array, states: tuple[Array, ...], rows: Array, width: int, gradients: Array) -> None:
         """See ``Optimizer``. Keys that were updated equally often take the step together, if their numbers are equal.
