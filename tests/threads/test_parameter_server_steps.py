@@ -12,9 +12,10 @@ from optimizer_cases import OPTIMIZERS, Factory, Net, all_equal, batches, flat, 
 
 import totalreduce as tr
 from totalreduce.foundation.config import EngineConfig
-from totalreduce.foundation.errors import ConfigurationError, SlowWorkersError
+from totalreduce.foundation.errors import ConfigurationError, PeerLost, SlowWorkersError
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.tensors.work import Work
 from totalreduce.testing import run_ranks
 
 ps = tr.ps
@@ -267,6 +268,110 @@ def test_training_goes_on_from_a_snapshot_with_other_ranks(tmp_path: Path, sizes
     run_ranks(sizes[0], lambda group: steps(group, range(3)))
     found = run_ranks(sizes[1], lambda group: steps(group, range(3, 7), restore=tmp_path))
     assert all_equal([*found, *expected])
+
+
+@pytest.mark.parametrize(
+    ("rule", "optimizer", "sizes"),
+    [(ps.Sequential(), "server", (1, 1)), (ps.Bounded(4), "worker", (2, 1)), (ps.Bounded(4), "worker", (1, 2))],
+    ids=str,
+)
+def test_a_snapshot_before_the_first_step_is_pulled(
+    tmp_path: Path, rule: ps.Consistency, optimizer: str, sizes: tuple[int, int]
+) -> None:
+    """The model of a program that restores has other values, until it takes those of the servers over."""
+
+    def body(group: Group, begin: float, restore: Path | None = None) -> tuple[float, int]:
+        model = Counting()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(begin)
+        sync = tr.ParameterServer(
+            consistency=rule, optimizer=optimizer, servers=range(group.world_size), restore=restore
+        )
+        outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
+        if restore is None:
+            outer.local_steps.save(tmp_path)
+        [value] = flat(model).unique().tolist()
+        outer.local_steps.finish()
+        outer.close()
+        return value, outer.local_steps.steps_taken
+
+    assert run_ranks(sizes[0], lambda group: body(group, 2.0)) == [(2.0, 0)] * sizes[0]
+    assert run_ranks(sizes[1], lambda group: body(group, 5.0, tmp_path)) == [(2.0, 0)] * sizes[1]
+
+
+def test_a_rank_that_was_lost_before_it_met_the_others_waits_for_the_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 begins where a lost worker had ended its first clock. Rank 0 sets the parameters later."""
+
+    def connect_there(group: Group, **settings: object) -> ps.Connection:
+        client = ps.connect(group, **settings)
+        if group.rank == 1:
+            client.clock().wait()
+        else:
+            time.sleep(0.2)
+        return client
+
+    def body(group: Group) -> list[float]:
+        model = Counting()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(3.0)
+        sync = tr.ParameterServer(consistency=ps.Bounded(4), servers=[0])
+        outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
+        outer.step()  # pulls
+        values = flat(model).unique().tolist()
+        outer.local_steps.finish()
+        outer.close()
+        return values
+
+    monkeypatch.setattr("totalreduce.server.dense.connect", connect_there)
+    assert run_ranks(2, body) == [[3.0], [3.0]]
+
+
+def test_a_step_that_has_failed_fails_again() -> None:
+    def body(group: Group) -> int:
+        model = Counting()
+        sync = tr.ParameterServer(servers=[0])
+        outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
+        group.barrier()
+        if group.rank == 1:
+            group.close()
+            return 0
+        assert outer.local_steps._client.has_ended(5.0)
+        for _ in range(2):  # without gradients, so that the end of the step is the first call that fails
+            with pytest.raises(PeerLost):
+                outer.step()
+        return 2
+
+    assert run_ranks(2, body) == [2, 0]
+
+
+def test_the_last_parameters_can_be_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1, which has them, sends them late."""
+
+    def body(group: Group) -> tuple[int, list[float], int]:
+        model = Counting()
+        sync = tr.ParameterServer(servers=[0], optimizer="worker")
+        outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
+        model(-1.0).backward()
+        outer.step()
+        broadcast = group.control.broadcast
+
+        def late(*arguments: object, **settings: object) -> Work:
+            time.sleep(0.7)
+            return broadcast(*arguments, **settings)
+
+        if group.rank == 1:
+            monkeypatch.setattr(group.control, "broadcast", late)
+        late_by = repeat_until_done(outer.local_steps.finish)
+        outer.close()
+        return late_by, flat(model).unique().tolist(), outer.local_steps.steps_taken
+
+    (repeated, *first), (_, *second) = run_ranks(2, body, engine=EngineConfig(timeout_s=0.4))
+    assert repeated > 0
+    assert first == second == [[1.0], 1]
 
 
 def test_a_step_that_ran_out_of_time_is_repeated_and_counts_once() -> None:

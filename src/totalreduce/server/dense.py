@@ -107,7 +107,7 @@ class ParameterServer(SteppingStrategy):
         allreduce moves as many bytes.
         """
         if group.formation is not None:
-            if self.optimizer == "worker" and self.is_synchronous(group.world_size):
+            if self.optimizer == "worker" and self.consistency.bound == 0:
                 raise ConfigurationError(
                     "with --on-loss, tr.ParameterServer(optimizer='worker') needs tr.ps.Bounded(1) or more: in "
                     "synchronous steps servers have no parameters for a worker that takes the place of a lost one"
@@ -234,7 +234,10 @@ class ServerSteps(OwnSteps):
         if not self._in_job:  # otherwise each worker takes over what the servers have
             check_equal(replica, strategy.name, group, name)
         self._rows = rows = _Rows(parameters, replica.dtype)
-        self._is_synchronous, self._is_coded = strategy.is_synchronous(group.world_size), strategy.codec is not None
+        self._is_coded = strategy.codec is not None
+        # The number of ranks has no part in it: what servers keep depends on this, and a snapshot is restored with any
+        # number of ranks.
+        self._is_synchronous = strategy.consistency.bound == 0
         on_server = strategy.optimizer == "server"
         #: Whether servers keep the parameters. Otherwise they keep the mean gradients of the last step.
         self._keeps_values = on_server or not self._is_synchronous
@@ -243,7 +246,8 @@ class ServerSteps(OwnSteps):
         self._flags = np.zeros((-(-len(rows.parameters) // _WIDTH), _WIDTH), replica.dtype)
         self._flag_keys = np.arange(rows.count, rows.count + len(self._flags))
         self._tickets: list[Ticket] = []
-        self._all_finished: Work | None = None
+        self._finals: list[Work] = []  #: The operations of ``finish``.
+        self._last_clock: int | None = None  #: The clock when ``finish`` was called, which ends it.
         self._has_finished = False
         self._client = self._connect(strategy, on_server)
 
@@ -278,9 +282,10 @@ class ServerSteps(OwnSteps):
                 rows.read(self._pushed)
                 client.assign(slice(0, rows.count), self._pushed).wait()
             client.clock()
+        if client.step <= 1:  # 1, too, for one that takes the place of a rank which was lost before it met the others
             client.meet()  # the parameters are there
         client.begin_steps()
-        if client.step > 1 or self._in_job:
+        if client.step > 1 or self._in_job or strategy.restore is not None:
             client.pull_range(0, rows.count, self._pulled).wait()
             rows.write(self._pulled)
         return client
@@ -328,7 +333,7 @@ class ServerSteps(OwnSteps):
         return self._settings is not None or self._is_synchronous
 
     def _check_open(self) -> None:
-        if self._all_finished is not None or self._has_finished:
+        if self._last_clock is not None or self._has_finished:
             raise ConfigurationError("local_steps.finish() was called, so the servers take no more gradients")
         if self._settings is not None and self._settings != _settings_of(self._inner):
             raise ConfigurationError(
@@ -373,10 +378,10 @@ class ServerSteps(OwnSteps):
         """End the step, wait for all answers, and take over what has come."""
         client = self._client
         if not self.is_interrupted:
-            self.is_interrupted = True
             self._tickets += [client.clock(), client.pull_range(0, self._rows.count, self._pulled)]
             if not self._keeps_values:
                 self._tickets.append(client.pull(self._flag_keys, self._flags))
+            self.is_interrupted = True  # not before: a repetition waits for tickets, so that it must have them
         while self._tickets:
             self._tickets[0].wait()
             self._tickets.pop(0)
@@ -421,16 +426,22 @@ class ServerSteps(OwnSteps):
             self._rows.write(self._pulled)
             self._has_finished = True
             return
-        if self._all_finished is None:
-            most = torch.tensor([client.step * group.world_size + group.rank])
+        if self._last_clock is None:
+            clock = client.step
             client.retire()
-            self._all_finished = group.control.allreduce(most, name=f"{self._name}.finished", op=ReduceOp.MAX)
-        last = int(self._all_finished.wait()) % group.world_size
+            self._last_clock = clock
+        if not self._finals:
+            most = torch.tensor([self._last_clock * group.world_size + group.rank])
+            self._finals.append(group.control.allreduce(most, name=f"{self._name}.finished", op=ReduceOp.MAX))
+        last = int(self._finals[0].wait()) % group.world_size
         if self._keeps_values:
             client.pull_range(0, self._rows.count, self._pulled).wait()
         else:
-            self._rows.read(self._pulled)
-            group.control.broadcast(torch.from_numpy(self._pulled), root=last, name=f"{self._name}.last")
+            if len(self._finals) == 1:
+                self._rows.read(self._pulled)
+                name, values = f"{self._name}.last", torch.from_numpy(self._pulled)
+                self._finals.append(group.control.broadcast(values, root=last, name=name, async_op=True))
+            self._finals[1].wait()
         self._rows.write(self._pulled)
         self._has_finished = True
 
@@ -458,7 +469,7 @@ class ServerSteps(OwnSteps):
 
         With ``--on-loss``: also those of a lost worker in whose place this process is.
         """
-        return self._client.step - 1
+        return (self._client.step if self._last_clock is None else self._last_clock) - 1
 
     @property
     def staleness(self) -> Counter[int]:
