@@ -129,8 +129,20 @@ def test_an_active_rank_is_not_asked() -> None:
 def test_a_passive_rank_counts_what_it_has_agreed_to_since_its_step() -> None:
     """Two active ranks ask within one step of the passive one: the second average is that with the first one's."""
     passive, values = GossipNode(AsyncGossip(), 1, 3, np.zeros(2)), np.zeros(2)
+    passive.stepped(values)
     assert passive.asked(np.full(2, 8.0)).tolist() == [-4.0, -4.0]
     assert passive.asked(np.full(2, 8.0)).tolist() == [-2.0, -2.0]
     passive.stepped(values)
     assert values.tolist() == [6.0, 6.0]
     assert passive.asked(np.full(2, 8.0)).tolist() == [-1.0, -1.0]
+
+
+def test_a_passive_rank_has_no_part_in_averages_before_its_first_step() -> None:
+    """The program may load other parameters than those with which the node was made."""
+    passive, values = GossipNode(AsyncGossip(), 1, 2, np.zeros(2)), np.full(2, 10.0)
+    assert passive.asked(np.full(2, 8.0)).tolist() == [0.0, 0.0]
+    passive.stepped(values)
+    assert values.tolist() == [10.0, 10.0]
+    assert passive.asked(np.full(2, 8.0)).tolist() == [1.0, 1.0]
+    passive.stepped(values)
+    assert values.tolist() == [9.0, 9.0]

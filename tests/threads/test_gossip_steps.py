@@ -10,7 +10,7 @@ from optimizer_cases import Net, all_equal, batches, flat, loss_of, repeat_until
 
 import totalreduce as tr
 from totalreduce.foundation.config import EngineConfig
-from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost, TotalReduceError
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.testing import run_ranks
@@ -119,6 +119,22 @@ def test_a_lost_rank_is_an_error_of_the_others() -> None:
         return str(raised.value)
 
     assert "rank 1" in run_ranks(2, body)[0]
+
+
+def test_an_error_of_the_thread_is_one_of_the_end() -> None:
+    def body(group: Group) -> None:
+        optimizer = gossip(group, Net())
+        steps = optimizer.local_steps
+        if group.rank == 0:
+            steps._group.send(torch.zeros(8, dtype=torch.uint8), dst=1, tag=0).wait()  # no parameters
+        else:
+            steps._thread.join(5.0)
+            for _ in range(2):
+                with pytest.raises(TotalReduceError, match=r"rank 0 submitted send_recv of uint8\[8\]"):
+                    steps.finish()
+        group.barrier()
+
+    run_ranks(2, body)
 
 
 def test_join_and_recovery_are_refused() -> None:

@@ -90,9 +90,8 @@ class GossipSteps(OwnSteps):
             PeerLost: A rank is lost.
         """
         self._take_answer(0.0)
+        self._check_thread()
         with self._lock:
-            if self._error is not None:
-                raise self._error
             values = self._replica.read(self._everything)
             partner = self._node.stepped(values)
             self._replica.write(self._everything, values)
@@ -100,6 +99,12 @@ class GossipSteps(OwnSteps):
             answer = torch.empty(values.nbytes, dtype=torch.uint8)
             self._awaited = self._group.recv(answer, src=partner, tag=_ANSWERS), answer
             self._sent.send(self._group, values.tobytes(), partner, _QUESTIONS)
+
+    def _check_thread(self) -> None:
+        """Raise the error with which the thread has ended."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
 
     def _take_answer(self, timeout_s: float) -> None:
         """Take the answer of a passive rank in, if it comes in time."""
@@ -157,9 +162,11 @@ class GossipSteps(OwnSteps):
 
         Raises:
             PeerLost: A rank is lost.
+            TotalReduceError: The thread that answers other ranks has failed before; this is its error.
             DeadlineExceededError: Another rank has not called this within the group's ``timeout_s``. Repeat the call.
         """
         self._home.check()
+        self._check_thread()
         group = self._group
         self._take_answer(group.timeout_s)
         if not self._finals:

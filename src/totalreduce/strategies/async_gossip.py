@@ -68,14 +68,23 @@ class GossipNode:
     """
 
     def __init__(self, settings: AsyncGossip, rank: int, world_size: int, values: Array) -> None:
-        """Begin with parameters: one-dimensional, float32 or float64."""
+        """Begin.
+
+        Args:
+            settings: The settings.
+            rank: This rank.
+            world_size: The number of ranks.
+            values: Parameters, one-dimensional, float32 or float64: their size and type. A program may set other ones
+                before its first step.
+        """
         self._period, self._random = settings.period, Random(settings.seed * 1_000_003 + rank)
         self.is_active = rank % 2 == 0
         self._partners: Sequence[int] = range(1, world_size, 2) if self.is_active else ()
         #: What has come and is not in the parameters yet.
         self._pending = np.zeros_like(values)
         #: Of a passive rank: its parameters after its last step, and what it has agreed to since.
-        self._published = values.copy()
+        self._published = np.zeros_like(values)
+        self._has_published = False
         self._since = 0
         self.asks: int | None = None
         self.exchanges = 0
@@ -102,9 +111,12 @@ class GossipNode:
         values += self._pending
         self._pending[:] = 0
         self._published[:] = values
+        self._has_published = True
 
     def asked(self, values: Array) -> Array:
         """Average with an active rank that has these parameters; return what that one adds.
+
+        Before the first step of this rank, its parameters are not known here: nothing changes, and the answer is zeros.
 
         Raises:
             ProtocolError: This rank is active, so no correct rank asks it; or the parameters have another size.
@@ -114,6 +126,8 @@ class GossipNode:
                 f"a rank sends {values.size} parameters for an average to one that is "
                 f"{'active' if self.is_active else 'passive'} and has {self._published.size}"
             )
+        if not self._has_published:
+            return np.zeros_like(self._published)
         change: Array = (values - self._published) * values.dtype.type(0.5)
         self._published += change
         self._pending += change
