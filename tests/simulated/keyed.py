@@ -82,6 +82,8 @@ class World:
         self.saves = saves
         #: By step and shard: the values that were written.
         self.saved: dict[int, dict[int, np.ndarray]] = {}
+        #: By step: of each shard, the token with which it was written last.
+        self.tokens: dict[int, dict[int, str]] = {}
         self.factor = num_workers if rule.describe().get("combine") == "mean" else 1
         self.plants: list[Callable[[Shard], None]] = []
         #: By worker and step: how often each key was pushed before this step.
@@ -119,7 +121,9 @@ class World:
     def make_shard(self, seat: int) -> Callable[[int], Shard]:
         def make(number: int, _begins: bool = True) -> Shard:
             def write(note: str, clock: int, table: Table) -> None:
-                assert note == f"step {clock}"
+                described, token = note.split(", token ")
+                assert described == f"step {clock}"
+                self.tokens.setdefault(clock, {})[number] = token
                 self.saved.setdefault(clock, {})[number] = table.values.copy()
 
             table = self.table_of(number, self.optimizer)
@@ -289,7 +293,11 @@ class World:
         slow = 4.0 if worker == self.num_workers - 1 else 1.0
         for step in range(min(client.clock, self.steps), self.steps):
             if step in self.saves:
-                call = client.save(np.frombuffer(f"step {step}".encode(), np.uint8))
+                call = client.save(
+                    lambda mark, step=step: np.frombuffer(
+                        f"step {step}, token {self.token_of(worker, mark)}".encode(), np.uint8
+                    )
+                )
                 if worker % 2:  # others go on at once
                     yield call
             random = Random(f"{self.seed}, worker {worker}, step {step}")
@@ -334,6 +342,10 @@ class World:
                 self.check_meeting(worker, step)
         yield client.finish()
         self.finished.add(worker)
+
+    def token_of(self, _worker: int, mark: int) -> str:
+        """The token of a snapshot, which a worker that is run again must compute again."""
+        return str(mark)
 
     @property
     def may_refuse(self) -> bool:
@@ -436,13 +448,15 @@ class World:
         return bool((np.abs(found - pushed) > 1e-3).any())
 
     def wrong_snapshots(self) -> list[str]:
-        """The snapshots that lack a push of an earlier step, have one of a later step, or lack a shard."""
+        """The snapshots that lack a push of an earlier step, have one of a later step, lack a shard, or are torn."""
         wrong = []
         for step in self.saves:
             pushed = np.stack([history[step] for history in self.pushed], axis=1)
             if sorted(self.saved.get(step, {})) != self.shards_of_layout:
                 wrong.append(f"step {step}, shards {sorted(self.saved.get(step, {}))}")
                 continue
+            if len(set(self.tokens[step].values())) > 1:
+                wrong.append(f"step {step}, tokens {self.tokens[step]}")
             for number, values in self.saved[step].items():
                 table = self.table_of(number, Sum())
                 keys = table.keys_at(np.arange(len(values) // self.num_workers))

@@ -262,6 +262,14 @@ def test_a_loss_at_every_event_of_a_course_with_a_snapshot_and_means(every: int)
             run_with_losses(crashes={event: (seat,)}, **course)
 
 
+def test_a_token_that_a_successor_does_not_compute_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted defect: a process that takes the place of a lost worker gives the snapshot another token."""
+    course = {"rule": Sequential(), "seed": 3, "saves": (1,), **SMALL}
+    monkeypatch.setattr(World, "token_of", lambda world, worker, mark: f"{mark}, {world.incarnations[worker]}")
+    events = range(1, World(**course).run().num_events + 1, 4)
+    assert any(World(crashes={event: (0,)}, **course).run().wrong_snapshots() for event in events)
+
+
 @pytest.mark.parametrize("replaces", [True, False])
 @pytest.mark.parametrize("rule", [Sequential(), Bounded(1), Eventual()], ids=str)
 @pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.slow)])

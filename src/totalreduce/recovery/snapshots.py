@@ -38,7 +38,7 @@ from totalreduce.foundation.os_errors import describe_error
 from totalreduce.groups.encoding import decode, encode
 from totalreduce.groups.group import Group
 
-__all__ = ["Snapshots", "share_token"]
+__all__ = ["Snapshots", "share_token", "whole_versions"]
 
 _log = logging.getLogger(__name__)
 
@@ -362,7 +362,7 @@ class Snapshots:
             return
         if rank == 0:
             try:
-                self._remove_old()
+                self._remove_old(version)
             except OSError as error:
                 _log.warning("old snapshots in %s are not removed: %s", self.folder, describe_error(error))
 
@@ -392,8 +392,8 @@ class Snapshots:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    def _remove_old(self) -> None:
-        """Remove the versions before the last ``keep`` whole ones. Those that cannot be read stay, with a warning."""
+    def _sort_versions(self) -> tuple[list[int], list[int]]:
+        """Return the versions that have all parts, and all that can be read, in order. A warning names the others."""
         whole, readable = [], []
         for version in self._versions():
             try:
@@ -403,9 +403,23 @@ class Snapshots:
                 continue
             readable.append(version)
             whole += [version] if is_whole else []
+        return whole, readable
+
+    def _remove_old(self, written: int) -> None:
+        """Remove the versions before the last ``keep`` whole ones. Those that cannot be read stay.
+
+        So do ``written``, which this process has just written, and later ones. If a job has gone back to an older
+        version, the folder may have later ones, and other ranks may not have written this one yet.
+        """
+        whole, readable = self._sort_versions()
         for version in readable:
-            if len(whole) >= self.keep and version < whole[-self.keep]:
+            if len(whole) >= self.keep and version < min(written, whole[-self.keep]):
                 shutil.rmtree(self._folder(version), ignore_errors=True)
+
+
+def whole_versions(snapshots: Snapshots) -> list[int]:
+    """Return the versions that count, in order. One that cannot be read is left out, with a warning."""
+    return snapshots._sort_versions()[0]
 
 
 def share_token(group: Group, snapshots: Snapshots | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, final
 
@@ -151,7 +151,7 @@ class Client:
         self._next = 0  # the number of the next request
         #: In this step: the number of requests with a ``"mark"``, and of those that push.
         self._made: Counter[str] = Counter()
-        self._is_in_steps = False
+        self._is_in_steps = self._has_retired = False
         self._again: list[tuple[int, Message]] = []
         #: Calls that servers have refused. At most ``WINDOW`` of those whose errors the program was not told are kept.
         self._failed: list[Call] = []
@@ -212,20 +212,31 @@ class Client:
         )
         return self._call(kind, pieces, None, values, out, lr)
 
-    def save(self, note: Array) -> Call:
-        """Have all shards be written to disk; the call is done when they are.
-
-        Args:
-            note: uint8: the description of the snapshot, which servers read.
-
-        Raises:
-            ConfigurationError: This worker has pushed something in this step.
-        """
+    def check_save(self) -> None:
+        """Raise what ``save`` raises if it cannot be called now."""
+        if self._has_retired:
+            raise ConfigurationError("save() belongs before retire() and finish()")
         if self._made["push"]:
             raise ConfigurationError(
                 "save() belongs between two steps: call clock() behind the pushes of a step, then save()"
             )
-        return self._call(Kind.SAVE, ((shard, None) for shard in self._lanes), None, note, None)
+
+    def save(self, describe: Callable[[int], Array]) -> Call:
+        """Have all shards be written to disk; the call is done when they are.
+
+        Args:
+            describe: Returns the description of the snapshot, uint8, which servers read, from the mark of the request.
+
+        Raises:
+            ConfigurationError: This worker has pushed something in this step, or has finished.
+        """
+        self.check_save()
+        if self._has_finished:
+            return Call(self.clock)
+        mark = self._next_mark
+        note = describe(mark)
+        self._made["mark"] += 1
+        return self._call(Kind.SAVE, ((shard, None) for shard in self._lanes), None, note, None, mark=mark)
 
     def advance(self) -> Call:
         """End a step: the clock advances by one. The call is done when all servers know it."""
@@ -258,7 +269,7 @@ class Client:
     def finish(self) -> Call:
         """End all: other workers do not wait for this one any more. It may still pull."""
         call = self._call(Kind.FINISH, ((shard, None) for shard in self._lanes), None, None, None)
-        self.clock = FINISHED
+        self.clock, self._has_retired = FINISHED, True
         return call
 
     def _call(
@@ -269,6 +280,7 @@ class Client:
         values: Array | None,
         out: Array | None,
         lr: float | None = None,
+        mark: int | None = None,
     ) -> Call:
         call = Call(self.clock, self._next)
         if self._has_finished and kind.pushes:
@@ -277,7 +289,8 @@ class Client:
             kind, values = Kind.PULL, None
         for shard, places in pieces:
             num_bytes = 0 if places is None else places.count * self._spec.width * self._spec.dtype.itemsize
-            request = _Request(call, kind, self._next, self._mark(kind), num_bytes, lr, places, keys, values, out)
+            mine = self._mark(kind) if mark is None else mark
+            request = _Request(call, kind, self._next, mine, num_bytes, lr, places, keys, values, out)
             self._lanes[shard].unsent.append(request)
             self._next += 1
             call.pending += 1
@@ -289,11 +302,17 @@ class Client:
             return FINISHED
         if kind is Kind.CLOCK:
             return mark_of(self.clock, -1)
-        if not kind.pushes and kind is not Kind.SAVE:
+        if not kind.pushes:
             return -1
-        self._made["push"] += kind.pushes
+        self._made["push"] += 1
+        mark = self._next_mark
         self._made["mark"] += 1
-        return mark_of(self.clock if self._is_in_steps else 0, self._made["mark"] - 1)
+        return mark
+
+    @property
+    def _next_mark(self) -> int:
+        """The mark of the next request with a ``"mark"``."""
+        return mark_of(self.clock if self._is_in_steps else 0, self._made["mark"])
 
     def _rows(self, name: str, array: Array | None, count: int) -> Array | None:
         """Check an array of the caller; return it with shape (n, width)."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, final
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from totalreduce.server.messages import WINDOW, Spec
 from totalreduce.server.optimizers import Optimizer
 from totalreduce.server.placement import chains_of
 from totalreduce.server.renewal import Epoch, Renewal
-from totalreduce.server.saving import Snapshot, find_snapshot, write_shard
+from totalreduce.server.saving import Origin, Snapshot, find_snapshot, write_shard
 from totalreduce.server.server import Server
 from totalreduce.server.setup import Setup
 from totalreduce.server.shard import Shard
@@ -40,6 +41,9 @@ __all__ = ["VALUE", "begin_in_group", "begin_in_job", "connect"]
 
 #: Under this name, the launcher's store has the setup for ranks that only serve.
 VALUE = "parameter server"
+#: Under these names, it has what ``Origin`` has.
+_RUN: Final = "run of the parameter server"
+_RESTORED: Final = "restored clock"
 #: The settings that a snapshot has: those on which the meaning of values and states depends.
 _SAVED_SETTINGS: Final = ("num_keys", "width", "dtype", "optimizer")
 
@@ -154,7 +158,8 @@ def begin_in_group(group: Group, setup: Setup, timeout_s: float) -> Connection:
     own = group.control.subgroup(range(group.world_size), name=name)
     heads = {shard: chain[0] for shard, chain in chains.items()}
     place = Epoch(own, tuple(range(group.world_size)), heads, (parts.clock,) * setup.workers)
-    connection = parts.connect(place, timeout_s)
+    run = own.broadcast_object(uuid4().hex if own.rank == 0 else None)
+    connection = parts.connect(place, timeout_s, Origin(run, setup.restore, parts.clock))
     group.at_close(connection.end)
     return connection
 
@@ -172,6 +177,8 @@ def begin_in_job(group: Group, setup: Setup, timeout_s: float, assembly: Assembl
     assembly.check_equal("settings", group.formation_settings)
     assert group.formation is not None
     parts = _Parts(group.rank, setup, "parameter server")
+    restored = int(assembly.first_value(_RESTORED, str(0 if setup.restore is None else find_snapshot(setup.restore))))
+    origin = Origin(assembly.first_value(_RUN, uuid4().hex), setup.restore, restored)
     group.close(1.0)
     renewal = Renewal(
         *(assembly, group.formation),
@@ -180,7 +187,7 @@ def begin_in_job(group: Group, setup: Setup, timeout_s: float, assembly: Assembl
         shards=parts.shards,
         replicas=setup.replicas,
     )
-    return parts.connect(renewal.begin(), timeout_s, renewal)
+    return parts.connect(renewal.begin(), timeout_s, origin, renewal)
 
 
 @final
@@ -247,7 +254,7 @@ class _Parts:
         write = partial(write_shard, about=about, place=self.shards.index(shard), count=len(self.shards))
         return Shard(self._rank, table, spec, setup.consistency, setup.workers, clock=clock, write=write)
 
-    def connect(self, place: Epoch, timeout_s: float, renewal: Renewal | None = None) -> Connection:
+    def connect(self, place: Epoch, timeout_s: float, origin: Origin, renewal: Renewal | None = None) -> Connection:
         """Return the connection. The arguments are those of ``Connection``."""
         setup, rank = self._setup, self._rank
         heads = place.servers if rank < setup.workers else {}
@@ -258,6 +265,7 @@ class _Parts:
             rank=rank,
             incoming_max=4 * WINDOW * len(self.shards) * (setup.workers if setup.replicas > 1 else 1),
             timeout_s=timeout_s,
+            origin=origin,
             check_rate=setup.optimizer.check_rate,
             renewal=renewal,
         )

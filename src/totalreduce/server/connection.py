@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, final
-from uuid import uuid4
 
 import numpy as np
 
@@ -40,7 +39,7 @@ from totalreduce.server.client import Call, Client
 from totalreduce.server.messages import Header, Kind, Message, Spec
 from totalreduce.server.messenger import Messenger
 from totalreduce.server.renewal import Epoch, Renewal
-from totalreduce.server.saving import describe_snapshot
+from totalreduce.server.saving import Origin, describe_snapshot
 from totalreduce.server.server import Server
 from totalreduce.tensors.compilation import never_compiled
 
@@ -128,6 +127,7 @@ class Connection:
         rank: int,
         incoming_max: int,
         timeout_s: float,
+        origin: Origin,
         check_rate: Callable[[float], None],
         renewal: Renewal | None = None,
     ) -> None:
@@ -142,6 +142,7 @@ class Connection:
             rank: This rank.
             incoming_max: The largest number of messages of one rank of which a part has not come.
             timeout_s: Deadline of waits that name none.
+            origin: Where the values come from.
             check_rate: Raises ``ConfigurationError`` if a push cannot have a learning rate.
             renewal: Forms the next group when a rank is lost; ``None``: a loss ends the connection.
         """
@@ -153,6 +154,8 @@ class Connection:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waited_s, self._updates, self._check_rate = 0.0, 0, check_rate
         self._error: TotalReduceError | None = None
+        self._origin = origin
+        self._saving: tuple[Path, Call] | None = None  # the last call of ``save`` that was not done in time
         self._is_over = False  # whether this rank has ended the connection, and knows what has failed
         self._state: Literal["open", "closing", "silent", "ended"] = "open"
         #: How often the group was formed anew; whether that is going on now.
@@ -261,23 +264,54 @@ class Connection:
 
         Each server writes its shards, as they are when all workers have called this: with all pushes of earlier calls,
         and none of later ones. When this returns, the snapshot is complete. ``tr.ps.connect(restore=folder)`` reads the
-        last complete snapshot; the last two stay on disk.
+        last complete snapshot; the last two stay on disk. Directly after a restore from this folder, the snapshot is
+        there already, and nothing is written.
 
         Args:
-            folder: A file system that all ranks see. It is made if it does not exist.
+            folder: A file system that all ranks see, the same on all workers. It is made if it does not exist. It
+                belongs to one run, and to those that are restored from it.
             timeout_s: Seconds; ``None``: those of the connection.
 
         Raises:
-            ConfigurationError: This worker has pushed something since its last ``clock()``. Nothing is sent.
-            RefusedError: A shard could not be written, or workers save after different steps; on all workers. The
-                snapshot before stays.
-            SlowWorkersError: Other workers have not called this; DeadlineExceededError: a server takes longer.
+            ConfigurationError: This worker has pushed something since its last ``clock()``, has finished, or repeats a
+                call that was not done with another folder. Nothing is sent.
+            RefusedError: A shard could not be written, workers save after different steps or into different folders, or
+                the folder has a snapshot of another run that is not earlier; on all workers. The snapshot before stays.
+            SlowWorkersError: Other workers have not called this; DeadlineExceededError: a server takes longer. Repeat
+                the call before the next ``clock()``: it waits on, and asks for no second snapshot.
             PeerLost: A rank is lost.
         """
+        path = Path(folder).absolute()
         with self._lock:
             self._check_open()
-            ticket = self._submit(self._client.save(describe_snapshot(folder, uuid4().hex)))
-        ticket.wait(timeout_s)
+            call = self._unfinished_save(path)
+            if call is None:
+                self._client.check_save()
+                if self._origin.is_saved(path, self._client.clock):
+                    return
+                run = self._origin.run
+                call = self._client.save(lambda mark: describe_snapshot(path, run, mark))
+                self._saving = path, call
+            ticket = self._submit(call)
+        try:
+            ticket.wait(timeout_s)
+        except (SlowWorkersError, DeadlineExceededError):
+            raise
+        except BaseException:
+            self._saving = None
+            raise
+        self._saving = None
+
+    def _unfinished_save(self, path: Path) -> Call | None:
+        """Return the call of a ``save`` in this step that was not done in time; ``None``: there is none."""
+        if self._saving is None:
+            return None
+        folder, call = self._saving
+        if call.clock != self._client.clock or (call.is_done and folder != path):
+            return None
+        if folder != path:
+            raise ConfigurationError(f"save({str(folder)!r}) was not done in time: repeat it until it returns")
+        return call
 
     @property
     def step(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ __all__ = ["Reply", "Shard", "read_waiting"]
 _WAITING = struct.Struct("<qq")
 _WAITING_MAX: Final = 32
 _TEXT_MAX: Final = 1000
+#: The number of refused requests to save of a worker that are known.
+_UNSAVED_MAX: Final = 4
 
 
 def read_waiting(note: Array) -> dict[int, int]:
@@ -124,6 +127,7 @@ class _Stream:
         kept_bytes: What the worker has pushed in this step and is kept until the step ends.
         told: The slowest clock of which the worker was told that it waits for it.
         refused: The marks of the last pushes for which there was no room.
+        unsaved: The marks of the last requests to save that were refused, and why.
     """
 
     last: int = -1
@@ -131,6 +135,7 @@ class _Stream:
     kept_bytes: int = 0
     told: int | None = None
     refused: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    unsaved: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=_UNSAVED_MAX))
 
 
 @final
@@ -270,6 +275,7 @@ class Shard:
             "clocks": self.all_clocks,
             "applied": self._applied,
             "refused": [list(stream.refused) for stream in self._streams],
+            "unsaved": [list(stream.unsaved) for stream in self._streams],
             "step": self._step,
             "kept": [
                 (each.worker, each.assigns, each.lr, each.values, each.rows.count, each.rows.begin, each.rows.listed)
@@ -288,6 +294,7 @@ class Shard:
         ]
         for worker, stream in enumerate(self._streams):
             stream.refused.extend(state["refused"][worker])
+            stream.unsaved.extend((mark, text) for mark, text in state["unsaved"][worker])
             stream.kept_bytes = sum(each.num_bytes for each in self._kept if each.worker == worker)
 
     def _find(self, message: Message) -> Request | None:
@@ -344,7 +351,18 @@ class Shard:
     def _save(self) -> list[Reply]:
         """Write the shard: the first requests of all workers that have not finished ask for it. Return the answers."""
         asking = {worker: stream.queue.popleft() for worker, stream in enumerate(self._streams) if stream.queue}
-        refusal = ""
+        refusal, is_of_all = self._write_for(asking)
+        replies = []
+        for worker, request in asking.items():
+            message = request.message
+            if refusal:
+                note = np.frombuffer(bytearray(_refused_note(refusal, is_of_all).encode()), np.uint8)
+                message = Message(replace(message.header, value_bytes=note.nbytes), None, note)
+            replies.append(self._note_save(worker, replace(request, message=message)))
+        return replies
+
+    def _write_for(self, asking: Mapping[int, Request]) -> tuple[str, bool]:
+        """Write the shard; return why not, or "", and whether the requests of all workers belong together."""
         clocks = {worker: self.clocks.of(worker) for worker in asking}
         texts = {worker: _text_of(request.message.values) for worker, request in asking.items()}
         marks = {request.header.mark for request in asking.values()}
@@ -353,16 +371,16 @@ class Shard:
                 f"workers save after different steps, by worker: {clocks}, or not equally often after this one: all "
                 "call save() after the same steps"
             )
-        elif self._write is None:
-            refusal = "this server writes no snapshots"
-        else:
-            try:
-                self._write(texts[min(texts)], min(clocks.values()), self.table)
-            except (TotalReduceError, OSError) as error:
-                refusal = str(error)
-        if refusal:
-            return [Reply(worker, self._refusal(each.header, refusal)) for worker, each in asking.items()]
-        return [self._carry_out(worker, request) for worker, request in asking.items()]
+            return refusal, False
+        if len(set(texts.values())) > 1:
+            return f"workers save into different folders, by worker: {texts}", True
+        if self._write is None:
+            return "this server writes no snapshots", True
+        try:
+            self._write(texts[min(texts)], min(clocks.values()), self.table)
+        except (TotalReduceError, OSError) as error:
+            return str(error) or repr(error), True
+        return "", True
 
     def _waits(self, worker: int, stream: _Stream) -> list[Message] | None:
         """Return ``None`` if the first request of a worker does not wait; else what the worker is told."""
@@ -468,7 +486,7 @@ class Shard:
             self.table.push(rows, mean, lr)
 
     def _note_save(self, worker: int, request: Request) -> Reply:
-        """Note that the shard was written. From then on, no worker that was to ask for it waits for others.
+        """Note that the shard was written, or why not. From then on, no worker that was to ask for it waits for others.
 
         If the head is lost, a worker that was answered has gone on, and the others ask again: the next head must know
         all of it. Therefore each worker's request goes through the chain, behind the first one, which says it for all.
@@ -476,9 +494,16 @@ class Shard:
         header, change = request.header, None
         if header.mark > self._noted[worker]:
             self._noted[worker], change = header.mark, request
-            for other in range(len(self._streams)):
-                if other == worker or self.clocks.of(other) == self.clocks.of(worker):
+            refusal, is_of_all = _refusal_in(_text_of(request.message.values))
+            for other, stream in enumerate(self._streams):
+                belongs = is_of_all and self.clocks.of(other) == self.clocks.of(worker)
+                if other == worker or belongs:
                     self._applied[other] = max(self._applied[other], header.mark)
+                    if refusal and all(mark != header.mark for mark, _ in stream.unsaved):
+                        stream.unsaved.append((header.mark, refusal))
+        for mark, text in self._streams[worker].unsaved:
+            if mark == header.mark:
+                return Reply(worker, self._refusal(header, text), header.mark, change)
         return Reply(worker, Message(self._answer(header, self.clocks.slowest())), header.mark, change)
 
     def _advance(self, worker: int, request: Request) -> Reply:
@@ -501,6 +526,21 @@ class Shard:
     def _refusal(self, header: Header, text: str) -> Message:
         note = np.frombuffer(bytearray(text.encode()[:_TEXT_MAX]), np.uint8)
         return Message(replace(self._answer(header), kind=Kind.REFUSED, value_bytes=note.nbytes), None, note)
+
+
+def _refused_note(refusal: str, is_of_all: bool) -> str:
+    """Return the description that a refused request to save has in the chain, in place of the worker's."""
+    text = refusal.encode()[:_TEXT_MAX].decode(errors="ignore")
+    return json.dumps({"refused": text, "of_all": is_of_all})
+
+
+def _refusal_in(note: str) -> tuple[str, bool]:
+    """Return what ``_refused_note`` was given; ("", True): the note is a worker's, which nobody has refused."""
+    try:
+        found = json.loads(note)
+        return str(found["refused"]), bool(found["of_all"])
+    except (ValueError, TypeError, KeyError):
+        return "", True
 
 
 def _text_of(note: Array | None) -> str:
