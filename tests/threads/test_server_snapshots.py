@@ -190,3 +190,89 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
 
     run_ranks(2, body)
     assert tr.Snapshots(tmp_path, every=1).latest() == 1
+
+
+def _save_at(folder: Path, clocks: tuple[int, ...], world_size: int = 2) -> None:
+    def body(group: Group) -> None:
+        with ps.connect(group, num_keys=10, consistency=ps.Sequential()) as client:
+            for step in client.steps(max(clocks) + 1):
+                if step in clocks:
+                    client.save(folder)
+                client.push_range(0, 10, np.ones(10, np.float32))
+
+    run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nobody_saves_after_the_end(tmp_path: Path, world_size: int) -> None:
+    def body(group: Group) -> None:
+        with ps.connect(group, num_keys=10) as client:
+            client.clock()
+            client.retire().wait()
+            with pytest.raises(ConfigurationError, match="before retire"):
+                client.save(tmp_path)
+
+    run_ranks(world_size, body)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_restored_snapshot_is_not_written_again(tmp_path: Path) -> None:
+    _save_at(tmp_path, (3,))
+    parts = sorted(tmp_path.glob("*/*/part.json"))
+    before = [(part.stat().st_ino, part.read_bytes()) for part in parts]
+
+    def body(group: Group) -> int:
+        with ps.connect(group, num_keys=10, restore=tmp_path) as client:
+            client.save(tmp_path)
+            same = [(part.stat().st_ino, part.read_bytes()) for part in parts] == before
+            group.barrier()
+            client.clock()
+            client.save(tmp_path)
+            client.save(tmp_path)  # once more: it is there already
+            return same
+
+    assert run_ranks(2, body) == [True, True]
+    assert len(parts) == 2
+    assert tr.Snapshots(tmp_path, every=1).latest() == 4
+
+
+@pytest.mark.parametrize("clock", [2, 5])
+def test_a_folder_of_another_run_is_refused_and_stays(tmp_path: Path, clock: int) -> None:
+    _save_at(tmp_path, (3, 5))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("part.json")}
+    with pytest.raises(RefusedError, match=r"snapshot 5 of another run, and this one is \d: use another folder"):
+        _save_at(tmp_path, (clock,))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("part.json")} == before
+
+
+def test_a_repeated_save_waits_for_the_one_that_was_not_done(tmp_path: Path) -> None:
+    def body(group: Group) -> None:
+        with ps.connect(group, num_keys=10) as client:
+            client.clock()
+            if group.rank == 0:
+                for folder, error in [
+                    (tmp_path, SlowWorkersError),
+                    (tmp_path, SlowWorkersError),
+                    (tmp_path / "other", ConfigurationError),
+                ]:
+                    with pytest.raises(error):
+                        client.save(folder, timeout_s=0.05)
+            group.barrier()
+            client.save(tmp_path)
+            client.clock()
+            client.save(tmp_path)  # would wait for ever, if one had asked more often
+
+    run_ranks(2, body)
+    assert tr.Snapshots(tmp_path, every=1).latest() == 2
+
+
+def test_workers_with_different_folders_are_refused(tmp_path: Path) -> None:
+    def body(group: Group) -> None:
+        with ps.connect(group, num_keys=10) as client:
+            client.clock()
+            with pytest.raises(RefusedError, match="different folders"):
+                client.save(tmp_path / str(group.rank))
+            client.save(tmp_path / "same")
+
+    run_ranks(2, body)
+    assert [path.name for path in tmp_path.iterdir()] == ["same"]

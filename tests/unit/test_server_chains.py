@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from totalreduce.foundation.errors import ProtocolError, RecoveryError
-from totalreduce.server.client import Client
+from totalreduce.server.client import Call, Client
 from totalreduce.server.clocks import FINISHED, Bounded, Consistency, Eventual, Sequential
 from totalreduce.server.handover import Plan, Standing
 from totalreduce.server.layout import Layout
@@ -310,3 +310,41 @@ def test_the_bytes_under_way_are_limited_for_a_worker_and_not_for_each_shard() -
     assert len(sent) == 6 + 7
     assert sum(len(lane.unsent) for lane in client._lanes.values()) >= 64 - 13
     assert {message.header.shard for _, message in sent} == set(range(8))
+
+
+# ----------------------------------------------------------------------------------------------------------- snapshots
+
+
+def asked(client: Client) -> Call:
+    return client.save(lambda mark: np.frombuffer(f"mark {mark}".encode(), np.uint8))
+
+
+def test_a_refused_snapshot_is_refused_again_by_the_next_head() -> None:
+    """The head is lost when the second server knows of one of two requests; the other one, and a successor, hear the same."""
+    chain = Chain()
+    for client in chain.clients:
+        client.advance()
+    for worker in (0, 1):
+        chain.send(worker)
+    chain.deliver(20)
+    first, other = (asked(client) for client in chain.clients)
+    for worker in (0, 1):
+        chain.send(worker)
+    chain.deliver(1)  # the first worker's refusal comes to the second server, and no further
+    assert not first.is_done
+    new = chain.servers[1]
+    state = copy.deepcopy(new.shards[0].state())
+    shard = Shard(1, new.shards[0].table, SPEC, Eventual(), 2)
+    shard.load_state(state)
+    new.begin_epoch({0: (1,)}, {0: shard})
+    successor = Client(0, LAYOUT, SPEC, {0: 1})
+    successor.begin_epoch({0: 1}, 1)
+    again = asked(successor)
+    chain.clients[1].begin_epoch({0: 1}, 1)
+    for worker, client in ((0, successor), (1, chain.clients[1])):
+        for _, message in client.outgoing():
+            for target, answer in new.take(worker, message):
+                (successor, chain.clients[1])[target].answer(1, answer)
+    for call in (again, other):
+        assert call.is_done
+        assert "writes no snapshots" in str(call.error)

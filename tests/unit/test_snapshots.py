@@ -54,6 +54,16 @@ def test_tensors_are_copied_before_write_returns(tmp_path: Path) -> None:
     assert snapshots.read_shared(1)["weights"].sum() == 200_000
 
 
+def test_what_was_just_written_stays_in_a_folder_with_later_versions(tmp_path: Path) -> None:
+    write(tmp_path, 30, 40, keep=2)
+    write(tmp_path, 10, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "version-000000010",
+        "version-000000030",
+        "version-000000040",
+    ]
+
+
 def test_only_the_last_whole_versions_stay(tmp_path: Path) -> None:
     write(tmp_path, 10, 20, 30, 40, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-000000030", "version-000000040"]

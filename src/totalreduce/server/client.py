@@ -212,8 +212,9 @@ class Client:
         )
         return self._call(kind, pieces, None, values, out, lr)
 
-    def check_save(self) -> None:
-        """Raise what ``save`` raises if it cannot be called now."""
+    def prepare_save(self) -> None:
+        """Note that the program has come to its steps; raise what ``save`` raises if it cannot be called now."""
+        self.begin_steps()
         if self._has_retired:
             raise ConfigurationError("save() belongs before retire() and finish()")
         if self._made["push"]:
@@ -230,7 +231,7 @@ class Client:
         Raises:
             ConfigurationError: This worker has pushed something in this step, or has finished.
         """
-        self.check_save()
+        self.prepare_save()
         if self._has_finished:
             return Call(self.clock)
         mark = self._next_mark

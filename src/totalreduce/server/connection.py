@@ -286,7 +286,7 @@ class Connection:
             self._check_open()
             call = self._unfinished_save(path)
             if call is None:
-                self._client.check_save()
+                self._client.prepare_save()
                 if self._origin.is_saved(path, self._client.clock):
                     return
                 run = self._origin.run
