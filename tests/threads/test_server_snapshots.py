@@ -10,6 +10,7 @@ import pytest
 import totalreduce as tr
 from totalreduce.foundation.errors import ConfigurationError, RecoveryError, RefusedError, SlowWorkersError
 from totalreduce.groups.group import Group
+from totalreduce.server.saving import Snapshot
 from totalreduce.testing import run_ranks
 
 ps = tr.ps
@@ -276,3 +277,10 @@ def test_workers_with_different_folders_are_refused(tmp_path: Path) -> None:
 
     run_ranks(2, body)
     assert [path.name for path in tmp_path.iterdir()] == ["same"]
+
+
+def test_an_open_snapshot_keeps_no_values_in_memory(tmp_path: Path) -> None:
+    _save_at(tmp_path, (1,))
+    description = Snapshot(tmp_path, 1)._description
+    assert not {"values", "states"} & description.keys()
+    assert description["num_keys"] == 10

@@ -320,7 +320,7 @@ def asked(client: Client) -> Call:
 
 
 def test_a_refused_snapshot_is_refused_again_by_the_next_head() -> None:
-    """The head is lost when the second server knows of one of two requests; the other one, and a successor, hear the same."""
+    """The head is lost when the second server knows of one request; the other worker and a successor hear the same."""
     chain = Chain()
     for client in chain.clients:
         client.advance()
@@ -348,3 +348,10 @@ def test_a_refused_snapshot_is_refused_again_by_the_next_head() -> None:
     for call in (again, other):
         assert call.is_done
         assert "writes no snapshots" in str(call.error)
+
+
+def test_a_process_in_the_place_of_a_finished_worker_has_nothing_to_save() -> None:
+    client = Client(0, LAYOUT, SPEC, {0: 0})
+    client.begin_epoch({0: 0}, FINISHED)
+    assert asked(client).is_done
+    assert client.outgoing() == []
