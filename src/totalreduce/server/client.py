@@ -234,7 +234,7 @@ class Client:
         self.prepare_save()
         if self._has_finished:
             return Call(self.clock)
-        mark = self._next_mark
+        mark = mark_of(self.clock, self._made["mark"])
         note = describe(mark)
         self._made["mark"] += 1
         return self._call(Kind.SAVE, ((shard, None) for shard in self._lanes), None, note, None, mark=mark)
@@ -306,14 +306,8 @@ class Client:
         if not kind.pushes:
             return -1
         self._made["push"] += 1
-        mark = self._next_mark
         self._made["mark"] += 1
-        return mark
-
-    @property
-    def _next_mark(self) -> int:
-        """The mark of the next request with a ``"mark"``."""
-        return mark_of(self.clock if self._is_in_steps else 0, self._made["mark"])
+        return mark_of(self.clock if self._is_in_steps else 0, self._made["mark"] - 1)
 
     def _rows(self, name: str, array: Array | None, count: int) -> Array | None:
         """Check an array of the caller; return it with shape (n, width)."""
