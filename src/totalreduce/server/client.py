@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, final
+from typing import Final, Literal, final
 
 import numpy as np
 
@@ -151,7 +151,7 @@ class Client:
         self._next = 0  # the number of the next request
         #: In this step: the number of requests with a ``"mark"``, and of those that push.
         self._made: Counter[str] = Counter()
-        self._is_in_steps = self._has_retired = False
+        self._stage: Literal["before steps", "in steps", "retired"] = "before steps"
         self._again: list[tuple[int, Message]] = []
         #: Calls that servers have refused. At most ``WINDOW`` of those whose errors the program was not told are kept.
         self._failed: list[Call] = []
@@ -215,7 +215,7 @@ class Client:
     def prepare_save(self) -> None:
         """Note that the program has come to its steps; raise what ``save`` raises if it cannot be called now."""
         self.begin_steps()
-        if self._has_retired:
+        if self._stage == "retired":
             raise ConfigurationError("save() belongs before retire() and finish()")
         if self._made["push"]:
             raise ConfigurationError(
@@ -253,8 +253,8 @@ class Client:
 
         What it has pushed before was pushed by that worker, too, before its first step.
         """
-        if not self._is_in_steps:
-            self._is_in_steps = True
+        if self._stage == "before steps":
+            self._stage = "in steps"
             if self.clock > 0:
                 self._made.clear()
 
@@ -270,7 +270,7 @@ class Client:
     def finish(self) -> Call:
         """End all: other workers do not wait for this one any more. It may still pull."""
         call = self._call(Kind.FINISH, ((shard, None) for shard in self._lanes), None, None, None)
-        self.clock, self._has_retired = FINISHED, True
+        self.clock, self._stage = FINISHED, "retired"
         return call
 
     def _call(
@@ -307,7 +307,7 @@ class Client:
             return -1
         self._made["push"] += 1
         self._made["mark"] += 1
-        return mark_of(self.clock if self._is_in_steps else 0, self._made["mark"] - 1)
+        return mark_of(0 if self._stage == "before steps" else self.clock, self._made["mark"] - 1)
 
     def _rows(self, name: str, array: Array | None, count: int) -> Array | None:
         """Check an array of the caller; return it with shape (n, width)."""
@@ -365,7 +365,8 @@ class Client:
         """
         if self._next == 0:
             self.clock = clock
-            self._is_in_steps = self._is_in_steps or is_restored
+            if is_restored:
+                self._stage = "in steps"
         self._again = []
         for shard, lane in self._lanes.items():
             lane.server, lane.last, lane.waits = servers[shard], -1, -1
