@@ -105,6 +105,8 @@ def run(check, deadline, *, rehearse):
         return Outcome(check.name, "skipped", "NCCL refuses two ranks on one GPU (Duplicate GPU detected)", seconds)
     if not check.program and (code == _USAGE or "No module named pytest" in text):
         return Outcome(check.name, "skipped", f"pytest or a plug-in of it is missing: {_last_line(text)}", seconds)
+    if code is None and limit_s < check.limit_s:
+        return Outcome(check.name, "skipped", f"the {BUDGET_S:g} s for all checks ended while it ran", seconds)
     print(f"--- {check.name}\n{text[-6000:]}", file=sys.stderr)
     reason = f"no end after {limit_s:.0f} s" if code is None else _last_line(text) or f"exit code {code}"
     return Outcome(check.name, "failed", reason, seconds)
