@@ -138,7 +138,7 @@ def check(job, rank, victim, since):
 
 
 @pytest.mark.faults("F2", "F19")
-@pytest.mark.parametrize("mode", ["busy", "idle"])
+@pytest.mark.parametrize("mode", ["busy", pytest.param("idle", marks=pytest.mark.slow)])
 def test_a_cut_link_is_noticed_on_both_sides_within_three_seconds(start, network, mode):
     job = start(mode)
     since = time.monotonic()

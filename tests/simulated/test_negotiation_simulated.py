@@ -48,7 +48,7 @@ def step(world_size: int, seed: int, arrangement: Arrangement) -> tuple[float, l
     return max(ended) - begin, decided[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 256])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, pytest.param(256, marks=pytest.mark.slow)])
 def test_what_an_agreement_costs(world_size: int) -> None:
     config = CoordinationConfig(cycle_s=0.0, stall_warning_s=0.0, stall_abort_s=0.0)
     arrangement = Arrangement(world_size, config, lambda: 1.0)

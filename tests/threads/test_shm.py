@@ -66,7 +66,7 @@ def test_conformance_of_tensors_in_shared_memory(world_size: int, monkeypatch: p
     assert check_transport("shm", world_sizes=(world_size,), shared_memory=True) >= 100 * world_size
 
 
-@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_conformance_across_hosts(world_size: int) -> None:
     assert check_transport(two_per_host, world_sizes=(world_size,)) >= 100 * world_size
 

@@ -47,6 +47,7 @@ def test_exactly_one_schedule_is_chosen():
     assert min(figures, key=lambda figure: figure.estimated_s).chosen
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_writes_them(tmp_path):
     out = tmp_path / "out.json"
     options = ["--lockstep", "3", "--sizes", "1KiB,300KiB", "--schedules", "ring,tree", "--json", str(out)]
