@@ -109,7 +109,7 @@ def _translate(found: re.Match[str], source: str, here: str) -> str:
     if path in PAGES:
         page = PAGES[path]
     elif path.startswith("examples/"):
-        page = _page_of_example(path.removeprefix("examples/"))
+        page = _page_of_example(path.removeprefix("examples/").partition("/")[0])  # a folder has one page
     elif path in _FOLDERS:
         page = _FOLDERS[path]
     elif path.startswith("docs/"):
