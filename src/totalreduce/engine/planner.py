@@ -45,7 +45,7 @@ class Planner:
             its default ones (``use_links``).
     """
 
-    __slots__ = ("_config", "_everybody", "_given_config", "_layouts", "_longest_bytes", "_names", "_rank", "selector")
+    __slots__ = ("_config", "_everybody", "_given_config", "_layouts", "_names", "_rank", "selector")
 
     def __init__(
         self, rank: int, hosts: Sequence[int], names: NameTable, config: EngineConfig, *, shared_memory: bool
@@ -57,7 +57,6 @@ class Planner:
         """
         self._rank, self._names = rank, names
         self._config = self._given_config = config
-        self._longest_bytes = config.segment_bytes
         self._everybody = tuple(range(len(hosts)))
         self._layouts: BoundedTable[_LayoutKey, OperationLayout] = BoundedTable(_LAYOUTS_MAX)
         self.selector = Selector(LinkModel(), tuple(hosts), config.schedules, shared_memory)
@@ -82,7 +81,6 @@ class Planner:
         length, for which the memory was cut.
         """
         old, config = self.selector, self._given_config
-        self._longest_bytes = config.segment_bytes
         self.selector = Selector(links, old.hosts, old.overrides, old.shared_memory)
         factor = next((factor for bytes_per_s, factor in _LONGER if links.bytes_per_s >= bytes_per_s), 1)
         if factor > 1 and len(set(old.hosts)) == len(old.hosts):
@@ -91,7 +89,6 @@ class Planner:
                 segment_bytes=factor * config.segment_bytes,
                 segment_bytes_min=factor * config.segment_bytes_min,
             )
-            self._longest_bytes = _LONGEST * self._given_config.segment_bytes
         self._config = config
         self._layouts = BoundedTable(_LAYOUTS_MAX)
         for record in self._names:
@@ -105,8 +102,10 @@ class Planner:
         layout = self._layouts.get(key)
         if layout is None:
             program = self._program(spec, signature.kind, root, ranks)
+            config, given = self._config, self._given_config
+            longest_bytes = _LONGEST * given.segment_bytes if config is not given else 0
             layout = self._layouts[key] = OperationLayout(
-                signature, program, ranks, sizes, self._config, longest_bytes=self._longest_bytes
+                signature, program, ranks, sizes, config, longest_bytes=longest_bytes
             )
         return layout
 
