@@ -20,7 +20,7 @@ from totalreduce.bench.command import benchmark
 from totalreduce.bench.launching import Setting, require_success
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.records import from_document, to_document
-from totalreduce.bench.report import Report, Table, duration
+from totalreduce.bench.report import Report, Table, duration, times
 from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate
 from totalreduce.foundation import environment
 from totalreduce.launch.live import LiveJob
@@ -139,11 +139,8 @@ def bench_observe(setting: Setting, parameters: ObserveParameters) -> Report:
         [
             ("step (95 %)", lambda f: duration(f.plain_s)),
             ("documents/s of a rank", lambda f: f"{f.per_second:.1f}"),
-            ("time, observed / not", lambda f: f"{f.ratio.median:.4f}x \\[{f.ratio.low:.4f}, {f.ratio.high:.4f}]"),
-            (
-                "processor time",
-                lambda f: f"{f.cpu_ratio.median:.4f}x \\[{f.cpu_ratio.low:.4f}, {f.cpu_ratio.high:.4f}]",
-            ),
+            ("time, observed / not", lambda f: times(f.ratio, 4)),
+            ("processor time", lambda f: times(f.cpu_ratio, 4)),
             ("of which at 1/s", lambda f: f"{f.scaled.median:.3%} \\[{f.scaled.low:.3%}, {f.scaled.high:.3%}]"),
             ("a document", lambda f: f"{f.document_cpu_s * 1e6:.0f} µs of a core"),
             ("counting a step", lambda f: f"{f.end_step_s * 1e6:.2f} µs"),

@@ -17,7 +17,7 @@ from totalreduce.bench.command import benchmark, split_names
 from totalreduce.bench.launching import Setting, require_success
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.records import from_document, to_document
-from totalreduce.bench.report import Report, Table, duration, print_progress, size
+from totalreduce.bench.report import Report, Table, duration, print_progress, size, times
 from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate
 from totalreduce.foundation import checks, environment
 from totalreduce.foundation.errors import ConfigurationError
@@ -186,7 +186,7 @@ def bench_recovery(setting: Setting, parameters: RecoveryParameters) -> Report:
             ("ranks have", lambda f: f.has),
             ("computation", lambda f: f"{f.step_ms:g} ms"),
             ("step outside (95 %)", lambda f: duration(f.outside_s)),
-            ("inside / outside", lambda f: f"{f.ratio.median:.4f}x \\[{f.ratio.low:.4f}, {f.ratio.high:.4f}]"),
+            ("inside / outside", lambda f: times(f.ratio, 4)),
             ("added (95 %)", lambda f: duration(f.added_s)),
             ("operations", lambda f: f"+{f.operations:.4g}"),
             ("messages", lambda f: f"+{f.messages:.4g}"),

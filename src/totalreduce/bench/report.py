@@ -87,9 +87,11 @@ def duration(figure: Estimate | None) -> str:
     return f"{figure.median / unit:.4g} {name} \\[{figure.low / unit:.4g}, {figure.high / unit:.4g}]"
 
 
-def times(figure: Estimate | None) -> str:
+def times(figure: Estimate | None, digits: int = 2) -> str:
     """Return a ratio with its interval: ``1.23x [1.20, 1.25]``; nothing for ``None``."""
-    return "" if figure is None else f"{figure.median:.2f}x \\[{figure.low:.2f}, {figure.high:.2f}]"
+    if figure is None:
+        return ""
+    return f"{figure.median:.{digits}f}x \\[{figure.low:.{digits}f}, {figure.high:.{digits}f}]"
 
 
 def number(value: float | None, form: str = ".3f") -> str:
